@@ -1,0 +1,59 @@
+"""Wall-clock spans of named phases.
+
+In: ``with span("update"):`` around any piece of work, in any thread of any process of the trainer.
+Out: seconds by name, which the observer takes once per step and writes as ``time/<name>/s``.
+
+A span costs two clock readings and one short lock. Spans nest, and each counts its whole duration, inner spans included;
+spans of one name add up, so a name that runs in two threads at once can exceed the duration of the step.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from time import perf_counter
+from types import TracebackType
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_checked_names: set[str] = set()
+_seconds: dict[str, float] = {}
+_lock = threading.Lock()
+
+
+class span:  # noqa: N801 - used like a function: `with span("generate"):`
+    """Adds the duration of its block to the seconds of ``name``, also when the block raises.
+
+    Raises ValueError when the name is not of lower-case letters, digits and underscores, since it becomes part of a
+    metric key.
+    """
+
+    __slots__ = ("_name", "_start")
+
+    def __init__(self, name: str) -> None:
+        if name not in _checked_names:
+            if not _NAME.fullmatch(name):
+                raise ValueError(f"span name {name!r}: use lower-case letters, digits and underscores")
+            _checked_names.add(name)
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        add_seconds(self._name, perf_counter() - self._start)
+
+
+def add_seconds(name: str, seconds: float) -> None:
+    """Count ``seconds`` that were measured elsewhere, for instance by an engine process."""
+    with _lock:
+        _seconds[name] = _seconds.get(name, 0.0) + seconds
+
+
+def take_seconds() -> dict[str, float]:
+    """Seconds by span name since the last call, and start again from zero. A span that is still open counts later."""
+    global _seconds
+    with _lock:
+        taken, _seconds = _seconds, {}
+    return taken
