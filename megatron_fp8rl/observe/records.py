@@ -1,0 +1,158 @@
+"""Every rollout of a run on disk, and back again for replay.
+
+In: the scored groups of a step. Out: ``rollouts.jsonl``, one line per group, all lines of a step written at once; reading
+yields the same groups, equal in every field. Which process: the writing trainer rank; any process may read.
+
+A line is ``{"step": ..., "prompt": {...}, "rollouts": [{...}, ...]}`` with the field names of ``types.py``. Floats are
+written so that they read back exactly; arrays of routed experts are compressed. A run that was killed while writing
+leaves a last line that is cut off: readers pass over it with a warning.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import logging
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+
+_log = logging.getLogger(__name__)
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')  # a line starts with its step, so that finding a step needs no parsing
+
+
+class RolloutWriter:
+    """Appends groups to a file. Not thread-safe; one writer per file."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: BinaryIO = path.open("ab")
+
+    def write(self, step: int, groups: Iterable[RolloutGroup]) -> None:
+        """Append the groups of one step and flush them to the operating system."""
+        self._file.write("".join(_encode(step, group) + "\n" for group in groups).encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_steps(path: Path | str) -> Iterator[tuple[int, tuple[RolloutGroup, ...]]]:
+    """Yield (step, groups) in the order of the file.
+
+    Raises ValueError, with file and line, for a line that is not a record; FileNotFoundError when there is no file.
+    """
+    step, groups = -1, []
+    for number, line in _complete_lines(Path(path)):
+        try:
+            record = json.loads(line)
+            group = _decode(record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path}, line {number} is not a recorded group ({type(error).__name__}: {error}); "
+                "remove the line, or record the run again"
+            ) from error
+        if record["step"] != step and groups:
+            yield step, tuple(groups)
+            groups = []
+        step = record["step"]
+        groups.append(group)
+    if groups:
+        yield step, tuple(groups)
+
+
+def truncate_from(path: Path, step: int) -> int:
+    """Cut a file of JSON lines before its first line of ``step`` or later; return the number of bytes cut off.
+
+    Lines begin with ``{"step": n`` and steps never fall. A cut-off last line goes too, whatever its step.
+    """
+    if not path.exists():
+        return 0
+    keep = 0
+    with path.open("rb") as file:
+        for line in file:
+            match = _STEP.match(line)
+            if match is None or int(match[1]) >= step or not line.endswith(b"\n"):
+                break
+            keep += len(line)
+    cut = path.stat().st_size - keep
+    if cut:
+        os.truncate(path, keep)
+    return cut
+
+
+def read_json_lines(path: Path | str) -> list[dict[str, Any]]:
+    """All complete lines of a JSON-lines file such as ``metrics.jsonl``. Raises ValueError with file and line."""
+    records = []
+    for number, line in _complete_lines(Path(path)):
+        try:
+            records.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is not JSON ({error}); remove the line") from error
+    return records
+
+
+def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, line); a last line without its newline was cut off by a kill and is skipped aloud."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.endswith(b"\n"):
+                yield number, line
+            else:
+                _log.warning("%s, line %d is cut off: the run was stopped while writing it; line skipped", path, number)
+
+
+def _encode(step: int, group: RolloutGroup) -> str:
+    record = {
+        "step": step,
+        "prompt": _fields(group.prompt),
+        "rollouts": [_encode_rollout(rollout) for rollout in group.rollouts],
+    }
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _encode_rollout(rollout: Rollout) -> dict[str, Any]:
+    encoded = _fields(rollout)
+    del encoded["prompt"]  # the group's
+    encoded["completion"] = completion = _fields(rollout.completion)
+    experts = rollout.completion.routed_experts
+    if experts is not None:
+        completion["routed_experts"] = {
+            "dtype": experts.dtype.str,
+            "shape": experts.shape,
+            "zlib_base64": base64.b64encode(zlib.compress(experts.tobytes(), level=1)).decode(),
+        }
+    return encoded
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+
+
+def _decode(record: dict[str, Any]) -> RolloutGroup:
+    prompt = Prompt(**{**record["prompt"], "token_ids": tuple(record["prompt"]["token_ids"])})
+    return RolloutGroup(prompt=prompt, rollouts=tuple(_decode_rollout(r, prompt) for r in record["rollouts"]))
+
+
+def _decode_rollout(encoded: dict[str, Any], prompt: Prompt) -> Rollout:
+    completion = encoded["completion"]
+    experts = completion["routed_experts"]
+    if experts is not None:
+        raw = zlib.decompress(base64.b64decode(experts["zlib_base64"]))
+        experts = np.frombuffer(raw, dtype=experts["dtype"]).reshape(experts["shape"])
+    restored = {
+        **completion,
+        "token_ids": tuple(completion["token_ids"]),
+        "rollout_logprobs": tuple(completion["rollout_logprobs"]),
+        "version_spans": tuple(tuple(span) for span in completion["version_spans"]),
+        "routed_experts": experts,
+    }
+    return Rollout(**{**encoded, "prompt": prompt, "completion": Completion(**restored)})
