@@ -1,0 +1,81 @@
+"""Models of 1 to 2 million parameters that learn arithmetic on two CPU cores in a few minutes.
+
+They exercise everything that the large ones do: FP8 matrices at both ends (every one a multiple of 128, also at tensor
+parallel 2), grouped-query attention with q/k norms, and a router with eight experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_fp8rl.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    ObserveConfig,
+    OptimConfig,
+    RolloutConfig,
+    RunConfig,
+)
+
+
+def tiny_qwen3_moe() -> RunConfig:
+    """Qwen3-MoE with 8 experts, 2 of them per token: 2.1 M parameters, sums of two or three one-digit numbers."""
+    return RunConfig(
+        name="tiny_qwen3_moe",
+        model=ModelConfig(
+            family="qwen3_moe",
+            num_layers=2,
+            hidden_size=128,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=128,
+            vocab_size=128,
+            num_experts=8,
+            experts_per_token=2,
+            moe_ffn_hidden_size=256,
+            max_position_embeddings=256,
+        ),
+        optim=OptimConfig(lr=1e-3, warmup_steps=5),
+        rollout=RolloutConfig(
+            prompts_per_step=32,
+            completions_per_prompt=8,
+            max_prompt_tokens=32,
+            max_completion_tokens=8,
+            kv_cache_bytes=64 << 20,
+            enforce_eager=True,
+        ),
+        algo=AlgoConfig(clip_high=0.28),
+        data=DataConfig(
+            environments=(
+                EnvironmentConfig(
+                    dataset="chain_sum",
+                    options={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+                    template="{expression} = ",
+                ),
+            ),
+            sft_steps=600,
+            sft_batch_size=128,
+            sft_lr=2e-3,
+            sft_stop_pass_rate=0.45,
+        ),
+        checkpoint=CheckpointConfig(every_steps=40),
+        observe=ObserveConfig(eval_prompts=128),
+        num_steps=80,
+    )
+
+
+def tiny_qwen3() -> RunConfig:
+    """The same task with a dense Qwen3 of 0.8 M parameters."""
+    moe = tiny_qwen3_moe()
+    dense = replace(
+        moe.model,
+        family="qwen3",
+        num_experts=0,
+        experts_per_token=0,
+        moe_ffn_hidden_size=0,
+        ffn_hidden_size=512,
+    )
+    return replace(moe, name="tiny_qwen3", model=dense)
