@@ -1,0 +1,1 @@
+"""Problems, tokens and packed batches. Pure: no process group, no engine."""

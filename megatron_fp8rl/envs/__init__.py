@@ -1,0 +1,1 @@
+"""Environments make problems and score completions."""
