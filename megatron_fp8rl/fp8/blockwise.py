@@ -1,0 +1,113 @@
+"""Blockwise FP8, the one definition of it: weights in 128x128 blocks, activations in 1x128 blocks, E4M3 values.
+
+    amax      = largest magnitude in the block
+    scale_inv = amax / 448, rounded up to a power of two for ``scales="pow2"``      448 is the largest E4M3 number
+    data      = x / scale_inv, rounded to the nearest E4M3 number, ties to even
+    x         ~ data * scale_inv
+
+The trainer's linears, the weight exporter and the engine's CPU kernels all call these functions, in whatever process
+they run; comparing bytes between them is therefore comparing weights. With power-of-two scales the bytes and scales are
+also those of Transformer Engine's ``Float8BlockScaling`` and of DeepGEMM's ``ue8m0`` casts.
+
+Blocks start at index 0 of each axis; the last block of an axis may be shorter. A shard whose edges are multiples of 128
+quantizes to the slice of the quantized whole. A NaN or infinity makes its whole block NaN rather than a large number.
+
+Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K / 128).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+E4M3_MAX = 448.0
+
+Scales = Literal["pow2", "fp32"]
+
+_BELOW_MAX_MANTISSA = 0x1FFFFF  # added to the bits of 1.75 * 2^e it does not carry into the exponent; to more, it does
+_MAX_EXPONENT = 8  # 448 = 1.75 * 2^8
+
+
+def scale_of(amax: Tensor, scales: Scales) -> Tensor:
+    """Multiplier that restores a block from its E4M3 values. ``amax`` float32, any shape; a block of zeros gets 1.
+
+    ``pow2`` is 2^ceil(log2(amax / 448)), read off the exponent bits, so that no logarithm can round it to a neighbour.
+    """
+    if scales == "pow2":
+        # The sum stays below the sign bit for every finite amax. NaN and infinity are restored below.
+        exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - _MAX_EXPONENT
+        scale = (exponent.clamp_(1, 254) << 23).view(torch.float32)
+        scale = torch.where(amax.isfinite(), scale, torch.nan)
+    else:
+        # Multiples of the smallest normal number keep 1 / scale finite.
+        scale = (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+        scale = torch.where(amax.isfinite(), scale, torch.nan)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def _weight_blocks(weight_NK: Tensor) -> Tensor:
+    """[N, K] -> float32 [Nb, 128, Kb, 128], filled with zeros at the lower and right edge."""
+    num_rows, num_columns = weight_NK.shape
+    padded = F.pad(weight_NK.float(), (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
+    return padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+
+
+def _row_blocks(x: Tensor) -> Tensor:
+    """[..., K] -> float32 [..., Kb, 128], filled with zeros at the right edge."""
+    return F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+
+
+def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix in 128x128 blocks: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb])."""
+    num_rows, num_columns = weight_NK.shape
+    blocks = _weight_blocks(weight_NK)
+    scale = scale_of(blocks.abs().amax(dim=(1, 3)), scales)
+    data = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    data = data.view(blocks.shape[0] * BLOCK, blocks.shape[2] * BLOCK)[:num_rows, :num_columns]
+    return data.contiguous(), scale
+
+
+def dequantize_weight(data_NK: Tensor, scale_inv: Tensor) -> Tensor:
+    """Float32 [N, K] from the bytes and the scales of :func:`quantize_weight`."""
+    num_rows, num_columns = data_NK.shape
+    scale_NK = scale_inv.repeat_interleave(BLOCK, 0)[:num_rows].repeat_interleave(BLOCK, 1)[:, :num_columns]
+    return data_NK.float().mul_(scale_NK)
+
+
+def quantize_activation(x: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """Quantize the last axis in blocks of 128: (data float8_e4m3fn [..., K], scale_inv float32 [..., Kb])."""
+    blocks = _row_blocks(x)
+    scale = scale_of(blocks.abs().amax(dim=-1), scales)
+    data = (blocks / scale[..., None]).to(torch.float8_e4m3fn).flatten(-2)[..., : x.shape[-1]]
+    return data.contiguous(), scale
+
+
+def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
+    """Float32 [..., K] from the bytes and the scales of :func:`quantize_activation`."""
+    return data.float().mul_(scale_inv.repeat_interleave(BLOCK, -1)[..., : data.shape[-1]])
+
+
+def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
+    """Type in which a dequantized operand is exact: an E4M3 number has 4 significant bits, so times a power of two it
+    is a BF16 number, and a BF16 product that accumulates in float32 is the FP8 product."""
+    return torch.bfloat16 if scales == "pow2" and dtype == torch.bfloat16 else torch.float32
+
+
+def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Scales) -> Tensor:
+    """y = x W^T on FP8 operands: x is quantized here, products accumulate in float32, y is rounded once to x.dtype.
+
+    x [..., K]; weight_data float8_e4m3fn [N, K] and weight_scale_inv float32 [Nb, Kb] as from :func:`quantize_weight`.
+    """
+    weight = dequantize_weight(weight_data, weight_scale_inv).to(operand_dtype(x.dtype, scales))
+    return linear_dequantized(x, weight, scales)
+
+
+def linear_dequantized(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
+    """:func:`linear` for a caller that keeps the dequantized weight, in ``operand_dtype(x.dtype, scales)``."""
+    data, scale_inv = quantize_activation(x, scales)
+    operand = dequantize_activation(data, scale_inv).to(weight.dtype)
+    return F.linear(operand, weight).to(x.dtype)
