@@ -1,7 +1,7 @@
 """A 64-bit digest of a tensor: its bytes in their order, its dtype and its shape.
 
-The trainer digests what it sends and the engine what it holds, each on its own device; equal strings mean equal tensors.
-The hash detects damage, it is no defence against an adversary: a changed tensor passes with probability 2^-64.
+The trainer digests what it sends and the engine what it holds, each on its own device; equal strings mean equal
+tensors. The hash detects damage, it is no defence against an adversary: a changed tensor passes with probability 2^-64.
 
     word_i = bytes 8 i .. 8 i + 7, little endian, the last one padded with zeros
     digest = mix(sum_i mix(word_i + (i + 1) * GOLDEN) + blake2b(dtype, shape))          modulo 2^64

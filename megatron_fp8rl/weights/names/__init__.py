@@ -2,8 +2,8 @@
 
 Pure functions over plain tensors; no ranks. A *global* Megatron name counts layers and experts over the whole model and
 spells norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). One short file per family holds
-the table; the functions here are the same for all families. torch is imported inside the functions that touch tensors, so
-that checks of a configuration can ask for names and shapes on a machine without it.
+the table; the functions here are the same for all families. torch is imported inside the functions that touch tensors,
+so that checks of a configuration can ask for names and shapes on a machine without it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 
 
 def to_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """Content of the Hugging Face config.json of ``model``; special tokens belong to the tokenizer and are not in it."""
+    """Content of the Hugging Face config.json of ``model``, without special tokens: they belong to the tokenizer."""
     return FAMILIES[model.family].to_hf_config(model)
 
 
@@ -72,7 +72,7 @@ def hf_names_of(global_name: str, model: ModelConfig) -> list[str]:
 
 
 def is_expert(global_name: str) -> bool:
-    """Whether a parameter belongs to a routed expert: divided by expert tensor parallelism, not by tensor parallelism."""
+    """Whether a parameter belongs to a routed expert, and is divided by expert tensor parallelism."""
     return split_indices(global_name)[2] >= 0
 
 
@@ -123,20 +123,32 @@ def from_hf(global_name: str, get: Callable[[str], Tensor], model: ModelConfig) 
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def to_hf(global_name: str, full: Tensor, model: ModelConfig) -> list[tuple[str, Tensor]]:
-    """Inverse of :func:`from_hf`: (Hugging Face name, tensor) pairs; views of ``full`` where the layout allows."""
+def to_hf(global_name: str, tensor: Tensor, model: ModelConfig, tp_size: int = 1) -> list[tuple[str, Tensor]]:
+    """Inverse of :func:`from_hf`: (Hugging Face name, tensor) pairs; views of ``tensor`` where the layout allows.
+
+    With ``tp_size`` > 1 ``tensor`` is the :func:`shard` of one (expert-)tensor-parallel rank, and the result is that
+    rank's contiguous part of each Hugging Face tensor: the parts of all ranks in order make up the whole along the axis
+    that :class:`Weight.cut` names. Raises ValueError when the shape is not the one that ``model`` says.
+    """
     w = weight(global_name, model)
-    if tuple(full.shape) != w.shape:
-        raise ValueError(f"{global_name}: shape {tuple(full.shape)}, but the model configuration says {w.shape}")
-    rows = [shape[0] for _, shape in w.parts]
+    _check_divisible(w, model, tp_size)
+    row_parts = tp_size if w.cut == "rows" else 1
+    columns = w.shape[1:] if w.cut != "columns" else (w.shape[1] // tp_size, *w.shape[2:])
+    rows = [shape[0] // row_parts for _, shape in w.parts]
+    if tuple(tensor.shape) != (sum(rows), *columns):
+        raise ValueError(
+            f"{global_name}: shape {tuple(tensor.shape)}, but the model configuration says {(sum(rows), *columns)}"
+        )
     if w.join == "qkv":
-        groups = model.num_key_value_heads
-        split = full.reshape(groups, -1, *full.shape[1:]).split([r // groups for r in rows], dim=1)
-        return [(name, part.reshape(shape)) for (name, shape), part in zip(w.parts, split)]
-    return [(name, part) for (name, _), part in zip(w.parts, full.split(rows))]
+        groups = model.num_key_value_heads // tp_size
+        split = tensor.reshape(groups, -1, *columns).split([r // groups for r in rows], dim=1)
+        return [(name, part.reshape(-1, *columns)) for (name, _), part in zip(w.parts, split)]
+    return [(name, part) for (name, _), part in zip(w.parts, tensor.split(rows))]
 
 
 def _check_divisible(w: Weight, model: ModelConfig, tp_size: int) -> None:
+    if w.cut == "none":
+        return
     if w.join == "qkv":
         units, what = model.num_key_value_heads, "query groups"
     else:

@@ -70,13 +70,16 @@ def test_shards_round_trip(case, tmp_path):
         shards = [names.shard(name, full, model, 2, rank) for rank in range(2)]
         assert torch.equal(names.unshard(name, shards, model), full), name
         assert all(s.is_contiguous() for s in shards)
-        replicated = names.weight(name, model).cut == "none"
-        assert sum(s.numel() for s in shards) == full.numel() * (2 if replicated else 1), name
+        axis = {"none": None, "rows": 0, "columns": 1}[names.weight(name, model).cut]
+        for hf_name in names.hf_names_of(name, model):
+            parts = [dict(names.to_hf(name, piece, model, tp_size=2))[hf_name] for piece in shards]
+            assert torch.equal(parts[0] if axis is None else torch.cat(parts, axis), tensors[hf_name]), hf_name
+        assert sum(s.numel() for s in shards) == full.numel() * (2 if axis is None else 1), name
 
 
 def test_shard_layouts():
     """The rank's piece of the fused matrices, written out by hand."""
-    model = names.from_hf_config({"model_type": "qwen3", "rms_norm_eps": 1e-6, "max_position_embeddings": 64, **GROUPED})
+    model = names.from_hf_config(Qwen3Config(**GROUPED).to_dict())
     layer = "decoder.layers.0."
     tag = {"q_proj": 1000, "k_proj": 2000, "v_proj": 3000, "gate_proj": 4000, "up_proj": 5000}
 
@@ -111,7 +114,10 @@ def test_config_round_trip(case, tmp_path):
 @pytest.mark.parametrize(
     ("local", "expected"),
     [
-        ("decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight", "decoder.layers.3.mlp.experts.6.linear_fc1.weight"),
+        (
+            "decoder.layers.1.mlp.experts.local_experts.2.linear_fc1.weight",
+            "decoder.layers.3.mlp.experts.6.linear_fc1.weight",
+        ),
         ("decoder.layers.0.mlp.experts.linear_fc2.weight11", "decoder.layers.2.mlp.experts.15.linear_fc2.weight"),
         ("module.module.decoder.layers.10.mlp.router.weight", "decoder.layers.12.mlp.router.weight"),
         ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.2.input_layernorm.weight"),
