@@ -1,0 +1,277 @@
+"""The command line: ``python -m megatron_fp8rl COMMAND [CONFIG] [--field value ...]``.
+
+In: the arguments, and the functions of ``model_configs/``. Out: an :class:`Invocation` with a complete, checked
+``RunConfig``, or a message that names every mistake and exit status 2. Runs in the process that the user starts; imports
+neither torch nor any other heavy package, so that help and ``--dry-run`` answer at once.
+
+CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated to
+return a ``RunConfig``. Each field of the configuration is an option (``--parallel.tensor 2``); an unknown one is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Annotated, Any
+
+from megatron_fp8rl import config_check
+from megatron_fp8rl.config import ConfigError, RunConfig
+
+_PROGRAM = "python -m megatron_fp8rl"
+_CONFIGS_PACKAGE = "model_configs"
+_ENVIRONMENT_OPTION = re.compile(r"--data\.environments\.(\d+)\.options\.(\w+)(?:=(.*))?", re.DOTALL)
+
+
+class UsageError(ValueError):
+    """Arguments that cannot be understood. The message says what was given and what would do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """One word of the command line."""
+
+    name: str
+    summary: str  # one line of help
+    run: Callable[[Invocation], int]  # returns the exit status
+    default_config: str | None = None  # used when CONFIG is left out; None makes CONFIG obligatory
+    takes_config: bool = True  # False: the command has options of its own only
+    options: type | None = None  # frozen dataclass of the command's own options, all with defaults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Invocation:
+    """What the user asked for."""
+
+    command: str
+    config_name: str | None = None  # CONFIG as it was given, or the command's default
+    cfg: RunConfig | None = None  # None when the command takes no configuration
+    options: Any = None  # an instance of Command.options
+    overrides: tuple[str, ...] = ()  # words that changed fields of CONFIG
+    dry_run: bool = False
+
+
+def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
+    """Parse, check and run one command; return the exit status. Mistakes of the user go to stderr, status 2."""
+    by_name = {command.name: command for command in commands}
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        invocation = parse(arguments, by_name)
+    except (UsageError, ConfigError) as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    if invocation.dry_run:
+        print(to_json(invocation.cfg))
+        return 0
+    return by_name[invocation.command].run(invocation)
+
+
+def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
+    """Turn arguments into a checked :class:`Invocation`.
+
+    Raises UsageError for an unknown command or configuration and ConfigError with all violations. Help and an unknown
+    or ill-typed option print their message and raise SystemExit, as is usual for a command line.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(overview(commands))
+        raise SystemExit(0 if argv else 2)
+    name, rest = argv[0], list(argv[1:])
+    if name not in commands:
+        raise UsageError(f"unknown command {name!r}{_near(name, commands)}. Commands: {', '.join(commands)}")
+    command = commands[name]
+    if not command.takes_config:
+        return Invocation(command=name, cfg=None, options=_parse_words(command, None, rest)[1])
+
+    dry_run = "--dry-run" in rest or "--dry_run" in rest
+    rest = [word for word in rest if word not in ("--dry-run", "--dry_run")]
+    if rest and not rest[0].startswith("-"):
+        target = rest.pop(0)
+    elif rest in (["-h"], ["--help"]) and command.default_config is None:
+        print(overview(commands))
+        raise SystemExit(0)
+    elif command.default_config is not None:
+        target = command.default_config
+    else:
+        raise UsageError(f"{name} needs a CONFIG. {_known_configs()}")
+    cfg, options, overrides = _parse_words(command, load_config(target), rest, target)
+    violations = config_check.check(cfg)
+    if violations:
+        raise ConfigError(violations)
+    return Invocation(
+        command=name, config_name=target, cfg=cfg, options=options, overrides=overrides, dry_run=dry_run
+    )
+
+
+def parse_overrides(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Apply ``--field value`` words to a configuration, unchecked. An unknown option raises SystemExit."""
+    return _parse_words(Command(name="", summary="", run=lambda _: 0), cfg, list(overrides))[0]
+
+
+def load_config(target: str) -> RunConfig:
+    """Call the function that ``module:function`` or a bare function name in ``model_configs/`` points to.
+
+    Raises UsageError, with near matches, when there is no such function or it is not a configuration.
+    """
+    if ":" in target:
+        module_name, function_name = target.split(":", 1)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            raise UsageError(f"configuration {target!r}: {error}. {_known_configs()}") from error
+        function = getattr(module, function_name, None)
+        if function is None:
+            raise UsageError(
+                f"configuration {target!r}: {module_name} has no {function_name!r}"
+                f"{_near(function_name, _functions(module))}"
+            )
+    else:
+        functions = config_functions()
+        if target not in functions:
+            raise UsageError(f"unknown configuration {target!r}{_near(target, functions)}. {_known_configs()}")
+        function = functions[target]
+    cfg = function()
+    if not isinstance(cfg, RunConfig):
+        raise UsageError(f"configuration {target!r} returned {type(cfg).__name__}; it has to return a RunConfig")
+    return cfg
+
+
+def config_functions() -> dict[str, Callable[[], RunConfig]]:
+    """The configurations of ``model_configs/`` by name. Raises UsageError when two files use one name."""
+    package = importlib.import_module(_CONFIGS_PACKAGE)
+    found: dict[str, Callable[[], RunConfig]] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        for name, function in _functions(importlib.import_module(f"{_CONFIGS_PACKAGE}.{info.name}")).items():
+            if name in found:
+                raise UsageError(
+                    f"two configurations are named {name!r}: in {found[name].__module__} and {function.__module__}; "
+                    "rename one"
+                )
+            found[name] = function
+    return dict(sorted(found.items()))
+
+
+def overview(commands: Mapping[str, Command]) -> str:
+    """The help of the program: its commands and the configurations that exist."""
+    width = max(map(len, commands)) + 2
+    lines = [f"usage: {_PROGRAM} COMMAND [CONFIG] [--dry-run] [--field value ...]", "", "commands:"]
+    lines += [f"  {command.name:<{width}}{command.summary}" for command in commands.values()]
+    functions = config_functions()
+    if functions:
+        width = max(map(len, functions)) + 2
+        lines += ["", "configurations:"]
+        for name, function in functions.items():
+            lines.append(f"  {name:<{width}}{(inspect.getdoc(function) or '').partition(chr(10))[0]}")
+    with_config = next((command.name for command in commands.values() if command.takes_config), "rl")
+    example = next(iter(functions), "CONFIG")
+    lines += [
+        "",
+        f"{_PROGRAM} {with_config} {example} --help    lists every field that can be overridden",
+        f"{_PROGRAM} {with_config} {example} --dry-run prints the resolved configuration as JSON",
+        "CONFIG may also be module:function for a function of your own that returns a RunConfig.",
+    ]
+    return "\n".join(lines)
+
+
+def to_json(cfg: RunConfig) -> str:
+    """The resolved configuration as indented JSON."""
+    return json.dumps(dataclasses.asdict(cfg), indent=2)
+
+
+def _parse_words(
+    command: Command, cfg: RunConfig | None, words: list[str], target: str = ""
+) -> tuple[RunConfig | None, Any, tuple[str, ...]]:
+    """(configuration with overrides, the command's own options, the words that were overrides)."""
+    own = {} if command.options is None else {"options": command.options()}
+    program = f"{_PROGRAM} {command.name} {target}".rstrip()
+    if cfg is None:
+        parsed = _tyro(own, words, program, command.summary)
+        return None, getattr(parsed, "options", None), ()
+    if "-h" in words or "--help" in words:
+        _tyro({**own, "cfg": cfg}, words, program, command.summary)  # prints both kinds and exits
+    options = None
+    if own:
+        # In two passes, so that the words of the configuration can be handed on to the runs of a study.
+        parsed, words = _tyro(own, words, program, command.summary, return_unknown_args=True)
+        options = parsed.options
+    overrides = tuple(words)
+    cfg, words = _add_environment_options(cfg, words)
+    return _tyro({"cfg": cfg}, words, program, command.summary).cfg, options, overrides
+
+
+def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary: str, **how: Any) -> Any:
+    """Read words into copies of the given dataclass instances; their fields are top-level options."""
+    import tyro  # a fifth of a second that configurations used from Python need not pay
+
+    fields = [
+        (name, Annotated[type(value), tyro.conf.arg(name="")], dataclasses.field(default=value))
+        for name, value in defaults.items()
+    ]
+    return tyro.cli(
+        dataclasses.make_dataclass("Arguments", fields, frozen=True, kw_only=True),
+        prog=program,
+        description=summary,
+        args=list(words),
+        use_underscores=True,  # options read like the fields that they set
+        config=(tyro.conf.FlagConversionOff,),  # `--x True`, so that an override can also switch off
+        **how,
+    )
+
+
+def _add_environment_options(cfg: RunConfig, words: list[str]) -> tuple[RunConfig, list[str]]:
+    """Take out ``--data.environments.0.options.KEY VALUE`` for keys that the configuration does not mention.
+
+    Generators have parameters that no dataclass lists, so these values are read as JSON and, failing that, as text.
+    Keys that the configuration mentions stay with the other, typed options.
+    """
+    environments = list(cfg.data.environments)
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        match = _ENVIRONMENT_OPTION.fullmatch(word)
+        if match is None or int(match[1]) >= len(environments) or match[2] in environments[int(match[1])].options:
+            rest.append(word)
+            continue
+        if match[3] is None and not queue:
+            raise UsageError(f"{word} needs a value")
+        text = match[3] if match[3] is not None else queue.pop(0)
+        environment = environments[int(match[1])]
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        options = {**environment.options, match[2]: value}
+        environments[int(match[1])] = dataclasses.replace(environment, options=options)
+    data = dataclasses.replace(cfg.data, environments=tuple(environments))
+    return dataclasses.replace(cfg, data=data), rest
+
+
+def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
+    """Public functions that are defined in the module, return a RunConfig and need no argument."""
+    found = {}
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        signature = inspect.signature(function)
+        needs = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in (2, 4)]
+        returns = signature.return_annotation
+        if not name.startswith("_") and function.__module__ == module.__name__ and not needs:
+            if returns in (RunConfig, "RunConfig", "config.RunConfig"):
+                found[name] = function
+    return found
+
+
+def _near(name: str, known: Mapping[str, Any]) -> str:
+    matches = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    return f" (did you mean {' or '.join(matches)}?)" if matches else ""
+
+
+def _known_configs() -> str:
+    functions = config_functions()
+    return f"Configurations: {', '.join(functions)}." if functions else f"There is none in {_CONFIGS_PACKAGE}/."

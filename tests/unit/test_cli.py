@@ -1,0 +1,144 @@
+"""Words to configurations: typed, checked, complete, and without torch."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import ConfigError, RunConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """Own options of a command."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)  # seeds of every arm
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Own options of a command without configuration."""
+
+    run_dir: str = "runs/demo"
+
+
+COMMANDS = {
+    command.name: command
+    for command in (
+        cli.Command(name="rl", summary="Train.", run=lambda _: 0),
+        cli.Command(name="demo", summary="Show.", run=lambda _: 3, default_config="tiny_qwen3_moe"),
+        cli.Command(name="study", summary="Compare.", run=lambda _: 0, options=StudyOptions),
+        cli.Command(name="report", summary="Draw.", run=lambda _: 0, takes_config=False, options=ReportOptions),
+    )
+}
+
+
+def test_overrides_are_typed_and_hyphens_read_like_underscores():
+    invocation = cli.parse(
+        ["rl", "tiny_qwen3", "--rollout.max-staleness", "2", "--algo.veto_below", "None", "--observe.tensorboard", "False"],
+        COMMANDS,
+    )
+    assert invocation.config_name == "tiny_qwen3"
+    assert invocation.cfg.rollout.max_staleness == 2
+    assert invocation.cfg.algo.veto_below is None
+    assert invocation.cfg.observe.tensorboard is False
+    assert invocation.cfg.model == cli.load_config("tiny_qwen3").model
+
+
+def test_own_options_stand_apart_from_overrides():
+    words = ["study", "tiny_qwen3", "--seeds", "4", "5", "--num_steps", "7", "--data.environments.0.options.max_terms", "4"]
+    invocation = cli.parse(words, COMMANDS)
+    assert invocation.options == StudyOptions(seeds=(4, 5))
+    assert invocation.overrides == ("--num_steps", "7", "--data.environments.0.options.max_terms", "4")
+    assert cli.parse_overrides(cli.load_config("tiny_qwen3"), invocation.overrides) == invocation.cfg
+    assert cli.parse(["report", "--run-dir", "x"], COMMANDS).options == ReportOptions(run_dir="x")
+
+
+def test_generator_options_may_be_new():
+    before = cli.load_config("tiny_qwen3").data.environments[0].options
+    words = ["--data.environments.0.options.max_terms", "5", "--data.environments.0.options.operators=[\"+\", \"-\"]"]
+    options = cli.parse(["rl", "tiny_qwen3", *words], COMMANDS).cfg.data.environments[0].options
+    assert options == {**before, "max_terms": 5, "operators": ["+", "-"]}
+
+
+def test_a_default_configuration_serves_when_none_is_named():
+    invocation = cli.parse(["demo", "--num_steps", "3"], COMMANDS)
+    assert (invocation.config_name, invocation.cfg.num_steps) == ("tiny_qwen3_moe", 3)
+
+
+@pytest.mark.parametrize("words", [["--parallel.tensr", "2"], ["--parallel.tensor", "two"], ["stray"]])
+def test_unknown_and_ill_typed_options_are_refused(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(["rl", "tiny_qwen3", *words], COMMANDS)
+    assert stop.value.code == 2
+    assert words[0] in capsys.readouterr().err
+
+
+def test_unknown_names_list_near_matches():
+    with pytest.raises(cli.UsageError, match=r"did you mean tiny_qwen3_moe or tiny_qwen3\?"):
+        cli.parse(["rl", "tiny_qwen3_mo"], COMMANDS)
+    with pytest.raises(cli.UsageError, match=r"did you mean study\?"):
+        cli.parse(["studdy"], COMMANDS)
+    with pytest.raises(cli.UsageError, match="has no 'tiny'.*did you mean"):
+        cli.load_config("model_configs.tiny:tiny")
+    with pytest.raises(cli.UsageError, match="No module named 'nowhere'"):
+        cli.load_config("nowhere:run")
+    with pytest.raises(cli.UsageError, match="rl needs a CONFIG"):
+        cli.parse(["rl"], COMMANDS)
+
+
+def test_module_and_function_name_a_configuration():
+    assert isinstance(cli.load_config("model_configs.tiny:tiny_qwen3"), RunConfig)
+    with pytest.raises(cli.UsageError, match="returned str"):
+        cli.load_config("os:getcwd")
+
+
+def test_all_mistakes_are_reported_and_nothing_runs(capsys):
+    words = ["demo", "--algo.clip_low", "-1", "--rollout.completions_per_prompt", "1"]
+    with pytest.raises(ConfigError) as error:
+        cli.parse(words, COMMANDS)
+    assert [v.field for v in error.value.violations] == ["--rollout.completions_per_prompt", "--algo.clip_low"]
+    assert cli.main(list(COMMANDS.values()), words) == 2
+    assert "2 mistakes in the configuration" in capsys.readouterr().err
+
+
+def test_main_runs_the_command_and_returns_its_status():
+    assert cli.main(list(COMMANDS.values()), ["demo"]) == 3
+
+
+def test_dry_run_prints_the_resolved_configuration(capsys):
+    assert cli.main(list(COMMANDS.values()), ["rl", "tiny_qwen3", "--dry-run", "--seed", "9"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["name"], printed["seed"]) == ("tiny_qwen3", 9)
+
+
+def test_help_lists_commands_configurations_and_field_comments(capsys):
+    for words in ([], ["--help"], ["rl", "--help"]):
+        with pytest.raises(SystemExit):
+            cli.parse(words, COMMANDS)
+        assert "tiny_qwen3_moe" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(["study", "tiny_qwen3", "--help"], COMMANDS)
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    assert "trainer ranks over all nodes" in shown
+    assert "seeds of every arm" in shown
+
+
+def test_configuration_needs_no_torch():
+    program = (
+        "import sys, megatron_fp8rl.config, megatron_fp8rl.cli as cli, megatron_fp8rl.config_check\n"
+        "rl = cli.Command(name='rl', summary='', run=lambda _: 0)\n"
+        "assert cli.main([rl], ['rl', 'tiny_qwen3_moe', '--dry-run', '--seed', '5']) == 0\n"
+        "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["seed"] == 5

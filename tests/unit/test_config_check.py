@@ -1,0 +1,182 @@
+"""All mistakes at once, each with option, value and remedy; sound configurations pass."""
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
+from megatron_fp8rl.config_check import check
+
+DENSE = ModelConfig(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=512,
+    ffn_hidden_size=512,
+)
+MOE = replace(
+    DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256
+)
+
+
+def make(model: ModelConfig = DENSE, **changes) -> RunConfig:
+    """A sound run with single fields changed: ``make(parallel__tensor=2)``."""
+    cfg = RunConfig(name="run", model=model)
+    for path, value in changes.items():
+        section, _, field = path.partition("__")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: value}) if field else value})
+    return cfg
+
+
+def fields_of(cfg: RunConfig, accelerator="cpu") -> list[str]:
+    return [violation.field for violation in check(cfg, accelerator=accelerator)]
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        make(),
+        make(MOE),
+        make(parallel__world_size=2, parallel__tensor=2, rollout__tensor=2),
+        make(MOE, parallel__world_size=8, parallel__tensor=2, parallel__expert=4, parallel__expert_tensor=2),
+        make(parallel__world_size=8, parallel__pipeline=2, parallel__virtual_stages=2, parallel__context=2),
+        make(precision__trainer="delayed", precision__bf16_first_layers=1, precision__bf16_last_layers=1),
+        make(algo__ratio="detached", algo__clip_low=1.0, algo__clip_high=4.0),
+        make(algo__correction="geometric_mask", algo__correction_low=0.999, algo__correction_high=1.002),
+    ],
+)
+def test_sound_configurations_pass(cfg):
+    assert check(cfg, accelerator="cpu") == []
+
+
+def test_five_mistakes_give_five_violations():
+    cfg = make(
+        parallel__pipeline=3,
+        parallel__world_size=3,
+        precision__trainer="mxfp8",
+        rollout__completions_per_prompt=1,
+        algo__clip_low=-0.2,
+        data__environments=(),
+    )
+    violations = check(cfg, accelerator="cpu")
+    assert [violation.field for violation in violations] == [
+        "--parallel.pipeline",
+        "--precision.trainer",
+        "--rollout.completions_per_prompt",
+        "--algo.clip_low",
+        "--data.environments",
+    ]
+    message = str(ConfigError(violations))
+    assert message.startswith("5 mistakes in the configuration:\n  1. --parallel.pipeline = 3: does not divide the 4 layers")
+    assert "Choose one of 1, 2, 4." in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"parallel__tensor": 2}, "--parallel.world_size"),
+        ({"parallel__virtual_stages": 2}, "--parallel.virtual_stages"),
+        ({"parallel__expert": 2, "parallel__world_size": 2}, "--parallel.expert"),
+        ({"rollout__tensor": 3}, "--rollout.tensor"),
+        ({"precision__bf16_first_layers": 3, "precision__bf16_last_layers": 2}, "--precision.bf16_first_layers"),
+        ({"optim__min_lr": 1.0}, "--optim.min_lr"),
+        ({"optim__beta2": 1.0}, "--optim.beta2"),
+        ({"rollout__max_completion_tokens": 5000}, "--rollout.max_completion_tokens"),
+        ({"rollout__max_tokens_per_microbatch": 100}, "--rollout.max_tokens_per_microbatch"),
+        ({"rollout__temperature": 0.0}, "--rollout.temperature"),
+        ({"rollout__top_p": 0.0}, "--rollout.top_p"),
+        ({"rollout__stop_strings": ("\n", "")}, "--rollout.stop_strings"),
+        ({"rollout__stop_token_ids": (512,)}, "--rollout.stop_token_ids"),
+        ({"rollout__record_routed_experts": True}, "--rollout.record_routed_experts"),
+        ({"rollout__replay": "missing.jsonl"}, "--rollout.replay"),
+        ({"rollout__kv_cache_bytes": 1000}, "--rollout.kv_cache_bytes"),
+        ({"algo__updates_per_step": 1000}, "--algo.updates_per_step"),
+        ({"algo__dual_clip": 1.1}, "--algo.dual_clip"),
+        ({"algo__veto_below": 1.5}, "--algo.veto_below"),
+        ({"algo__correction": "mask", "algo__correction_low": 3.0}, "--algo.correction_low"),
+        ({"algo__correction_high": 0.9}, "--algo.correction_high"),
+        ({"algo__overlong": "penalty"}, "--algo.overlong_buffer_tokens"),
+        ({"algo__overlong_buffer_tokens": 4}, "--algo.overlong_buffer_tokens"),
+        ({"algo__alarm_kl_k3": float("nan")}, "--algo.alarm_kl_k3"),
+        ({"data__chat_template": True}, "--data.chat_template"),
+        ({"data__tokenizer": "no/such/folder"}, "--data.tokenizer"),
+        ({"data__environments": (EnvironmentConfig(template="plain"),)}, "--data.environments.0.template"),
+        ({"data__environments": (EnvironmentConfig(), EnvironmentConfig())}, "--data.environments"),
+        ({"model__hf_path": "no/such/folder"}, "--model.hf_path"),
+        ({"model__num_key_value_heads": 3}, "--model.num_key_value_heads"),
+        ({"model__family": "qwen3_moe"}, "--model.num_experts"),
+        ({"checkpoint__keep": 0}, "--checkpoint.keep"),
+        ({"output_dir": "/dev/null/{name}"}, "--output_dir"),
+        ({"output_dir": "runs/{step}"}, "--output_dir"),
+        ({"name": "a/b"}, "--name"),
+    ],
+)
+def test_one_mistake_gives_its_violation_alone(changes, field):
+    violations = check(make(**changes), accelerator="cpu")
+    assert [violation.field for violation in violations] == [field]
+    assert violations[0].remedy
+
+
+def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can():
+    # 8 heads of 64 are 512 rows, 4 key/value heads are 256: at tensor parallel 4 a rank keeps 64 rows of k and v.
+    cfg = make(parallel__world_size=4, parallel__tensor=4)
+    (violation,) = check(cfg, accelerator="cpu")
+    assert (violation.field, violation.value) == ("--parallel.tensor", 4)
+    assert "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, of which one rank has 64" in violation.problem
+    assert "q_proj" not in violation.problem
+    assert violation.remedy == "Degrees that tile: 1, 2"
+
+
+def test_the_engine_is_judged_by_its_own_degree_also_where_the_trainer_is_bf16():
+    cfg = make(MOE, rollout__tensor=4, precision__trainer="bf16")
+    (violation,) = check(cfg, accelerator="cpu")
+    assert violation.field == "--rollout.tensor"
+    assert "down_proj of every expert: moe_ffn_hidden_size = 256, of which one rank has 64" in violation.problem
+
+
+def test_experts_are_tiled_by_their_own_degree():
+    cfg = make(MOE, parallel__world_size=4, parallel__expert_tensor=4)
+    assert fields_of(cfg) == ["--parallel.expert_tensor"]
+
+
+def test_a_size_that_no_degree_tiles_is_the_models_mistake():
+    assert fields_of(make(replace(DENSE, hidden_size=192))) == ["--model.hidden_size"]
+    # One scale per tensor needs 16 only, and the engine is BF16.
+    assert fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="tensorwise", precision__rollout="bf16")) == []
+
+
+def test_untiled_matrices_that_stay_bf16_are_no_mistake():
+    assert fields_of(make(replace(DENSE, hidden_size=192), precision__bf16_first_layers=4)) == []
+    assert fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="bf16", precision__rollout="bf16")) == []
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "fields"),
+    [
+        ("blackwell", {"precision__trainer": "mxfp8", "precision__rollout": "bf16"}, []),
+        ("blackwell", {"precision__trainer": "mxfp8"}, ["--precision.rollout"]),
+        ("blackwell", {"precision__scales": "fp32"}, ["--precision.scales"]),
+        ("hopper", {"precision__scales": "fp32"}, []),
+        ("hopper", {"precision__trainer": "mxfp8"}, ["--precision.trainer"]),
+        ("ampere", {}, ["--precision.trainer"]),
+    ],
+)
+def test_precision_fits_the_accelerator(accelerator, changes, fields):
+    assert fields_of(make(**changes), accelerator) == fields
+
+
+def test_a_checkpoint_folder_needs_config_and_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert fields_of(make(model__hf_path=str(tmp_path))) == []
+
+
+def test_every_shipped_configuration_is_sound():
+    from megatron_fp8rl.cli import config_functions
+
+    for name, function in config_functions().items():
+        assert check(function(), accelerator="hopper") == [], name
