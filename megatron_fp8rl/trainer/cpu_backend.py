@@ -1,0 +1,341 @@
+"""Lets Megatron-Core run on CPUs with gloo, unchanged otherwise.
+
+``install()`` runs in each trainer process before Megatron-Core is imported. With a GPU it does nothing. Without one it
+gives the modules of ``megatron.core``, and only them, a view of ``torch`` in which the current CUDA device is the CPU:
+their global ``torch`` is a proxy. The real ``torch`` keeps its behaviour, so vLLM and transformers in the same process
+notice nothing. Changed for the whole process are ``Tensor.cuda()``, which without a driver could only raise, and
+``Tensor.type()``, which answers differently to callers in ``megatron.core``.
+
+The rest are small repairs, each with the releases that need it. ``install()`` refuses a release it was not written for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import multiprocessing
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+SUPPORTED = ("0.19.0", "0.20.0")  # megatron-core: first release supported, first release that is not
+
+_CPU = torch.device("cpu")
+_FACTORIES = (
+    "empty zeros ones full tensor as_tensor arange linspace eye rand randn randint randperm empty_like zeros_like "
+    "ones_like full_like rand_like empty_strided"
+).split()
+
+
+class _Stream:
+    """All CPU work is in order, so every stream is the same one and never has anything to wait for."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, *args: Any) -> None: ...
+
+    def wait_event(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, *args: Any) -> _Event:
+        return _Event()
+
+    def query(self) -> bool:
+        return True
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    __hash__ = object.__hash__
+
+
+class _Event:
+    """An event that has always happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def record(self, *args: Any) -> None: ...
+
+    def wait(self, *args: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+class _Proxy(types.ModuleType):
+    """A module with some attributes replaced; all others come from the real module and are remembered."""
+
+    def __init__(self, real: types.ModuleType, **replaced: Any):
+        super().__init__(real.__name__)
+        self.__dict__.update(replaced, _real=real)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_real"], name)
+        if not name.startswith("__"):
+            self.__dict__[name] = value
+        return value
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _no_context(*args: Any, **kwargs: Any) -> contextlib.nullcontext:
+    return contextlib.nullcontext()
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor factory that reads a CUDA device as the CPU, and has no pinned memory."""
+
+    @functools.wraps(factory)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and (isinstance(device, int) or str(device).startswith("cuda")):
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return wrapper
+
+
+def _keep(function: Any = None, **kwargs: Any) -> Any:
+    """``torch.compile`` that returns its argument: compiling small fusions needs a C++ compiler and gains nothing."""
+    return (lambda f: f) if function is None else function
+
+
+def _cuda_view() -> _Proxy:
+    stream = _Stream()
+    return _Proxy(
+        torch.cuda,
+        current_device=lambda: _CPU,
+        device_count=lambda: 1,
+        set_device=_nothing,
+        synchronize=_nothing,
+        empty_cache=_nothing,
+        current_stream=lambda *args: stream,
+        default_stream=lambda *args: stream,
+        Stream=_Stream,
+        Event=_Event,
+        stream=_no_context,
+        device=_no_context,
+        manual_seed=torch.manual_seed,
+        get_rng_state=lambda *args, **kwargs: torch.get_rng_state(),
+        set_rng_state=lambda state, *args, **kwargs: torch.set_rng_state(state),
+        is_current_stream_capturing=lambda: False,
+        memory_allocated=lambda *args: 0,
+        memory_reserved=lambda *args: 0,
+        max_memory_allocated=lambda *args: 0,
+        get_device_capability=lambda *args: (0, 0),
+        nvtx=types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_no_context),
+    )
+
+
+def _torch_view() -> _Proxy:
+    return _Proxy(
+        torch,
+        cuda=_cuda_view(),
+        compile=_keep,
+        autocast=lambda kind="cpu", **kwargs: torch.autocast("cpu" if kind == "cuda" else kind, **kwargs),
+        **{name: _on_cpu(getattr(torch, name)) for name in _FACTORIES},
+    )
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module of megatron.core and gives it the view of torch."""
+
+    view: _Proxy
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        real = torch.compile
+        torch.compile = _keep  # applied to functions while the module's body runs
+        try:
+            super().exec_module(module)
+        finally:
+            torch.compile = real
+        if module.__dict__.get("torch") is torch:
+            module.torch = self.view
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith("megatron.core"):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def _replace_tensor_methods() -> None:
+    real_type = torch.Tensor.type
+
+    def answer_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron-Core's optimizers select parameters by ``p.type() == "torch.cuda.FloatTensor"``.
+        answer = real_type(self, *args, **kwargs)
+        asks = not args and not kwargs and sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core")
+        return answer.replace("torch.", "torch.cuda.", 1) if asks else answer
+
+    torch.Tensor.type = answer_type
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+
+
+def _repair_rng_tracker() -> None:
+    """The tracker of random states reads CUDA generators; here there is one CPU generator. All releases."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+    class CpuRngStatesTracker(random.CudaRNGStatesTracker):
+        @contextlib.contextmanager
+        def fork(self, name: str = random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+            if name not in self.states_:
+                raise KeyError(f"random state {name!r} was never added; seed the model-parallel generators first")
+            outer_state, outer_name = torch.get_rng_state(), self._current_state_name
+            self._current_state_name = name
+            torch.set_rng_state(self.states_[name])
+            try:
+                yield
+            finally:
+                self.states_[name] = torch.get_rng_state()
+                torch.set_rng_state(outer_state)
+                self._current_state_name = outer_name
+
+    random.CudaRNGStatesTracker = CpuRngStatesTracker
+
+
+def _repair_uneven_gather() -> None:
+    """gloo gathers equal shapes only: pad to the longest, gather, cut. Needed as long as gloo does."""
+    from megatron.core.tensor_parallel import mappings
+
+    real = mappings._gather_along_first_dim
+
+    @functools.wraps(real)
+    def gather(input_, group, output_split_sizes=None, use_global_buffer=False):
+        sizes = [] if output_split_sizes is None else [int(size) for size in output_split_sizes]
+        if group.size() == 1 or len(set(sizes)) <= 1:
+            return real(input_, group, output_split_sizes, use_global_buffer)
+        padded = input_.new_zeros((max(sizes), *input_.shape[1:]))
+        padded[: input_.shape[0]] = input_
+        gathered = input_.new_empty((len(sizes) * max(sizes), *input_.shape[1:]))
+        torch.distributed.all_gather_into_tensor(gathered, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(gathered.chunk(len(sizes)), sizes)])
+
+    mappings._gather_along_first_dim = gather
+
+
+def _repair_token_splits() -> None:
+    """The all-to-all dispatcher turns split sizes into numbers only when they are CUDA tensors. 0.19."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    real = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def move(tensor, as_numpy=False, record_stream=False):
+        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else real(tensor)
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move
+
+
+def _repair_optimizer_state() -> None:
+    """With torch's AdamW (no Transformer Engine or Apex) the distributed optimizer's checkpoints fail in three ways:
+    ``state_dict`` asserts before the first step, loading misses ``step``, and loading shares one ``step`` tensor among
+    all parameters, which AdamW then advances once for each of them. 0.19; drop when upstream tests torch.optim.AdamW.
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    save, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
+    set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+    def state_dict(self):
+        for group in self.optimizer.param_groups:
+            for param in group["params"]:
+                if not self.optimizer.state[param]:
+                    state = {key: torch.zeros_like(param) for key in self.optimizer_state_keys}
+                    self.optimizer.state[param] = state | {"step": torch.zeros(())}
+        return save(self)
+
+    def load_state_dict(self, state_dict):
+        load(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    def set_main_param_and_optimizer_states(self, model_param, tensors):
+        set_states(self, model_param, {"step": None, **tensors})
+
+    DistributedOptimizer.state_dict = state_dict
+    DistributedOptimizer.load_state_dict = load_state_dict
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+
+
+def _repair_checkpoint_queue() -> None:
+    """The checkpoint writer spawns a manager process that imports ``__main__`` again (seconds for each rank, and a
+    failure without a main guard); forking it takes milliseconds. All releases; on CPUs forking is safe."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queues: dict[int, Any] = {}
+
+    def get_write_results_queue(mp_mode: str | None = None) -> Any:
+        if os.getpid() not in queues:
+            queues[os.getpid()] = multiprocessing.get_context("fork").Manager().Queue()
+        return queues[os.getpid()]
+
+    filesystem_async.get_write_results_queue = get_write_results_queue
+
+
+def _check_version() -> None:
+    version = importlib.metadata.version("megatron-core")
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    low, high = (tuple(int(part) for part in bound.split(".")[:2]) for bound in SUPPORTED)
+    if not low <= numbers < high:
+        raise RuntimeError(
+            f"megatron-core {version} is installed, but training on CPUs is written for {SUPPORTED[0]} up to, and "
+            f"without, {SUPPORTED[1]}. Install the pinned release."
+        )
+
+
+_installed = False
+
+
+def install() -> bool:
+    """Make Megatron-Core run on CPUs when there is no GPU; True when it does. Calling it again changes nothing.
+
+    Raises RuntimeError for a release of Megatron-Core that the repairs were not written for.
+    """
+    global _installed
+    if torch.cuda.is_available():
+        return False
+    if _installed:
+        return True
+    _check_version()
+    _Loader.view = _torch_view()
+    sys.meta_path.insert(0, _Finder())
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
+            module.torch = _Loader.view
+    _replace_tensor_methods()
+    _repair_rng_tracker()
+    _repair_uneven_gather()
+    _repair_token_splits()
+    _repair_optimizer_state()
+    _repair_checkpoint_queue()
+    _installed = True
+    return True
