@@ -17,6 +17,7 @@ Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,25 +29,63 @@ E4M3_MAX = 448.0
 
 Scales = Literal["pow2", "fp32"]
 
+
+@dataclass(frozen=True)
+class Format:
+    """An FP8 number format. Its largest number is 1.75 * 2^max_exponent; E4M3 and E5M2 share that mantissa."""
+
+    dtype: torch.dtype
+    max_exponent: int
+    min_exponent: int  # of normal numbers; below it numbers are equally spaced
+    num_mantissa_bits: int
+
+    @property
+    def max(self) -> float:
+        return 1.75 * 2.0**self.max_exponent
+
+
+E4M3 = Format(torch.float8_e4m3fn, max_exponent=8, min_exponent=-6, num_mantissa_bits=3)
+E5M2 = Format(torch.float8_e5m2, max_exponent=15, min_exponent=-14, num_mantissa_bits=2)
+
+_EXPONENT_BITS = 0x7F800000
 _BELOW_MAX_MANTISSA = 0x1FFFFF  # added to the bits of 1.75 * 2^e it does not carry into the exponent; to more, it does
-_MAX_EXPONENT = 8  # 448 = 1.75 * 2^8
 
 
-def scale_of(amax: Tensor, scales: Scales) -> Tensor:
-    """Multiplier that restores a block from its E4M3 values. ``amax`` float32, any shape; a block of zeros gets 1.
+def scale_of(amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
+    """Multiplier that restores a block from its FP8 values. ``amax`` float32, any shape; a block of zeros gets 1.
 
-    ``pow2`` is 2^ceil(log2(amax / 448)), read off the exponent bits, so that no logarithm can round it to a neighbour.
+    ``pow2`` is 2^ceil(log2(amax / max)), read off the exponent bits, so that no logarithm can round it to a neighbour.
     """
     if scales == "pow2":
         # The sum stays below the sign bit for every finite amax. NaN and infinity are restored below.
-        exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - _MAX_EXPONENT
+        exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - fmt.max_exponent
         scale = (exponent.clamp_(1, 254) << 23).view(torch.float32)
-        scale = torch.where(amax.isfinite(), scale, torch.nan)
     else:
-        # Multiples of the smallest normal number keep 1 / scale finite.
-        scale = (amax / E4M3_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
-        scale = torch.where(amax.isfinite(), scale, torch.nan)
+        # Not below the smallest normal number, which keeps 1 / scale finite.
+        scale = (amax / fmt.max).clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
     return torch.where(amax == 0, 1.0, scale)
+
+
+def round_to_grid(x: Tensor, scale: Tensor, fmt: Format = E4M3) -> Tensor:
+    """The nearest multiples of ``scale`` that ``fmt`` can hold, ties to even: what FP8 bytes stand for, without bytes.
+
+    x float32 with no magnitude above ``fmt.max * scale``; scale float32, powers of two, broadcast over x.
+    Adding and subtracting 1.5 * 2^(e + 23 - mantissa bits), where 2^e <= |x| < 2^(e + 1), leaves x rounded by the
+    float32 adder itself; several times faster on CPUs than a conversion to FP8 and back, and equal to it.
+    """
+    power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    power = torch.maximum(power, scale * 2.0**fmt.min_exponent)
+    shift = power.mul_(1.5 * 2.0 ** (23 - fmt.num_mantissa_bits))
+    return (x + shift).sub_(shift)
+
+
+def round_blocks(blocks: Tensor, amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
+    """Quantize and dequantize float32 blocks whose largest magnitudes are ``amax`` (broadcast over ``blocks``)."""
+    scale = scale_of(amax, scales, fmt)
+    if scales == "pow2":
+        return round_to_grid(blocks, scale, fmt)
+    return round_to_grid(blocks / scale, torch.ones_like(scale), fmt).mul_(scale)
 
 
 def _weight_blocks(weight_NK: Tensor) -> Tensor:
@@ -91,6 +130,20 @@ def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
     return data.float().mul_(scale_inv.repeat_interleave(BLOCK, -1)[..., : data.shape[-1]])
 
 
+def round_activation(x: Tensor, scales: Scales) -> Tensor:
+    """``dequantize_activation(*quantize_activation(x, scales))`` for a caller that needs no bytes: float32 [..., K].
+
+    The same numbers, by float32 arithmetic: adding and subtracting 2^(e + 20), for e the exponent of an element, rounds
+    it to a multiple of 2^(e - 3), the spacing of E4M3. PyTorch's casts to and from E4M3 take 4 times as long on a CPU.
+    """
+    blocks = _row_blocks(x)
+    scale = scale_of(blocks.abs().amax(dim=-1), scales)[..., None]
+    scaled = blocks / scale
+    exponent_bits = (scaled.view(torch.int32) & 0x7F800000).clamp_(min=(127 - 6) << 23)  # 2^-6: smallest normal E4M3
+    shift = exponent_bits.add_(20 << 23).view(torch.float32).copysign_(scaled)
+    return scaled.add_(shift).sub_(shift).mul_(scale).flatten(-2)[..., : x.shape[-1]]
+
+
 def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
     """Type in which a dequantized operand is exact: an E4M3 number has 4 significant bits, so times a power of two it
     is a BF16 number, and a BF16 product that accumulates in float32 is the FP8 product."""
@@ -108,6 +161,11 @@ def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Sca
 
 def linear_dequantized(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
     """:func:`linear` for a caller that keeps the dequantized weight, in ``operand_dtype(x.dtype, scales)``."""
-    data, scale_inv = quantize_activation(x, scales)
-    operand = dequantize_activation(data, scale_inv).to(weight.dtype)
-    return F.linear(operand, weight).to(x.dtype)
+    return F.linear(round_activation(x, scales, weight.dtype), weight).to(x.dtype)
+
+
+def round_activation(x: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
+    """``dequantize_activation(*quantize_activation(x, scales))`` in ``dtype``, without the bytes; 1x128 blocks."""
+    blocks = _row_blocks(x)
+    rounded = round_blocks(blocks, blocks.abs().amax(dim=-1, keepdim=True), scales)
+    return rounded.flatten(-2)[..., : x.shape[-1]].to(dtype)
