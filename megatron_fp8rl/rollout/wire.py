@@ -1,0 +1,69 @@
+"""What trainer rank 0 and the engine workers agree on when weights travel: the layout of a bucket, and a gloo group.
+
+Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. A bucket is one block of bytes; its
+description is small, plain JSON and travels with the request that tells the engine to load the bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketInfo:
+    """Description of one bucket of one publication."""
+
+    version: int  # of the policy that the publication brings
+    bucket: int  # index of this bucket
+    num_buckets: int  # of the publication
+    num_bytes: int  # of the bucket
+    names: list[str]  # Hugging Face names; scales are "<weight name>_scale_inv"
+    dtypes: list[str]  # "bfloat16", "float8_e4m3fn", "float32"
+    shapes: list[list[int]]
+    offsets: list[int]  # bytes from the start of the bucket
+
+    def to_json(self) -> dict[str, Any]:
+        """Keyword arguments that build the same object again."""
+        return dict(self.__dict__)
+
+
+def unpack(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) pairs: views of ``buffer``, which is uint8 [at least info.num_bytes]."""
+    for name, dtype_name, shape, offset in zip(info.names, info.dtypes, info.shapes, info.offsets, strict=True):
+        dtype = getattr(torch, dtype_name)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        yield name, buffer[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+class GlooGroup:
+    """A process group of trainer rank 0 and all engine workers that leaves torch.distributed's own state alone.
+
+    Collective: the constructor returns when all ``world_size`` members have called it, and raises after ``timeout_s``.
+    Rank 0 listens on ``port``.
+    """
+
+    def __init__(self, *, host: str, port: int, rank: int, world_size: int, timeout_s: float):
+        timeout = timedelta(seconds=timeout_s)
+        self.timeout = timeout
+        self._store = dist.TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers=True)
+        prefix = dist.PrefixStore("megatron_fp8rl/weights", self._store)
+        self._group = dist.ProcessGroupGloo(prefix, rank, world_size, timeout)
+
+    def broadcast(self, buffer: Tensor) -> None:
+        """Collective: rank 0's bytes into ``buffer`` (uint8, CPU, contiguous) of all members.
+
+        Raises RuntimeError when a member has gone or does not take part in time.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        options.timeout = self.timeout
+        self._group.broadcast([buffer], options).wait(self.timeout)

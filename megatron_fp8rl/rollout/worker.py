@@ -1,0 +1,104 @@
+"""What an engine worker can be asked: which weights does it really hold?
+
+In:  the worker's model, as vLLM's kernels read it: fused, sliced, some of it in FP8.
+Out: a digest of every tensor under its Hugging Face name, of this worker's slice.
+Runs in every engine worker: vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cls``).
+Nothing here knows what was sent; the trainer compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fp8rl.config import FP8_BLOCK
+from megatron_fp8rl.weights.digest import digests
+
+# Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
+_WEIGHTS = ("weight", "weight_scale_inv")
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
+    tensor = getattr(module, name, None)
+    if not isinstance(tensor, Tensor):
+        return None
+    if tensor.numel() == 0:
+        raise RuntimeError(
+            f"{path}.{name}: the engine's kernel has repacked this weight and dropped it, so it cannot be verified; "
+            "start the engine through megatron_fp8rl.rollout.server, which keeps weights readable"
+        )
+    return tensor.detach()
+
+
+def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    """The matrices that a fused linear stacks, and their stacked scales."""
+    parent, _, leaf = path.rpartition(".")
+    rows = list(module.output_partition_sizes)
+    for kind in _WEIGHTS:
+        tensor = _tensor(module, kind, path)
+        if tensor is not None:
+            sizes = rows if kind == "weight" else [-(-n // FP8_BLOCK) for n in rows]
+            for name, part in zip(_FUSED[leaf], tensor.split(sizes), strict=True):
+                yield f"{parent}.{name}.{kind}", part
+
+
+def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Gate, up and down of every expert that this worker holds, from ``w13`` [E, 2I, H] and ``w2`` [E, H, I]."""
+    parent = path.removesuffix(".routed_experts")
+    num_local = module.w13_weight.shape[0]
+    experts = list(range(num_local))
+    if getattr(module, "expert_map", None) is not None:
+        held = [(local, e) for e, local in enumerate(module.expert_map.tolist()) if local >= 0]
+        experts = [e for _, e in sorted(held)]
+    for kind in _WEIGHTS:
+        w13, w2 = _tensor(module, f"w13_{kind}", path), _tensor(module, f"w2_{kind}", path)
+        if w13 is None or w2 is None:
+            continue
+        half = w13.shape[1] // 2
+        for local, expert in enumerate(experts):
+            yield f"{parent}.{expert}.gate_proj.{kind}", w13[local, :half]
+            yield f"{parent}.{expert}.up_proj.{kind}", w13[local, half:]
+            yield f"{parent}.{expert}.down_proj.{kind}", w2[local]
+
+
+def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, this worker's slice) of every weight that ``model`` multiplies by.
+
+    Raises RuntimeError when a kernel no longer holds a weight in a readable form.
+    """
+    for path, module in model.named_modules():  # visits a tied output head once, under the embedding's name
+        leaf = path.rpartition(".")[2]
+        if leaf in _FUSED:
+            yield from _fused_parts(module, path)
+        elif hasattr(module, "w13_weight"):
+            yield from _expert_parts(module, path)
+        else:
+            for kind in _WEIGHTS:
+                tensor = _tensor(module, kind, path)
+                if tensor is None:
+                    continue
+                if hasattr(module, "shard_indices"):  # a vocabulary that vLLM padded
+                    tensor = tensor[: module.shard_indices.num_org_elements]
+                yield f"{path}.{kind}", tensor
+
+
+class WorkerExtension:
+    """Methods that vLLM adds to its worker; each is a target of ``collective_rpc``."""
+
+    def weight_digests(self) -> dict[str, Any]:
+        """{"rank": of this worker in its replica, "version": of the weights, "digests": {Hugging Face name: digest}}.
+
+        ``version`` is None unless the last update completed.
+        """
+        with torch.inference_mode():
+            held = dict(held_weights(self.model_runner.model))
+            values = digests(held.values())
+        return {
+            "rank": self.rank,
+            "version": getattr(self.weight_transfer_engine, "version", None),
+            "digests": dict(zip(held, values)),
+        }
