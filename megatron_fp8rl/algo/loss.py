@@ -182,5 +182,4 @@ def _token_shares(
 
 
 def _masked_sum(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    # Not torch.where(mask, values, 0.0): a bool tensor would become float32 there by way of a scalar of its own kind.
     return values_T.masked_fill(~mask_T, 0).sum(dtype=torch.promote_types(values_T.dtype, torch.float32))

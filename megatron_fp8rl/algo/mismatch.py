@@ -13,19 +13,56 @@ Shapes: T = tokens of one packed microbatch, S = its sequences.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.types import Microbatch, TrainBatch
 
 # exp(20) = 5e8: beyond it a ratio only says "unrelated", and float32 sums would overflow.
 LOG_RATIO_LIMIT = 20.0
 
 
+_REMEDY = (
+    "Compare precision.trainer with precision.rollout and both precision.scales, check that the last publication was "
+    "verified, or lower rollout.max_staleness"
+)
+
+
 class NonFiniteLogprobError(ValueError):
     """A log-probability of a trained token that is NaN or infinite."""
+
+
+class MismatchAlarm(RuntimeError):
+    """The policies disagree more than the configuration allows. ``report`` holds all measurements."""
+
+    def __init__(self, report: MismatchReport):
+        self.report = report
+        super().__init__("; ".join(report.alarms))
+
+
+class Reducer(Protocol):
+    """What a measurement needs to know about data-parallel ranks."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collective: the values of all data-parallel ranks, in rank order, on every rank."""
+
+
+class LocalReducer:
+    """The reducer of a single rank."""
+
+    def sum(self, values: dict[str, float]) -> dict[str, float]:
+        return dict(values)
+
+    def max(self, values: dict[str, float]) -> dict[str, float]:
+        return dict(values)
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +72,30 @@ class Correction:
     weights_T: Tensor  # float [T] factor of the token's loss; 0 drops it; 1 outside the loss mask
     corrected_T: Tensor  # bool [T] capped or dropped, by a bound or by the veto
     vetoed_T: Tensor  # bool [T] the sequence has a token whose ratio is below the veto
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchSlice:
+    """The disagreement over some of the tokens."""
+
+    label: str  # an environment, a range of completion positions such as "4-7", or Rollout.name
+    num_tokens: int
+    abs_logprob_diff_mean: float
+    abs_logprob_diff_max: float
+    kl_k3_mean: float
+    ratio_min: float
+    ratio_max: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchReport:
+    """The disagreement over one global batch; equal on every rank."""
+
+    metrics: dict[str, float]  # flat keys what/name/reduce; empty when no token is trained on
+    by_position: tuple[MismatchSlice, ...]  # positions in the completion, ranges that double in length, ascending
+    by_environment: tuple[MismatchSlice, ...]  # by name
+    worst: tuple[MismatchSlice, ...]  # sequences with the largest mean |old - rollout|, worst first
+    alarms: tuple[str, ...]  # thresholds that were exceeded, as messages
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -102,4 +163,203 @@ def weights(
         weights_T=torch.where(mask_T, torch.where(vetoed_T, 0.0, corrected_weights_T), 1.0),
         corrected_T=(outside_T | vetoed_T) & mask_T,
         vetoed_T=vetoed_T & mask_T,
+    )
+
+
+def mismatch_metrics(
+    batches: Sequence[TrainBatch], cfg: AlgoConfig, reducer: Reducer, *, num_worst: int = 5
+) -> MismatchReport:
+    """Collective: measure old against rollout over the loss tokens of all ranks, before any update.
+
+    With d = old - rollout, w = exp(d), and tokens sampled by the rollout policy, for which KL is KL(rollout || old):
+
+        abs_logprob_diff        |d|                     kl_k1       -d
+        multiplicative_error    exp|d|                  kl_k3       w - 1 - d
+        effective_sample_size   (sum w)^2 / (n sum w^2), a fraction of the tokens
+        chi_square              mean w^2 - 1            ratio       w
+
+    Log ratios are limited to +-20 in w, never in d. The batches need ``old_logprobs_T``.
+
+    Raises (on every rank alike):
+        NonFiniteLogprobError: names tensor, sequence and token.
+        MismatchAlarm: a threshold is exceeded and ``cfg.alarm_action`` is "stop"; with "warn" see ``report.alarms``.
+    """
+    mine = _RankStatistics()
+    for batch in batches:
+        for mb in batch.microbatches:
+            mine.add(mb, cfg)
+    everyone = reducer.gather(mine)
+    if broken := [message for rank in everyone for message in rank.non_finite]:
+        raise NonFiniteLogprobError("; ".join(broken[:num_worst]))
+
+    total = _Sums.merged(rank.total for rank in everyone)
+    sequences = [entry for rank in everyone for entry in rank.sequences]
+    sequences.sort(key=lambda entry: (-entry[1].abs_diff / entry[1].num, entry[0]))
+    worst = tuple(sums.slice(name) for name, sums in sequences[:num_worst])
+    positions = _merge_by_key([rank.positions for rank in everyone])
+    environments = _merge_by_key([rank.environments for rank in everyone])
+    metrics = total.metrics()
+    report = MismatchReport(
+        metrics=metrics,
+        by_position=tuple(sums.slice(_position_label(bucket)) for bucket, sums in positions.items()),
+        by_environment=tuple(sums.slice(name) for name, sums in environments.items()),
+        worst=worst,
+        alarms=_alarms(metrics, cfg, worst),
+    )
+    if report.alarms and cfg.alarm_action == "stop":
+        raise MismatchAlarm(report)
+    return report
+
+
+@dataclass
+class _Sums:
+    """Sums over tokens, in float64, and extremes."""
+
+    num: int = 0
+    diff: float = 0.0
+    abs_diff: float = 0.0
+    abs_diff_max: float = 0.0
+    k3: float = 0.0
+    multiplicative: float = 0.0
+    ratio: float = 0.0
+    ratio_square: float = 0.0
+    ratio_min: float = float("inf")
+    ratio_max: float = 0.0
+    corrected: int = 0
+    vetoed: int = 0
+
+    @classmethod
+    def of(cls, diff: Tensor, corrected: Tensor, vetoed: Tensor) -> _Sums:
+        """Of the tokens with these d (float64), which must be some."""
+        limited = diff.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        ratio = limited.exp()
+        return cls(
+            num=diff.numel(),
+            diff=diff.sum().item(),
+            abs_diff=diff.abs().sum().item(),
+            abs_diff_max=diff.abs().max().item(),
+            k3=(torch.expm1(limited) - limited).sum().item(),
+            multiplicative=limited.abs().exp().sum().item(),
+            ratio=ratio.sum().item(),
+            ratio_square=ratio.square().sum().item(),
+            ratio_min=ratio.min().item(),
+            ratio_max=ratio.max().item(),
+            corrected=int(corrected.sum()),
+            vetoed=int(vetoed.sum()),
+        )
+
+    @classmethod
+    def merged(cls, parts: Iterable[_Sums]) -> _Sums:
+        result = cls()
+        for part in parts:
+            for name, value in vars(part).items():
+                combine = {"abs_diff_max": max, "ratio_max": max, "ratio_min": min}.get(name, lambda a, b: a + b)
+                setattr(result, name, combine(getattr(result, name), value))
+        return result
+
+    def slice(self, label: str) -> MismatchSlice:
+        return MismatchSlice(
+            label=label,
+            num_tokens=self.num,
+            abs_logprob_diff_mean=self.abs_diff / self.num,
+            abs_logprob_diff_max=self.abs_diff_max,
+            kl_k3_mean=self.k3 / self.num,
+            ratio_min=self.ratio_min,
+            ratio_max=self.ratio_max,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        if self.num == 0:
+            return {}
+        return {
+            "mismatch/abs_logprob_diff/mean": self.abs_diff / self.num,
+            "mismatch/abs_logprob_diff/max": self.abs_diff_max,
+            "mismatch/kl_k1/mean": -self.diff / self.num,
+            "mismatch/kl_k3/mean": self.k3 / self.num,
+            "mismatch/multiplicative_error/mean": self.multiplicative / self.num,
+            "mismatch/effective_sample_size/mean": self.ratio**2 / (self.num * self.ratio_square),
+            "mismatch/chi_square/mean": self.ratio_square / self.num - 1,
+            "mismatch/ratio/mean": self.ratio / self.num,
+            "mismatch/ratio/max": self.ratio_max,
+            "mismatch/ratio/min": self.ratio_min,
+            "mismatch/fraction_corrected/mean": self.corrected / self.num,
+            "mismatch/fraction_vetoed/mean": self.vetoed / self.num,
+        }
+
+
+@dataclass
+class _RankStatistics:
+    """What one rank contributes; small, picklable."""
+
+    total: _Sums = field(default_factory=_Sums)
+    positions: dict[int, _Sums] = field(default_factory=dict)
+    environments: dict[str, _Sums] = field(default_factory=dict)
+    sequences: list[tuple[str, _Sums]] = field(default_factory=list)
+    non_finite: list[str] = field(default_factory=list)
+
+    def add(self, mb: Microbatch, cfg: AlgoConfig) -> None:
+        if mb.old_logprobs_T is None:
+            raise ValueError("mismatch metrics need old_logprobs_T: call Policy.with_old_logprobs first")
+        if broken := _non_finite(mb):
+            self.non_finite += broken
+            return
+        mask_T = mb.loss_mask_T
+        if not mask_T.any():
+            return
+        ratio_T = log_ratio(mb.old_logprobs_T, mb.rollout_logprobs_T, mask_T)
+        correction = weights(ratio_T, mask_T, mb.sequence_ids_T, cfg, num_sequences=len(mb.names))
+        # Compacted, in float64 and on the host: what follows are many small reductions.
+        diff = (mb.old_logprobs_T[mask_T].double() - mb.rollout_logprobs_T[mask_T].double()).cpu()
+        corrected, vetoed = correction.corrected_T[mask_T].cpu(), correction.vetoed_T[mask_T].cpu()
+        ids, positions = mb.sequence_ids_T[mask_T].cpu(), mb.completion_positions_T[mask_T].cpu()
+        buckets = torch.frexp(positions.double()).exponent  # 0 -> 0, 1 -> 1, 2..3 -> 2, 4..7 -> 3
+
+        def sums_of(chosen: Tensor) -> _Sums:
+            return _Sums.of(diff[chosen], corrected[chosen], vetoed[chosen])
+
+        self.total = _Sums.merged([self.total, sums_of(slice(None))])
+        for bucket in buckets.unique().tolist():
+            part = {bucket: sums_of(buckets == bucket)}
+            self.positions = _merge_by_key([self.positions, part])
+        for index in ids.unique().tolist():
+            part = sums_of(ids == index)
+            self.sequences.append((mb.names[index], part))
+            self.environments = _merge_by_key([self.environments, {mb.environments[index]: part}])
+
+
+def _non_finite(mb: Microbatch) -> list[str]:
+    """One message for each tensor that holds a NaN or an infinity under the loss mask."""
+    messages = []
+    for name, values_T in (("rollout_logprobs", mb.rollout_logprobs_T), ("old_logprobs", mb.old_logprobs_T)):
+        bad = (mb.loss_mask_T & ~torch.isfinite(values_T)).nonzero().flatten()
+        if bad.numel():
+            t = int(bad[0])
+            messages.append(
+                f"{name} of {mb.names[int(mb.sequence_ids_T[t])]} is {values_T[t].item()} at completion token "
+                f"{int(mb.completion_positions_T[t])} (token id {int(mb.targets_T[t])}; {bad.numel()} such tokens in its "
+                f"microbatch)"
+            )
+    return messages
+
+
+def _merge_by_key(parts: Sequence[dict]) -> dict:
+    keys = sorted({key for part in parts for key in part})
+    return {key: _Sums.merged(part[key] for part in parts if key in part) for key in keys}
+
+
+def _position_label(bucket: int) -> str:
+    first, last = (0, 0) if bucket == 0 else (2 ** (bucket - 1), 2**bucket - 1)
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _alarms(metrics: dict[str, float], cfg: AlgoConfig, worst: Sequence[MismatchSlice]) -> tuple[str, ...]:
+    limits = {
+        "mismatch/abs_logprob_diff/mean": ("algo.alarm_abs_logprob_diff", cfg.alarm_abs_logprob_diff),
+        "mismatch/kl_k3/mean": ("algo.alarm_kl_k3", cfg.alarm_kl_k3),
+    }
+    return tuple(
+        f"{key} is {metrics[key]:.4g}, above {name} = {limit:g}; worst is {worst[0].label} with a mean |old - rollout| of "
+        f"{worst[0].abs_logprob_diff_mean:.4g}. {_REMEDY}"
+        for key, (name, limit) in limits.items()
+        if limit is not None and metrics.get(key, 0.0) > limit
     )
