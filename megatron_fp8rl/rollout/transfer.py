@@ -2,9 +2,10 @@
 
 In:  requests of vLLM's weight-update API (``init``, ``start``, ``update`` once per bucket, ``finish``) that describe
      buckets (:class:`BucketInfo`).
-Out: the model's kernel parameters, replaced in place by vLLM's layerwise reload, which slices and fuses the checkpoint's
-     tensors as a fresh load does.
-Runs in every engine worker; ``rollout/plugin.py`` registers the engines. ``fp8rl_shm`` reads a file in shared memory, ``fp8rl_gloo`` a broadcast of trainer rank 0.
+Out: the model's kernel parameters, replaced in place by vLLM's layerwise reload, which slices and fuses tensors of a
+     checkpoint as a fresh load does.
+Runs in every engine worker; ``rollout/plugin.py`` registers the engines. ``fp8rl_shm`` reads a file in shared memory,
+``fp8rl_gloo`` a broadcast of trainer rank 0.
 """
 
 from __future__ import annotations

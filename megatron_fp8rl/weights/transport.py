@@ -2,8 +2,8 @@
 
 In:  a bucket that the exporter has filled, and its description.
 Out: the engines have loaded it, or an error says which replica failed at which bucket.
-Runs on trainer rank 0 alone. Two ways: a file in shared memory on one host, a gloo broadcast across hosts. Both keep two
-buckets: while the engines read one, the exporter fills the other.
+Runs on trainer rank 0 alone. Two ways: a file in shared memory on one host, a gloo broadcast across hosts. Both keep
+two buckets: while the engines read one, the exporter fills the other.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class _PipelinedTransport:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._pending: list[Future[None] | None] = [None, None]  # by slot
         self._slot = 1
+        self._failed = False
 
     def connect(self) -> None:
         """Nothing to do by default."""
@@ -85,7 +86,7 @@ class _PipelinedTransport:
         return self._buffer(self._slot, num_bytes)
 
     def send(self, info: BucketInfo) -> None:
-        self._pending[self._slot] = self._thread.submit(self._deliver, self._slot, info)
+        self._pending[self._slot] = self._thread.submit(self._deliver_unless_failed, self._slot, info)
 
     def wait(self) -> None:
         for slot in (1 - self._slot, self._slot):
@@ -93,6 +94,15 @@ class _PipelinedTransport:
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _deliver_unless_failed(self, slot: int, info: BucketInfo) -> None:
+        if self._failed:  # wait() raises the first error; what follows it would only wait for dead engines
+            return
+        try:
+            self._deliver(slot, info)
+        except BaseException:
+            self._failed = True
+            raise
 
     def _finish(self, slot: int) -> None:
         pending, self._pending[slot] = self._pending[slot], None

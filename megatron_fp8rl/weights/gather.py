@@ -1,0 +1,231 @@
+"""Bring the tensors of a plan together on trainer rank 0, bucket by bucket.
+
+In:  this rank's parameters under their global Megatron names, and a :class:`Plan`.
+Out: on rank 0 every bucket's tensors, byte for byte as the wire carries them.
+Runs on every trainer rank. Each rank sends one message per bucket, and only what the plan says it owns.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
+from megatron_fp8rl.fp8.blockwise import Scales, quantize_weight
+from megatron_fp8rl.weights import names
+from megatron_fp8rl.weights.plan import ALIGNMENT_BYTES, Bucket, Plan, Source, Transfer, scale_range
+
+Result = TypeVar("Result")
+# What one source contributes to one transfer: (BF16 or FP8 part, scales of the FP8 part).
+Piece = tuple[Tensor, Tensor | None]
+
+
+class TrainerRankError(RuntimeError):
+    """Another trainer rank failed with an error that cannot travel; the message quotes it."""
+
+
+def together(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+    """Collective: do ``work`` on every rank; when any rank fails, all raise the error of the lowest one that did.
+
+    Without this a failure on one rank would leave the others waiting in their next collective. ``group`` runs on the
+    CPU; None means that there is one rank.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:  # whatever it is, the other ranks have to hear of it
+        error = caught
+    if group is None:
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+    failed = torch.tensor([int(error is not None)])
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if not failed.item():
+        return result  # type: ignore[return-value]
+    errors: list[bytes | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, _pickled(error), group=group)
+    rank, first = next((rank, e) for rank, e in enumerate(errors) if e is not None)
+    if rank == dist.get_rank(group):
+        raise error  # type: ignore[misc]
+    raise pickle.loads(first) from error
+
+
+def _pickled(error: Exception | None) -> bytes | None:
+    """The error in a form that survives the way to another rank, or its text."""
+    if error is None:
+        return None
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # classes whose arguments do not rebuild them fail in ways of their own
+        data = pickle.dumps(TrainerRankError(f"{type(error).__name__}: {error}"))
+    return data
+
+
+def _part_shape(transfer: Transfer, source: Source) -> tuple[int, ...]:
+    shape = list(transfer.shape)
+    shape[transfer.axis] = source.stop - source.start
+    return tuple(shape)
+
+
+def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(-(-n // FP8_BLOCK) for n in shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _message_layout(bucket: Bucket, rank: int) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
+    """(transfer index, dtype, shape) of the tensors in the message of ``rank``, in order."""
+    layout = []
+    for index, transfer in enumerate(bucket.transfers):
+        for source in transfer.sources:
+            if source.rank == rank:
+                shape = _part_shape(transfer, source)
+                if transfer.quantize == "at_source":
+                    layout += [(index, torch.float8_e4m3fn, shape), (index, torch.float32, _blocks(shape))]
+                else:
+                    layout += [(index, torch.bfloat16, shape)]
+    return layout
+
+
+class Gather:
+    """The movement of one plan's tensors to rank 0.
+
+    ``group`` is for small agreements on the CPU (None: one rank), ``device`` where parameters live: messages travel
+    over ``group`` from a CPU, over the default group from a GPU.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        model: ModelConfig,
+        parameters: Mapping[str, Tensor],
+        *,
+        scales: Scales,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ):
+        self.plan = plan
+        self.model = model
+        self.parameters = dict(parameters)
+        self.scales: Scales = scales
+        self.rank = rank
+        self.group = group
+        self.device = device
+
+    def check(self) -> None:
+        """Raise RuntimeError when this rank's model does not hold what the plan expects of it."""
+        for transfer in self.plan.transfers:
+            if any(s.rank == self.rank for s in transfer.sources) and transfer.mcore_name not in self.parameters:
+                raise RuntimeError(
+                    f"{transfer.name}: by the plan trainer rank {self.rank} holds {transfer.mcore_name}, but its model "
+                    "has no such parameter; the plan's layout is not the model's"
+                )
+
+    @torch.no_grad()
+    def pack(self, bucket: Bucket) -> dict[int, Piece]:
+        """This rank's pieces of a bucket by transfer index, quantized where the plan says so. No communication."""
+        parts: dict[int, Tensor] = {}
+        split: dict[str, dict[str, Tensor]] = {}
+        for index, transfer in enumerate(bucket.transfers):
+            if all(source.rank != self.rank for source in transfer.sources):
+                continue
+            name = transfer.mcore_name
+            if name not in split:
+                parameter = self.parameters[name].detach()
+                split[name] = dict(names.to_hf(name, parameter, self.model, len(transfer.sources)))
+            parts[index] = split[name][transfer.name].to(torch.bfloat16)
+        pieces: dict[int, Piece] = {index: (part, None) for index, part in parts.items()}
+        at_source = [i for i in parts if bucket.transfers[i].quantize == "at_source"]
+        return pieces | self._quantize({i: parts[i] for i in at_source})
+
+    def _quantize(self, parts: dict[int, Tensor]) -> dict[int, Piece]:
+        """Quantize matrices, those of equal width in one call: whole blocks of rows can be stacked without mixing."""
+        stacks: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, part in parts.items():
+            alone = 0 if part.shape[0] % FP8_BLOCK == 0 else index + 1
+            stacks[part.shape[1], alone].append(index)
+        pieces: dict[int, Piece] = {}
+        for members in stacks.values():
+            stacked = torch.cat([parts[i] for i in members]) if len(members) > 1 else parts[members[0]]
+            data, scale = quantize_weight(stacked, self.scales)
+            rows = [parts[i].shape[0] for i in members]
+            blocks = [-(-n // FP8_BLOCK) for n in rows]
+            pieces |= dict(zip(members, zip(data.split(rows), scale.split(blocks))))
+        return pieces
+
+    def collect(self, bucket: Bucket, own: dict[int, Piece]) -> dict[int, list[Piece]]:
+        """Collective: all pieces of a bucket on rank 0, by transfer index in the order of its sources; {} elsewhere."""
+        if self.rank != 0:
+            self._send(bucket, own)
+            return {}
+        by_rank = {0: own} | self._receive(bucket)
+        return {
+            index: [by_rank[source.rank][index] for source in transfer.sources]
+            for index, transfer in enumerate(bucket.transfers)
+        }
+
+    @property
+    def _data_group(self) -> dist.ProcessGroup | None:
+        return self.group if self.device.type == "cpu" else None
+
+    def _send(self, bucket: Bucket, own: dict[int, Piece]) -> None:
+        chunks = []
+        for piece in own.values():
+            for tensor in piece:
+                if tensor is not None:
+                    data = tensor.contiguous().reshape(-1).view(torch.uint8)
+                    chunks.append(torch.nn.functional.pad(data, (0, -data.numel() % ALIGNMENT_BYTES)))
+        if chunks:
+            dist.send(torch.cat(chunks), dst=0, group=self._data_group)
+
+    def _receive(self, bucket: Bucket) -> dict[int, dict[int, Piece]]:
+        ranks = sorted({s.rank for t in bucket.transfers for s in t.sources} - {0})
+        layouts = {rank: _message_layout(bucket, rank) for rank in ranks}
+        messages, waiting = {}, []
+        for rank, layout in layouts.items():
+            num_bytes = sum(_aligned(math.prod(shape) * dtype.itemsize) for _, dtype, shape in layout)
+            messages[rank] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            waiting.append(dist.irecv(messages[rank], src=rank, group=self._data_group))
+        for request in waiting:
+            request.wait()
+        return {rank: _unpack_message(messages[rank], layout) for rank, layout in layouts.items()}
+
+    @torch.no_grad()
+    def assemble(self, bucket: Bucket, pieces: dict[int, list[Piece]], tensors: Mapping[str, Tensor]) -> None:
+        """Rank 0: write a bucket's pieces into ``tensors``, its wire tensors by name. Quantizes what came in BF16."""
+        for index, transfer in enumerate(bucket.transfers):
+            target = tensors[transfer.name]
+            if transfer.quantize == "gathered":
+                whole = torch.cat([part for part, _ in pieces[index]], dim=transfer.axis)
+                data, scale = quantize_weight(whole, self.scales)
+                target.copy_(data)
+                tensors[transfer.scale_name].copy_(scale)
+                continue
+            for source, (part, scale) in zip(transfer.sources, pieces[index]):
+                target.narrow(transfer.axis, source.start, source.stop - source.start).copy_(part)
+                if scale is not None:
+                    first, end = scale_range((source.start, source.stop))
+                    tensors[transfer.scale_name].narrow(transfer.axis, first, end - first).copy_(scale)
+
+
+def _unpack_message(message: Tensor, layout: list[tuple[int, torch.dtype, tuple[int, ...]]]) -> dict[int, Piece]:
+    pieces: dict[int, Piece] = {}
+    offset = 0
+    for index, dtype, shape in layout:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        tensor = message[offset : offset + num_bytes].view(dtype).view(shape)
+        pieces[index] = (pieces[index][0], tensor) if index in pieces else (tensor, None)
+        offset += _aligned(num_bytes)
+    return pieces
