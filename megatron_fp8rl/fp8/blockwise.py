@@ -130,20 +130,6 @@ def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
     return data.float().mul_(scale_inv.repeat_interleave(BLOCK, -1)[..., : data.shape[-1]])
 
 
-def round_activation(x: Tensor, scales: Scales) -> Tensor:
-    """``dequantize_activation(*quantize_activation(x, scales))`` for a caller that needs no bytes: float32 [..., K].
-
-    The same numbers, by float32 arithmetic: adding and subtracting 2^(e + 20), for e the exponent of an element, rounds
-    it to a multiple of 2^(e - 3), the spacing of E4M3. PyTorch's casts to and from E4M3 take 4 times as long on a CPU.
-    """
-    blocks = _row_blocks(x)
-    scale = scale_of(blocks.abs().amax(dim=-1), scales)[..., None]
-    scaled = blocks / scale
-    exponent_bits = (scaled.view(torch.int32) & 0x7F800000).clamp_(min=(127 - 6) << 23)  # 2^-6: smallest normal E4M3
-    shift = exponent_bits.add_(20 << 23).view(torch.float32).copysign_(scaled)
-    return scaled.add_(shift).sub_(shift).mul_(scale).flatten(-2)[..., : x.shape[-1]]
-
-
 def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
     """Type in which a dequantized operand is exact: an E4M3 number has 4 significant bits, so times a power of two it
     is a BF16 number, and a BF16 product that accumulates in float32 is the FP8 product."""
