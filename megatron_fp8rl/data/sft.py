@@ -1,0 +1,56 @@
+"""Supervised samples for the warm start: a prompt, its reference answer, the end token. Pure; every rank may call it."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.prompts import ProblemSource
+from megatron_fp8rl.data.tokenizer import encode
+from megatron_fp8rl.types import Sample
+
+
+class SftSource:
+    """Batches of ``data.sft_batch_size`` supervised samples, a pure function of (seed, step).
+
+    Problems come from the training side of the same environments, from a stream of their own.
+    """
+
+    def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase):
+        self._cfg = cfg
+        self._tokenizer = tokenizer
+        self._source = ProblemSource(cfg, tokenizer)
+
+    def samples(self, step: int) -> list[Sample]:
+        """The batch of a step; the loss covers the answer and the end token.
+
+        Raises:
+            ValueError: a problem without a reference answer, or an answer longer than rollout.max_completion_tokens.
+        """
+        size = self._cfg.data.sft_batch_size
+        return [self._sample(position) for position in range(step * size, (step + 1) * size)]
+
+    def _sample(self, position: int) -> Sample:
+        key, problem = self._source.draw("sft", position)
+        name = f"{key}/sft-{position}"
+        prompt = self._source.prompt(name, key, problem)
+        if not problem.answer:
+            raise ValueError(f"problem {name} has no reference answer to learn from; set data.sft_steps to 0")
+        answer = (*encode(self._tokenizer, problem.answer, add_special_tokens=False), self._tokenizer.eos_token_id)
+        limit = self._cfg.rollout.max_completion_tokens
+        if len(answer) > limit:
+            raise ValueError(
+                f"the answer of {name} has {len(answer)} tokens with its end token, more than "
+                f"rollout.max_completion_tokens = {limit}: {problem.answer!r}"
+            )
+        num_prompt, num_answer = len(prompt.token_ids), len(answer)
+        zeros = (0.0,) * (num_prompt + num_answer)
+        return Sample(
+            name=name,
+            environment=key,
+            token_ids=(*prompt.token_ids, *answer),
+            num_prompt_tokens=num_prompt,
+            loss_mask=(False,) * num_prompt + (True,) * num_answer,
+            rollout_logprobs=zeros,
+            advantages=zeros,
+        )

@@ -1,0 +1,98 @@
+"""Tokenizers: a character tokenizer of our own, and any Hugging Face tokenizer from a directory. No download ever.
+
+The character tokenizer lets the whole loop run on a machine without a network: one token per character, saved in the
+Hugging Face format, so that transformers and vLLM read it like any other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"  # ids 0 to 3 of the character tokenizer
+PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
+_VOCAB_MULTIPLE = 128  # FP8 blocks, and any tensor-parallel degree up to 128, divide it
+
+
+class UnknownCharacterError(ValueError):
+    """A text with a character that the tokenizer cannot represent."""
+
+
+def character_tokenizer(
+    alphabet: str = PRINTABLE_ASCII, *, vocab_multiple: int = _VOCAB_MULTIPLE, max_length: int = 1 << 20
+) -> PreTrainedTokenizerFast:
+    """One token per character of ``alphabet``, after ``<pad>``, ``<bos>``, ``<eos>`` and ``<unk>``.
+
+    The vocabulary is filled with ``<reserved_i>`` entries, which no text encodes to, up to a multiple of
+    ``vocab_multiple``. Encoding puts ``<bos>`` first unless ``add_special_tokens=False``.
+    """
+    if len(set(alphabet)) != len(alphabet):
+        raise ValueError(f"the alphabet repeats characters: {alphabet!r}")
+    tokens = [PAD, BOS, EOS, UNK, *alphabet]
+    tokens += [f"<reserved_{i}>" for i in range(-len(tokens) % vocab_multiple)]
+    vocab = {token: token_id for token_id, token in enumerate(tokens)}
+    # Byte-pair encoding without merges: single characters, in one pass over the text.
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNK))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, vocab[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that ``DataConfig.tokenizer`` names: "character", or a directory in the Hugging Face format.
+
+    Raises:
+        FileNotFoundError: no such directory, with near matches.
+        ValueError: a tokenizer without an end token; completions could then only end at the length limit.
+    """
+    if spec == "character":
+        return character_tokenizer()
+    path = Path(spec)
+    if not path.is_dir():
+        raise FileNotFoundError(f"data.tokenizer = {spec!r} is neither 'character' nor a directory{_near_folders(path)}")
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"data.tokenizer = {spec!r} has no end token; set eos_token in its tokenizer_config.json")
+    return tokenizer
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+    """Token ids of a text.
+
+    Raises:
+        UnknownCharacterError: the text encodes to the unknown token, with the characters that do.
+    """
+    ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
+        unknown = [c for c in sorted(set(text)) if tokenizer.unk_token_id in tokenizer.encode(c, add_special_tokens=False)]
+        raise UnknownCharacterError(
+            f"the tokenizer does not know {', '.join(map(repr, unknown)) or 'a part'} of {text!r}; use a tokenizer that "
+            "does, or change the environment's template"
+        )
+    return tuple(ids)
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """Text of token ids, special tokens left out."""
+    return tokenizer.decode(list(token_ids), skip_special_tokens=True)
+
+
+def _near_folders(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; {path.parent} does not exist either"
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()])
+    return f"; did you mean {' or '.join(str(path.parent / name) for name in near)}?" if near else ""

@@ -1,0 +1,91 @@
+"""Environments out of reasoning-gym: about a hundred generators of problems, each with its own exact scorer.
+
+A problem is a pure function of its index. Scoring makes the same problem again in the worker process, so that the
+generator's scorer sees its entry with Python's own types rather than a copy that went through JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_fp8rl.envs.base import EnvironmentSpecError, Problem, near
+from megatron_fp8rl.types import Prompt
+
+with warnings.catch_warnings():
+    # cellpylib 2.4, which reasoning-gym 0.1 imports, compares strings with "is"; Python 3.12 warns when it compiles it.
+    # Remove with the first release of either that does not.
+    warnings.simplefilter("ignore", SyntaxWarning)
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+_ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_END_OF_THOUGHT = "</think>"
+_CACHED_PROBLEMS = 4096  # the completions of one prompt are scored one after another
+
+
+class ReasoningGymEnvironment:
+    """One reasoning-gym generator with its options.
+
+    ``options`` are the fields of the generator's configuration, without ``size``; ``seed`` (0) chooses another set of
+    problems. Generators with a fixed list of problems start over at its end.
+
+    Raises:
+        EnvironmentSpecError: unknown generator or option, with near matches, or values that the generator refuses.
+    """
+
+    def __init__(self, dataset: str, options: Mapping[str, Any]):
+        if dataset not in DATASETS:
+            raise EnvironmentSpecError(
+                f"reasoning-gym has no generator {dataset!r}{near(dataset, DATASETS)} (an environment of your own is "
+                "named 'module:Class')"
+            )
+        known = {field.name for field in dataclasses.fields(DATASETS[dataset][1])} - {"size"}
+        for name in options:
+            if name not in known:
+                raise EnvironmentSpecError(
+                    f"generator {dataset!r} has no option {name!r}{near(name, known)} (options: {', '.join(sorted(known))})"
+                )
+        try:
+            self._dataset = reasoning_gym.create_dataset(dataset, **{"seed": 0, **options})
+        except (AssertionError, TypeError, ValueError) as error:
+            raise EnvironmentSpecError(f"generator {dataset!r} refuses options {dict(options)}: {error}") from error
+        self._entry = functools.lru_cache(maxsize=_CACHED_PROBLEMS)(self._make_entry)
+
+    def make_problem(self, index: int) -> Problem:
+        entry = self._entry(index)
+        metadata = json.loads(json.dumps(entry.get("metadata", {}), default=str))
+        return Problem(
+            question=entry["question"],
+            answer=entry["answer"] or "",
+            metadata={**metadata, "question": entry["question"], "problem_index": index},
+        )
+
+    def score(self, prompt: Prompt, completion_text: str) -> float:
+        entry = self._entry(prompt.metadata["problem_index"])
+        if entry["question"] != prompt.metadata["question"] or (entry["answer"] or "") != prompt.answer:
+            # A few generators iterate over sets, whose order differs between processes.
+            entry = {
+                "question": prompt.metadata["question"],
+                "answer": prompt.answer or None,
+                "metadata": prompt.metadata,
+            }
+        return float(self._dataset.score_answer(answer=extract_answer(completion_text), entry=entry))
+
+    def _make_entry(self, index: int) -> dict[str, Any]:
+        try:
+            return self._dataset[index]
+        except IndexError:
+            return self._dataset[index % len(self._dataset)]
+
+
+def extract_answer(completion_text: str) -> str:
+    """The answer in a completion: the last ``<answer>`` element, else all that follows the reasoning, stripped."""
+    text = completion_text.rpartition(_END_OF_THOUGHT)[2]
+    tagged = _ANSWER_TAG.findall(text)
+    return (tagged[-1] if tagged else text).strip()

@@ -1,0 +1,69 @@
+"""The process that scores: ``python -m megatron_fp8rl.envs.score_worker``. Started and watched by envs/scoring.py.
+
+Reads one JSON object per line from standard input and answers each with one line:
+
+    {"environments": {key: EnvironmentConfig}}          ->  {"ready": true} | {"error": text}
+    {"prompt": Prompt, "text": str, "deadline_s": s}    ->  {"reward": number} | {"error": text}
+
+It ends when standard input does. Imports neither torch nor transformers, so that it starts in the time of its
+environments alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any, TextIO
+
+from megatron_fp8rl.config import EnvironmentConfig
+from megatron_fp8rl.envs.base import Environment, build_environment
+from megatron_fp8rl.types import Prompt
+
+_ALARM_MARGIN_S = 5.0
+
+
+def serve(requests: TextIO, replies: TextIO) -> None:
+    """Answer requests until the end of the stream."""
+    environments: dict[str, Environment] = {}
+    for line in requests:
+        request = json.loads(line)
+        try:
+            if "environments" in request:
+                for key, fields in request["environments"].items():
+                    environments[key] = build_environment(EnvironmentConfig(**fields))
+                reply = {"ready": True}
+            else:
+                reply = {"reward": _score(environments, request)}
+        except Exception as error:
+            traceback.print_exc()
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+
+
+def _score(environments: dict[str, Environment], request: dict[str, Any]) -> float:
+    fields = request["prompt"]
+    prompt = Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
+    # The pool kills a worker that is late. Should the pool be gone by then, the kernel does it, even while an extension
+    # module holds the interpreter lock and no Python code can run.
+    signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + _ALARM_MARGIN_S)
+    try:
+        return float(environments[prompt.environment].score(prompt, request["text"]))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main() -> None:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the trainer, which closes the pool
+    # A scorer may print: keep the reply channel to ourselves and send its output to standard error.
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    serve(sys.stdin, replies)
+
+
+if __name__ == "__main__":
+    main()
