@@ -1,0 +1,204 @@
+"""The glossary of metrics: every key that a run may write, with one sentence on what it means.
+
+Keys read ``what/name/reduce``; ``<name>`` in a key stands for any lower-case word. The observer refuses a key that is not
+listed, so that no curve goes unexplained. ``docs/metrics.md`` is this list:
+``python -m megatron_fp8rl.observe.metrics > docs/metrics.md``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable
+from functools import cache
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One key and its meaning."""
+
+    key: str
+    meaning: str
+
+
+GLOSSARY: dict[str, tuple[Metric, ...]] = {
+    "Reward": (
+        Metric("reward/score/mean", "Mean reward of the completions of the step."),
+        Metric("reward/score/std", "Standard deviation of the reward over the completions of the step."),
+        Metric("reward/score/min", "Lowest reward of the step."),
+        Metric("reward/score/max", "Highest reward of the step."),
+        Metric("reward/score_<environment>/mean", "Mean reward of the completions of one environment."),
+        Metric("reward/pass_rate/mean", "Fraction of the completions that earned the full reward of 1."),
+        Metric("reward/pass_any/mean", "Fraction of the prompts with at least one completion of full reward."),
+        Metric("reward/zero_variance/mean", "Fraction of the groups whose rewards are all equal; they teach nothing."),
+        Metric("reward/failed/mean", "Fraction of the completions that could not be scored and count as 0."),
+        Metric("reward/dropped/mean", "Fraction of the sampled groups that were dropped before training."),
+        Metric("reward/advantage/mean", "Mean advantage over the loss tokens of the step."),
+        Metric("reward/advantage/min", "Lowest advantage of the step."),
+        Metric("reward/advantage/max", "Highest advantage of the step."),
+    ),
+    "Evaluation": (
+        Metric("eval/score/mean", "Mean reward on held-out problems."),
+        Metric("eval/pass_rate/mean", "Fraction of held-out problems whose completion earned the full reward of 1."),
+        Metric("eval/length/mean", "Mean length of the completions on held-out problems, in tokens."),
+        Metric("eval/num_prompts/sum", "Held-out problems that were asked."),
+    ),
+    "Rollouts": (
+        Metric("rollout/length/mean", "Mean length of a completion, in tokens."),
+        Metric("rollout/length/max", "Longest completion, in tokens."),
+        Metric("rollout/length/min", "Shortest completion, in tokens."),
+        Metric("rollout/truncated/mean", "Fraction of the completions that were cut at max_completion_tokens."),
+        Metric("rollout/aborted/mean", "Fraction of the completions that the engine gave up."),
+        Metric("rollout/surprisal/mean", "Mean of -rollout_logprobs, an estimate of the sampler's entropy, in nats."),
+        Metric("rollout/num_tokens/sum", "Sampled tokens of the step."),
+        Metric("rollout/num_completions/sum", "Completions of the step."),
+        Metric("rollout/tokens_per_s/mean", "Sampled tokens per second of the span `generate`."),
+        Metric("rollout/version/min", "Oldest policy version that sampled a token of the step."),
+        Metric("rollout/version/max", "Newest policy version that sampled a token of the step."),
+        Metric("rollout/mixed_versions/mean", "Fraction of the completions that more than one version sampled."),
+        Metric("rollout/staleness/mean", "Mean age of the completions in publications when they are trained on."),
+        Metric("rollout/staleness/max", "Greatest age of a completion in publications when it is trained on."),
+        Metric("rollout/num_refills/sum", "Extra rounds of prompts that replaced groups without variance."),
+    ),
+    "Mismatch between trainer and engine": (
+        Metric(
+            "mismatch/abs_logprob_diff/mean",
+            "Mean of |old_logprobs - rollout_logprobs| over the loss tokens: how far trainer and engine disagree.",
+        ),
+        Metric("mismatch/abs_logprob_diff/max", "Largest |old_logprobs - rollout_logprobs| of a token."),
+        Metric("mismatch/kl_k1/mean", "Mean of rollout - old, the plain estimate of KL(rollout || old)."),
+        Metric(
+            "mismatch/kl_k3/mean",
+            "Mean of w - 1 - log w with w = exp(old - rollout), the low-variance estimate of KL(rollout || old).",
+        ),
+        Metric("mismatch/multiplicative_error/mean", "Mean of exp|old - rollout|; 1 is perfect, above 1.05 is trouble."),
+        Metric(
+            "mismatch/effective_sample_size/mean",
+            "(sum w)^2 / (n sum w^2): the share of the n tokens that the importance weights leave; 1 is perfect.",
+        ),
+        Metric("mismatch/chi_square/mean", "Mean of w^2 - 1, the chi-square divergence; 0 is perfect."),
+        Metric("mismatch/ratio/mean", "Mean importance weight w; 1 in expectation when the engine samples as it says."),
+        Metric("mismatch/ratio/max", "Largest importance weight of a token."),
+        Metric("mismatch/ratio/min", "Smallest importance weight of a token."),
+        Metric("mismatch/fraction_corrected/mean", "Fraction of the tokens whose weight the correction capped or masked."),
+        Metric("mismatch/fraction_vetoed/mean", "Fraction of the tokens that were dropped with a vetoed sequence."),
+    ),
+    "Loss": (
+        Metric("loss/kl_update/mean", "KL(old || trainer) by k3: how far the updates of this step moved the policy."),
+        Metric("loss/kl_ref/mean", "KL(trainer || reference) by k3, before its coefficient."),
+        Metric("loss/entropy/mean", "Mean entropy of the trainer's distribution over the vocabulary, in nats."),
+        Metric("loss/update_ratio/mean", "Mean of exp(trainer - old), the ratio that is clipped."),
+        Metric("loss/update_ratio/max", "Largest exp(trainer - old) of a token."),
+        Metric("loss/clip_fraction_low/mean", "Fraction of the tokens whose gradient the lower clip bound removed."),
+        Metric("loss/clip_fraction_high/mean", "Fraction of the tokens whose gradient the upper clip bound removed."),
+        Metric("loss/clip_fraction_dual/mean", "Fraction of the tokens that the dual clip bounded."),
+        Metric("loss/nll/mean", "Negative log-likelihood per token of the supervised warm start, in nats."),
+        Metric("correction/weight/mean", "Mean importance weight after the correction, as the loss used it."),
+        Metric("correction/weight/max", "Largest importance weight after the correction."),
+        Metric("correction/fraction_corrected/mean", "Fraction of the loss tokens that the correction capped or masked."),
+        Metric("correction/fraction_vetoed/mean", "Fraction of the loss tokens in vetoed sequences."),
+    ),
+    "Training": (
+        Metric("train/loss/mean", "Loss, normalised over all loss tokens of all ranks."),
+        Metric("train/grad_norm/max", "Largest global gradient norm of the step's updates, before clipping."),
+        Metric("train/grad_norm/mean", "Mean global gradient norm of the step's updates, before clipping."),
+        Metric("train/lr/mean", "Learning rate."),
+        Metric("train/entropy/mean", "Mean entropy of the trainer's distribution over the vocabulary, in nats."),
+        Metric("train/num_tokens/sum", "Loss tokens of the step over all ranks."),
+        Metric("train/num_sequences/sum", "Sequences with a loss token over all ranks."),
+        Metric("train/num_microbatches/sum", "Microbatches of one data-parallel rank."),
+        Metric("train/num_updates/sum", "Optimizer updates of the step."),
+        Metric("train/skipped_updates/sum", "Updates that were skipped because a gradient was not finite."),
+        Metric("train/packing/mean", "Fraction of the packed positions that hold a token rather than padding."),
+        Metric("train/tokens_per_s/mean", "Loss tokens per second of the span `update`."),
+        Metric("train/aux_loss/mean", "Load-balancing loss of the router, before its coefficient."),
+        Metric("train/zero_grads/mean", "Fraction of the gradient's entries that are exactly zero."),
+    ),
+    "Publication of weights": (
+        Metric("publish/total/s", "Seconds from the first export to the engines' readiness."),
+        Metric("publish/pause/s", "Seconds during which the engines stood still."),
+        Metric("publish/num_tensors/sum", "Tensors that were sent."),
+        Metric("publish/num_fp8_tensors/sum", "Tensors that travelled as FP8 bytes with scales."),
+        Metric("publish/bytes/sum", "Bytes that were sent to one replica."),
+        Metric("publish/version/max", "Policy version that the engines hold afterwards."),
+    ),
+    "Time": (
+        Metric("time/step/s", "Seconds of the whole step."),
+        Metric("time/rollouts/s", "Seconds in which the loop waited for scored rollouts."),
+        Metric("time/generate/s", "Seconds of sampling by the engines; beside the loop when max_staleness > 0."),
+        Metric("time/score/s", "Seconds of scoring."),
+        Metric("time/pack/s", "Seconds of computing advantages and packing."),
+        Metric("time/old_logprobs/s", "Seconds of the forward pass that measures the trainer's own log-probabilities."),
+        Metric("time/mismatch/s", "Seconds of measuring the mismatch."),
+        Metric("time/update/s", "Seconds of forward, backward and optimizer."),
+        Metric("time/publish/s", "Seconds of publishing the weights."),
+        Metric("time/verify/s", "Seconds of proving that the engines hold what was sent; part of publish."),
+        Metric("time/checkpoint/s", "Seconds of writing a checkpoint."),
+        Metric("time/evaluate/s", "Seconds of evaluation on held-out problems."),
+        Metric("time/<span>/s", "Seconds of any other span of the program, inner spans included."),
+    ),
+}
+
+# Spans that follow one another in the loop, in order; they never overlap, so a plot may stack them up to time/step/s.
+PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate")
+
+_KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+/(?:mean|std|min|max|sum|s)")
+
+
+class UnknownMetricError(ValueError):
+    """A key that the glossary does not list."""
+
+
+def meaning(key: str) -> str | None:
+    """The sentence on a key; None when the key is not listed."""
+    exact, patterns = _index()
+    if key in exact:
+        return exact[key]
+    return next((text for pattern, text in patterns if pattern.fullmatch(key)), None)
+
+
+def check_keys(keys: Iterable[str]) -> None:
+    """Raise UnknownMetricError for a key that the glossary does not list, with near matches."""
+    for key in keys:
+        if meaning(key) is None:
+            near = difflib.get_close_matches(key, _index()[0], n=2)
+            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            raise UnknownMetricError(f"metric {key!r} is not in the glossary.{hint} Add it to observe/metrics.py")
+
+
+def key_part(name: str) -> str:
+    """A name in the letters that a key allows, for instance that of an environment."""
+    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "unnamed"
+
+
+def markdown() -> str:
+    """``docs/metrics.md``."""
+    lines = [
+        "# Metrics",
+        "",
+        "What a step writes to `metrics.jsonl` and TensorBoard. Keys read `what/name/reduce`; seconds end in `/s`.",
+        "This page is generated: `python -m megatron_fp8rl.observe.metrics > docs/metrics.md`.",
+    ]
+    for section, metrics in GLOSSARY.items():
+        lines += ["", f"## {section}", "", "| key | meaning |", "|---|---|"]
+        lines += [f"| `{metric.key}` | {metric.meaning.replace('|', chr(92) + '|')} |" for metric in metrics]
+    return "\n".join(lines) + "\n"
+
+
+@cache
+def _index() -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
+    """(meaning by key, patterns for keys with a placeholder)."""
+    exact, patterns = {}, []
+    for metric in (metric for metrics in GLOSSARY.values() for metric in metrics):
+        plain = re.sub(r"<[a-z_]+>", "x", metric.key)
+        if not _KEY.fullmatch(plain) or metric.key in exact:
+            raise ValueError(f"glossary: {metric.key!r} is listed twice or does not read what/name/reduce")
+        if plain == metric.key:
+            exact[metric.key] = metric.meaning
+        else:
+            patterns.append((re.compile(re.sub(r"<[a-z_]+>", "[a-z0-9_]+", metric.key)), metric.meaning))
+    return exact, patterns
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,62 @@
+"""Statistics of a step's rollouts, against values counted by hand."""
+
+import pytest
+
+from megatron_fp8rl.observe.groups import group_metrics
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+
+
+def make_group(environment: str, rewards, lengths, *, finish="stop", status="scored", versions=(3, 3)) -> RolloutGroup:
+    """One group whose tokens all have a rollout log-probability of -0.5."""
+    prompt = Prompt(prompt_id=f"{environment}/0", environment=environment, token_ids=(1,), text="?", answer="!")
+    rollouts = []
+    for index, (reward, length) in enumerate(zip(rewards, lengths, strict=True)):
+        completion = Completion(
+            token_ids=(7,) * length,
+            rollout_logprobs=(-0.5,) * length,
+            finish_reason=finish,
+            min_version=versions[0],
+            max_version=versions[1],
+        )
+        rollouts.append(Rollout(prompt=prompt, index=index, completion=completion, reward=reward, status=status))
+    return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+
+
+def test_statistics_count_completions_and_groups():
+    metrics = group_metrics(
+        [
+            make_group("chain_sum", [1.0, 0.0, 0.0, 1.0], [2, 4, 6, 4]),
+            make_group("products", [0.0] * 4, [8] * 4, finish="length", status="truncated", versions=(2, 3)),
+        ]
+    )
+    assert metrics == pytest.approx(
+        {
+            "reward/score/mean": 0.25,
+            "reward/score/std": (0.25 * 0.75) ** 0.5,  # of a coin with p = 1/4
+            "reward/score/min": 0.0,
+            "reward/score/max": 1.0,
+            "reward/pass_rate/mean": 0.25,
+            "reward/pass_any/mean": 0.5,
+            "reward/zero_variance/mean": 0.5,
+            "reward/failed/mean": 0.0,
+            "reward/score_chain_sum/mean": 0.5,
+            "reward/score_products/mean": 0.0,
+            "rollout/length/mean": 6.0,
+            "rollout/length/max": 8,
+            "rollout/length/min": 2,
+            "rollout/truncated/mean": 0.5,
+            "rollout/aborted/mean": 0.0,
+            "rollout/surprisal/mean": 0.5,
+            "rollout/num_tokens/sum": 48,
+            "rollout/num_completions/sum": 8,
+            "rollout/version/min": 2,
+            "rollout/version/max": 3,
+            "rollout/mixed_versions/mean": 0.5,
+        }
+    )
+
+
+def test_partial_rewards_are_no_pass_and_no_rollouts_no_metrics():
+    metrics = group_metrics([make_group("a", [0.99, 1.0], [1, 1])])
+    assert metrics["reward/pass_rate/mean"] == 0.5
+    assert group_metrics([]) == {}
