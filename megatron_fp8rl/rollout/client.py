@@ -1,0 +1,330 @@
+"""Asks one rollout replica: tokens in, tokens out; pause, weights, resume; with a deadline on every call.
+
+In: token ids of a prompt. Out: :class:`~megatron_fp8rl.types.Completion` objects that say which policy version sampled
+which token. Which process: trainer rank 0, on the fleet's event loop.
+
+**Which version sampled a token** is decided here, exactly, although vLLM does not report it. ``pause("keep")`` makes the
+engine end every running request and return what it has; nothing is sampled between that and ``resume``. The client
+then asks for the rest with the tokens so far as part of the prompt, under the new weights. Each request thus runs under
+one version, known when it is submitted. Since a new version needs a new KV cache, the prefix would be recomputed anyway.
+Requests that reach the engine after it paused would wait inside it and run under weights that the client does not know
+of yet; ``pause`` takes them back before it returns.
+
+**Seeds**: completion i of a request with seed s is sampled with seed s + i, by its own generator, so that its tokens do
+not depend on what else the engine runs. The rest of an interrupted completion has a seed of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import aiohttp
+
+from megatron_fp8rl.config import RolloutConfig
+from megatron_fp8rl.rollout.completions import PartialCompletion, read_choice
+from megatron_fp8rl.types import Completion
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+_SETTLE_S = 1.0  # for results that the engine returned when it paused and that are still on their way
+_EXIT_GRACE_S = 5.0  # vLLM's server ends itself after its engine core has died; tell the two apart
+_MAX_SEED = (1 << 63) - 1
+_LOG_TAIL_BYTES = 1 << 16
+_EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+
+
+class EngineError(RuntimeError):
+    """A rollout replica refused or failed a call."""
+
+
+class EngineDeadError(EngineError):
+    """The process of a rollout replica has ended."""
+
+
+class EngineDeadlineError(EngineError):
+    """A rollout replica did not answer in time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How completions are drawn. ``top_k`` 0 and ``top_p`` 1 leave the whole vocabulary; ``temperature`` 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, end_token_id: int | None) -> Sampling:
+        """What the configuration asks for; the tokenizer's end token stops too."""
+        end = () if end_token_id is None else (end_token_id,)
+        return cls(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_completion_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*end, *rollout.stop_token_ids))),
+            stop_strings=rollout.stop_strings,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A running server process, as the client needs to know it."""
+
+    name: str
+    url: str
+    log_path: Path
+    exited: asyncio.Future[int]  # exit code, once there is one
+
+    def last_log_lines(self, count: int = 15) -> str:
+        """The end of the replica's log, after the first exception in it, which vLLM's later ones only follow."""
+        try:
+            with self.log_path.open("rb") as log:
+                log.seek(max(0, log.seek(0, 2) - _LOG_TAIL_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except OSError as error:
+            return f"(no log: {error})"
+        first = [line for line in lines[:-count] if _EXCEPTION.search(line)][:1] if count > 1 else []
+        return "\n".join(f"    {line}" for line in [*first, *lines[-count:]])
+
+
+class EngineClient:
+    """Use on one event loop, the fleet's. ``version`` is the policy version of the weights that the engine holds."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        sampling: Sampling,
+        decode: Callable[[Sequence[int]], str],
+        request_deadline_s: float,
+        update_deadline_s: float,
+    ) -> None:
+        self.replica = replica
+        self.name = replica.name
+        self.sampling = sampling
+        self.version = 0
+        self.num_running = 0  # completions asked for and not yet returned
+        self._decode = decode
+        self._request_deadline_s = request_deadline_s
+        self._update_deadline_s = update_deadline_s
+        self._session: aiohttp.ClientSession | None = None
+        self._open = asyncio.Event()  # cleared from pause to resume
+        self._open.set()
+        self._pause_mode: PauseMode = "keep"
+        self._num_pauses = 0
+        self._in_flight: set[asyncio.Task[Any]] = set()
+
+    # ---- sampling
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        num_completions: int,
+        seed: int,
+        *,
+        sampling: Sampling | None = None,
+    ) -> list[Completion]:
+        """Sample ``num_completions`` continuations; the i-th with seed ``seed + i``.
+
+        Waits while the engine is paused. Raises EngineDeadError, EngineDeadlineError or EngineError.
+        """
+        sampling = sampling or self.sampling
+        parts = [PartialCompletion(seed=seed + i) for i in range(num_completions)]
+        self.num_running += num_completions
+        try:
+            await self._advance(prompt_token_ids, parts, sampling)
+            while interrupted := [part for part in parts if part.finish_reason is None]:
+                await asyncio.gather(*(self._advance(prompt_token_ids, [part], sampling) for part in interrupted))
+        finally:
+            self.num_running -= num_completions
+        return [part.complete(self._decode, sampling.stop_strings) for part in parts]
+
+    async def _advance(self, prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> None:
+        """One request to the engine. Several parts share it only while they have no tokens."""
+        await self._open.wait()
+        version, num_pauses = self.version, self._num_pauses
+        body = _generate_body(prompt, parts, sampling)
+        task = asyncio.ensure_future(
+            self._call("/inference/v1/generate", body=body, deadline_s=self._request_deadline_s)
+        )
+        self._in_flight.add(task)
+        try:
+            choices = (await task)["choices"]
+        except asyncio.CancelledError:
+            if not task.cancelled() or asyncio.current_task().cancelling():
+                raise
+            choices = [None] * len(parts)  # taken back by pause
+        finally:
+            self._in_flight.discard(task)
+            task.cancel()
+        paused = self._num_pauses != num_pauses
+        for part, choice in zip(parts, choices, strict=True):
+            segment = None if choice is None else read_choice(choice)
+            if segment is not None and segment.finish_reason == "abort" and not paused:
+                raise EngineError(self._message("ended a request on its own", "/inference/v1/generate"))
+            part.extend(segment, version, give_up=paused and self._pause_mode == "abort")
+
+    # ---- pausing and weights
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Stop sampling until :meth:`resume`, and drop the KV cache, which belongs to the old weights.
+
+        ``keep``: running completions stop here and continue after ``resume``, under the weights that are there then.
+        ``wait``: running completions finish first. ``abort``: running completions return as they are.
+        """
+        self._open.clear()
+        self._pause_mode = mode
+        self._num_pauses += 1
+        engine_mode = "wait" if mode == "wait" else "abort"
+        await self._call(f"/pause?mode={engine_mode}", deadline_s=self._pause_deadline_s(mode))
+        if self._in_flight:
+            _, late = await asyncio.wait(self._in_flight, timeout=_SETTLE_S)
+            for task in late:
+                task.cancel()
+            if late:
+                await asyncio.wait(late)
+
+    async def resume(self) -> None:
+        """Sample again, under the weights that the engine holds now."""
+        await self._call("/resume", deadline_s=self._update_deadline_s)
+        self._open.set()
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Hand ``info`` to the weight transfer engine of every worker, which may wait for the trainer to connect."""
+        await self._call(
+            "/init_weight_transfer_engine", body={"init_info": dict(info)}, deadline_s=self._update_deadline_s
+        )
+
+    async def start_update(self) -> None:
+        """Expect weights. Call between :meth:`pause` and :meth:`resume`."""
+        await self._call("/start_weight_update", deadline_s=self._update_deadline_s)
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Receive one bucket that ``info`` describes; returns when every worker has loaded it."""
+        await self._call("/update_weights", body={"update_info": dict(info)}, deadline_s=self._update_deadline_s)
+
+    async def finish_update(self, version: int) -> None:
+        """Complete the update; what is sampled from here on is of ``version``."""
+        await self._call("/finish_weight_update", deadline_s=self._update_deadline_s)
+        self.set_version(version)
+
+    def set_version(self, version: int) -> None:
+        """Declare which policy version the engine holds, for instance after a resumed run has published it."""
+        self.version = version
+
+    async def weight_digests(self) -> list[dict[str, Any]]:
+        """What each worker holds: see :meth:`megatron_fp8rl.rollout.worker.WorkerExtension.weight_digests`."""
+        return await self.collective_rpc("weight_digests")
+
+    async def collective_rpc(self, method: str, **kwargs: Any) -> list[Any]:
+        """Call a method of every worker; one result per worker."""
+        answer = await self._call(
+            "/collective_rpc", body={"method": method, "kwargs": kwargs}, deadline_s=self._update_deadline_s
+        )
+        return [] if answer is None else answer["results"]
+
+    async def reset_cache(self) -> None:
+        """Forget cached prefixes. :meth:`pause` has done so already."""
+        await self._call("/reset_prefix_cache", deadline_s=self._update_deadline_s)
+
+    async def world_size(self) -> int:
+        """Number of workers of this replica."""
+        answer = await self._call("/get_world_size", verb="GET", deadline_s=self._update_deadline_s)
+        return answer["world_size"]
+
+    async def health(self, deadline_s: float = 10.0) -> None:
+        """Return when the engine answers. Raises as every call does."""
+        await self._call("/health", verb="GET", deadline_s=deadline_s)
+
+    async def close(self) -> None:
+        """Drop the connections. The engine keeps running."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # ---- one call
+
+    def _pause_deadline_s(self, mode: PauseMode) -> float:
+        return self._request_deadline_s if mode == "wait" else self._update_deadline_s
+
+    async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
+        """JSON of the answer, None when it is empty."""
+        request = asyncio.ensure_future(self._request(verb, path, body))
+        try:
+            await asyncio.wait(
+                {request, self.replica.exited}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if request.done():
+                try:
+                    return request.result()
+                except (aiohttp.ClientError, OSError, EngineError) as error:
+                    await self._raise_failure(path, error)
+            if self.replica.exited.done():
+                raise EngineDeadError(self._message(f"died with exit code {self.replica.exited.result()}", path))
+            raise EngineDeadlineError(
+                self._message(
+                    f"did not answer within {deadline_s:g} s", path, "raise the deadline in rollout.*_deadline_s or "
+                )
+            )
+        finally:
+            request.cancel()
+
+    async def _request(self, verb: str, path: str, body: Any) -> Any:
+        if self._session is None:
+            # Deadlines are ours, and so is the bound on concurrent requests.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            )
+        async with self._session.request(verb, self.replica.url + path, json=body) as response:
+            content = await response.read()
+            if response.status != 200:
+                reason = content.decode(errors="replace")[:2000]
+                raise EngineError(f"status {response.status}: {reason}")
+            return json.loads(content) if content else None
+
+    async def _raise_failure(self, path: str, error: Exception) -> None:
+        """Raise what a failed request means: the replica died, or it refused."""
+        if not isinstance(error, EngineError) or str(error).startswith("status 5"):
+            await asyncio.wait({self.replica.exited}, timeout=_EXIT_GRACE_S)
+        if self.replica.exited.done():
+            code = self.replica.exited.result()
+            raise EngineDeadError(self._message(f"died with exit code {code}", path)) from error
+        raise EngineError(self._message(f"failed ({type(error).__name__}: {error})", path)) from error
+
+    def _message(self, problem: str, path: str, remedy: str = "") -> str:
+        replica = self.replica
+        return (
+            f"rollout replica {replica.name} {problem}, during {path}; {remedy}look into {replica.log_path}, "
+            f"which ends with\n{replica.last_log_lines()}"
+        )
+
+
+def _generate_body(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:
+    """Body of a request for the rest of ``parts``."""
+    done = parts[0].token_ids
+    return {
+        "token_ids": [*prompt, *done],
+        "sampling_params": {
+            "n": len(parts),
+            "seed": parts[0].next_seed() & _MAX_SEED,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens - len(done),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "stop": list(sampling.stop_strings),
+            "detokenize": bool(sampling.stop_strings),  # vLLM needs text to find stop strings, and only then
+            "logprobs": 0,  # of the sampled token alone
+            "output_kind": 2,  # RequestOutputKind.FINAL_ONLY: no message per token inside the server
+        },
+    }

@@ -1,0 +1,116 @@
+"""Completions under way: the pieces that an engine returns, joined into a :class:`~megatron_fp8rl.types.Completion`.
+
+In: choices of vLLM's ``/inference/v1/generate``. Out: completions with version spans. Pure; trainer rank 0.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from megatron_fp8rl.types import Completion
+
+FinishReason = Literal["stop", "length", "abort"]
+_MISSING_LOGPROB = -9999.0  # what vLLM's server writes for "none"
+_SEED_STRIDE = 1 << 40  # between the pieces of one completion; far more than completions per prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """What one request sampled for one completion."""
+
+    token_ids: list[int]  # [C]
+    rollout_logprobs: list[float]  # [C]
+    finish_reason: FinishReason
+    routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], the prompt as it was in that request
+
+
+def read_choice(choice: dict[str, Any]) -> Segment:
+    """Decode one choice. Raises ValueError when the engine left out a log-probability or ended with an unknown reason."""
+    reason = choice["finish_reason"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"the engine ended a completion with {reason!r}; expected stop, length or abort")
+    token_ids = choice["token_ids"] or []
+    content = (choice["logprobs"] or {}).get("content") or []
+    logprobs = [entry["logprob"] for entry in content]
+    if len(logprobs) != len(token_ids) or any(value <= _MISSING_LOGPROB for value in logprobs):
+        raise ValueError(f"the engine returned {len(token_ids)} tokens but not the log-probability of each")
+    encoded = choice.get("routed_experts")
+    experts = None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    return Segment(token_ids=token_ids, rollout_logprobs=logprobs, finish_reason=reason, routed_experts=experts)
+
+
+@dataclass
+class PartialCompletion:
+    """A completion as far as it has come."""
+
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    rollout_logprobs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
+    routed_experts: np.ndarray | None = None
+    _num_requests: int = 0
+    _version: int = 0
+
+    def next_seed(self) -> int:
+        """Seed of the next request: the completion's own for the first."""
+        return self.seed + self._num_requests * _SEED_STRIDE
+
+    def extend(self, segment: Segment | None, version: int, *, give_up: bool) -> None:
+        """Add what one request returned; None when it was taken back. ``give_up``: an interrupted completion is final."""
+        self._version = version
+        reason = "abort"
+        if segment is not None:
+            reason = segment.finish_reason
+            self._num_requests += 1
+            if segment.token_ids and (not self.spans or self.spans[-1][1] != version):
+                self.spans.append((len(self.token_ids), version))
+            self.token_ids += segment.token_ids
+            self.rollout_logprobs += segment.rollout_logprobs
+            self._extend_routed_experts(segment.routed_experts)
+        self.finish_reason = reason if reason != "abort" or give_up else None
+
+    def _extend_routed_experts(self, experts: np.ndarray | None) -> None:
+        """Keep the experts of the forward pass that sampled; a later request recomputes its prefix with new weights."""
+        if experts is None:
+            return
+        if self.routed_experts is not None:
+            experts = np.concatenate([self.routed_experts, experts[len(self.routed_experts) :]])
+        self.routed_experts = experts
+
+    def complete(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> Completion:
+        """The finished completion."""
+        if self.finish_reason is None:
+            raise ValueError(f"the completion with seed {self.seed} is not finished")
+        if self._num_requests > 1 and stop_strings:
+            self._cut_at_stop_string(decode, stop_strings)
+        versions = [version for _, version in self.spans] or [self._version]
+        return Completion(
+            token_ids=tuple(self.token_ids),
+            rollout_logprobs=tuple(self.rollout_logprobs),
+            finish_reason=self.finish_reason,
+            min_version=versions[0],
+            max_version=versions[-1],
+            version_spans=tuple(self.spans),
+            routed_experts=self.routed_experts,
+            text=decode(self.token_ids),
+        )
+
+    def _cut_at_stop_string(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> None:
+        """End where a stop string ends that the engine could not see, because an interruption split it."""
+        for length in range(1, len(self.token_ids)):
+            text = decode(self.token_ids[:length])
+            if any(stop in text for stop in stop_strings):
+                dropped = len(self.token_ids) - length
+                del self.token_ids[length:], self.rollout_logprobs[length:]
+                self.spans = [span for span in self.spans if span[0] < length]
+                if self.routed_experts is not None:
+                    self.routed_experts = self.routed_experts[:-dropped]
+                self.finish_reason = "stop"
+                return

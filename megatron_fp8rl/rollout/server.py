@@ -1,0 +1,106 @@
+"""One rollout replica: vLLM's own OpenAI API server, started by the fleet.
+
+In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound already, so that no other process can take
+the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included.
+Which process: the replica's; vLLM starts the engine core and the workers from it.
+
+    python -m megatron_fp8rl.rollout.server --listen-fd 7 --model DIR ...
+
+The server is vLLM's, assembled from its public parts. What differs from ``vllm serve``: our plugin is registered before
+the engine starts; on a CPU the engine core is forked instead of spawned, so that it does not import everything a second
+time (11 s of a start of 14 s); and no process of the replica outlives the trainer that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+_PARENT_POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """Kill this process group when the parent process ends, and have forked children end with this process.
+
+    The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself.
+    The kernel's own signal (PR_SET_PDEATHSIG) follows the parent's *thread*, which suits our children, forked by the main
+    thread, but not this process, which may be started by a thread that ends.
+    """
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    libc = ctypes.CDLL(None)
+    os.register_at_fork(after_in_child=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+
+
+async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
+    """Start the engine and answer requests until a signal ends the server."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.openai.api_server import build_and_serve
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    if current_platform.is_cpu():
+        # vLLM 0.25.1's CPU platform asks for "spawn" while it builds the configuration. Forking is safe here: one OpenMP
+        # thread so far, no model, no request. Revisit when the platform stops overwriting the variable.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    engine = AsyncLLM.from_vllm_config(
+        config,
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        disable_log_stats=engine_args.disable_log_stats,
+    )
+    try:
+        host, port = sock.getsockname()[:2]
+        shutdown = await build_and_serve(engine, f"http://{host}:{port}", sock, args)
+        await shutdown
+    finally:
+        engine.shutdown()
+        sock.close()
+
+
+def main(argv: list[str]) -> None:
+    die_with_parent()
+    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ours.add_argument("--listen-fd", type=int, required=True)
+    known, rest = ours.parse_known_args(argv)
+    sock = socket.socket(fileno=known.listen_fd)
+
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of OpenMP threads does not survive a fork
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(num_threads))
+
+    import uvloop
+    from vllm.entrypoints.openai.api_server import validate_api_server_args
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.system_utils import set_ulimit
+
+    from megatron_fp8rl.rollout import plugin
+
+    plugin.register()
+    args = make_arg_parser(FlexibleArgumentParser(prog="megatron_fp8rl.rollout.server")).parse_args(rest)
+    validate_parsed_serve_args(args)
+    validate_api_server_args(args)
+    set_ulimit()
+    uvloop.run(serve(args, sock))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
