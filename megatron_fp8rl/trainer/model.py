@@ -1,0 +1,276 @@
+"""The model of a run: GPTModel chunks in Megatron-Core, with the precision of each linear from the layer table.
+
+In: a RunConfig and this rank's place. Out: the model chunks of this pipeline rank, with random weights or those of a
+Hugging Face checkpoint. Runs on every trainer rank.
+
+Random weights depend on the seed and on a parameter's global name alone, so every parallel layout starts from the same
+model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.fp8.recipe import AmaxHistory, Delayed, finish_step, make_recipe
+from megatron_fp8rl.trainer.layers import GroupedLinear, QuantizableLinear, block_spec
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.weights import names
+
+Get = Callable[[str], Tensor]  # a Hugging Face tensor by its name
+
+
+def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
+    """Megatron-Core's configuration of the model. FP8 is not in it: see :func:`apply_precision`."""
+    model, optim = cfg.model, cfg.optim
+    dtype = torch.bfloat16 if cfg.precision.params == "bf16" else torch.float32
+    virtual_stages = parallel.config.virtual_stages
+    settings = dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size or model.moe_ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.initializer_range,
+        tensor_model_parallel_size=parallel.tp_size,
+        sequence_parallel=parallel.tp_size > 1,
+        pipeline_model_parallel_size=parallel.pp_size,
+        virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
+        context_parallel_size=parallel.cp_size,
+        expert_model_parallel_size=parallel.ep_size,
+        expert_tensor_parallel_size=parallel.etp_size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,  # build_chunks fills every parameter
+        variable_seq_lengths=True,  # packed microbatches differ in length; stages tell each other
+        moe_token_dispatcher_type="alltoall",  # the one that variable lengths allow, for dense models too
+        calculate_per_token_loss=True,  # losses bring their own denominators
+        overlap_p2p_comm=virtual_stages > 1,
+        batch_p2p_comm=virtual_stages == 1,
+        **_moe_settings(cfg),
+        **_plain_torch_settings(),
+    )
+    if optim.recompute == "full":
+        settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif optim.recompute == "selective":
+        settings |= dict(recompute_granularity="selective", recompute_modules=list(optim.recompute_modules))
+    return TransformerConfig(**settings)
+
+
+def _moe_settings(cfg: RunConfig) -> dict:
+    if not cfg.model.is_moe:
+        return {}
+    coefficient = cfg.optim.moe_aux_loss_coef
+    return dict(
+        num_moe_experts=cfg.model.num_experts,
+        moe_router_topk=cfg.model.experts_per_token,
+        moe_ffn_hidden_size=cfg.model.moe_ffn_hidden_size,
+        moe_router_pre_softmax=False,  # softmax over the chosen experts: norm_topk_prob of Qwen3-MoE
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss" if coefficient else "none",
+        moe_aux_loss_coeff=coefficient,
+        moe_grouped_gemm=True,
+    )
+
+
+def _plain_torch_settings() -> dict:
+    """Fusions that need Transformer Engine, Apex or a GPU."""
+    return dict(
+        transformer_impl="local",
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+        moe_permute_fusion=False,
+    )
+
+
+def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
+    """This rank's model chunks, one for each virtual pipeline stage, with random weights and the precision of ``cfg``.
+
+    BF16 chunks are wrapped in Megatron-Core's Float16Module, which returns float32 logits on the last stage.
+    """
+    model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
+    config = transformer_config(cfg, parallel)
+    virtual_stages = parallel.config.virtual_stages
+    chunks: list[nn.Module] = []
+    for stage in range(virtual_stages):
+        vp_stage = stage if virtual_stages > 1 else None
+        vp_size = virtual_stages if virtual_stages > 1 else None
+        chunk: nn.Module = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, cfg.model.rope_theta, vp_stage),
+            vocab_size=cfg.model.vocab_size,
+            max_sequence_length=cfg.model.max_position_embeddings,
+            pre_process=is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(parallel.pp_group),
+            post_process=is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(parallel.pp_group),
+            parallel_output=True,
+            share_embeddings_and_output_weights=cfg.model.tie_embeddings,
+            position_embedding_type="none",  # trainer/attention.py rotates
+            vp_stage=vp_stage,
+        )
+        chunks.append(chunk.to(parallel.device))
+    _fill_randomly(chunks, cfg, parallel)
+    apply_precision(chunks, cfg, parallel)
+    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
+
+
+def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
+    """Give the linears that the layer table names the FP8 recipe of ``cfg``; all others stay BF16.
+
+    Raises ValueError when the table would have part of one matrix in FP8 (q, k and v are one matrix here).
+    """
+    recipe = make_recipe(cfg.precision)
+    table = LayerTable.build(cfg.model, cfg.precision)
+    for prefix, module, chunk in _linears(chunks):
+        first_weight = f"{prefix}.weight0" if isinstance(module, GroupedLinear) else f"{prefix}.weight"
+        hf_names = names.hf_names_of(_global_name(first_weight, chunk, parallel), cfg.model)
+        in_fp8 = {table.trainer_fp8(name) for name in hf_names}
+        if len(in_fp8) > 1:
+            raise ValueError(f"{', '.join(hf_names)} are one matrix in the trainer: all are FP8 or none")
+        module.recipe = recipe if in_fp8.pop() else None
+        if isinstance(recipe, Delayed):
+            module.keep_history(cfg.precision.amax_history_len, getattr(module, "num_gemms", 1))
+
+
+def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
+    """Collective over all trainer ranks: move the amax histories of delayed scaling on; call after an optimizer step.
+
+    The largest magnitudes of the step are reduced over the ranks that hold pieces of the same tensors: tensor, context
+    and data parallel ones, and for experts expert tensor and expert data parallel ones. Nothing under other recipes.
+    """
+    plain, expert = [], []
+    for _, module, _ in _linears(chunks):
+        if isinstance(module.fp8, AmaxHistory):
+            (expert if isinstance(module, GroupedLinear) else plain).append(module.fp8)
+
+    def reducer(*groups: dist.ProcessGroup) -> Callable[[Tensor], None]:
+        def reduce_max(flat: Tensor) -> None:
+            for group in groups:
+                dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+
+        return reduce_max
+
+    finish_step(plain, reducer(parallel.tp_group, parallel.dp_cp_group))
+    finish_step(expert, reducer(parallel.etp_group, parallel.expert_dp_group))
+
+
+def named_global_parameters(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
+    """(global Megatron name, parameter) of this rank, wrappers or not; parameters are this rank's pieces."""
+    for chunk in map(_unwrap, chunks):
+        for name, parameter in chunk.named_parameters():
+            yield _global_name(name, chunk, parallel), parameter
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfig, parallel: Parallel) -> None:
+    """Fill the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
+
+    Only the tensors of this rank's layers and experts are read. Raises FileNotFoundError or KeyError for what is
+    missing and ValueError for a wrong shape, each by name.
+    """
+    get = source if callable(source) else _open_checkpoint(Path(source))
+    _fill(chunks, lambda name: names.from_hf(name, get, cfg.model), cfg.model, parallel)
+
+
+def _unwrap(chunk: nn.Module) -> GPTModel:
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+def _linears(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, QuantizableLinear, GPTModel]]:
+    for chunk in map(_unwrap, chunks):
+        for prefix, module in chunk.named_modules():
+            if isinstance(module, QuantizableLinear):
+                yield prefix, module, chunk
+
+
+def _global_name(local_name: str, chunk: GPTModel, parallel: Parallel) -> str:
+    layer_offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+    num_local_experts = (chunk.config.num_moe_experts or 0) // parallel.ep_size
+    return names.global_name(local_name, layer_offset, parallel.ep_rank * num_local_experts)
+
+
+def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: Parallel) -> None:
+    """Set every parameter to this rank's piece of ``full(global name)``."""
+    for name, parameter in named_global_parameters(chunks, parallel):
+        expert = names.is_expert(name)
+        size, rank = (parallel.etp_size, parallel.etp_rank) if expert else (parallel.tp_size, parallel.tp_rank)
+        piece = names.shard(name, full(name), model, size, rank)
+        if piece.shape != parameter.shape:
+            raise ValueError(
+                f"{name}: this rank's piece has shape {tuple(piece.shape)}, the parameter {tuple(parameter.shape)}"
+            )
+        parameter.copy_(piece)
+
+
+@torch.no_grad()
+def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
+    """Norms 1; matrices normal, narrower by sqrt(2 * layers) where they add to the residual stream (GPT-2)."""
+    residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)
+
+    def draw(name: str) -> Tensor:
+        shape = names.weight(name, cfg.model).shape
+        if len(shape) == 1:
+            return torch.ones(shape)
+        # A tied output layer must draw the embedding's numbers.
+        canonical = names.weight(name, cfg.model).name
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))
+        std = residual_std if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else cfg.model.initializer_range
+        return torch.randn(shape, generator=generator).mul_(std)
+
+    _fill(chunks, draw, cfg.model, parallel)
+
+
+def _open_checkpoint(folder: Path) -> Get:
+    """Read tensors lazily from ``folder``'s safetensors."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = json.loads(index.read_text())["weight_map"]
+    elif (folder / "model.safetensors").is_file():
+        with safe_open(folder / "model.safetensors", framework="pt") as single:
+            files = dict.fromkeys(single.keys(), "model.safetensors")
+    else:
+        raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+    handles: dict[str, object] = {}
+
+    def get(name: str) -> Tensor:
+        if name not in files:
+            raise KeyError(f"{name}: not in the checkpoint {folder}, which has {len(files)} tensors")
+        file = files[name]
+        if file not in handles:
+            handles[file] = safe_open(folder / file, framework="pt").__enter__()
+        return handles[file].get_tensor(name)
+
+    return get

@@ -1,0 +1,199 @@
+"""Where this process stands among the trainer's ranks, and the few collectives that need no tensors.
+
+In: a ParallelConfig and, under torchrun, its environment variables. Out: a :class:`Parallel`, whose groups are
+Megatron-Core's. One per process; every trainer rank builds one.
+
+Axes, from the innermost: tensor, context, data, pipeline; inside an expert's layer the ranks of a pipeline stage divide
+into expert tensor, expert and expert data instead.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
+from megatron_fp8rl.config import ParallelConfig
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Sizes, ranks and groups of this process. Build it with :meth:`init`, once per process."""
+
+    config: ParallelConfig
+    rank: int
+    world_size: int
+    device: torch.device
+    deadline_s: float
+    tp_size: int  # tensor
+    tp_rank: int
+    pp_size: int  # pipeline
+    pp_rank: int
+    cp_size: int  # context
+    cp_rank: int
+    dp_size: int  # data, without context
+    dp_rank: int
+    ep_size: int  # expert
+    ep_rank: int
+    etp_size: int  # expert tensor
+    etp_rank: int
+    tp_group: ProcessGroup
+    pp_group: ProcessGroup
+    cp_group: ProcessGroup
+    dp_group: ProcessGroup
+    dp_cp_group: ProcessGroup  # ranks with the same parameters outside experts
+    ep_group: ProcessGroup
+    etp_group: ProcessGroup
+    expert_dp_group: ProcessGroup  # ranks with the same expert parameters
+    control_group: ProcessGroup  # all ranks, gloo: objects and barriers
+    data_control_group: ProcessGroup  # as dp_group, gloo: objects
+
+    @classmethod
+    def init(cls, config: ParallelConfig, *, deadline_s: float = 600.0) -> Parallel:
+        """Collective over all trainer ranks: connect them and build the groups.
+
+        Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK) or alone without any of them. No
+        collective of this process waits longer than ``deadline_s``. Raises ValueError when the number of processes is
+        not ``config.world_size``.
+        """
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size != config.world_size:
+            raise ValueError(
+                f"parallel.world_size = {config.world_size}, but {world_size} trainer processes were started. "
+                f"Start {config.world_size} with torchrun, or change parallel.world_size"
+            )
+        device = _device()
+        _connect(device, world_size, timedelta(seconds=deadline_s))
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=config.tensor,
+            pipeline_model_parallel_size=config.pipeline,
+            virtual_pipeline_model_parallel_size=config.virtual_stages if config.virtual_stages > 1 else None,
+            context_parallel_size=config.context,
+            expert_model_parallel_size=config.expert,
+            expert_tensor_parallel_size=config.expert_tensor,
+            distributed_timeout_minutes=max(1, round(deadline_s / 60)),
+        )
+        return cls(config=config, device=device, deadline_s=deadline_s, **_axes(), **_groups(deadline_s))
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank holds the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank holds the output head, and so losses and log-probabilities."""
+        return self.pp_rank == self.pp_size - 1
+
+    def broadcast_object(self, value: _T) -> _T:
+        """Collective over all trainer ranks: rank 0's value everywhere. It must pickle."""
+        if self.world_size == 1:
+            return value
+        carried = [value if self.rank == 0 else None]
+        dist.broadcast_object_list(carried, src=0, group=self.control_group)
+        return carried[0]
+
+    def barrier(self, name: str) -> None:
+        """Collective over all trainer ranks: wait for all. Raises RuntimeError that names the ranks that did not come."""
+        if self.world_size == 1:
+            return
+        try:
+            dist.monitored_barrier(
+                self.control_group, timeout=timedelta(seconds=self.deadline_s), wait_all_ranks=True
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank} waited {self.deadline_s:.0f} s at barrier {name!r}: {error}. "
+                "Look for the first error in the output of the ranks named here"
+            ) from error
+
+    def sum_over_data(self, values: dict[str, float]) -> dict[str, float]:
+        """Collective over the data-parallel ranks: sums, key by key. A rank may lack keys."""
+        return self._combine(values, sum)
+
+    def max_over_data(self, values: dict[str, float]) -> dict[str, float]:
+        """Collective over the data-parallel ranks: maxima, key by key. A rank may lack keys."""
+        return self._combine(values, max)
+
+    def gather_over_data(self, value: _T) -> list[_T]:
+        """Collective over the data-parallel ranks: every rank's value, in the order of ``dp_rank``. It must pickle."""
+        if self.dp_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.dp_size
+        dist.all_gather_object(gathered, value, group=self.data_control_group)
+        return gathered
+
+    # The reducer that ``algo.mismatch`` and the observer ask for.
+    sum, max, gather = sum_over_data, max_over_data, gather_over_data
+
+    def _combine(self, values: dict[str, float], how: Callable[[list[float]], float]) -> dict[str, float]:
+        parts = self.gather_over_data(values)
+        keys = dict.fromkeys(key for part in parts for key in part)
+        return {key: how([part[key] for part in parts if key in part]) for key in keys}
+
+    def close(self) -> None:
+        """Leave the process groups; a new :meth:`init` may follow in the same process."""
+        parallel_state.destroy_model_parallel()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _connect(device: torch.device, world_size: int, timeout: timedelta) -> None:
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        # Alone: no port to choose and nobody to meet.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=world_size, timeout=timeout)
+
+
+def _axes() -> dict[str, int]:
+    return {
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "tp_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "tp_rank": parallel_state.get_tensor_model_parallel_rank(),
+        "pp_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "pp_rank": parallel_state.get_pipeline_model_parallel_rank(),
+        "cp_size": parallel_state.get_context_parallel_world_size(),
+        "cp_rank": parallel_state.get_context_parallel_rank(),
+        "dp_size": parallel_state.get_data_parallel_world_size(),
+        "dp_rank": parallel_state.get_data_parallel_rank(),
+        "ep_size": parallel_state.get_expert_model_parallel_world_size(),
+        "ep_rank": parallel_state.get_expert_model_parallel_rank(),
+        "etp_size": parallel_state.get_expert_tensor_parallel_world_size(),
+        "etp_rank": parallel_state.get_expert_tensor_parallel_rank(),
+    }
+
+
+def _groups(deadline_s: float) -> dict[str, ProcessGroup]:
+    timeout = timedelta(seconds=deadline_s)
+    return {
+        "tp_group": parallel_state.get_tensor_model_parallel_group(),
+        "pp_group": parallel_state.get_pipeline_model_parallel_group(),
+        "cp_group": parallel_state.get_context_parallel_group(),
+        "dp_group": parallel_state.get_data_parallel_group(),
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "ep_group": parallel_state.get_expert_model_parallel_group(),
+        "etp_group": parallel_state.get_expert_tensor_parallel_group(),
+        "expert_dp_group": parallel_state.get_expert_data_parallel_group(),
+        "control_group": dist.new_group(backend="gloo", timeout=timeout),
+        "data_control_group": parallel_state.get_data_parallel_group_gloo(),
+    }
