@@ -24,6 +24,9 @@ from torch import Tensor
 from megatron_fp8rl.rollout.wire import BucketInfo, GlooGroup
 
 
+_GRACE_S = 10.0  # for the error that names a failed replica to arrive after the first sign of trouble
+
+
 class TransportError(RuntimeError):
     """Weights could not be delivered; the engines are left paused with weights of no version."""
 
@@ -109,10 +112,11 @@ class _PipelinedTransport:
         if pending is None:
             return
         try:
-            pending.result(timeout=self.deadline_s)
+            # The calls under way have deadlines of their own, and their errors name the replica.
+            pending.result(timeout=self.deadline_s + _GRACE_S)
         except FutureTimeoutError:
             raise TransportError(
-                f"a bucket of weights was not delivered within {self.deadline_s:.0f} s (rollout.update_deadline_s); "
+                f"a bucket of weights was not delivered within {self.deadline_s:g} s (rollout.update_deadline_s); "
                 "look at the engines' logs for a worker that hangs"
             ) from None
 
@@ -225,7 +229,7 @@ class GlooTransport(_PipelinedTransport):
             _raise_first(joining)
             raise TransportError(
                 f"not all {world_size - 1} engine workers joined the gloo group at {shared['host']}:{shared['port']} "
-                f"within {self.deadline_s:.0f} s; check that they can reach this address ({error})"
+                f"within {self.deadline_s:g} s; check that they can reach this address ({error})"
             ) from error
         joining.result(timeout=self.deadline_s)
 
@@ -257,6 +261,6 @@ class GlooTransport(_PipelinedTransport):
 def _raise_first(request: Future[None]) -> None:
     """Raise the error of a request that has failed, for it names the replica; return when it is still under way."""
     try:
-        request.result(timeout=5.0)
+        request.result(timeout=_GRACE_S)
     except FutureTimeoutError:
         return

@@ -1,4 +1,4 @@
-"""Properties of plans over many layouts: every byte covered once, engine slices make up the whole, buckets are bounded."""
+"""Plans over many layouts: every byte is sent once, engine slices make up the whole, buckets are bounded."""
 
 from __future__ import annotations
 
