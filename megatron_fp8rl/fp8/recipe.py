@@ -102,7 +102,7 @@ class AmaxHistory(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AmaxHistory:
         """Follow the model to another device, but stay float32 when the model becomes BF16."""
         for name, buffer in self.named_buffers(recurse=False):
-            setattr(self, name, fn(buffer).float() if fn(buffer).dtype != torch.float32 else fn(buffer))
+            setattr(self, name, buffer.to(fn(buffer).device))
         return self
 
     def record(self, tensor: int, amax_E: Tensor) -> None:

@@ -19,6 +19,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,6 +53,7 @@ class Fleet:
         self._hf_dir = Path(hf_dir)
         self._log_dir = Path(run_dir) / "logs"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._watchers: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-fleet", daemon=True)
@@ -103,9 +105,9 @@ class Fleet:
             future.cancel()
             raise
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> None:
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start ``coroutine`` on the fleet's event loop and leave it running."""
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def shutdown(self) -> None:
         """Stop all replicas and the event loop. May be called again."""
@@ -190,7 +192,7 @@ class Fleet:
             exited.set_result(code)
 
         replica = Replica(name=name, url=url, log_path=log_path, exited=exited)
-        self._watchers = [*getattr(self, "_watchers", ()), self._loop.create_task(watch())]
+        self._watchers.append(self._loop.create_task(watch()))
         return replica
 
     async def _wait_healthy(self, client: EngineClient) -> None:

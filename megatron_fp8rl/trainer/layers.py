@@ -59,7 +59,10 @@ class QuantizableLinear:
     """What the linears here share: an FP8 recipe, or None, and under delayed scaling a history."""
 
     recipe: Recipe | None = None
-    fp8: AmaxHistory | None = None
+
+    @property
+    def history(self) -> AmaxHistory | None:
+        return self._modules.get("fp8")
 
     def keep_history(self, length: int, num_experts: int = 1) -> None:
         """Add the state of delayed scaling. Every linear of a model gets one, BF16 or not: the layers of a model
@@ -91,7 +94,7 @@ class RowLinear(QuantizableLinear, RowParallelLinear):
 
 
 def _quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
-    y = quantized_linear(x.reshape(-1, x.shape[-1]), (weight,), linear.recipe, history=linear.fp8)
+    y = quantized_linear(x.reshape(-1, x.shape[-1]), (weight,), linear.recipe, history=linear.history)
     return y.view(*x.shape[:-1], -1)
 
 
@@ -128,7 +131,7 @@ class GroupedLinear(QuantizableLinear, nn.Module):
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""
-        return quantized_linear(x, self.weights, self.recipe, splits=splits, history=self.fp8), None
+        return quantized_linear(x, self.weights, self.recipe, splits=splits, history=self.history), None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""
@@ -151,11 +154,11 @@ class GroupedLinear(QuantizableLinear, nn.Module):
             sharded = part[f"{index}.weight"]
             sharded.replica_id = (*sharded.replica_id[:2], dp.rank())
             result[f"{prefix}weight{index}"] = sharded
-        if self.fp8 is not None:
+        if self.history is not None:
             num_axes = len(sharded_offsets)
             result[f"{prefix}fp8.history"] = ShardedTensor.from_rank_offsets(
                 f"{prefix}fp8.history",
-                self.fp8.history,
+                self.history.history,
                 *sharded_offsets,
                 (num_axes + 2, ep.rank(), ep.size()),
                 replica_id=(0, tp.rank(), dp.rank()),

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.fp8.recipe import AmaxHistory, Delayed, finish_step, make_recipe
+from megatron_fp8rl.fp8.recipe import Delayed, finish_step, make_recipe
 from megatron_fp8rl.trainer.layers import GroupedLinear, QuantizableLinear, block_spec
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.weights import names
@@ -169,8 +169,8 @@ def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
     """
     plain, expert = [], []
     for _, module, _ in _linears(chunks):
-        if isinstance(module.fp8, AmaxHistory):
-            (expert if isinstance(module, GroupedLinear) else plain).append(module.fp8)
+        if module.history is not None:
+            (expert if isinstance(module, GroupedLinear) else plain).append(module.history)
 
     def reducer(*groups: dist.ProcessGroup) -> Callable[[Tensor], None]:
         def reduce_max(flat: Tensor) -> None:
