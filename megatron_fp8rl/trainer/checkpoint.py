@@ -1,0 +1,247 @@
+"""Training state on disk: weights, optimizer, FP8 scaling state, random states and the caller's position.
+
+In: a :class:`Policy` and a small dictionary. Out: one folder per checkpoint that any parallel layout can read. Every
+trainer rank takes part; rank 0 alone decides what counts as a checkpoint.
+
+    step_00000040/            complete, or it would not have this name
+        *.distcp, .metadata   Megatron-Core's distributed checkpoint (torch_dist), sharded by global tensor
+        state.json            step, the caller's dictionary, configuration, and the size of every file
+    .partial_00000080/        being written, or left by a run that was killed
+
+A checkpoint is written under the second kind of name, synced to disk, verified against its own list of files, and then
+renamed. A kill at any moment leaves the folders of the first kind as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from megatron_fp8rl.trainer.policy import Policy
+
+_COMPLETE = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
+_PARTIAL_PREFIX = ".partial_"
+_STATE_FILE = "state.json"
+_FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or does not fit the run that wants to read it."""
+
+
+def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -> Path:
+    """Collective: write a checkpoint into ``folder`` and return its path; keep ``cfg.checkpoint.keep`` of them.
+
+    ``step`` names the checkpoint and ``extra`` (JSON: data position, counters) comes back from :func:`restore`. Saving
+    a step again adds a checkpoint beside the earlier one before it removes that one.
+
+    Raises CheckpointError when ``extra`` is not JSON or what reached the disk is not what was written.
+    """
+    folder = Path(folder)
+    state = _describe(policy, step, extra)
+    partial = folder / f"{_PARTIAL_PREFIX}{step:08d}"
+    if policy.parallel.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_PARTIAL_PREFIX}*"):
+            shutil.rmtree(left)
+        partial.mkdir()
+    policy.parallel.barrier("checkpoint folder")
+    dist_checkpointing.save(_sharded_state(policy, with_rng=True), str(partial))
+    policy.parallel.barrier("checkpoint shards")
+    final = None
+    if policy.parallel.rank == 0:
+        final = _commit(folder, partial, step, state)
+        _prune(folder, max(1, policy.cfg.checkpoint.keep))
+    return policy.parallel.broadcast_object(final)
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint in ``folder``; None when there is none. Folders that are not complete are ignored."""
+    for path in reversed(_complete(Path(folder))):
+        if _missing(path) is None:
+            return path
+    return None
+
+
+def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
+    """Collective: load a checkpoint of any parallel layout into ``policy``; returns (step, extra).
+
+    Weights, optimizer and FP8 state come back exactly. Random states come back only to the layout that wrote them,
+    since they belong to ranks.
+
+    Raises CheckpointError when the folder is not complete, or its model is not the model of ``policy``.
+    """
+    path = Path(path)
+    if (missing := _missing(path)) is not None:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {missing}. Choose another, or start without one")
+    state = json.loads((path / _STATE_FILE).read_text())
+    _require_same_model(path, state, policy)
+    same_layout = state["config"]["parallel"] == dataclasses.asdict(policy.cfg.parallel)
+    loaded = dist_checkpointing.load(_sharded_state(policy, with_rng=same_layout, is_loading=True), str(path))
+    for index, model in enumerate(policy.models):
+        model.load_state_dict(loaded[f"model{index}"])
+    for index, model in enumerate(policy.reference or ()):
+        if _keeps_reference(policy):
+            model.load_state_dict(loaded[f"reference{index}"])
+    policy.optimizer.megatron.load_state_dict(loaded["optimizer"])
+    if same_layout:
+        _set_random_state(loaded["rng"])
+    policy.step = state["updates"]
+    return state["step"], state["extra"]
+
+
+def _describe(policy: Policy, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+    for key, value in extra.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"extra[{key!r}] cannot be written as JSON: {error}") from error
+    return {
+        "format": _FORMAT,
+        "step": step,
+        "updates": policy.step,
+        "extra": extra,
+        "config": json.loads(json.dumps(dataclasses.asdict(policy.cfg))),
+        "has_reference": _keeps_reference(policy),
+    }
+
+
+def _keeps_reference(policy: Policy) -> bool:
+    """A reference that started from ``hf_path`` is read from there again; random weights exist nowhere else."""
+    return policy.reference is not None and policy.cfg.model.hf_path is None
+
+
+def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) -> dict[str, Any]:
+    """Megatron-Core's description of everything that is saved, by global tensor and position."""
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
+    models = _sharded_models("model", "", policy.models, metadata)
+    state = dict(models)
+    if _keeps_reference(policy):
+        state |= _sharded_models("reference", "reference.", policy.reference, metadata)
+    state["optimizer"] = policy.optimizer.megatron.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    if with_rng:
+        rank, world_size = policy.parallel.rank, policy.parallel.world_size
+        state["rng"] = ShardedObject("rng", _random_state(), (world_size,), (rank,), replica_id=0)
+    return state
+
+
+def _sharded_models(name: str, prefix: str, models: Sequence[torch.nn.Module], metadata: dict) -> dict[str, Any]:
+    return {
+        f"{name}{index}": model.sharded_state_dict(prefix=prefix, metadata=metadata)
+        for index, model in enumerate(models)
+    }
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "megatron": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    get_cuda_rng_tracker().set_states(state["megatron"])
+
+
+def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Path:
+    """Sync, verify and rename, on rank 0. Before the rename there is no checkpoint, after it there is a whole one."""
+    files = sorted(path for path in partial.rglob("*") if path.is_file())
+    for path in files:
+        _sync(path)
+    state = {**state, "files": {str(path.relative_to(partial)): path.stat().st_size for path in files}}
+    state_file = partial / _STATE_FILE
+    state_file.write_text(json.dumps(state, indent=1))
+    _sync(state_file)
+    _sync(partial)
+    missing = _missing(partial) if ".metadata" in state["files"] else "file .metadata is missing"
+    if missing is not None:
+        raise CheckpointError(f"{partial} did not reach the disk whole: {missing}. Check its free space and quota")
+    final, attempt = folder / f"step_{step:08d}", 1
+    while final.exists():
+        final, attempt = folder / f"step_{step:08d}_r{attempt}", attempt + 1
+    os.rename(partial, final)
+    _sync(folder)
+    return final
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest ``keep``; each gets a partial name first, so that a kill leaves no half of one."""
+    for path in _complete(folder)[:-keep]:
+        doomed = folder / f"{_PARTIAL_PREFIX}{path.name}"
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+
+def _complete(folder: Path) -> list[Path]:
+    """Folders with the name of a complete checkpoint, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
+    return [path for _, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
+
+
+def _missing(path: Path) -> str | None:
+    """What keeps a folder from being a whole checkpoint; None when it is one."""
+    try:
+        files = json.loads((path / _STATE_FILE).read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{_STATE_FILE} cannot be read ({error})"
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"file {name} is missing"
+        if file.stat().st_size != size:
+            return f"file {name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _require_same_model(path: Path, state: dict[str, Any], policy: Policy) -> None:
+    if state["format"] != _FORMAT:
+        raise CheckpointError(f"{path} has format {state['format']}; this program reads format {_FORMAT}")
+    ours = json.loads(json.dumps(dataclasses.asdict(policy.cfg.model)))
+    theirs = state["config"]["model"]
+    differing = [
+        f"model.{key} is {theirs.get(key)!r} there and {value!r} here"
+        for key, value in ours.items()
+        if key not in ("hf_path", "initializer_range") and theirs.get(key) != value
+    ]
+    if differing:
+        raise CheckpointError(f"{path} holds another model: " + "; ".join(differing))
+    if _keeps_reference(policy) and not state["has_reference"]:
+        raise CheckpointError(
+            f"{path} holds no reference model, which algo.kl_coef needs. Set model.hf_path to the weights to stay close to"
+        )

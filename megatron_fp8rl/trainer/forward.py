@@ -1,0 +1,222 @@
+"""Packed microbatches through Megatron-Core's schedules: log-probabilities alone, or a loss and its gradients.
+
+In: microbatches (the same on every rank of a data-parallel replica) and the model chunks of this pipeline rank.
+Out: log-probabilities of every microbatch on every rank of the replica, or gradients in the chunks' buffers and the
+losses and metrics on the ranks of the last pipeline stage. Runs on every trainer rank.
+
+Megatron-Core chooses the schedule: none, 1F1B, or interleaved 1F1B over virtual stages. What this file adds is the
+input of a stage (packed-sequence parameters and this context-parallel rank's tokens) and the output of the last one:
+hidden states become per-token log-probabilities without a tensor of all logits, and loss functions see the whole
+microbatch whatever the layout. The output head runs on loss tokens only; elsewhere both values are 0.
+
+Shapes: T = packed tokens of one microbatch, N = loss tokens of this context-parallel rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from torch import Tensor
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.types import Microbatch, TrainBatch
+
+LossFn: TypeAlias = Callable[[Microbatch, Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
+"""(microbatch, trainer_logprobs_T, entropy_T, batch) -> (loss, metrics).
+
+The loss is this microbatch's part of the loss of the global batch: divided by the batch's denominators already, and
+summed over microbatches and ranks by nobody but the gradient reduction. Metrics are sums over loss tokens for keys that
+end in ``/mean`` and maxima for ``/max``. The function is pure and knows no ranks.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicrobatchResult:
+    """What the last pipeline stage keeps of one microbatch."""
+
+    index: int
+    loss: Tensor  # scalar, detached
+    entropy_sum: Tensor  # scalar, detached, over loss tokens
+    metrics: dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Input:
+    """One microbatch on the device, cut for this context-parallel rank."""
+
+    index: int
+    microbatch: Microbatch
+    tokens: Tensor  # int64 [1, T / cp]
+    positions: Tensor  # int64 [1, T / cp]
+    loss_rows_N: Tensor  # int64 [N] local positions that carry loss
+    targets_N: Tensor  # int64 [N]
+    packed: PackedSeqParams
+    order_T: Tensor | None  # packed position of every token of all context-parallel ranks; None without context parallel
+
+    @property
+    def num_local_tokens(self) -> int:
+        return self.tokens.shape[1]
+
+
+class Forward:
+    """Runs microbatches through the model chunks of this rank."""
+
+    def __init__(self, cfg: RunConfig, parallel: Parallel) -> None:
+        self.cfg = cfg
+        self.parallel = parallel
+
+    def logprobs(self, chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch]) -> tuple[Tensor, ...]:
+        """Collective over the data-parallel replica: log-probabilities of the targets, FP32 [T] for each microbatch.
+
+        Taken at ``rollout.temperature`` without gradients and in evaluation mode, which leaves FP8 scaling state as it
+        is. Every rank of the replica gets all of them.
+        """
+        training = [chunk.training for chunk in chunks]
+        try:
+            for chunk in chunks:
+                chunk.eval()
+            with torch.no_grad():
+                results = self._run(chunks, microbatches, self._keep_logprobs, forward_only=True)
+        finally:
+            for chunk, mode in zip(chunks, training, strict=True):
+                chunk.train(mode)
+        return self._from_last_stage(dict(results), [mb.tokens_T.numel() for mb in microbatches])
+
+    def gradients(
+        self, chunks: Sequence[torch.nn.Module], batch: TrainBatch, loss_fn: LossFn
+    ) -> list[MicrobatchResult]:
+        """Collective over all ranks: add the gradients of the batch's loss to the chunks' gradient buffers.
+
+        Returns one result per microbatch on the ranks of the last pipeline stage and none elsewhere.
+        """
+        return self._run(chunks, batch.microbatches, partial(self._loss, batch, loss_fn), forward_only=False)
+
+    def _run(
+        self, chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], finish: Callable, forward_only: bool
+    ) -> list:
+        inputs = [self._input(index, mb) for index, mb in enumerate(microbatches)]
+        iterators = [iter(inputs) for _ in chunks]
+        step = partial(self._step, finish)
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=list(chunks),
+            num_microbatches=len(inputs),
+            seq_length=max(mb.tokens_T.numel() for mb in microbatches),  # stages tell each other the real lengths
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _step(self, finish: Callable, iterator, chunk: torch.nn.Module):
+        """Megatron-Core's forward step: (output of the stage, what to do with it on the last stage)."""
+        item: _Input = next(iterator)
+        output = chunk(
+            item.tokens,
+            item.positions,
+            None,
+            packed_seq_params=item.packed,
+            output_processor=self._head,
+            output_processor_context=item,
+        )
+        return output, partial(finish, item)
+
+    def _head(self, *, hidden_states: Tensor, output_layer, output_weight, context: _Input, **_) -> tuple[Tensor, Tensor]:
+        """GPTModel's output processor: (log-probabilities, entropy) of the loss tokens, FP32 [N] each."""
+        group = self.parallel.tp_group if self.parallel.tp_size > 1 else None
+        if group is not None and output_layer.sequence_parallel:
+            # Backward: each rank has the gradient of its vocabulary rows only, so the slices are summed.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=True, group=group
+            )
+        elif group is not None:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        weight = output_layer.weight if output_weight is None else output_weight
+        shard = HeadShard.of(
+            num_rows=weight.shape[0],
+            vocab_size=self.cfg.model.vocab_size,
+            temperature=self.cfg.rollout.temperature,
+            chunk_tokens=self.cfg.optim.logprob_chunk_tokens,
+            group=group,
+        )
+        hidden_NH = hidden_states[:, 0].index_select(0, context.loss_rows_N)
+        return token_logprobs(hidden_NH, weight, context.targets_N, shard)
+
+    def _whole(self, item: _Input, values_N: Tensor) -> Tensor:
+        """Values of this rank's loss tokens to values of the whole microbatch, [T], 0 where there is no loss."""
+        local = values_N.new_zeros(item.num_local_tokens).index_copy(0, item.loss_rows_N, values_N)
+        return local if item.order_T is None else gather_context(local, item.order_T, self.parallel.cp_group)
+
+    def _keep_logprobs(self, item: _Input, output: tuple[Tensor, Tensor]):
+        nothing = torch.zeros((), device=output[0].device)  # there is no loss
+        return nothing, nothing.int(), (item.index, self._whole(item, output[0]))
+
+    def _loss(self, batch: TrainBatch, loss_fn: LossFn, item: _Input, output: tuple[Tensor, Tensor]):
+        logprobs_T, entropy_T = (self._whole(item, values) for values in output)
+        loss, metrics = loss_fn(item.microbatch, logprobs_T, entropy_T, batch)
+        result = MicrobatchResult(
+            index=item.index, loss=loss.detach().clone(), entropy_sum=entropy_T.detach().sum(), metrics=metrics
+        )
+        # The token count is what Megatron-Core would divide by; this loss has its denominators already.
+        return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
+
+    def _from_last_stage(self, logprobs: dict[int, Tensor], lengths: list[int]) -> tuple[Tensor, ...]:
+        """Collective over the pipeline: the last stage's tensors on all stages."""
+        if self.parallel.pp_size == 1:
+            return tuple(logprobs[index] for index in range(len(lengths)))
+        if self.parallel.is_last_stage:
+            flat = torch.cat([logprobs[index] for index in range(len(lengths))])
+        else:
+            flat = torch.empty(sum(lengths), dtype=torch.float32, device=self.parallel.device)
+        group = self.parallel.pp_group
+        dist.broadcast(flat, src=dist.get_global_rank(group, self.parallel.pp_size - 1), group=group)
+        return flat.split(lengths)
+
+    def _input(self, index: int, mb: Microbatch) -> _Input:
+        cp_size, num_tokens = self.parallel.cp_size, mb.tokens_T.numel()
+        if num_tokens % (cp_size * self.parallel.tp_size):
+            raise ValueError(
+                f"microbatch {index} has {num_tokens} tokens, which do not divide over {cp_size} context-parallel and "
+                f"{self.parallel.tp_size} tensor-parallel ranks. Pack with Alignment.of(parallel)"
+            )
+        order_T = None
+        tokens_t, positions_t, targets_t, mask_t = mb.tokens_T, mb.positions_T, mb.targets_T, mb.loss_mask_T
+        if cp_size > 1:
+            parts = [zigzag_indices(mb.cu_seqlens_S, cp_size, rank) for rank in range(cp_size)]
+            own = parts[self.parallel.cp_rank]
+            tokens_t, positions_t, targets_t, mask_t = (x[own] for x in (tokens_t, positions_t, targets_t, mask_t))
+            order_T = torch.cat(parts).to(self.parallel.device)
+        rows_N = mask_t.nonzero()[:, 0]
+        device, cu_seqlens = self.parallel.device, mb.cu_seqlens_S.to(self.parallel.device)
+        return _Input(
+            index=index,
+            microbatch=to_device(mb, device),
+            tokens=tokens_t[None].to(device),
+            positions=positions_t[None].to(device),
+            loss_rows_N=rows_N.to(device),
+            targets_N=targets_t[rows_N].to(device),
+            packed=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_kv=cu_seqlens,
+                max_seqlen_q=mb.max_seqlen,
+                max_seqlen_kv=mb.max_seqlen,
+            ),
+            order_T=order_T,
+        )
+
+
+def to_device(mb: Microbatch, device: torch.device) -> Microbatch:
+    """The microbatch with all its tensors on a device."""
+    tensors = {field.name: value for field in fields(mb) if isinstance(value := getattr(mb, field.name), Tensor)}
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return replace(mb, **moved) if any(moved[name] is not tensors[name] for name in tensors) else mb

@@ -1,0 +1,236 @@
+"""Log-probabilities and entropy of target tokens, straight from the last hidden states.
+
+In: hidden states and the vocabulary shard of the output head on the ranks of the last pipeline stage, packed tokens.
+Out: one FP32 log-probability and entropy per token, equal on all tensor-parallel ranks and, after
+:func:`gather_context`, for the whole microbatch on all context-parallel ranks.
+
+The logits of all tokens never exist at once. The forward computes them a chunk of tokens at a time and keeps three
+numbers per token; the backward computes each chunk again and turns it into its own gradient in place. Peak memory is
+about three FP32 chunks of ``chunk_tokens * vocabulary / tensor parallel`` values.
+
+Logits are rounded to the parameters' type and then widened to FP32, as the engine does, so that both ends round alike.
+
+Shapes: N = tokens, H = hidden size, V = vocabulary rows of this rank, T = packed tokens of one microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShard:
+    """The rows of the output head that this rank holds, and how to read them."""
+
+    first_token: int  # vocabulary id of row 0
+    num_tokens: int  # rows that are vocabulary; the rows after them only pad the shard
+    temperature: float
+    chunk_tokens: int  # tokens of FP32 logits that are held at a time
+    group: dist.ProcessGroup | None  # tensor-parallel ranks that hold the other rows; None for one rank
+
+    def __post_init__(self) -> None:
+        if not self.temperature > 0:
+            raise ValueError(f"log-probabilities need a temperature above 0, not {self.temperature}")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"optim.logprob_chunk_tokens must be at least 1, not {self.chunk_tokens}")
+
+    @classmethod
+    def of(
+        cls, *, num_rows: int, vocab_size: int, temperature: float, chunk_tokens: int, group: dist.ProcessGroup | None
+    ) -> HeadShard:
+        """The shard of this rank when ``vocab_size`` tokens, padded at the end, lie in order over ``group``."""
+        rank, size = (0, 1) if group is None else (group.rank(), group.size())
+        first = rank * num_rows
+        if num_rows * size < vocab_size:
+            raise ValueError(f"{size} shards of {num_rows} head rows cannot hold a vocabulary of {vocab_size}")
+        return cls(
+            first_token=first,
+            num_tokens=min(max(vocab_size - first, 0), num_rows),
+            temperature=temperature,
+            chunk_tokens=chunk_tokens,
+            group=group if size > 1 else None,
+        )
+
+
+def token_logprobs(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
+    """Collective over ``shard.group``: log-probability of each target and entropy of its distribution, FP32 [N] each.
+
+    With logits ``z = hidden @ weight.T / temperature`` over the real vocabulary: ``logprob = z[target] - logsumexp(z)``
+    and ``entropy = logsumexp(z) - sum(softmax(z) * z)``, in nats. Both are differentiable; an entropy that is not part
+    of the loss costs nothing in the backward. The gradient of ``hidden_NH`` is this shard's part: the caller's
+    gather or copy into the tensor-parallel region sums it over ``shard.group``.
+
+    ``targets_N`` int64 are vocabulary ids, equal on all ranks of the group.
+    """
+    return _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, shard)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shard: HeadShard):
+        rows_VH = weight_VH[: shard.num_tokens]
+        num = hidden_NH.shape[0]
+        logprobs_N, entropy_N, log_norm_N = hidden_NH.new_empty((3, num), dtype=torch.float32).unbind()
+        for chunk in _chunks(num, shard.chunk_tokens):
+            part = _chunk_statistics(hidden_NH[chunk], rows_VH, targets_N[chunk], shard)
+            logprobs_N[chunk], entropy_N[chunk], log_norm_N[chunk] = part
+        ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, log_norm_N)
+        ctx.shard = shard
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    def backward(ctx, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):
+        hidden_NH, weight_VH, targets_N, entropy_N, log_norm_N = ctx.saved_tensors
+        if grad_logprobs_N is None and grad_entropy_N is None:
+            return None, None, None, None
+        shard, num = ctx.shard, hidden_NH.shape[0]
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(entropy_N)
+        need_hidden, need_weight = ctx.needs_input_grad[:2]
+        rows_VH = weight_VH[: shard.num_tokens]
+        grad_hidden_NH = torch.empty_like(hidden_NH) if need_hidden else None
+        chunks = _chunks(num, shard.chunk_tokens)
+        # Sums over chunks are kept in FP32: with many chunks BF16 would lose the small ones.
+        accumulate = torch.float32 if len(chunks) > 1 else weight_VH.dtype
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if need_weight else None
+
+        for chunk in chunks:
+            grad_logits = _chunk_logit_gradient(
+                hidden_NH[chunk],
+                rows_VH,
+                targets_N[chunk],
+                shard,
+                log_norm=log_norm_N[chunk],
+                entropy=entropy_N[chunk],
+                grad_logprobs=grad_logprobs_N[chunk],
+                grad_entropy=None if grad_entropy_N is None else grad_entropy_N[chunk],
+            ).to(weight_VH.dtype)
+            if need_hidden:
+                torch.mm(grad_logits, rows_VH, out=grad_hidden_NH[chunk])
+            if need_weight:
+                grad_weight_VH[: shard.num_tokens] += grad_logits.t() @ hidden_NH[chunk]
+        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None
+
+
+def _chunks(num: int, size: int) -> list[slice]:
+    return [slice(start, min(start + size, num)) for start in range(0, num, size)]
+
+
+def _logits(hidden_nH: Tensor, rows_VH: Tensor, shard: HeadShard) -> Tensor:
+    """FP32 [n, V] at the temperature; always a tensor of its own, which callers overwrite."""
+    return torch.mm(hidden_nH, rows_VH.t()).float().div_(shard.temperature)
+
+
+def _owned(targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
+    """Rows of the targets in this shard, clamped into it, and whether they really are in it."""
+    local_n = targets_n - shard.first_token
+    owned_n = (local_n >= 0) & (local_n < shard.num_tokens)
+    return local_n.clamp_(0, max(shard.num_tokens - 1, 0)), owned_n
+
+
+def _chunk_statistics(
+    hidden_nH: Tensor, rows_VH: Tensor, targets_n: Tensor, shard: HeadShard
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(log-probability, entropy, logsumexp) of each token over the whole vocabulary, FP32 [n] each."""
+    num = hidden_nH.shape[0]
+    if shard.num_tokens:
+        logits = _logits(hidden_nH, rows_VH, shard)
+        max_n = logits.amax(-1)
+    else:  # a shard that holds nothing but padding adds nothing, but takes part in the reductions
+        logits, max_n = None, hidden_nH.new_full((num,), -torch.inf, dtype=torch.float32)
+    if shard.group is not None:
+        dist.all_reduce(max_n, op=dist.ReduceOp.MAX, group=shard.group)
+
+    # Rows: sum exp(z - max), sum exp(z - max) * (z - max), z[target] - max. Each is a sum over the shards.
+    sums_3n = hidden_nH.new_zeros((3, num), dtype=torch.float32)
+    if logits is not None:
+        logits.sub_(max_n[:, None])
+        local_n, owned_n = _owned(targets_n, shard)
+        sums_3n[2] = logits.gather(1, local_n[:, None])[:, 0].masked_fill_(~owned_n, 0.0)
+        exp = logits.exp()
+        sums_3n[0] = exp.sum(-1)
+        sums_3n[1] = exp.mul_(logits).sum(-1)
+    if shard.group is not None:
+        dist.all_reduce(sums_3n, group=shard.group)
+    log_sum_n = sums_3n[0].log()
+    return sums_3n[2] - log_sum_n, log_sum_n - sums_3n[1] / sums_3n[0], max_n + log_sum_n
+
+
+def _chunk_logit_gradient(
+    hidden_nH: Tensor,
+    rows_VH: Tensor,
+    targets_n: Tensor,
+    shard: HeadShard,
+    *,
+    log_norm: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient of the loss with respect to this shard's raw logits, FP32 [n, V].
+
+    With p = softmax(z): d logprob / dz = onehot(target) - p, and d entropy / dz = -p * (log p + entropy).
+    """
+    log_p = _logits(hidden_nH, rows_VH, shard).sub_(log_norm[:, None])
+    grad = log_p.exp()
+    if grad_entropy is None:
+        grad.mul_(grad_logprobs[:, None].neg())
+    else:
+        log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_logprobs[:, None])
+        grad.mul_(log_p).neg_()
+    if shard.num_tokens:
+        local_n, owned_n = _owned(targets_n, shard)
+        grad.scatter_add_(1, local_n[:, None], (grad_logprobs * owned_n)[:, None])
+    return grad.div_(shard.temperature)
+
+
+def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -> Tensor:
+    """Positions [T / context_size] of the packed row that a context-parallel rank holds, in its order.
+
+    Every sequence is cut in ``2 * context_size`` chunks and rank r holds chunks r and ``2 * context_size - 1 - r``, so
+    that each rank has the same share of a causal attention (Transformer Engine's layout).
+
+    Raises ValueError when a padded length is not a multiple of ``2 * context_size``.
+    """
+    starts = cu_seqlens_S.long()
+    lengths = starts[1:] - starts[:-1]
+    num_chunks = 2 * context_size
+    if bool((lengths % num_chunks).any()):
+        raise ValueError(
+            f"context parallelism over {context_size} ranks cuts each sequence in {num_chunks} equal chunks; padded "
+            f"lengths {lengths.tolist()} must be multiples of it. Pack with Alignment.of(parallel)"
+        )
+    position = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1].repeat_interleave(lengths)
+    chunk = position // (lengths // num_chunks).repeat_interleave(lengths)
+    return torch.nonzero((chunk == context_rank) | (chunk == num_chunks - 1 - context_rank))[:, 0]
+
+
+def gather_context(values: Tensor, order_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Collective over ``group``: the values of all context-parallel ranks, in packed order.
+
+    ``values`` [..., T / size] are this rank's, ``order_T`` [T] the concatenation of all ranks' :func:`zigzag_indices`.
+    Returns [..., T]. Every rank is expected to compute the same loss from the result, so the gradient of a rank's own
+    values is its slice of the gradient of the result, without a reduction.
+    """
+    return _GatherContext.apply(values, order_T, group)
+
+
+class _GatherContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values: Tensor, order_T: Tensor, group: dist.ProcessGroup) -> Tensor:
+        local = values.shape[-1]
+        ctx.own = order_T[group.rank() * local : (group.rank() + 1) * local]
+        parts = [torch.empty_like(values) for _ in range(group.size())]
+        dist.all_gather(parts, values.contiguous(), group=group)
+        packed = values.new_empty((*values.shape[:-1], order_T.numel()))
+        packed[..., order_T] = torch.cat(parts, dim=-1)
+        return packed
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad[..., ctx.own], None, None
