@@ -43,6 +43,12 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("eval/length/mean", "Mean length of the completions on held-out problems, in tokens."),
         Metric("eval/num_prompts/sum", "Held-out problems that were asked."),
     ),
+    "Warm start": (
+        Metric(
+            "sft/expected_pass_rate/mean",
+            "Chance that a sampled completion is the reference answer, averaged over held-out problems.",
+        ),
+    ),
     "Rollouts": (
         Metric("rollout/length/mean", "Mean length of a completion, in tokens."),
         Metric("rollout/length/max", "Longest completion, in tokens."),

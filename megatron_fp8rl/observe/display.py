@@ -1,0 +1,227 @@
+"""Progress of a run on the terminal: a live panel, plain lines, or nothing.
+
+In: the metrics of each finished step. Out: the terminal alone. Runs in the writing trainer process.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any, Literal, Protocol
+
+from megatron_fp8rl.observe.metrics import PHASES
+
+_BARS = "▁▂▃▄▅▆▇█"
+_PLAIN_INTERVAL_S = 1.0  # steps of a few milliseconds would flood a log file
+
+
+class Display(Protocol):
+    """What the observer asks of a display."""
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def warn(self, text: str) -> None: ...
+
+
+def make_display(kind: Literal["live", "plain", "none"], title: str, num_steps: int) -> Display:
+    """A display; "live" falls back to "plain" where the output is not a terminal."""
+    if kind == "none":
+        return NoDisplay()
+    if kind == "live" and sys.stdout.isatty():
+        return LiveDisplay(title, num_steps)
+    return PlainDisplay(title, num_steps)
+
+
+class NoDisplay:
+    """Shows nothing but warnings, on stderr."""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def warn(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class PlainDisplay:
+    """One line per step, at most one a second; for log files."""
+
+    def __init__(self, title: str, num_steps: int) -> None:
+        self._title, self._num_steps = title, num_steps
+        self._shown_at = float("-inf")
+        self._pace = _Pace(num_steps)
+
+    def start(self) -> None:
+        self._pace.start()
+
+    def stop(self) -> None:
+        pass
+
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._pace.count(step)
+        if monotonic() - self._shown_at < _PLAIN_INTERVAL_S and step < self._num_steps:
+            return
+        self._shown_at = monotonic()
+        parts = [f"{self._title} {step}/{self._num_steps}", *headline(metrics)]
+        if phases := phase_times(metrics):
+            parts.append(phases)
+        if (left := self._pace.left_s()) is not None:
+            parts.append(f"{duration(left)} left")
+        print("  ".join(parts), flush=True)
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)
+
+    def warn(self, text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+class LiveDisplay:
+    """A panel that stays at the bottom of the terminal; other output scrolls above it."""
+
+    def __init__(self, title: str, num_steps: int) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self._title, self._num_steps = title, num_steps
+        self._console = Console()
+        self._pace = _Pace(num_steps)
+        self._step = 0
+        self._metrics: Mapping[str, float] = {}
+        self._rewards: list[float] = []
+        self._mismatches: list[float] = []
+        # The panel is drawn again while it waits, so that its clock runs during a long step.
+        self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=2, transient=False)
+
+    def start(self) -> None:
+        self._pace.start()
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._pace.count(step)
+        self._step, self._metrics = step, metrics
+        if "reward/score/mean" in metrics:
+            self._rewards.append(metrics["reward/score/mean"])
+        if "mismatch/abs_logprob_diff/mean" in metrics:
+            self._mismatches.append(metrics["mismatch/abs_logprob_diff/mean"])
+        self._live.refresh()
+
+    def message(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False)
+
+    def warn(self, text: str) -> None:
+        self._console.print(f"warning: {text}", style="bold yellow", markup=False, highlight=False)
+
+    def _panel(self) -> Any:
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 2), expand=True)
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column(ratio=1)
+        table.add_column(justify="right", no_wrap=True)
+        left = self._pace.left_s()
+        clock = duration(self._pace.elapsed_s()) + (f", {duration(left)} left" if left is not None else "")
+        bar = ProgressBar(total=max(1, self._num_steps), completed=self._step)
+        table.add_row(f"step {self._step}/{self._num_steps}", bar, clock)
+        metrics = self._metrics
+        if self._rewards:
+            table.add_row("reward", sparkline(self._rewards, low=0.0), f"{self._rewards[-1]:.3f}")
+        if self._mismatches:
+            table.add_row("mismatch", sparkline(self._mismatches, low=0.0), f"{self._mismatches[-1]:.2e}")
+        if phases := phase_times(metrics):
+            table.add_row("seconds", phases, f"{metrics['time/step/s']:.2f} s")
+        if rest := headline(metrics, skip=("reward", "mismatch")):
+            table.add_row("", "  ".join(rest), "")
+        return Panel(table, title=self._title, title_align="left", border_style="cyan")
+
+
+class _Pace:
+    """Elapsed and remaining time, from the steps of this process."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps = num_steps
+        self._start = self._first_at = monotonic()
+        self._first_step: int | None = None
+        self._step, self._at = 0, self._start
+
+    def start(self) -> None:
+        self._start = monotonic()
+
+    def count(self, step: int) -> None:
+        self._step, self._at = step, monotonic()
+        if self._first_step is None:
+            self._first_step, self._first_at = step, self._at  # the first step starts engines and compiles kernels
+
+    def elapsed_s(self) -> float:
+        return monotonic() - self._start
+
+    def left_s(self) -> float | None:
+        if self._first_step is None or self._step <= self._first_step:
+            return None
+        per_step = (self._at - self._first_at) / (self._step - self._first_step)
+        return max(0.0, per_step * (self._num_steps - self._step) - (monotonic() - self._at))
+
+
+def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[str]:
+    """The numbers that one looks at first, those that are there."""
+    shown = (
+        ("reward", "reward/score/mean", "reward {:.3f}"),
+        ("eval", "eval/pass_rate/mean", "eval pass rate {:.3f}"),
+        ("nll", "loss/nll/mean", "nll {:.3f}"),
+        ("mismatch", "mismatch/abs_logprob_diff/mean", "mismatch {:.2e}"),
+        ("length", "rollout/length/mean", "length {:.1f}"),
+        ("grad", "train/grad_norm/max", "grad norm {:.3g}"),
+        ("tokens", "rollout/tokens_per_s/mean", "{:.0f} tokens/s sampled"),
+    )
+    return [text.format(metrics[key]) for name, key, text in shown if name not in skip and key in metrics]
+
+
+def phase_times(metrics: Mapping[str, float]) -> str:
+    """Seconds of the phases that took part of the step."""
+    times = ((phase, metrics.get(f"time/{phase}/s", 0.0)) for phase in PHASES)
+    return "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in times if seconds >= 0.005)
+
+
+def sparkline(values: list[float], *, width: int = 60, low: float | None = None) -> str:
+    """A row of bars, the mean of neighbours where there are more values than bars; NaN leaves a blank."""
+    if len(values) > width:
+        edges = [len(values) * i // width for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    finite = [value for value in values if value == value and abs(value) != float("inf")]
+    if not finite:
+        return ""
+    bottom = min(finite) if low is None else min(low, *finite)
+    span = (max(finite) - bottom) or 1.0
+    return "".join(
+        _BARS[min(len(_BARS) - 1, int((value - bottom) / span * len(_BARS)))] if value in finite else " "
+        for value in values
+    )
+
+
+def duration(seconds: float) -> str:
+    """``75`` -> ``1m 15s``."""
+    whole = round(seconds)
+    hours, minutes = whole // 3600, whole % 3600 // 60
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{whole}s"

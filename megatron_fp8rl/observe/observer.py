@@ -1,0 +1,302 @@
+"""What one training process sees of a run, written and shown as it happens.
+
+In: metrics, groups and reports of every step, in any order. Out, all in the run's folder:
+
+    metrics.jsonl    one line per step: {"step": n, "<key>": number, ...}
+    details.jsonl    one line per step: mismatch by position, by environment, worst sequences; the publication's digest
+    rollouts.jsonl   every rollout, readable as input of a replay (``records.py``)
+    config.json      the resolved configuration;  versions.json  packages and hardware
+    tensorboard/     the same numbers;  report.html and report.png  the same as plots
+    failure.json     only after a failure: step, error and traceback;  done.json  only after success
+
+Every trainer rank makes an Observer and calls it alike; all but the writer do nothing. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter, time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.observe.display import Display, make_display
+from megatron_fp8rl.observe.groups import group_metrics
+from megatron_fp8rl.observe.metrics import check_keys
+from megatron_fp8rl.observe.records import RolloutWriter, truncate_from
+from megatron_fp8rl.observe.spans import take_seconds
+from megatron_fp8rl.observe.versions import collect_versions
+from megatron_fp8rl.types import PublishReport, RolloutGroup, TrainBatch
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.algo.mismatch import MismatchReport
+
+_log = logging.getLogger(__name__)
+_STEP_FILES = ("metrics.jsonl", "details.jsonl", "rollouts.jsonl")
+
+
+class Observer:
+    """Use as a context manager around a whole run: an error is recorded, reported and raised again.
+
+    ``num_steps`` is what the progress counts up to. Metrics may be given by every rank; the writer's are kept, so they
+    have to be reduced over ranks before.
+    """
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        is_writer: bool = True,
+        run_dir: Path | str | None = None,
+        *,
+        num_steps: int | None = None,
+        title: str = "",
+    ) -> None:
+        self.cfg = cfg
+        self.is_writer = is_writer
+        self.run_dir = Path(run_dir if run_dir is not None else cfg.run_dir)
+        self._num_steps = cfg.num_steps if num_steps is None else num_steps
+        self._last_step: int | None = None
+        self._open_step: StepLog | None = None
+        self._files: dict[str, Any] = {}
+        self._tensorboard: Any = None
+        self._wandb: Any = None
+        self._rollouts: RolloutWriter | None = None
+        self._display: Display = make_display(
+            cfg.observe.display if is_writer else "none", title or cfg.name, self._num_steps
+        )
+
+    def __enter__(self) -> Observer:
+        if self.is_writer:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            for name in ("failure.json", "done.json"):
+                (self.run_dir / name).unlink(missing_ok=True)
+            write_json(self.run_dir / "config.json", dataclasses.asdict(self.cfg))
+            write_json(self.run_dir / "versions.json", {**collect_versions(), "started_unix_s": time()})
+            if self.cfg.observe.wandb_project is not None:
+                self._wandb = _start_wandb(self.cfg, self.run_dir)
+        take_seconds()  # what was timed before the run belongs to no step
+        self._display.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._display.stop()
+        if not self.is_writer:
+            return
+        for file in self._files.values():
+            file.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if error is None else 1)
+        if error is None:
+            write_json(self.run_dir / "done.json", {"step": self._last_step, "finished_unix_s": time()})
+        else:
+            self._record_failure(error)
+        self._write_report()
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[StepLog]:
+        """One step of the loop; evaluations before the first update are step 0.
+
+        The line of the step is written when the block ends. The first call of a run cuts off what an earlier run in the
+        same folder recorded from this step on.
+        """
+        if self._last_step is not None and step <= self._last_step:
+            raise ValueError(f"step {step} after step {self._last_step}: steps must rise")
+        if self._last_step is None and self.is_writer:
+            self._open_files(step)
+        log = self._open_step = StepLog(self, step)
+        start = perf_counter()
+        yield log
+        log.metrics["time/step/s"] = perf_counter() - start
+        for name, seconds in take_seconds().items():
+            log.metrics[f"time/{name}/s"] = seconds
+        _add_rates(log.metrics)
+        check_keys(log.metrics)
+        self._last_step = step
+        if self.is_writer:
+            self._write_step(log)
+        self._open_step = None
+
+    def message(self, text: str) -> None:
+        """Show a line beside the progress, on the writing rank."""
+        self._display.message(text)
+
+    def warn(self, text: str) -> None:
+        """Show a warning; it also appears in the report."""
+        if self.is_writer:
+            self._display.warn(text)
+            if self._open_step is not None:
+                self._open_step.details.setdefault("warnings", []).append(text)
+
+    def record_groups(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Append groups to ``rollouts.jsonl`` when the run records rollouts."""
+        if self._rollouts is not None:
+            self._rollouts.write(step, groups)
+
+    def _open_files(self, step: int) -> None:
+        for name in _STEP_FILES:
+            if cut := truncate_from(self.run_dir / name, step):
+                _log.info("%s: dropped %d bytes recorded from step %d on", self.run_dir / name, cut, step)
+        for name in ("metrics.jsonl", "details.jsonl"):
+            self._files[name] = (self.run_dir / name).open("a", encoding="utf-8")
+        if self.cfg.observe.record_rollouts:
+            self._rollouts = RolloutWriter(self.run_dir / "rollouts.jsonl")
+        if self.cfg.observe.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=step)
+
+    def _write_step(self, log: StepLog) -> None:
+        # A NaN is a number that a curve should show as a gap and that JSON cannot hold.
+        numbers = {key: value if math.isfinite(value) else None for key, value in log.metrics.items()}
+        self._append("metrics.jsonl", {"step": log.step, **numbers})
+        if log.details:
+            self._append("details.jsonl", {"step": log.step, **log.details})
+        if self._tensorboard is not None:
+            for key, value in log.metrics.items():
+                self._tensorboard.add_scalar(key, value, log.step)
+            self._tensorboard.flush()
+        if self._wandb is not None:
+            self._wandb.log(log.metrics, step=log.step)
+        self._display.show_step(log.step, log.metrics)
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        file = self._files[name]
+        file.write(json.dumps(record, allow_nan=False, default=str) + "\n")
+        file.flush()
+
+    def _record_failure(self, error: BaseException) -> None:
+        log = self._open_step
+        failure = {
+            "step": self._last_step if log is None else log.step,
+            "error": type(error).__name__,
+            "message": str(error),
+            "traceback": "".join(traceback.format_exception(error))[-20_000:],
+            "metrics_of_the_unfinished_step": {} if log is None else {k: str(v) for k, v in log.metrics.items()},
+            "failed_unix_s": time(),
+        }
+        write_json(self.run_dir / "failure.json", failure)
+
+    def _write_report(self) -> None:
+        from megatron_fp8rl.observe.report import write_report  # matplotlib, needed at the end only
+
+        try:
+            self._display.message(f"report: {write_report(self.run_dir)}")
+        except Exception as error:  # the run matters more than its plots, above all when it failed
+            _log.exception("the report of %s could not be written", self.run_dir)
+            self._display.warn(f"the report could not be written: {error}")
+
+
+class StepLog:
+    """What one step tells the observer. Keys outside the glossary are refused at once."""
+
+    def __init__(self, observer: Observer, step: int) -> None:
+        self.step = step
+        self.metrics: dict[str, float] = {}
+        self.details: dict[str, Any] = {}
+        self._observer = observer
+
+    def update(self, metrics: Mapping[str, Any]) -> None:
+        """Take numbers, or tensors of one element. Raises UnknownMetricError."""
+        check_keys(metrics)
+        self.metrics.update({key: float(value) for key, value in metrics.items()})
+
+    def groups(self, groups: Sequence[RolloutGroup]) -> None:
+        """Count reward, length and versions of the step's groups, and record them."""
+        if self._observer.is_writer:
+            self.update(group_metrics(groups))
+            self._observer.record_groups(self.step, groups)
+
+    def evaluation(self, groups: Sequence[RolloutGroup]) -> None:
+        """Take the completions of held-out problems. They are counted, not recorded: a replay must not train on them."""
+        counted = group_metrics(groups)
+        self.update(
+            {
+                "eval/score/mean": counted["reward/score/mean"],
+                "eval/pass_rate/mean": counted["reward/pass_rate/mean"],
+                "eval/length/mean": counted["rollout/length/mean"],
+                "eval/num_prompts/sum": len(groups),
+            }
+        )
+
+    def updates(self, metrics: Sequence[Mapping[str, float]], batches: Sequence[TrainBatch]) -> None:
+        """Take the metrics of the step's optimizer updates, one mapping for each, and the batches that they read.
+
+        Keys that end in ``/max`` keep their maximum over the updates, all others their mean.
+        """
+        for key in metrics[0] if metrics else ():
+            values = [one[key] for one in metrics]
+            self.update({key: max(values) if key.endswith("/max") else sum(values) / len(values)})
+        self.update(
+            {
+                "train/num_updates/sum": len(metrics),
+                "train/num_tokens/sum": sum(batch.num_loss_tokens for batch in batches),
+                "train/num_sequences/sum": sum(batch.num_sequences for batch in batches),
+                "train/num_microbatches/sum": sum(len(batch.microbatches) for batch in batches),
+            }
+        )
+
+    def mismatch(self, report: MismatchReport) -> None:
+        """Take the disagreement of trainer and engine; show its alarms."""
+        self.update(report.metrics)
+        for name in ("by_position", "by_environment", "worst"):
+            self.details[name] = [dataclasses.asdict(part) for part in getattr(report, name)]
+        for alarm in report.alarms:
+            self._observer.warn(f"step {self.step}: {alarm}")
+
+    def publish(self, report: PublishReport) -> None:
+        """Take what a publication sent and what it cost. Several publications of one step add up."""
+        before = self.metrics.get
+        self.update(
+            {
+                "publish/total/s": before("publish/total/s", 0.0) + report.seconds,
+                "publish/pause/s": before("publish/pause/s", 0.0) + report.pause_s,
+                "publish/bytes/sum": before("publish/bytes/sum", 0.0) + report.num_bytes,
+                "publish/num_tensors/sum": report.num_tensors,
+                "publish/num_fp8_tensors/sum": report.num_fp8_tensors,
+                "publish/version/max": report.version,
+            }
+        )
+        self.details["checksum"] = report.checksum
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON under a temporary name and rename it, so that a reader never sees half a file."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _add_rates(metrics: dict[str, float]) -> None:
+    for rate, tokens, span in (
+        ("rollout/tokens_per_s/mean", "rollout/num_tokens/sum", "time/generate/s"),
+        ("train/tokens_per_s/mean", "train/num_tokens/sum", "time/update/s"),
+    ):
+        if rate not in metrics and metrics.get(span, 0.0) > 0 and tokens in metrics:
+            metrics[rate] = metrics[tokens] / metrics[span]
+
+
+def _start_wandb(cfg: RunConfig, run_dir: Path) -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError(
+            f"observe.wandb_project = {cfg.observe.wandb_project!r}, but the package wandb is not installed; "
+            "run `pip install wandb`, or leave --observe.wandb_project unset"
+        ) from error
+    return wandb.init(
+        project=cfg.observe.wandb_project, name=cfg.name, dir=str(run_dir), config=dataclasses.asdict(cfg), resume="allow"
+    )

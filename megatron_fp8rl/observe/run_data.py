@@ -1,0 +1,94 @@
+"""A run's folder read back: numbers by key, details, rollouts. In: what the observer wrote. Out: for plots and tables.
+
+Runs anywhere, also while the run is going on; needs neither torch nor the run's own process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_fp8rl.observe.records import read_json_lines, read_steps
+from megatron_fp8rl.types import RolloutGroup
+
+WARM_START_DIR = "warm_start"  # folder within a run's folder where the supervised warm start is observed
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run. Everything is empty rather than an error when the run did not get so far."""
+
+    run_dir: Path
+
+    @cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """Lines of metrics.jsonl, in steps."""
+        path = self.run_dir / "metrics.jsonl"
+        return read_json_lines(path) if path.exists() else []
+
+    @cached_property
+    def details(self) -> list[dict[str, Any]]:
+        """Lines of details.jsonl, in steps."""
+        path = self.run_dir / "details.jsonl"
+        return read_json_lines(path) if path.exists() else []
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        return self._json("config.json")
+
+    @cached_property
+    def versions(self) -> dict[str, Any]:
+        return self._json("versions.json")
+
+    @cached_property
+    def failure(self) -> dict[str, Any]:
+        return self._json("failure.json")
+
+    @property
+    def is_done(self) -> bool:
+        return (self.run_dir / "done.json").exists()
+
+    @cached_property
+    def warm_start(self) -> RunData:
+        """The supervised warm start of this run."""
+        return RunData(self.run_dir / WARM_START_DIR)
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of the steps that have a finite number under ``key``."""
+        points = [(r["step"], r[key]) for r in self.records if isinstance(r.get(key), int | float)]
+        points = [(step, value) for step, value in points if math.isfinite(value)]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def values(self, key: str) -> list[float]:
+        return self.series(key)[1]
+
+    def mean(self, key: str, last: int | None = None) -> float | None:
+        """Mean over all steps, or over the last ones; None when there is no number."""
+        values = self.values(key)[-last:] if last else self.values(key)
+        return sum(values) / len(values) if values else None
+
+    def first(self, key: str) -> float | None:
+        return next(iter(self.values(key)), None)
+
+    def last(self, key: str) -> float | None:
+        return next(iter(reversed(self.values(key))), None)
+
+    def first_and_last_groups(self) -> list[tuple[int, tuple[RolloutGroup, ...]]]:
+        """(step, groups) of the first and the last recorded step."""
+        path = self.run_dir / "rollouts.jsonl"
+        if not path.exists():
+            return []
+        steps = read_steps(path)
+        first = next(steps, None)
+        if first is None:
+            return []
+        return [first, *deque(steps, maxlen=1)]
+
+    def _json(self, name: str) -> dict[str, Any]:
+        path = self.run_dir / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

