@@ -173,6 +173,7 @@ class DataConfig:
     sft_steps: int = 0  # supervised steps; 0 when hf_path brings trained weights
     sft_batch_size: int = 128
     sft_lr: float = 1e-3
+    sft_wrong_answers: float = 0.0  # share of demonstrations that show another problem's answer, as scraped data do
     sft_stop_pass_rate: float | None = None  # stop early at this expected pass rate on held-out problems
 
 

@@ -22,7 +22,7 @@ from megatron_fp8rl.config import (
 
 
 def tiny_qwen3_moe() -> RunConfig:
-    """Qwen3-MoE with 8 experts, 2 of them per token: 2.1 M parameters, sums of two or three one-digit numbers."""
+    """Qwen3-MoE with 8 experts, 2 of them per token: 2.1 M parameters, sums and differences of one-digit numbers."""
     return RunConfig(
         name="tiny_qwen3_moe",
         model=ModelConfig(
@@ -38,9 +38,9 @@ def tiny_qwen3_moe() -> RunConfig:
             moe_ffn_hidden_size=256,
             max_position_embeddings=256,
         ),
-        optim=OptimConfig(lr=1e-3, warmup_steps=5),
+        optim=OptimConfig(lr=7e-4, warmup_steps=5, decay="linear"),
         rollout=RolloutConfig(
-            prompts_per_step=32,
+            prompts_per_step=64,
             completions_per_prompt=8,
             max_prompt_tokens=32,
             max_completion_tokens=8,
@@ -52,14 +52,14 @@ def tiny_qwen3_moe() -> RunConfig:
             environments=(
                 EnvironmentConfig(
                     dataset="chain_sum",
-                    options={"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 1},
+                    options={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
                     template="{expression} = ",
                 ),
             ),
-            sft_steps=600,
+            sft_steps=500,
             sft_batch_size=128,
-            sft_lr=2e-3,
-            sft_stop_pass_rate=0.45,
+            sft_lr=4e-3,
+            sft_wrong_answers=0.4,
         ),
         checkpoint=CheckpointConfig(every_steps=40),
         observe=ObserveConfig(eval_prompts=128),
@@ -79,3 +79,8 @@ def tiny_qwen3() -> RunConfig:
         ffn_hidden_size=512,
     )
     return replace(moe, name="tiny_qwen3", model=dense)
+
+
+def demo() -> RunConfig:
+    """What `make demo` runs: tiny_qwen3_moe into runs/demo."""
+    return replace(tiny_qwen3_moe(), name="demo")

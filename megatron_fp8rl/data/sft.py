@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.prompts import ProblemSource
+from megatron_fp8rl.data.prompts import ProblemSource, apportion
 from megatron_fp8rl.data.tokenizer import encode
+from megatron_fp8rl.envs.base import Problem
 from megatron_fp8rl.types import Sample
 
 
@@ -28,11 +32,28 @@ class SftSource:
             ValueError: a problem without a reference answer, or an answer longer than rollout.max_completion_tokens.
         """
         size = self._cfg.data.sft_batch_size
-        return [self._sample(position) for position in range(step * size, (step + 1) * size)]
+        return [self._demonstration(position) for position in range(step * size, (step + 1) * size)]
 
-    def _sample(self, position: int) -> Sample:
+    def held_out(self, count: int) -> list[Sample]:
+        """Supervised samples of held-out problems, all of them right: at most ``count``, the same for every seed."""
+        shares = apportion(count, {key: cfg.weight for key, cfg in self._source.configs.items()})
+        return [
+            self._sample(f"{key}/eval-{i}", key, problem)
+            for key, share in shares.items()
+            if share
+            for i, problem in enumerate(self._source.held_out(key, share))
+        ]
+
+    def _demonstration(self, position: int) -> Sample:
+        """A training sample; for a share of ``data.sft_wrong_answers`` of them with the answer of another problem."""
         key, problem = self._source.draw("sft", position)
-        name = f"{key}/sft-{position}"
+        rng = random.Random(f"{self._cfg.seed}/wrong answers/{position}")
+        if rng.random() < self._cfg.data.sft_wrong_answers:
+            other = self._source.environments[key].make_problem(rng.randrange(2**31))
+            problem = replace(problem, answer=other.answer)
+        return self._sample(f"{key}/sft-{position}", key, problem)
+
+    def _sample(self, name: str, key: str, problem: Problem) -> Sample:
         prompt = self._source.prompt(name, key, problem)
         if not problem.answer:
             raise ValueError(f"problem {name} has no reference answer to learn from; set data.sft_steps to 0")

@@ -1,0 +1,143 @@
+"""``python -m megatron_fp8rl COMMAND CONFIG [--field value ...]``: the programs of this package.
+
+Runs in the process that the user starts, or in every rank under torchrun. With one trainer rank the program runs right
+here; with more, and outside torchrun, it starts one process per rank on this machine.
+
+Heavy packages are imported by the commands that need them, so that help, a dry run and a mistake answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import RunConfig
+
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """Options of the precision study besides the configuration's."""
+
+    seeds: tuple[int, ...] = (1, 2, 3)  # one run of every arm per seed
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """Which run to draw."""
+
+    run_dir: str = "runs/demo"  # folder of a run, finished or not
+
+
+def _train(invocation: cli.Invocation) -> int:
+    """Warm start when the configuration asks for one, then reinforcement learning."""
+    return _on_every_rank(invocation.cfg, wants_sft=True, wants_rl=True)
+
+
+def _sft(invocation: cli.Invocation) -> int:
+    return _on_every_rank(invocation.cfg, wants_sft=True, wants_rl=False)
+
+
+def _rl(invocation: cli.Invocation) -> int:
+    if invocation.cfg.model.hf_path is None:
+        print(
+            "rl starts from trained weights: set --model.hf_path to a Hugging Face checkpoint, "
+            "or use the train command, which warm-starts first",
+            file=sys.stderr,
+        )
+        return 2
+    return _on_every_rank(invocation.cfg, wants_sft=False, wants_rl=True)
+
+
+def _study(invocation: cli.Invocation) -> int:
+    from megatron_fp8rl import study
+
+    study_dir = study.run(invocation.cfg, invocation.config_name, invocation.overrides, invocation.options.seeds)
+    print((study_dir / "study.md").read_text())
+    return 0
+
+
+def _report(invocation: cli.Invocation) -> int:
+    from megatron_fp8rl.observe.report import write_report
+
+    print(write_report(Path(invocation.options.run_dir)))
+    return 0
+
+
+def _on_every_rank(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> int:
+    """Run here, or start torchrun on this machine when the trainer has several ranks and this is none of them."""
+    if cfg.parallel.world_size > 1 and "RANK" not in os.environ:
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            "--nproc-per-node", str(cfg.parallel.world_size), "-m", "megatron_fp8rl", *sys.argv[1:],
+        ]  # fmt: skip
+        cores = max(1, (os.cpu_count() or 1) // cfg.parallel.world_size)
+        return subprocess.run(command, env={"OMP_NUM_THREADS": str(cores), **os.environ}).returncode
+    _run(cfg, wants_sft=wants_sft, wants_rl=wants_rl)
+    return 0
+
+
+def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
+    """Collective: this rank's part of the programs that were asked for."""
+    import contextlib
+
+    import torch
+
+    if not torch.cuda.is_available():
+        # Before Megatron-Core and vLLM are imported: their compiled functions need no compiler on a CPU.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+
+    from megatron_fp8rl import rl_loop, sft_loop
+    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
+    from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    with contextlib.ExitStack() as stack:
+        parallel = Parallel.init(cfg.parallel)
+        stack.callback(parallel.close)
+        fleet = None
+        if parallel.rank == 0:
+            write_model_dir(cfg)
+            if wants_rl and cfg.rollout.replay is None:
+                # Engines take about as long to start as a small model to warm up, so both happen at once.
+                fleet = stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
+        parallel.barrier("model folder")
+        tokenizer_dir = model_dir(cfg)
+        if wants_sft and cfg.data.sft_steps and cfg.model.hf_path is None:
+            warm_start = sft_loop.run(cfg, parallel, tokenizer_dir)
+            cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
+        if wants_rl:
+            rl_loop.run(cfg, parallel, tokenizer_dir, fleet)
+
+
+COMMANDS = (
+    cli.Command(name="train", summary="warm start if the configuration has one, then reinforcement learning", run=_train),
+    cli.Command(
+        name="demo",
+        summary="train the tiny mixture of experts: a first run on any machine",
+        run=_train,
+        default_config="demo",
+    ),
+    cli.Command(name="sft", summary="the supervised warm start alone", run=_sft),
+    cli.Command(name="rl", summary="reinforcement learning from a Hugging Face checkpoint", run=_rl),
+    cli.Command(
+        name="study",
+        summary="compare rollout and training precisions over several seeds",
+        run=_study,
+        options=StudyOptions,
+    ),
+    cli.Command(
+        name="report", summary="write report.html of a run", run=_report, takes_config=False, options=ReportOptions
+    ),
+)
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    return cli.main(COMMANDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""The Hugging Face folder that engines start from: config.json and tokenizer files, without weights.
+
+In: the run's configuration. Out: a folder, written under a temporary name and renamed. Runs on rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.tokenizer import load_tokenizer
+from megatron_fp8rl.weights.names import to_hf_config
+
+
+def model_dir(cfg: RunConfig) -> Path:
+    """``model.hf_path`` when the run has trained weights to start from, else a folder of the run itself."""
+    return Path(cfg.model.hf_path) if cfg.model.hf_path is not None else Path(cfg.run_dir) / "model"
+
+
+def write_model_dir(cfg: RunConfig) -> Path:
+    """Make sure that :func:`model_dir` exists, and return it.
+
+    The tokenizer is the one that ``data.tokenizer`` names; a checkpoint in ``model.hf_path`` brings its own files and is
+    left as it is.
+    """
+    folder = model_dir(cfg)
+    if cfg.model.hf_path is not None:
+        return folder
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    tokenizer = load_tokenizer(cfg.data.tokenizer)
+    tokenizer.save_pretrained(partial)
+    special = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    config = to_hf_config(cfg.model) | {name: value for name, value in special.items() if value is not None}
+    (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return folder

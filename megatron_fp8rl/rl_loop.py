@@ -1,0 +1,142 @@
+"""The reinforcement-learning program: one screen, run alike by every trainer rank.
+
+In: a RunConfig whose ``model.hf_path`` names the weights to start from, and engines that are starting or None when a
+recording is replayed. Out: a trained policy, and everything that the observer writes into the run's folder.
+
+Asynchronous training is ``rollout.max_staleness`` inside the rollout stream, replay is a stream that reads a file, and
+a larger cluster is other numbers in the configuration: there is one loop.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from megatron_fp8rl.algo.advantages import to_samples
+from megatron_fp8rl.algo.loss import grpo_loss
+from megatron_fp8rl.algo.mismatch import mismatch_metrics
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.packing import Alignment, pack
+from megatron_fp8rl.data.prompts import PromptStream
+from megatron_fp8rl.data.tokenizer import load_tokenizer
+from megatron_fp8rl.envs.scoring import ScorePool
+from megatron_fp8rl.observe.observer import Observer, StepLog
+from megatron_fp8rl.observe.spans import span
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.rollout.stream import RolloutStream
+from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.policy import Policy
+from megatron_fp8rl.types import RolloutGroup, TrainBatch
+from megatron_fp8rl.weights.export import WeightExporter
+from megatron_fp8rl.weights.save import save_hf
+
+CHECKPOINTS, FINAL_HF = "checkpoints", "hf"
+
+
+def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | None) -> None:
+    """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
+
+    ``fleet`` lives on rank 0 and may still be starting. Errors of any rank end the run on all ranks; the report is
+    written all the same.
+    """
+    is_driver = parallel.rank == 0
+    checkpoints = Path(cfg.run_dir) / CHECKPOINTS
+    with ExitStack() as stack:
+        observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
+        scorers = stack.enter_context(ScorePool.build(cfg.data)) if is_driver else None
+        prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
+        policy = Policy.build(cfg, parallel)
+        step = _resume(cfg, policy, prompts, checkpoints)
+        if fleet is not None:
+            fleet.wait_until_ready()
+        rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
+        publish = _no_publication
+        if cfg.rollout.replay is None:
+            exporter = WeightExporter(policy, fleet, cfg)
+            stack.callback(exporter.close)
+            publish = partial(_publish, exporter, rollouts)
+        save = partial(_save, cfg, policy, rollouts, checkpoints)
+        evaluate = partial(_evaluate, cfg, rollouts, prompts)
+
+        loss = partial(grpo_loss, cfg=cfg.algo, max_completion_tokens=cfg.rollout.max_completion_tokens)
+
+        if step < cfg.num_steps:
+            with observer.step(step) as log:
+                publish(step, log)
+                evaluate(step, log)
+        while step < cfg.num_steps:
+            step += 1
+            with observer.step(step) as log:
+                groups = rollouts.next_groups()
+                log.groups(groups)
+                batches = _batches(cfg, parallel, groups, version=step - 1)
+                if batches:
+                    with span("old_logprobs"):
+                        batches = [policy.with_old_logprobs(batch) for batch in batches]
+                    log.mismatch(mismatch_metrics(batches, cfg.algo, parallel))
+                    with span("update"):
+                        log.updates([policy.update(batch, loss) for batch in batches], batches)
+                else:
+                    observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from")
+                publish(step, log)
+                evaluate(step, log)
+                save(step)
+        if cfg.checkpoint.export_hf:
+            save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
+
+
+def _batches(
+    cfg: RunConfig, parallel: Parallel, groups: tuple[RolloutGroup, ...], version: int
+) -> tuple[TrainBatch, ...]:
+    """This rank's share of the step's samples, one batch for each optimizer update."""
+    return pack(
+        to_samples(groups, cfg, version),
+        data_size=parallel.dp_size,
+        data_rank=parallel.dp_rank,
+        max_tokens=cfg.rollout.max_tokens_per_microbatch,
+        alignment=Alignment.of(cfg.parallel),
+        num_microbatches_multiple=parallel.pp_size if cfg.parallel.virtual_stages > 1 else 1,
+        num_updates=cfg.algo.updates_per_step,
+    )
+
+
+def _publish(exporter: WeightExporter, rollouts: RolloutStream, version: int, log: StepLog) -> None:
+    """Collective: bring the engines to the current weights, as policy ``version``."""
+    rollouts.before_update()
+    with span("publish"):
+        log.publish(exporter.publish(version))
+    rollouts.after_update(version)
+
+
+def _no_publication(version: int, log: StepLog) -> None:
+    """A replayed run has no engines."""
+
+
+def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, step: int, log: StepLog) -> None:
+    """Collective: sample the held-out problems at the first step, the last, and every ``observe.eval_every`` steps."""
+    is_due = step in (0, cfg.num_steps) or (cfg.observe.eval_every and step % cfg.observe.eval_every == 0)
+    if not is_due or not cfg.observe.eval_prompts or cfg.rollout.replay is not None:
+        return
+    held_out = prompts.eval_prompts(cfg.observe.eval_prompts)
+    log.evaluation(rollouts.sample(held_out, num_completions=1))
+
+
+def _resume(cfg: RunConfig, policy: Policy, prompts: PromptStream, checkpoints: Path) -> int:
+    """Collective: the step to continue after; 0 for a new run."""
+    newest = policy.parallel.broadcast_object(checkpoint.latest(checkpoints)) if cfg.checkpoint.resume else None
+    if newest is None:
+        return 0
+    step, extra = checkpoint.restore(newest, policy)
+    prompts.position = extra["prompt_position"]
+    return step
+
+
+def _save(cfg: RunConfig, policy: Policy, rollouts: RolloutStream, checkpoints: Path, step: int) -> None:
+    """Collective: write a checkpoint every ``checkpoint.every_steps`` steps and after the last."""
+    every = cfg.checkpoint.every_steps
+    if step == cfg.num_steps or (every and step % every == 0):
+        with span("checkpoint"):
+            position = policy.parallel.broadcast_object(rollouts.position)
+            checkpoint.save(checkpoints, step, policy, {"prompt_position": position})
