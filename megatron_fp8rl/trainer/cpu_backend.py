@@ -16,8 +16,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
-import multiprocessing
-import os
+import queue
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -287,18 +286,12 @@ def _repair_optimizer_state() -> None:
 
 
 def _repair_checkpoint_queue() -> None:
-    """The checkpoint writer spawns a manager process that imports ``__main__`` again (seconds for each rank, and a
-    failure without a main guard); forking it takes milliseconds. All releases; on CPUs forking is safe."""
+    """The checkpoint writer asks a manager process for a queue. Spawning it imports ``__main__`` again (seconds for
+    each rank, and a failure without a main guard), and a rank that is killed leaves it behind. Saving here is
+    synchronous, with writer threads in this process, so a queue of this process does. All releases."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    queues: dict[int, Any] = {}
-
-    def get_write_results_queue(mp_mode: str | None = None) -> Any:
-        if os.getpid() not in queues:
-            queues[os.getpid()] = multiprocessing.get_context("fork").Manager().Queue()
-        return queues[os.getpid()]
-
-    filesystem_async.get_write_results_queue = get_write_results_queue
+    filesystem_async.get_write_results_queue = lambda mp_mode=None: queue.Queue()
 
 
 def _check_version() -> None:
