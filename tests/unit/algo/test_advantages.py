@@ -1,0 +1,135 @@
+"""Group-relative advantages, the overlong rules, and what becomes a sample."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from tests.tolerances import FLOAT64_ORDER
+
+from megatron_fp8rl.algo.advantages import (
+    NonFiniteRewardError,
+    group_advantages,
+    has_signal,
+    overlong_penalty,
+    to_samples,
+)
+from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+
+MODEL = ModelConfig(
+    family="qwen3", num_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=8
+)
+PROMPT = Prompt(prompt_id="sum/7", environment="sum", token_ids=(1, 2, 3), text="", answer="")
+
+
+def config(**algo) -> RunConfig:
+    return RunConfig(name="x", model=MODEL, algo=AlgoConfig(**algo), rollout=RolloutConfig(max_completion_tokens=10))
+
+
+def group(*rollouts: tuple[float, int], **changes) -> RolloutGroup:
+    """From (reward, completion length); the limit of 10 tokens truncates. ``changes`` apply to the first rollout."""
+    made = [
+        Rollout(
+            prompt=PROMPT,
+            index=i,
+            reward=reward,
+            status="truncated" if length == 10 else "scored",
+            completion=Completion(
+                token_ids=tuple(range(length)),
+                rollout_logprobs=tuple(-0.1 * t for t in range(length)),
+                finish_reason="length" if length == 10 else "stop",
+                min_version=3,
+                max_version=4,
+            ),
+        )
+        for i, (reward, length) in enumerate(rollouts)
+    ]
+    made[0] = dataclasses.replace(made[0], **changes)
+    return RolloutGroup(prompt=PROMPT, rollouts=tuple(made))
+
+
+@pytest.mark.parametrize("divide_by_std", [True, False])
+def test_group_advantages_match_numpy(divide_by_std):
+    rewards = [0.0, 1.0, 1.0, 0.25, 0.5]
+    expected = np.array(rewards) - np.mean(rewards)
+    if divide_by_std:
+        expected /= np.std(rewards, ddof=1) + 1e-6
+    actual = group_advantages(rewards, divide_by_std=divide_by_std)
+    assert actual == pytest.approx(expected.tolist(), rel=FLOAT64_ORDER["rtol"])
+    assert sum(actual) == pytest.approx(0, abs=FLOAT64_ORDER["rtol"])
+
+
+@pytest.mark.parametrize("rewards", [[], [1.0], [0.3] * 4])
+def test_equal_rewards_have_no_advantage(rewards):
+    assert group_advantages(rewards, divide_by_std=True) == [0.0] * len(rewards)
+
+
+def test_sample_fields_align_with_tokens():
+    samples = to_samples([group((1.0, 4), (0.0, 2))], config(advantage_std=False), version=5)
+    first, second = samples
+    assert first.name == "sum/7#0" and second.name == "sum/7#1" and first.environment == "sum"
+    assert first.token_ids == (1, 2, 3, 0, 1, 2, 3) and first.num_prompt_tokens == 3
+    assert first.loss_mask == (False,) * 3 + (True,) * 4
+    assert first.rollout_logprobs == (0.0, 0.0, 0.0, -0.0, -0.1, -0.2, pytest.approx(-0.3))
+    assert first.advantages == (0.0,) * 3 + (0.5,) * 4 and second.advantages == (0.0,) * 3 + (-0.5,) * 2
+    assert first.staleness == 2
+
+
+@pytest.mark.parametrize("zero_variance", ["keep", "drop", "refill"])
+def test_groups_without_variance(zero_variance):
+    groups = [group((1.0, 2), (1.0, 3)), group((1.0, 2), (0.0, 3))]
+    cfg = config(zero_variance=zero_variance)
+    samples = to_samples(groups, cfg, version=3)
+    assert len(samples) == (4 if zero_variance == "keep" else 2)
+    assert [has_signal(g, cfg) for g in groups] == [False, True]
+    if zero_variance == "keep":
+        assert set(samples[0].advantages) == {0.0}
+
+
+def test_failed_scores_and_aborted_completions_do_not_count():
+    whole = group((1.0, 2), (0.0, 2), (0.0, 2))
+    failed = group((9.0, 2), (1.0, 2), (0.0, 2), (0.0, 2), status="score_failed", detail="late")
+    expected = [s.advantages for s in to_samples([whole], config(), version=3)]
+    assert [s.advantages for s in to_samples([failed], config(), version=3)] == expected
+    aborted = group((9.0, 2), (1.0, 2), (0.0, 2), (0.0, 2))
+    completion = dataclasses.replace(aborted.rollouts[0].completion, finish_reason="abort")
+    rollouts = (dataclasses.replace(aborted.rollouts[0], completion=completion), *aborted.rollouts[1:])
+    samples = to_samples([dataclasses.replace(aborted, rollouts=rollouts)], config(), version=3)
+    assert [s.advantages for s in samples] == expected
+
+
+def test_overlong_keep_mask_penalty():
+    rollouts = group((1.0, 4), (0.0, 4), (0.0, 10))
+    assert len(to_samples([rollouts], config(overlong="keep"), version=3)) == 3
+    masked = to_samples([rollouts], config(overlong="mask", advantage_std=False), version=3)
+    assert [s.name for s in masked] == ["sum/7#0", "sum/7#1"]
+    assert [s.advantages[-1] for s in masked] == [0.5, -0.5]
+    punished = to_samples(
+        [group((1.0, 4), (1.0, 8), (1.0, 10))],
+        config(overlong="penalty", overlong_buffer_tokens=4, advantage_std=False),
+        version=3,
+    )
+    assert [s.advantages[-1] for s in punished] == pytest.approx([0.5, 0.0, -0.5])  # rewards 1, 0.5, 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "buffer", "penalty"), [(6, 4, 0), (7, 4, 0.25), (9, 4, 0.75), (10, 4, 1), (9, 0, 0), (10, 0, 1)]
+)
+def test_soft_overlong_punishment(num_tokens, buffer, penalty):
+    """DAPO eq. 13 with limit 10."""
+    assert overlong_penalty(num_tokens, 10, AlgoConfig(overlong_buffer_tokens=buffer)) == penalty
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_a_reward_that_is_no_number_is_named(reward):
+    with pytest.raises(NonFiniteRewardError, match=r"sum/7#0.*environment sum"):
+        to_samples([group((reward, 2), (0.0, 2))], config(), version=3)
+
+
+def test_missing_logprobs_are_named():
+    completion = Completion(
+        token_ids=(1, 2), rollout_logprobs=(0.0,), finish_reason="stop", min_version=0, max_version=0
+    )
+    with pytest.raises(ValueError, match="sum/7#0: 1 log-probabilities for 2 tokens"):
+        to_samples([group((1.0, 2), (0.0, 2), completion=completion)], config(), version=3)

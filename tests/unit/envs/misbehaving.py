@@ -1,0 +1,48 @@
+"""An environment whose scorer does whatever the completion says. Imported by score workers."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+from megatron_fp8rl.envs.base import Problem
+
+
+class Judge:
+    def __init__(self, bonus: float = 0.0):
+        self.bonus = bonus
+
+    def make_problem(self, index: int) -> Problem:
+        return Problem(question=f"question {index}", answer=str(index))
+
+    def score(self, prompt, completion_text: str) -> float:
+        command, _, argument = completion_text.partition(":")
+        if command == "sleep":
+            time.sleep(float(argument))
+        elif command == "regex":
+            re.match(r"(a+)+$", "a" * 60 + "b")  # exponential, and holds the interpreter lock
+        elif command == "crash":
+            os.abort()
+        elif command == "exit":
+            print("last words", file=sys.stderr, flush=True)
+            os._exit(7)
+        elif command == "raise":
+            raise RuntimeError(argument)
+        elif command == "nan":
+            return float("nan")
+        elif command == "print":
+            print('{"reward": 99}')  # must not be taken for a reply
+        elif command == "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            with open(argument, "w") as file:
+                file.write(str(child.pid))
+            time.sleep(600)
+        elif command == "pid":
+            return float(os.getpid())
+        return float(completion_text == prompt.answer) + self.bonus
+
+
+class Broken:
+    def __init__(self):
+        raise OSError("no licence server")

@@ -1,0 +1,105 @@
+"""Naming environments, rendering templates, and the reasoning-gym adapter over its generators."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.config import EnvironmentConfig
+from megatron_fp8rl.envs.base import (
+    EnvironmentSpecError,
+    Problem,
+    build_environment,
+    environments_by_key,
+    render,
+)
+from megatron_fp8rl.envs.reasoning_gym import extract_answer
+from megatron_fp8rl.types import Prompt
+
+
+def as_prompt(problem: Problem) -> Prompt:
+    """As it reaches a scorer: through JSON."""
+    metadata = json.loads(json.dumps(problem.metadata))
+    return Prompt(
+        prompt_id="x/1", environment="x", token_ids=(1,), text="", answer=problem.answer, metadata=metadata
+    )
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    # chain_sum: plain; countdown: many right answers; knight_swap, polynomial_multiplication: differ between processes;
+    # list_functions: a list of problems that ends; course_schedule, base_conversion: text and other answers.
+    ["chain_sum", "countdown", "knight_swap", "polynomial_multiplication", "list_functions", "base_conversion"],
+)
+def test_reference_answers_score_one_in_a_fresh_environment(dataset):
+    for index in (0, 17, 2**31 - 1):
+        problem = build_environment(EnvironmentConfig(dataset=dataset)).make_problem(index)
+        again = build_environment(EnvironmentConfig(dataset=dataset))
+        assert again.make_problem(index) == problem
+        assert again.score(as_prompt(problem), f"\n {problem.answer} ") == 1.0
+        assert again.score(as_prompt(problem), "surely not") < 0.5
+
+
+def test_scorer_survives_a_problem_that_cannot_be_made_again():
+    """As with generators that iterate over sets: the record of the problem decides, not the new one."""
+    environment = build_environment(EnvironmentConfig())
+    problem = environment.make_problem(4)
+    altered = Problem(question="another", answer="77", metadata={**problem.metadata, "question": "another"})
+    assert environment.score(as_prompt(altered), "77") == 1.0
+    assert environment.score(as_prompt(altered), str(Decimal(problem.answer) + 1000)) == 0.0
+
+
+def test_own_environment_by_module_and_class(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    environment = build_environment(EnvironmentConfig(dataset="misbehaving:Judge", options={"bonus": 2.0}))
+    assert environment.score(as_prompt(environment.make_problem(3)), "3") == 3.0
+    with pytest.raises(EnvironmentSpecError, match="bonnus"):
+        build_environment(EnvironmentConfig(dataset="misbehaving:Judge", options={"bonnus": 2.0}))
+    with pytest.raises(EnvironmentSpecError, match="no 'Jugde'; did you mean Judge"):
+        build_environment(EnvironmentConfig(dataset="misbehaving:Jugde"))
+    with pytest.raises(EnvironmentSpecError, match="cannot import 'nowhere'"):
+        build_environment(EnvironmentConfig(dataset="nowhere:Judge"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"dataset": "chain_summ"}, "no generator 'chain_summ'; did you mean chain_sum"),
+        ({"options": {"min_trems": 2}}, "no option 'min_trems'; did you mean min_terms"),
+        ({"options": {"size": 2}}, "no option 'size'"),
+        ({"options": {"min_terms": 9}}, "refuses options .*max_terms must be >= min_terms"),
+    ],
+)
+def test_mistakes_are_named_with_what_is_near(fields, message):
+    with pytest.raises(EnvironmentSpecError, match=message):
+        build_environment(EnvironmentConfig(**fields))
+
+
+def test_templates():
+    problem = Problem(question="what?", answer="4", metadata={"expression": "2 + 2", "difficulty": {"digits": 1}})
+    assert render("{question} {expression} {{}} {difficulty[digits]}", problem) == "what? 2 + 2 {} 1"
+    with pytest.raises(EnvironmentSpecError, match="no field 'expresion'; did you mean expression"):
+        render("{expresion}", problem)
+    with pytest.raises(EnvironmentSpecError, match="write a literal brace twice"):
+        render("{", problem)
+    with pytest.raises(EnvironmentSpecError, match="cannot be filled"):
+        render("{difficulty[nothing]}", problem)
+
+
+def test_keys_number_repeated_datasets():
+    configs = [EnvironmentConfig(), EnvironmentConfig(dataset="products"), EnvironmentConfig(), EnvironmentConfig()]
+    assert list(environments_by_key(configs)) == ["chain_sum", "products", "chain_sum-2", "chain_sum-3"]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (" 42\n", "42"),
+        ("it is <answer>1</answer>, no, <answer> 42 </answer>.", "42"),
+        ("<think>perhaps <answer>7</answer></think>\n42", "42"),
+        ("", ""),
+    ],
+)
+def test_extract_answer(completion, answer):
+    assert extract_answer(completion) == answer

@@ -1,0 +1,148 @@
+"""The score pool against scorers that hang, crash, raise, print and lie."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig
+from megatron_fp8rl.envs.base import build_environment
+from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
+from megatron_fp8rl.types import Prompt
+
+JUDGE = EnvironmentConfig(dataset="misbehaving:Judge", options={"bonus": 0.5})
+PROMPT = Prompt(prompt_id="judge/3", environment="judge", token_ids=(1,), text="?", answer="3")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.fixture
+def pool():
+    with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=1.0) as pool:
+        yield pool
+
+
+def score(pool, text):
+    return asyncio.run(pool.score(PROMPT, text))
+
+
+def test_scores_and_keeps_its_worker(pool):
+    assert score(pool, "3") == (1.5, "scored", "")
+    assert score(pool, "4") == (0.5, "scored", "")
+    assert score(pool, "pid") == score(pool, "pid")
+    assert score(pool, "x" * 300_000) == (0.5, "scored", "")  # more than a pipe holds
+
+
+@pytest.mark.parametrize(
+    ("text", "detail"),
+    [
+        ("sleep:60", "did not answer within 1 s"),
+        ("regex", "did not answer within 1 s"),
+        ("crash", "exit code -6"),
+        ("exit", "exit code 7: last words"),
+        ("raise:bad luck", "RuntimeError: bad luck"),
+        ("nan", "returned nan"),
+    ],
+)
+def test_a_failing_scorer_costs_one_score(pool, text, detail):
+    assert score(pool, "3")[1] == "scored"
+    started = time.monotonic()
+    reward, status, reason = score(pool, text)
+    assert (reward, status) == (0.0, "score_failed")
+    assert reason.startswith("scorer of judge") and detail in reason
+    assert time.monotonic() - started < 5
+    assert score(pool, "3") == (1.5, "scored", "")
+
+
+def test_what_a_scorer_prints_is_not_a_reply(pool):
+    assert score(pool, "print") == (0.5, "scored", "")
+    assert score(pool, "3") == (1.5, "scored", "")
+
+
+def test_children_of_a_late_scorer_die_with_it(pool, tmp_path):
+    assert score(pool, "3")[1] == "scored"
+    assert score(pool, f"child:{tmp_path / 'pid'}")[1] == "score_failed"
+    child = int((tmp_path / "pid").read_text())
+    stop_at = time.monotonic() + 5
+    while _is_running(child) and time.monotonic() < stop_at:
+        time.sleep(0.05)
+    assert not _is_running(child)
+
+
+def test_batch_keeps_order_and_outlives_failures():
+    with ScorePool({"judge": JUDGE}, num_workers=2, deadline_s=1.0) as pool:
+        texts = ["3", "crash", "4", "sleep:60", *["3"] * 20]
+        results = asyncio.run(pool.score_batch([(PROMPT, text) for text in texts]))
+    assert [status for _, status, _ in results] == [
+        "scored",
+        "score_failed",
+        "scored",
+        "score_failed",
+        *["scored"] * 20,
+    ]
+    assert [reward for reward, _, _ in results[4:]] == [1.5] * 20
+
+
+def test_queued_scores_have_the_whole_deadline(pool):
+    """Four scores of 0.4 s on one worker with a deadline of 1 s."""
+    results = asyncio.run(pool.score_batch([(PROMPT, "sleep:0.4")] * 4))
+    assert [status for _, status, _ in results] == ["scored"] * 4
+
+
+def test_close_interrupts_and_refuses(pool):
+    async def interrupted():
+        task = asyncio.create_task(pool.score(PROMPT, "sleep:60"))
+        await asyncio.sleep(0.3)
+        pool.close()
+        return await task
+
+    assert asyncio.run(interrupted())[1] == "score_failed"
+    pool.close()
+    with pytest.raises(ScorePoolError, match="closed"):
+        score(pool, "3")
+
+
+def test_environment_that_cannot_be_built_is_an_error_with_its_reason():
+    with ScorePool({"judge": EnvironmentConfig(dataset="misbehaving:Broken")}, num_workers=1, deadline_s=1) as pool:
+        for _ in range(2):
+            with pytest.raises(ScorePoolError, match="no licence server|ended|cannot build"):
+                score(pool, "3")
+
+
+def test_unknown_environment_is_named(pool):
+    prompt = Prompt(prompt_id="other/1", environment="other", token_ids=(1,), text="?", answer="")
+    with pytest.raises(ScorePoolError, match="prompt other/1: no environment 'other' .there are: judge"):
+        asyncio.run(pool.score(prompt, "3"))
+
+
+def test_reasoning_gym_out_of_process_equals_in_process():
+    cfg = DataConfig(num_score_workers=1)
+    environment = build_environment(cfg.environments[0])
+    problem = environment.make_problem(11)
+    prompt = Prompt(
+        prompt_id="chain_sum/11",
+        environment="chain_sum",
+        token_ids=(1,),
+        text="",
+        answer=problem.answer,
+        metadata=problem.metadata,
+    )
+    texts = [problem.answer, f" {problem.answer}.0\n", f"<answer>{problem.answer}</answer>", "", "12", problem.answer + "9"]
+    with ScorePool.build(cfg) as pool:
+        results = asyncio.run(pool.score_batch([(prompt, text) for text in texts]))
+    assert [reward for reward, _, _ in results] == [environment.score(prompt, text) for text in texts]
+    assert [reward for reward, _, _ in results[:4]] == [1.0, 1.0, 1.0, 0.0]
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A zombie waits for a parent that may never come in a container; it runs no more.
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
