@@ -1,0 +1,32 @@
+"""Packaging. Versions come from requirements.toml; settings of tools from pyproject.toml."""
+
+import re
+import tomllib
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+PINS = tomllib.loads((ROOT / "requirements.toml").read_text())
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_fp8rl" / "__init__.py").read_text())[1]
+
+
+def extra(name: str) -> list[str]:
+    """Requirements of one extra; an extra with an engine brings everything that trainer and engine share."""
+    shared = PINS["engine"] if name in ("cpu", "gpu") else []
+    return [*shared, *PINS["extras"][name]]
+
+
+setup(
+    name="megatron-fp8rl",
+    version=VERSION,
+    description="FP8 reinforcement learning for dense and mixture-of-experts language models",
+    python_requires=f"=={PINS['python']}.*",
+    packages=find_packages(include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "model_configs.*"]),
+    install_requires=PINS["core"],
+    extras_require={name: extra(name) for name in PINS["extras"]},
+    entry_points={
+        "console_scripts": ["megatron-fp8rl = megatron_fp8rl.__main__:main"],
+        "vllm.general_plugins": ["megatron_fp8rl = megatron_fp8rl.rollout.plugin:register"],
+    },
+)
