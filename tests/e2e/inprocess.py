@@ -1,0 +1,213 @@
+"""vLLM engines inside test processes: forked from one process that has imported vLLM, which takes 12 s, once.
+
+An engine here is vLLM's own LLM in the calling process, configured by ``rollout/engine.py``, with a client that has the
+methods of ``EngineClient``; what is left out is HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.fp8.blockwise import quantize_weight
+from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.weights import names
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the calling process
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MEGATRON_FP8RL_SCALES": "pow2",
+}
+# Only what is importable without pytest's additions to sys.path: Python 3.12 does not hand them to the fork server.
+PRELOAD = [
+    "transformers",
+    "vllm.entrypoints.llm",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.model_executor.models.qwen3_moe",
+    "megatron_fp8rl.rollout.cpu_kernels",
+    "megatron_fp8rl.rollout.worker",
+    "megatron_fp8rl.weights.export",
+]
+PROMPTS = [list(range(3, 3 + n)) for n in (5, 17, 40)]
+
+
+def call(function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> Any:
+    """Result of a module-level function in a process of its own that may build engines."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    before = dict(os.environ)
+    os.environ.update(ENVIRONMENT)
+    try:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_child, args=(theirs, function, args), daemon=True)
+        process.start()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    theirs.close()
+    try:
+        if not ours.poll(timeout_s):
+            raise TimeoutError(f"{function.__name__} took longer than {timeout_s:g} s")
+        result, failure = pickle.loads(ours.recv_bytes())
+    finally:
+        process.kill()
+        process.join()
+    if failure is not None:
+        raise AssertionError(f"in the engine's process:\n{failure}")
+    return result
+
+
+def _child(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    os.environ.update(ENVIRONMENT)
+    torch.set_num_threads(1)
+    try:
+        answer = function(*args), None
+    except BaseException:
+        answer = None, traceback.format_exc()
+    # Plain pickle: torch's own would hand over file descriptors that end with this process.
+    pipe.send_bytes(pickle.dumps(answer))
+
+
+def random_weights(cfg: RunConfig, seed: int) -> dict[str, Tensor]:
+    """BF16 tensors of a Hugging Face checkpoint; norms are not 1, so that a missing one shows."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = names.hf_tensors(cfg.model)
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.05 + (1.0 if len(shape) == 1 else 0.0)).bfloat16()
+        for name, shape in shapes.items()
+    }
+
+
+def policy_of(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
+    """What the exporter needs of a policy, on one rank. Its parameters are copies."""
+    parameters = {n: names.from_hf(n, tensors.__getitem__, cfg.model).clone() for n in names.mcore_names(cfg.model)}
+    parallel = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    return SimpleNamespace(cfg=cfg, parallel=parallel, named_parameters=lambda: iter(parameters.items()))
+
+
+def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path) -> Path:
+    """The FP8 checkpoint of ``tensors`` as any producer of FP8 checkpoints writes it, straight from the layer table."""
+    from safetensors.torch import save_file
+
+    from megatron_fp8rl.rollout.engine import quantization_config
+
+    table = LayerTable.build(cfg.model, cfg.precision)
+    content = {}
+    for name, tensor in tensors.items():
+        if table.rollout_fp8(name):
+            content[name], content[f"{name}_scale_inv"] = quantize_weight(tensor, cfg.precision.scales)
+        else:
+            content[name] = tensor
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(content, folder / "model.safetensors", metadata={"format": "pt"})
+    config = names.to_hf_config(cfg.model) | {"quantization_config": quantization_config(cfg.model, cfg.precision)}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
+    """An engine as the fleet starts it (``dummy``), or one that loads the checkpoint in ``folder`` (``auto``)."""
+    from vllm import LLM
+
+    from megatron_fp8rl.rollout import plugin
+    from megatron_fp8rl.rollout.engine import engine_arguments
+
+    plugin.register()
+    arguments = engine_arguments(cfg, folder, cpu=True)
+    shared = ("hf-overrides", "worker-extension-cls", "weight-transfer-config", "dtype", "max-model-len", "logprobs-mode")
+    options = {key.replace("-", "_"): arguments[key] for key in shared}
+    return LLM(
+        model=str(folder),
+        load_format=load_format,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=16 << 20,
+        max_num_seqs=8,
+        **options,
+    )
+
+
+def prompt_logprobs(llm: Any) -> Tensor:
+    """Log-probabilities of the tokens of PROMPTS, one after another."""
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    return torch.tensor([next(iter(p.values())).logprob for o in outputs for p in o.prompt_logprobs[1:]])
+
+
+class Client:
+    """The methods of EngineClient that the exporter calls; updates pass through JSON as they do over HTTP."""
+
+    name = "rollout-0"
+
+    def __init__(self, llm: Any):
+        self.llm = llm
+        self.paused = False
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        self.llm.init_weight_transfer_engine({"init_info": dict(info)})
+
+    async def pause(self, mode: str) -> None:
+        assert mode == "keep" and not self.paused
+        self.paused = True
+        self.llm.reset_prefix_cache()
+
+    async def start_update(self) -> None:
+        assert self.paused
+        self.llm.start_weight_update()
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        self.llm.update_weights({"update_info": json.loads(json.dumps(info))})
+
+    async def finish_update(self, version: int) -> None:
+        self.llm.finish_weight_update()
+
+    async def weight_digests(self) -> list[dict[str, Any]]:
+        return json.loads(json.dumps(self.llm.collective_rpc("weight_digests")))
+
+    async def resume(self) -> None:
+        self.paused = False
+
+
+class InProcessFleet:
+    """A fleet of engines in this process."""
+
+    def __init__(self, *engines: Any):
+        self.clients = tuple(Client(llm) for llm in engines)
+
+    def sync(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
+        return asyncio.run(asyncio.wait_for(coroutine, deadline_s))
+
+
+def set_weights(policy: SimpleNamespace, tensors: Mapping[str, Tensor]) -> None:
+    """What an optimizer step does: new values in the same parameters."""
+    for name, parameter in policy.named_parameters():
+        parameter.copy_(names.from_hf(name, tensors.__getitem__, policy.cfg.model))
+
+
+def free_engines() -> None:
+    """After the last reference to an engine is gone: make room for another."""
+    import gc
+
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()
