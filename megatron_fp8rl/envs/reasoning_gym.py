@@ -1,6 +1,6 @@
 """Environments out of reasoning-gym: about a hundred generators of problems, each with its own exact scorer.
 
-A problem is a pure function of its index. Scoring makes the same problem again in the worker process, so that the
+A problem is a pure function of its index (but for knight_swap in reasoning-gym 0.1, which orders by address). Scoring makes the same problem again in the worker process, so that the
 generator's scorer sees its entry with Python's own types rather than a copy that went through JSON.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import random
 import re
 import warnings
 from collections.abc import Mapping
@@ -78,10 +79,15 @@ class ReasoningGymEnvironment:
         return float(self._dataset.score_answer(answer=extract_answer(completion_text), entry=entry))
 
     def _make_entry(self, index: int) -> dict[str, Any]:
+        # A few generators (list_functions) draw from the interpreter's global random state besides their own.
+        state = random.getstate()
+        random.seed(index)
         try:
             return self._dataset[index]
         except IndexError:
             return self._dataset[index % len(self._dataset)]
+        finally:
+            random.setstate(state)
 
 
 def extract_answer(completion_text: str) -> str:

@@ -146,23 +146,24 @@ class _Worker:
             start_new_session=True,  # a process group of its own, to be killed with all that a scorer starts
             bufsize=0,
         )
-        self._is_alive, self._is_ready = True, False
+        self._is_alive = True
+        self._state = "started"  # then "ready", or the reason why it will never be
         self._buffer = b""
         self._started_at = time.monotonic()
         with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
             self._send(self._greeting)
 
     def ensure_started(self) -> None:
-        """Wait until the environments are built."""
-        if self._is_ready:
-            return
-        try:
-            reply = self._receive(max(self._started_at + _START_DEADLINE_S - time.monotonic(), 1.0))
-        except _WorkerLost as lost:
-            raise ScorePoolError(f"a score worker {lost} while it built its environments") from lost
-        if "error" in reply:
-            raise ScorePoolError(f"a score worker cannot build its environments: {reply['error']}")
-        self._is_ready = True
+        """Wait until the environments are built; a failure to build them is final for this process."""
+        if self._state == "started":
+            try:
+                reply = self._receive(self._started_at + _START_DEADLINE_S - time.monotonic())
+                failure = reply.get("error", "")
+            except _WorkerLost as lost:
+                failure = f"it {lost}"
+            self._state = failure or "ready"
+        if self._state != "ready":
+            raise ScorePoolError(f"a score worker cannot build its environments: {self._state}")
 
     def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Send one request and return its answer."""
@@ -199,7 +200,7 @@ class _Worker:
         while b"\n" not in self._buffer:
             remaining_s = stop_at - time.monotonic()
             if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
-                raise _WorkerLost(f"did not answer within {deadline_s:g} s")
+                raise _WorkerLost(f"did not answer within {deadline_s:.3g} s")
             chunk = os.read(self._process.stdout.fileno(), 1 << 16)
             if not chunk:
                 raise _WorkerLost(self._obituary())

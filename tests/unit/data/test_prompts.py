@@ -81,11 +81,16 @@ def test_small_question_space_gives_what_it_has():
     prompts = PromptStream(config(tiny), TOKENIZER).eval_prompts(128)  # 200 questions exist
     assert 10 < len(prompts) < 50
     assert len({p.text for p in prompts}) == len(prompts)
-    single = EnvironmentConfig(options={"min_terms": 1, "max_terms": 1, "max_digits": 1}, template="{expression}=")
-    with pytest.raises(TooFewProblemsError, match="environment chain_sum: .*widen"):
-        stream = PromptStream(config(single), TOKENIZER)  # ten questions: one side may be empty, the other is not
-        stream.eval_prompts(1)
-        raise TooFewProblemsError("environment chain_sum: both sides exist; nothing to widen")
+
+
+def test_a_single_question_cannot_be_on_both_sides():
+    one = EnvironmentConfig(options={"min_terms": 1, "max_terms": 1, "max_digits": 1}, template="{expression}=")
+    environment = PromptStream(config(one), TOKENIZER)._source.environments["chain_sum"]
+    questions = {environment.make_problem(i).question for i in range(100)}
+    sides = {is_held_out(question) for question in questions}
+    assert len(questions) == 10 and sides == {False}  # by the hash of these ten
+    with pytest.raises(TooFewProblemsError, match="environment chain_sum: no problem to hold out; .*widen them"):
+        PromptStream(config(one), TOKENIZER).eval_prompts(1)
 
 
 def test_bad_prompts_are_named():
@@ -133,5 +138,5 @@ def test_sft_samples_are_prompt_answer_end():
 
 def test_sft_refuses_a_long_answer_by_name():
     short = dataclasses.replace(config(SUMS), rollout=RolloutConfig(max_prompt_tokens=20, max_completion_tokens=1))
-    with pytest.raises(ValueError, match="answer of chain_sum/sft-0 has .* max_completion_tokens = 1"):
+    with pytest.raises(ValueError, match="answer of chain_sum/sft-0 has 2 tokens .*max_completion_tokens = 1"):
         SftSource(short, TOKENIZER).samples(0)

@@ -28,9 +28,9 @@ def as_prompt(problem: Problem) -> Prompt:
 
 @pytest.mark.parametrize(
     "dataset",
-    # chain_sum: plain; countdown: many right answers; knight_swap, polynomial_multiplication: differ between processes;
-    # list_functions: a list of problems that ends; course_schedule, base_conversion: text and other answers.
-    ["chain_sum", "countdown", "knight_swap", "polynomial_multiplication", "list_functions", "base_conversion"],
+    # chain_sum: plain; countdown: many right answers; polynomial_multiplication: iterates over sets; list_functions: uses
+    # the global random state and ends after 500 problems; base_conversion: answers as text.
+    ["chain_sum", "countdown", "polynomial_multiplication", "list_functions", "base_conversion"],
 )
 def test_reference_answers_score_one_in_a_fresh_environment(dataset):
     for index in (0, 17, 2**31 - 1):
