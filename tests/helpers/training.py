@@ -1,0 +1,175 @@
+"""Small models, ragged batches and training runs that tests execute on ranks of any layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.algo.loss import grpo_loss
+from megatron_fp8rl.config import (
+    AlgoConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from megatron_fp8rl.data.packing import Alignment, pack
+from megatron_fp8rl.types import Sample, TrainBatch
+
+VOCAB = 62
+MOE = ModelConfig(
+    family="qwen3_moe",
+    num_layers=4,
+    hidden_size=64,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=VOCAB,
+    num_experts=4,
+    experts_per_token=2,
+    moe_ffn_hidden_size=32,
+    max_position_embeddings=128,
+    initializer_range=0.08,  # wide enough for log-probabilities to differ between tokens
+)
+DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=96)
+
+# With Adam's usual eps the first updates are lr * sign(gradient), which turns rounding of a gradient near 0 into a
+# different weight. A large eps makes the update a smooth function of the gradient.
+SMOOTH_ADAM = OptimConfig(lr=1e-2, eps=1e-2, weight_decay=0.1)
+
+
+def run_config(
+    *,
+    model: ModelConfig = MOE,
+    optim: OptimConfig = SMOOTH_ADAM,
+    algo: AlgoConfig | None = None,
+    trainer: str = "bf16",
+    params: str = "fp32",
+    max_tokens: int = 96,
+    **parallel: int,
+) -> RunConfig:
+    """A run of FP32 parameters and no FP8 unless told otherwise, at a temperature that is not 1."""
+    return RunConfig(
+        name="test",
+        model=model,
+        parallel=ParallelConfig(**parallel),
+        precision=PrecisionConfig(trainer=trainer, params=params, amax_history_len=3),
+        optim=optim,
+        rollout=RolloutConfig(temperature=0.8, max_tokens_per_microbatch=max_tokens),
+        algo=algo or AlgoConfig(entropy_coef=0.01, aggregate="sequence"),
+    )
+
+
+def make_samples(num: int = 8, *, seed: int = 5) -> list[Sample]:
+    """Ragged sequences of random tokens, with a random advantage and rollout log-probabilities near the uniform one."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    samples = []
+    for index in range(num):
+        length = draw(6, 30)
+        num_prompt = draw(1, length - 2)
+        num_completion = length - num_prompt
+        advantage = float(torch.randn((), generator=generator))
+        rollout = (-3.5 - torch.rand(num_completion, generator=generator)).tolist()
+        samples.append(
+            Sample(
+                name=f"sample{index}",
+                environment="test",
+                token_ids=tuple(torch.randint(0, VOCAB, (length,), generator=generator).tolist()),
+                num_prompt_tokens=num_prompt,
+                loss_mask=(False,) * num_prompt + (True,) * num_completion,
+                rollout_logprobs=(0.0,) * num_prompt + tuple(rollout),
+                advantages=(0.0,) * num_prompt + (advantage,) * num_completion,
+            )
+        )
+    return samples
+
+
+def make_batch(cfg: RunConfig, data_rank: int, samples: list[Sample] | None = None) -> TrainBatch:
+    """One update's batch for a data-parallel rank."""
+    (batch,) = pack(
+        make_samples() if samples is None else samples,
+        data_size=cfg.parallel.data,
+        data_rank=data_rank,
+        max_tokens=cfg.rollout.max_tokens_per_microbatch,
+        alignment=Alignment.of(cfg.parallel),
+        num_microbatches_multiple=cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
+    )
+    return batch
+
+
+def make_loss(cfg: RunConfig) -> Callable:
+    return partial(grpo_loss, cfg=cfg.algo, max_completion_tokens=30)
+
+
+def token_values(batch: TrainBatch, values: list[Tensor]) -> dict[str, Tensor]:
+    """Values of the loss tokens by sequence name, so that they compare between ways to pack."""
+    found = {}
+    for mb, values_T in zip(batch.microbatches, values, strict=True):
+        for index, name in enumerate(mb.names):
+            if name:
+                found[name] = values_T[(mb.sequence_ids_T == index) & mb.loss_mask_T].detach().clone()
+    return found
+
+
+@dataclass
+class Trained:
+    """What one rank knows after training."""
+
+    metrics: list[dict[str, float]]
+    old_logprobs: dict[str, Tensor]  # of the first update, by sequence name
+    pieces: dict[str, tuple[int, Tensor]]  # global name -> (rank of the piece, this rank's piece of the weight)
+
+
+def train(cfg: RunConfig, num_updates: int = 2) -> Trained:
+    """Runs on a rank: build the policy and update it on the same samples, with fresh old log-probabilities each time."""
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    policy = Policy.build(cfg, parallel)
+    metrics, first = continue_training(policy, num_updates)
+    result = Trained(metrics=metrics, old_logprobs=first, pieces=weight_pieces(policy))
+    parallel.barrier("done")
+    return result
+
+
+def continue_training(policy, num_updates: int) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Runs on a rank: (metrics of each update, old log-probabilities of the first)."""
+    cfg, metrics, first = policy.cfg, [], {}
+    for _ in range(num_updates):
+        batch = policy.with_old_logprobs(make_batch(cfg, policy.parallel.dp_rank))
+        first = first or token_values(batch, [mb.old_logprobs_T for mb in batch.microbatches])
+        metrics.append(policy.update(batch, make_loss(cfg)))
+    return metrics, first
+
+
+def weight_pieces(policy) -> dict[str, tuple[int, Tensor]]:
+    from megatron_fp8rl.weights import names
+
+    parallel = policy.parallel
+    return {
+        name: (parallel.etp_rank if names.is_expert(name) else parallel.tp_rank, parameter.detach().clone())
+        for name, parameter in policy.named_parameters()
+    }
+
+
+def full_weights(model: ModelConfig, ranks: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
+    """Whole tensors by global name; raises when two ranks that hold the same piece differ in a bit."""
+    from megatron_fp8rl.weights import names
+
+    found: dict[str, dict[int, Tensor]] = {}
+    for pieces in ranks:
+        for name, (index, piece) in pieces.items():
+            known = found.setdefault(name, {}).setdefault(index, piece)
+            assert torch.equal(known, piece), f"{name}: replicas of piece {index} differ"
+    return {name: names.unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in found.items()}
