@@ -12,3 +12,9 @@ ENGINE_LOGPROB_MEAN, ENGINE_LOGPROB_MAX = 0.05, 0.3  # nats, for weights that gi
 LOGPROBS_FLOAT32 = {"rtol": 2e-6, "atol": 2e-5}
 # Two float32 programs over four layers, with matrix products in different orders; measured 4e-6, logits are near 1.
 LOGITS_FLOAT32 = {"rtol": 0.0, "atol": 1e-4}
+# Layouts of one FP32 model: sums of up to some thousand terms in another order, through four layers.
+LAYOUT_FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
+# Weights after two updates of at most 1e-2 each: the gradients' relative difference times the step.
+LAYOUT_WEIGHTS = {"rtol": 1e-5, "atol": 2e-6}
+# Another implementation of the same FP32 model: norms, attention and router round in other places.
+TRANSFORMERS_FLOAT32 = {"rtol": 1e-5, "atol": 3e-5}
