@@ -7,12 +7,20 @@ methods of ``EngineClient``; what is left out is HTTP.
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
+import functools
+import importlib
 import json
-import multiprocessing
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +42,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MEGATRON_FP8RL_SCALES": "pow2",
 }
-# Only what is importable without pytest's additions to sys.path: Python 3.12 does not hand them to the fork server.
 PRELOAD = [
     "transformers",
     "vllm.entrypoints.llm",
@@ -48,40 +55,70 @@ PROMPTS = [list(range(3, 3 + n)) for n in (5, 17, 40)]
 
 
 def call(function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> Any:
-    """Result of a module-level function in a process of its own that may build engines."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    before = dict(os.environ)
-    os.environ.update(ENVIRONMENT)
-    try:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_child, args=(theirs, function, args), daemon=True)
-        process.start()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    theirs.close()
-    try:
-        if not ours.poll(timeout_s):
+    """Result of a module-level function, run in a process of its own that may build engines."""
+    return _host().call(function, args, timeout_s)
+
+
+@functools.cache
+def _host() -> Host:
+    host = Host()
+    atexit.register(host.close)
+    return host
+
+
+class Host:
+    """A process that has imported vLLM and forks itself for every call.
+
+    Not multiprocessing's fork server: there is one of those per program, and tests of the trainer use it.
+    """
+
+    def __init__(self) -> None:
+        self._pipe, theirs = Pipe()
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", f"import inprocess; inprocess.serve({theirs.fileno()})"]
+        self._process = subprocess.Popen(
+            command, env=environment, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        theirs.close()
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+        self._pipe.send((function.__module__, function.__name__, args))
+        if not self._pipe.poll(timeout_s):
+            self.close()
+            _host.cache_clear()
             raise TimeoutError(f"{function.__name__} took longer than {timeout_s:g} s")
-        result, failure = pickle.loads(ours.recv_bytes())
-    finally:
-        process.kill()
-        process.join()
-    if failure is not None:
-        raise AssertionError(f"in the engine's process:\n{failure}")
-    return result
+        # Plain pickle: torch's own would hand over file descriptors that end with the forked process.
+        result, failure = pickle.loads(self._pipe.recv_bytes())
+        if failure is not None:
+            raise AssertionError(f"in the engine's process:\n{failure}")
+        return result
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
-def _child(pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    os.environ.update(ENVIRONMENT)
+def serve(descriptor: int) -> None:
+    """The host's main function: import once, then one forked child per call."""
     torch.set_num_threads(1)
-    try:
-        answer = function(*args), None
-    except BaseException:
-        answer = None, traceback.format_exc()
-    # Plain pickle: torch's own would hand over file descriptors that end with this process.
-    pipe.send_bytes(pickle.dumps(answer))
+    for module in PRELOAD:
+        importlib.import_module(module)
+    pipe = Connection(descriptor)
+    while True:
+        module, name, args = pipe.recv()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                answer = getattr(importlib.import_module(module), name)(*args), None
+            except BaseException:
+                answer = None, traceback.format_exc()
+            pipe.send_bytes(pickle.dumps(answer))
+            os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if status != 0:
+            code = os.waitstatus_to_exitcode(status)
+            pipe.send_bytes(pickle.dumps((None, f"the process ended with exit code {code}")))
 
 
 def random_weights(cfg: RunConfig, seed: int) -> dict[str, Tensor]:
