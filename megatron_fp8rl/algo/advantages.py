@@ -1,10 +1,10 @@
 """Scored groups in, training samples with group-relative advantages out. Pure; every rank computes the same samples.
 
-    advantage = reward - mean(rewards of the group)              Dr.GRPO, arXiv 2503.20783
-    advantage = (reward - mean) / (std + 1e-6)                   GRPO, arXiv 2402.03300, with the sample standard deviation
+    advantage = reward - mean                     Dr.GRPO, arXiv 2503.20783
+    advantage = (reward - mean) / (std + 1e-6)    GRPO, arXiv 2402.03300
 
-A completion whose scoring failed, or that the engine aborted, has no reward: it counts neither in its group's statistics
-nor as a sample.
+mean and std (the sample standard deviation) are those of the completions of one prompt. A completion whose scoring
+failed, or that the engine aborted, has no reward: it counts neither in its group's statistics nor as a sample.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def to_samples(groups: Iterable[RolloutGroup], cfg: RunConfig, version: int) -> 
         rollouts, rewards = shaped_rewards(group, cfg)
         if cfg.algo.zero_variance != "keep" and not _varies(rewards):
             continue
-        for rollout, advantage in zip(rollouts, group_advantages(rewards, divide_by_std=cfg.algo.advantage_std)):
+        advantages = group_advantages(rewards, divide_by_std=cfg.algo.advantage_std)
+        for rollout, advantage in zip(rollouts, advantages, strict=True):
             if rollout.completion.token_ids:
                 samples.append(_sample(rollout, advantage, version))
     return samples

@@ -2,8 +2,8 @@
 
     mismatch_ratio = exp(old_logprobs - rollout_logprobs)
 
-is the importance weight of a token: 1 when the engine (FP8 kernels, KV cache, perhaps older weights) and the trainer give
-the sampled token the same probability. :func:`weights` turns it into the factor that corrects the loss;
+is the importance weight of a token: 1 when the engine (FP8 kernels, KV cache, perhaps older weights) and the trainer
+give the sampled token the same probability. :func:`weights` turns it into the factor that corrects the loss;
 :func:`mismatch_metrics` measures it, names the worst sequences and raises the alarm. Neither carries a gradient.
 
 Runs in the trainer, on every rank; tensors of one microbatch in, sums over ranks through a :class:`Reducer`.
@@ -46,7 +46,7 @@ class MismatchAlarm(RuntimeError):
 
 
 class Reducer(Protocol):
-    """What a measurement needs to know about data-parallel ranks."""
+    """What a measurement needs of the data-parallel ranks; the trainer's ``Parallel`` is one."""
 
     def gather(self, value: Any) -> list[Any]:
         """Collective: the values of all data-parallel ranks, in rank order, on every rank."""
@@ -54,12 +54,6 @@ class Reducer(Protocol):
 
 class LocalReducer:
     """The reducer of a single rank."""
-
-    def sum(self, values: dict[str, float]) -> dict[str, float]:
-        return dict(values)
-
-    def max(self, values: dict[str, float]) -> dict[str, float]:
-        return dict(values)
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -336,8 +330,8 @@ def _non_finite(mb: Microbatch) -> list[str]:
             t = int(bad[0])
             messages.append(
                 f"{name} of {mb.names[int(mb.sequence_ids_T[t])]} is {values_T[t].item()} at completion token "
-                f"{int(mb.completion_positions_T[t])} (token id {int(mb.targets_T[t])}; {bad.numel()} such tokens in its "
-                f"microbatch)"
+                f"{int(mb.completion_positions_T[t])} (token id {int(mb.targets_T[t])}; {bad.numel()} such tokens in "
+                "its microbatch)"
             )
     return messages
 
@@ -358,8 +352,8 @@ def _alarms(metrics: dict[str, float], cfg: AlgoConfig, worst: Sequence[Mismatch
         "mismatch/kl_k3/mean": ("algo.alarm_kl_k3", cfg.alarm_kl_k3),
     }
     return tuple(
-        f"{key} is {metrics[key]:.4g}, above {name} = {limit:g}; worst is {worst[0].label} with a mean |old - rollout| of "
-        f"{worst[0].abs_logprob_diff_mean:.4g}. {_REMEDY}"
+        f"{key} is {metrics[key]:.4g}, above {name} = {limit:g}; worst is {worst[0].label} with a mean "
+        f"|old - rollout| of {worst[0].abs_logprob_diff_mean:.4g}. {_REMEDY}"
         for key, (name, limit) in limits.items()
         if limit is not None and metrics.get(key, 0.0) > limit
     )

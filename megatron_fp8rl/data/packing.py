@@ -11,6 +11,7 @@ Shapes: L = tokens of one sequence, T = tokens of one microbatch, S = sequences 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -185,16 +186,16 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
 def _check(sample: Sample, capacity: int, max_tokens: int, alignment: Alignment) -> None:
     num = len(sample.token_ids)
     for field in ("loss_mask", "rollout_logprobs", "advantages"):
-        if len(getattr(sample, field)) != num:
-            raise ValueError(f"sample {sample.name}: {field} has {len(getattr(sample, field))} entries for {num} tokens")
+        if (found := len(getattr(sample, field))) != num:
+            raise ValueError(f"sample {sample.name}: {field} has {found} entries for {num} tokens")
     if not 1 <= sample.num_prompt_tokens <= num:
         raise ValueError(f"sample {sample.name}: {sample.num_prompt_tokens} prompt tokens of {num}; a prompt has some")
     if any(sample.loss_mask[: sample.num_prompt_tokens]):
         raise ValueError(f"sample {sample.name}: the loss mask covers prompt tokens")
     if _round_up(num, alignment.sequence) > capacity:
         raise SequenceTooLongError(
-            f"sample {sample.name} has {num} tokens and does not fit in a microbatch of {max_tokens} tokens (in multiples "
-            f"of {alignment.microbatch}). Raise rollout.max_tokens_per_microbatch to at least "
+            f"sample {sample.name} has {num} tokens and does not fit in a microbatch of {max_tokens} tokens (in "
+            f"multiples of {alignment.microbatch}). Raise rollout.max_tokens_per_microbatch to at least "
             f"{_round_up(num, alignment.microbatch)} or lower rollout.max_completion_tokens"
         )
 
@@ -219,7 +220,7 @@ def _split(samples: Sequence[Sample], num_parts: int) -> list[Sequence[Sample]]:
     """Consecutive parts whose sizes differ by at most one; no part is empty."""
     num_parts = min(num_parts, len(samples))
     bounds = [len(samples) * part // num_parts for part in range(num_parts + 1)] if num_parts else []
-    return [samples[low:high] for low, high in zip(bounds, bounds[1:], strict=False)]
+    return [samples[low:high] for low, high in itertools.pairwise(bounds)]
 
 
 def _round_up(value: int, multiple: int) -> int:

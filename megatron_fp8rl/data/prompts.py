@@ -92,8 +92,8 @@ class ProblemSource:
         limit = self.cfg.rollout.max_prompt_tokens
         if len(token_ids) > limit:
             raise PromptTooLongError(
-                f"prompt {prompt_id} has {len(token_ids)} tokens, more than rollout.max_prompt_tokens = {limit}; raise it, "
-                f"or make the problems of {key} shorter through its options or template: {text!r}"
+                f"prompt {prompt_id} has {len(token_ids)} tokens, more than rollout.max_prompt_tokens = {limit}; raise "
+                f"it, or make the problems of {key} shorter through its options or template: {text!r}"
             )
         return Prompt(
             prompt_id=prompt_id,

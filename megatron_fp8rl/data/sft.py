@@ -1,4 +1,4 @@
-"""Supervised samples for the warm start: a prompt, its reference answer, the end token. Pure; every rank may call it."""
+"""Supervised samples for the warm start: prompt, reference answer, end token. Pure; every rank calls it."""
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         return character_tokenizer()
     path = Path(spec)
     if not path.is_dir():
-        raise FileNotFoundError(f"data.tokenizer = {spec!r} is neither 'character' nor a directory{_near_folders(path)}")
+        hint = _near_folders(path)
+        raise FileNotFoundError(f"data.tokenizer = {spec!r} is neither 'character' nor a directory{hint}")
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise ValueError(f"data.tokenizer = {spec!r} has no end token; set eos_token in its tokenizer_config.json")
@@ -78,10 +79,11 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens:
     """
     ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids:
-        unknown = [c for c in sorted(set(text)) if tokenizer.unk_token_id in tokenizer.encode(c, add_special_tokens=False)]
+        pieces = {c: tokenizer.encode(c, add_special_tokens=False) for c in sorted(set(text))}
+        unknown = [repr(c) for c, piece in pieces.items() if tokenizer.unk_token_id in piece]
         raise UnknownCharacterError(
-            f"the tokenizer does not know {', '.join(map(repr, unknown)) or 'a part'} of {text!r}; use a tokenizer that "
-            "does, or change the environment's template"
+            f"the tokenizer does not know {', '.join(unknown) or 'a part'} of {text!r}; use a tokenizer that does, or "
+            "change the environment's template"
         )
     return tuple(ids)
 

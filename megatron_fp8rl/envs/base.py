@@ -1,7 +1,7 @@
 """What an environment is, and how a configuration names one.
 
-An environment makes problems by index and scores completions. It comes from reasoning-gym by the name of a generator, or
-from the user's own module as ``package.module:Class``, built as ``Class(**options)``.
+An environment makes problems by index and scores completions. It comes from reasoning-gym by the name of a generator,
+or from the user's own module as ``package.module:Class``, built as ``Class(**options)``.
 
 Problems are made in the trainer; scores are computed in worker processes (envs/scoring.py) that build the same
 environment again, so everything that scoring needs travels in ``Prompt.metadata``, as JSON.

@@ -1,7 +1,8 @@
 """Environments out of reasoning-gym: about a hundred generators of problems, each with its own exact scorer.
 
-A problem is a pure function of its index (but for knight_swap in reasoning-gym 0.1, which orders by address). Scoring makes the same problem again in the worker process, so that the
-generator's scorer sees its entry with Python's own types rather than a copy that went through JSON.
+A problem is a pure function of its index (except knight_swap's, which in reasoning-gym 0.1 iterates over a set of
+objects). Scoring makes the same problem again in the worker process, so that the generator's scorer sees its entry with
+Python's own types rather than a copy that went through JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class ReasoningGymEnvironment:
         for name in options:
             if name not in known:
                 raise EnvironmentSpecError(
-                    f"generator {dataset!r} has no option {name!r}{near(name, known)} (options: {', '.join(sorted(known))})"
+                    f"generator {dataset!r} has no option {name!r}{near(name, known)} "
+                    f"(options: {', '.join(sorted(known))})"
                 )
         try:
             self._dataset = reasoning_gym.create_dataset(dataset, **{"seed": 0, **options})

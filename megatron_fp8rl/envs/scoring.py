@@ -1,7 +1,7 @@
 """Scores completions out of process. Prompts and texts in, rewards out; runs on rank 0 beside the engines' client.
 
-A scorer is somebody's code: it may loop for ever, exhaust a regular expression or crash its interpreter. Here that costs
-one completion its score, with the reason in ``Rollout.detail``, and one worker its life; the run goes on.
+A scorer is somebody's code: it may loop for ever, exhaust a regular expression or crash its interpreter. Here that
+costs one completion its score, with the reason in ``Rollout.detail``, and one worker its life; the run goes on.
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ class ScorePool:
     def _score(self, prompt: Prompt, text: str) -> Score:
         if prompt.environment not in self._environments:
             known = ", ".join(self._environments)
-            raise ScorePoolError(f"prompt {prompt.prompt_id}: no environment {prompt.environment!r} (there are: {known})")
+            raise ScorePoolError(
+                f"prompt {prompt.prompt_id}: no environment {prompt.environment!r} (there are: {known})"
+            )
         request = {"prompt": dataclasses.asdict(prompt), "text": text, "deadline_s": self._deadline_s}
         worker = self._idle.get()  # never waits: there are as many workers as threads
         try:
@@ -134,7 +136,7 @@ class _Worker:
     def start(self) -> None:
         """Start the process and send it its environments, without waiting for it."""
         # Anonymous file rather than a pipe: nobody needs to read along, and the tail explains a crash.
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         environ.setdefault("OMP_NUM_THREADS", "1")
         self._process = subprocess.Popen(

@@ -49,7 +49,9 @@ def with_logprobs(batch: TrainBatch, *, old_noise: float = 0.3) -> TrainBatch:
 def noise(mb: Microbatch, label: str, scale: float) -> torch.Tensor:
     """Float64 [T]: normal noise, the same for a token wherever it is packed."""
     values = torch.zeros(len(mb.tokens_T), dtype=torch.float64)
-    for t, (sequence, position) in enumerate(zip(mb.sequence_ids_T.tolist(), mb.completion_positions_T.tolist())):
+    for t, (sequence, position) in enumerate(
+        zip(mb.sequence_ids_T.tolist(), mb.completion_positions_T.tolist(), strict=True)
+    ):
         if position >= 0:
             values[t] = random.Random(f"{label}/{mb.names[sequence]}/{position}").gauss(0, scale)
     return values

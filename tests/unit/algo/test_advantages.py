@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from tests.tolerances import FLOAT64_ORDER
 
 from megatron_fp8rl.algo.advantages import (
     NonFiniteRewardError,
@@ -16,6 +15,7 @@ from megatron_fp8rl.algo.advantages import (
 )
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+from tests.tolerances import FLOAT64_ORDER
 
 MODEL = ModelConfig(
     family="qwen3", num_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=8

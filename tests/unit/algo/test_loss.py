@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from algo_cases import noise, packed, random_samples, with_logprobs
-from tests.tolerances import FLOAT64_EXP, FLOAT64_ORDER
 
 from megatron_fp8rl.algo.loss import grpo_loss, sft_loss
 from megatron_fp8rl.config import AlgoConfig
+from tests.tolerances import FLOAT64_EXP, FLOAT64_ORDER
 
 MAX_COMPLETION = 16
 PLAIN = AlgoConfig(correction="off")
@@ -43,14 +43,14 @@ def loop_loss(batch, trainer, entropy, cfg: AlgoConfig):
             continue
         old = [mb.old_logprobs_T[t].item() for t in tokens]
         now = [trainer[t].item() for t in tokens]
-        weights = loop_weights([o - mb.rollout_logprobs_T[t].item() for o, t in zip(old, tokens)], cfg)
-        sequence_ratio = math.exp(sum(n - o for n, o in zip(now, old)) / len(tokens))
+        weights = loop_weights([o - mb.rollout_logprobs_T[t].item() for o, t in zip(old, tokens, strict=True)], cfg)
+        sequence_ratio = math.exp(sum(n - o for n, o in zip(now, old, strict=True)) / len(tokens))
         share = {
             "token": 1 / batch.num_loss_tokens,
             "sequence": 1 / (batch.num_sequences * len(tokens)),
             "constant": 1 / (batch.num_sequences * MAX_COMPLETION),
         }[cfg.aggregate]
-        for t, o, n, w in zip(tokens, old, now, weights):
+        for t, o, n, w in zip(tokens, old, now, weights, strict=True):
             token_ratio = math.exp(n - o)
             value, slope = loop_surrogate(
                 sequence_ratio if cfg.ratio == "sequence" else token_ratio, n, mb.advantages_T[t].item(), cfg
@@ -170,7 +170,7 @@ def test_any_split_gives_the_same_loss_and_gradient(ratio, aggregate, correction
             for key, value in sums.items():
                 combine = max if key.endswith("/max") else float.__add__
                 metrics[key] = combine(metrics.get(key, 0.0), value)
-            for mb, gradient in zip(batch.microbatches, gradients):
+            for mb, gradient in zip(batch.microbatches, gradients, strict=True):
                 for t in mb.loss_mask_T.nonzero().flatten().tolist():
                     token = (mb.names[int(mb.sequence_ids_T[t])], int(mb.completion_positions_T[t]))
                     assert token not in by_token

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from algo_cases import packed, random_samples, with_logprobs
-from tests.tolerances import FLOAT64_EXP
 
 from megatron_fp8rl.algo.mismatch import (
     LocalReducer,
@@ -17,6 +16,7 @@ from megatron_fp8rl.algo.mismatch import (
     weights,
 )
 from megatron_fp8rl.config import AlgoConfig
+from tests.tolerances import FLOAT64_EXP
 
 VETO = 0.6
 CFG = AlgoConfig(correction="mask", correction_low=0.8, correction_high=1.25, veto_below=VETO)
@@ -61,14 +61,14 @@ def loop_metrics(tokens):
     d = [token[3] for token in tokens]
     w = [math.exp(x) for x in d]
     n = len(d)
-    vetoed_names = {token[0] for token, ratio in zip(tokens, w) if ratio < VETO}
+    vetoed_names = {token[0] for token, ratio in zip(tokens, w, strict=True) if ratio < VETO}
     vetoed = [token[0] in vetoed_names for token in tokens]
-    corrected = [v or not 0.8 <= ratio <= 1.25 for v, ratio in zip(vetoed, w)]
+    corrected = [v or not 0.8 <= ratio <= 1.25 for v, ratio in zip(vetoed, w, strict=True)]
     return {
         "mismatch/abs_logprob_diff/mean": sum(map(abs, d)) / n,
         "mismatch/abs_logprob_diff/max": max(map(abs, d)),
         "mismatch/kl_k1/mean": -sum(d) / n,
-        "mismatch/kl_k3/mean": sum(ratio - 1 - x for ratio, x in zip(w, d)) / n,
+        "mismatch/kl_k3/mean": sum(ratio - 1 - x for ratio, x in zip(w, d, strict=True)) / n,
         "mismatch/multiplicative_error/mean": sum(math.exp(abs(x)) for x in d) / n,
         "mismatch/effective_sample_size/mean": sum(w) ** 2 / (n * sum(ratio**2 for ratio in w)),
         "mismatch/chi_square/mean": sum(ratio**2 for ratio in w) / n - 1,
@@ -197,9 +197,7 @@ def test_weights_by_hand():
         assert not result.vetoed_T.any() and not result.corrected_T[5]
     cfg = AlgoConfig(correction="truncate", correction_high=3.0, veto_below=0.2)
     vetoed = weights(ratios.log(), mask, ids, cfg)
-    torch.testing.assert_close(
-        vetoed.weights_T, torch.tensor([2, 0.5, 3, 0, 0, 1], dtype=torch.float64), **FLOAT64_EXP
-    )
+    torch.testing.assert_close(vetoed.weights_T, torch.tensor([2, 0.5, 3, 0, 0, 1], dtype=torch.float64), **FLOAT64_EXP)
     assert vetoed.vetoed_T.tolist() == [False, False, False, True, True, False]
     assert vetoed.corrected_T.tolist() == [False, False, True, True, True, False]
 

@@ -16,13 +16,19 @@ from megatron_fp8rl.data.prompts import (
 )
 from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import UnknownCharacterError, character_tokenizer, decode, encode
-from megatron_fp8rl.envs.base import EnvironmentSpecError
+from megatron_fp8rl.envs.base import EnvironmentSpecError, build_environment
 
 TOKENIZER = character_tokenizer()
 SUMS = EnvironmentConfig(options={"min_terms": 2, "max_terms": 3, "max_digits": 2}, template="{expression}=", weight=3)
 PRODUCTS = EnvironmentConfig(dataset="products", options={"max_terms": 2, "max_digits": 2}, template="{expression}=")
 MODEL = ModelConfig(
-    family="qwen3", num_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8, vocab_size=128
+    family="qwen3",
+    num_layers=1,
+    hidden_size=8,
+    num_attention_heads=1,
+    num_key_value_heads=1,
+    head_dim=8,
+    vocab_size=128,
 )
 
 
@@ -59,7 +65,9 @@ def test_prompts_carry_their_own_text_tokens_and_answer():
 
 
 def test_training_and_evaluation_never_share_a_question():
-    train = {p.metadata["question"] for seed in (1, 2) for p in PromptStream(config(seed=seed), TOKENIZER).next_prompts(800)}
+    train = {
+        p.metadata["question"] for seed in (1, 2) for p in PromptStream(config(seed=seed), TOKENIZER).next_prompts(800)
+    }
     evaluation = PromptStream(config(seed=3), TOKENIZER).eval_prompts(64)
     questions = {p.metadata["question"] for p in evaluation}
     assert len(questions) == len(evaluation) == 64
@@ -71,7 +79,9 @@ def test_training_and_evaluation_never_share_a_question():
 
 
 def test_two_environments_of_one_generator_have_keys_of_their_own():
-    prompts = PromptStream(config(SUMS, dataclasses.replace(SUMS, template="{expression} is ")), TOKENIZER).next_prompts(60)
+    prompts = PromptStream(
+        config(SUMS, dataclasses.replace(SUMS, template="{expression} is ")), TOKENIZER
+    ).next_prompts(60)
     endings = {p.environment: p.text[-1] for p in prompts}
     assert endings == {"chain_sum": "=", "chain_sum-2": " "}
 
@@ -85,11 +95,11 @@ def test_small_question_space_gives_what_it_has():
 
 def test_a_single_question_cannot_be_on_both_sides():
     one = EnvironmentConfig(options={"min_terms": 1, "max_terms": 1, "max_digits": 1}, template="{expression}=")
-    environment = PromptStream(config(one), TOKENIZER)._source.environments["chain_sum"]
+    environment = build_environment(one)
     questions = {environment.make_problem(i).question for i in range(100)}
     sides = {is_held_out(question) for question in questions}
     assert len(questions) == 10 and sides == {False}  # by the hash of these ten
-    with pytest.raises(TooFewProblemsError, match="environment chain_sum: no problem to hold out; .*widen them"):
+    with pytest.raises(TooFewProblemsError, match=r"environment chain_sum: no problem to hold out; .*widen them"):
         PromptStream(config(one), TOKENIZER).eval_prompts(1)
 
 
@@ -97,12 +107,12 @@ def test_bad_prompts_are_named():
     wordy = EnvironmentConfig(template="{question}")
     with pytest.raises(PromptTooLongError, match=r"prompt chain_sum/0 has \d+ tokens.*max_prompt_tokens = 20"):
         PromptStream(config(wordy), TOKENIZER).next_prompts(1)
-    with pytest.raises(UnknownCharacterError, match="prompt chain_sum/0: .*'→'"):
+    with pytest.raises(UnknownCharacterError, match=r"prompt chain_sum/0: .*'→'"):
         PromptStream(config(dataclasses.replace(SUMS, template="{expression}→")), TOKENIZER).next_prompts(1)
     with pytest.raises(EnvironmentSpecError, match="no field 'expresion'; did you mean expression"):
         PromptStream(config(dataclasses.replace(SUMS, template="{expresion}")), TOKENIZER).next_prompts(1)
     small = dataclasses.replace(config(), model=dataclasses.replace(MODEL, vocab_size=64))
-    with pytest.raises(ValueError, match="has 128 tokens, model.vocab_size is only 64"):
+    with pytest.raises(ValueError, match=r"has 128 tokens, model\.vocab_size is only 64"):
         PromptStream(small, TOKENIZER)
     with pytest.raises(ValueError, match="no chat template"):
         PromptStream(config(chat_template=True), TOKENIZER)
@@ -138,5 +148,5 @@ def test_sft_samples_are_prompt_answer_end():
 
 def test_sft_refuses_a_long_answer_by_name():
     short = dataclasses.replace(config(SUMS), rollout=RolloutConfig(max_prompt_tokens=20, max_completion_tokens=1))
-    with pytest.raises(ValueError, match="answer of chain_sum/sft-0 has 2 tokens .*max_completion_tokens = 1"):
+    with pytest.raises(ValueError, match=r"answer of chain_sum/sft-0 has 2 tokens .*max_completion_tokens = 1"):
         SftSource(short, TOKENIZER).samples(0)

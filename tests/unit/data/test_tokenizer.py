@@ -52,13 +52,13 @@ def test_every_id_decodes():
 
 
 def test_unknown_characters_are_named():
-    with pytest.raises(UnknownCharacterError, match="'é', '×' of '2 × é'|'×', 'é' of '2 × é'"):
+    with pytest.raises(UnknownCharacterError, match="'×', 'é' of '2 × é'"):
         encode(character_tokenizer(), "2 × é")
 
 
 def test_bad_specs(tmp_path):
     (tmp_path / "qwen3_tokenizer").mkdir()
-    with pytest.raises(FileNotFoundError, match="did you mean .*qwen3_tokenizer"):
+    with pytest.raises(FileNotFoundError, match=r"did you mean .*qwen3_tokenizer"):
         load_tokenizer(str(tmp_path / "qwen3_tokeniser"))
     with pytest.raises(ValueError, match="repeats characters"):
         character_tokenizer("aba")

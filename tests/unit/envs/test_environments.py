@@ -21,15 +21,13 @@ from megatron_fp8rl.types import Prompt
 def as_prompt(problem: Problem) -> Prompt:
     """As it reaches a scorer: through JSON."""
     metadata = json.loads(json.dumps(problem.metadata))
-    return Prompt(
-        prompt_id="x/1", environment="x", token_ids=(1,), text="", answer=problem.answer, metadata=metadata
-    )
+    return Prompt(prompt_id="x/1", environment="x", token_ids=(1,), text="", answer=problem.answer, metadata=metadata)
 
 
 @pytest.mark.parametrize(
     "dataset",
-    # chain_sum: plain; countdown: many right answers; polynomial_multiplication: iterates over sets; list_functions: uses
-    # the global random state and ends after 500 problems; base_conversion: answers as text.
+    # chain_sum: plain; countdown: many right answers; polynomial_multiplication: iterates over sets; list_functions:
+    # uses the global random state and ends after 500 problems; base_conversion: answers as text.
     ["chain_sum", "countdown", "polynomial_multiplication", "list_functions", "base_conversion"],
 )
 def test_reference_answers_score_one_in_a_fresh_environment(dataset):

@@ -116,7 +116,7 @@ def test_environment_that_cannot_be_built_is_an_error_with_its_reason():
 
 def test_unknown_environment_is_named(pool):
     prompt = Prompt(prompt_id="other/1", environment="other", token_ids=(1,), text="?", answer="")
-    with pytest.raises(ScorePoolError, match="prompt other/1: no environment 'other' .there are: judge"):
+    with pytest.raises(ScorePoolError, match=r"prompt other/1: no environment 'other' \(there are: judge\)"):
         asyncio.run(pool.score(prompt, "3"))
 
 
@@ -132,7 +132,14 @@ def test_reasoning_gym_out_of_process_equals_in_process():
         answer=problem.answer,
         metadata=problem.metadata,
     )
-    texts = [problem.answer, f" {problem.answer}.0\n", f"<answer>{problem.answer}</answer>", "", "12", problem.answer + "9"]
+    texts = [
+        problem.answer,
+        f" {problem.answer}.0\n",
+        f"<answer>{problem.answer}</answer>",
+        "",
+        "12",
+        problem.answer + "9",
+    ]
     with ScorePool.build(cfg) as pool:
         results = asyncio.run(pool.score_batch([(prompt, text) for text in texts]))
     assert [reward for reward, _, _ in results] == [environment.score(prompt, text) for text in texts]
