@@ -18,3 +18,7 @@ LAYOUT_FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 LAYOUT_WEIGHTS = {"rtol": 1e-5, "atol": 2e-6}
 # Another implementation of the same FP32 model: norms, attention and router round in other places.
 TRANSFORMERS_FLOAT32 = {"rtol": 1e-5, "atol": 3e-5}
+# float32 accumulation of some hundred products against float64: atol is in units of the sum of the products' magnitudes.
+FLOAT32_ACCUMULATION = {"rtol": 0.0, "atol": 2e-6}
+# As above, and the result rounded once to BF16, which has 8 significant bits: half a unit is 2^-8 relative.
+BF16_ROUNDING = {"rtol": 2**-8, "atol": 2e-6}

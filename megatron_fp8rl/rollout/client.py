@@ -33,7 +33,7 @@ from megatron_fp8rl.types import Completion
 PauseMode = Literal["keep", "wait", "abort"]
 
 _SETTLE_S = 1.0  # for results that the engine returned when it paused and that are still on their way
-_EXIT_GRACE_S = 5.0  # vLLM's server ends itself after its engine core has died; tell the two apart
+_EXIT_GRACE_S = 2.0  # vLLM's server ends itself after its engine core has died; tell the two apart
 _MAX_SEED = (1 << 63) - 1
 _LOG_TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -83,6 +83,7 @@ class Replica:
     name: str
     url: str
     log_path: Path
+    process_group: int  # of the server and every process that it starts
     exited: asyncio.Future[int]  # exit code, once there is one
 
     def last_log_lines(self, count: int = 15) -> str:
@@ -93,7 +94,8 @@ class Replica:
                 lines = log.read().decode(errors="replace").splitlines()
         except OSError as error:
             return f"(no log: {error})"
-        first = [line for line in lines[:-count] if _EXCEPTION.search(line)][:1] if count > 1 else []
+        causes = [line for line in lines[:-count] if _EXCEPTION.search(line) and "WARNING" not in line]
+        first = causes[:1] if count > 1 else []
         return "\n".join(f"    {line}" for line in [*first, *lines[-count:]])
 
 
@@ -142,9 +144,10 @@ class EngineClient:
         parts = [PartialCompletion(seed=seed + i) for i in range(num_completions)]
         self.num_running += num_completions
         try:
-            await self._advance(prompt_token_ids, parts, sampling)
-            while interrupted := [part for part in parts if part.finish_reason is None]:
-                await asyncio.gather(*(self._advance(prompt_token_ids, [part], sampling) for part in interrupted))
+            if sampling.temperature > 0:  # vLLM refuses several greedy completions in one request
+                await self._advance(prompt_token_ids, parts, sampling)
+            while unfinished := [part for part in parts if part.finish_reason is None]:
+                await asyncio.gather(*(self._advance(prompt_token_ids, [part], sampling) for part in unfinished))
         finally:
             self.num_running -= num_completions
         return [part.complete(self._decode, sampling.stop_strings) for part in parts]
@@ -288,7 +291,7 @@ class EngineClient:
         async with self._session.request(verb, self.replica.url + path, json=body) as response:
             content = await response.read()
             if response.status != 200:
-                reason = content.decode(errors="replace")[:2000]
+                reason = content.decode(errors="replace")[:1000]
                 raise EngineError(f"status {response.status}: {reason}")
             return json.loads(content) if content else None
 
@@ -322,6 +325,7 @@ def _generate_body(prompt: Sequence[int], parts: list[PartialCompletion], sampli
             "top_k": sampling.top_k,
             "max_tokens": sampling.max_tokens - len(done),
             "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # the end token is in the list above; nothing else stops
             "stop": list(sampling.stop_strings),
             "detokenize": bool(sampling.stop_strings),  # vLLM needs text to find stop strings, and only then
             "logprobs": 0,  # of the sampled token alone

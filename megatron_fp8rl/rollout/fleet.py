@@ -191,7 +191,7 @@ class Fleet:
                 await asyncio.sleep(_EXIT_POLL_S)
             exited.set_result(code)
 
-        replica = Replica(name=name, url=url, log_path=log_path, exited=exited)
+        replica = Replica(name=name, url=url, log_path=log_path, process_group=process.pid, exited=exited)
         self._watchers.append(self._loop.create_task(watch()))
         return replica
 

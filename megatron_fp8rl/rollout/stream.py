@@ -1,0 +1,290 @@
+"""Scored groups for the training loop, one batch per step, from engines or from a recording.
+
+In: prompts, engines and a scorer on trainer rank 0. Out: the same tuple of groups on every trainer rank.
+Which process: every trainer rank calls; rank 0 does the work and broadcasts.
+
+Synchronous and asynchronous training are one code path. Batches are numbered; batch b is trained on after b publications,
+and may start to sample ``max_staleness`` publications earlier. So with ``max_staleness = 0`` a batch is sampled when it is
+asked for; with k, up to k further batches are sampled while the trainer works, and no token of a returned batch is older
+than k versions. Batches come back in order whatever their lengths, so that waiting for none favours short answers.
+
+With ``max_staleness = 0`` the rollouts of a run depend on its configuration alone: prompts come in order, each completion
+has a seed derived from the run's seed and its prompt, and the engine samples it from that seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from megatron_fp8rl.algo.advantages import has_signal
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.observe.records import read_steps
+from megatron_fp8rl.observe.spans import add_seconds, span
+from megatron_fp8rl.rollout.client import EngineClient, Sampling
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.fleet import Fleet
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+Groups = tuple[RolloutGroup, ...]
+
+
+class RolloutError(RuntimeError):
+    """Rollouts could not be produced, or break the bound on staleness."""
+
+
+class PromptSource(Protocol):
+    """Where prompts come from; ``position`` resumes it."""
+
+    position: Any
+
+    def next_prompts(self, count: int) -> list[Prompt]: ...
+
+
+class Scorer(Protocol):
+    """Judges one completion, possibly in another process."""
+
+    def score(self, prompt: Prompt, text: str) -> Awaitable[tuple[float, str, str]]:
+        """(reward, "scored" or "score_failed", why it failed)."""
+
+
+class Broadcaster(Protocol):
+    """The trainer ranks, as far as a stream needs them."""
+
+    rank: int
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Collective: the value of rank 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """A batch that is being sampled."""
+
+    start_position: Any  # of the prompt stream, before this batch
+    groups: Future[Groups]
+
+
+class RolloutStream:
+    """``fleet``, ``prompts`` and ``score_pool`` are used on rank 0 alone, and not at all when replaying."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        fleet: Fleet | None,
+        prompts: PromptSource | None,
+        score_pool: Scorer | None,
+        parallel: Broadcaster,
+    ) -> None:
+        self.cfg = cfg
+        self.version = 0  # of the policy that the engines hold
+        self._fleet = fleet
+        self._prompts = prompts
+        self._scorer = score_pool
+        self._parallel = parallel
+        self._lock = threading.Lock()  # prompts are taken on the caller's thread, and for refills on the fleet's
+        self._batches: deque[_Batch] = deque()
+        self._num_started = 0
+        self._first_version: int | None = None
+        self._position = None if prompts is None else prompts.position
+        self._recording: Iterator[tuple[int, Groups]] | None = None
+        if parallel.rank == 0:
+            if cfg.rollout.replay is not None:
+                self._recording = read_steps(cfg.rollout.replay)
+            elif fleet is None or prompts is None or score_pool is None:
+                raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or rollout.replay")
+
+    @property
+    def position(self) -> Any:
+        """Where the prompt stream has to continue after the batches returned so far. None on other ranks than 0."""
+        return self._position
+
+    def next_groups(self) -> Groups:
+        """Collective: the next batch of scored groups, on every rank.
+
+        Call once per publication. Raises, on every rank, what went wrong on rank 0: an engine's death, a passed deadline,
+        a scorer that cannot start, the end of a recording.
+        """
+        with span("generate"):
+            return self._from_rank_0(self._next_groups)
+
+    def sample(
+        self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None
+    ) -> Groups:
+        """Collective: scored completions of given prompts, for evaluation, sampled by the engines as they are.
+
+        ``prompts`` matter on rank 0 alone. ``temperature`` None is the one of training. Seeds depend on prompts only, so
+        that two evaluations differ by the policy and by nothing else.
+        """
+
+        def produce() -> Groups:
+            if self._fleet is None:
+                raise RolloutError("evaluation samples from engines, but this run replays rollout.replay")
+            sampling = None
+            if temperature is not None:
+                sampling = replace(self._fleet.clients[0].sampling, temperature=temperature)
+            groups = self._gather_groups(prompts, num_completions, sampling)
+            return self._fleet.sync(groups, self._deadline_s(num_rounds=1, num_prompts=len(prompts)))
+
+        with span("evaluate"):
+            return self._from_rank_0(produce)
+
+    def before_update(self) -> None:
+        """Call before a publication. Raises RolloutError when completions of a synchronous run are still sampled."""
+        running = 0 if self._fleet is None else sum(client.num_running for client in self._fleet.clients)
+        if running and self.cfg.rollout.max_staleness == 0:
+            raise RolloutError(f"{running} completions are being sampled during an update; wait for next_groups first")
+
+    def after_update(self, version: int) -> None:
+        """Call when the engines hold policy ``version``; starts the batches that this version allows."""
+        self.version = version
+        if self._first_version is not None and self._recording is None and self._parallel.rank == 0:
+            self._start_batches()
+
+    # ---- rank 0
+
+    def _from_rank_0(self, produce: Callable[[], T]) -> T:
+        """Run ``produce`` on rank 0 and hand its result, or its failure, to every rank."""
+        error: Exception | None = None
+        outcome: tuple[T | None, str | None] = (None, None)
+        if self._parallel.rank == 0:
+            try:
+                outcome = produce(), None
+            except Exception as exception:
+                error = exception
+                outcome = None, f"{type(exception).__name__}: {exception}"
+        value, failure = self._parallel.broadcast_object(outcome)
+        if error is not None:
+            raise error
+        if failure is not None:
+            raise RolloutError(f"on trainer rank 0: {failure}")
+        return value
+
+    def _next_groups(self) -> Groups:
+        if self._recording is not None:
+            return self._next_recorded(self._recording)
+        if self._first_version is None:
+            self._first_version = self.version
+        self._start_batches(at_least_one=True)
+        batch = self._batches.popleft()
+        try:
+            groups = batch.groups.result(timeout=self._deadline_s(num_rounds=1 + self.cfg.algo.max_refills))
+        except TimeoutError:
+            raise RolloutError("a batch of rollouts was not ready in time; look into the engines' logs") from None
+        self._position = self._batches[0].start_position if self._batches else self._prompts.position
+        self._check_staleness(groups)
+        return groups
+
+    def _start_batches(self, *, at_least_one: bool = False) -> None:
+        """Start every batch that may be sampled by the present version."""
+        num_allowed = self.version - self._first_version + 1 + self.cfg.rollout.max_staleness
+        while self._num_started < num_allowed or (at_least_one and not self._batches):
+            start_position = self._prompts.position
+            prompts = self._take(self.cfg.rollout.prompts_per_step)
+            self._batches.append(
+                _Batch(start_position=start_position, groups=self._fleet.submit(self._collect(prompts)))
+            )
+            self._num_started += 1
+
+    def _take(self, count: int) -> list[Prompt]:
+        with self._lock:
+            return self._prompts.next_prompts(count)
+
+    def _check_staleness(self, groups: Groups) -> None:
+        for group in groups:
+            for rollout in group.rollouts:
+                staleness = self.version - rollout.completion.min_version
+                if staleness > self.cfg.rollout.max_staleness:
+                    raise RolloutError(
+                        f"rollout {rollout.name} was sampled {staleness} policy versions ago; at most "
+                        f"rollout.max_staleness = {self.cfg.rollout.max_staleness} is allowed. Call next_groups once "
+                        "per publication"
+                    )
+
+    def _next_recorded(self, recording: Iterator[tuple[int, Groups]]) -> Groups:
+        """Groups of the first recorded step after the present version: a resumed replay goes on where it was."""
+        for step, groups in recording:
+            if step > self.version:
+                return groups
+        raise RolloutError(
+            f"{self.cfg.rollout.replay} holds no step after {self.version}; lower num_steps or record a longer run"
+        )
+
+    # ---- on the fleet's event loop
+
+    async def _collect(self, prompts: list[Prompt]) -> Groups:
+        """One batch. With "refill", groups whose rewards are all equal give way to groups of further prompts."""
+        wanted = len(prompts)
+        groups = await self._gather_groups(prompts, self.cfg.rollout.completions_per_prompt, None)
+        if self.cfg.algo.zero_variance != "refill":
+            return groups
+        useful = [group for group in groups if has_signal(group, self.cfg)]
+        for _ in range(self.cfg.algo.max_refills):
+            if len(useful) >= wanted:
+                break
+            more = self._take(wanted - len(useful))
+            groups = await self._gather_groups(more, self.cfg.rollout.completions_per_prompt, None)
+            useful += [group for group in groups if has_signal(group, self.cfg)]
+        if len(useful) < wanted:
+            _log.info("%d of %d groups differ in reward after %d refills", len(useful), wanted, self.cfg.algo.max_refills)
+        return tuple(useful) or groups
+
+    async def _gather_groups(self, prompts: Sequence[Prompt], num_completions: int, sampling: Sampling | None) -> Groups:
+        """All groups at once; the engines bound how many sequences run at a time."""
+        sampled_s = [0.0] * len(prompts)
+
+        async def group(index: int, prompt: Prompt) -> RolloutGroup:
+            client: EngineClient = min(self._fleet.clients, key=lambda c: c.num_running)
+            seed = seed_of(self.cfg.seed, prompt)
+            completions = await client.generate(prompt.token_ids, num_completions, seed, sampling=sampling)
+            sampled_s[index] = time.monotonic()
+            rollouts = await asyncio.gather(
+                *(self._rollout(prompt, i, completion, seed + i) for i, completion in enumerate(completions))
+            )
+            return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+
+        groups = tuple(await asyncio.gather(*(group(i, prompt) for i, prompt in enumerate(prompts))))
+        # Scoring runs beside sampling; what counts is how long the last scores come after the last completion.
+        add_seconds("score", time.monotonic() - max(sampled_s, default=time.monotonic()))
+        return groups
+
+    async def _rollout(self, prompt: Prompt, index: int, completion: Completion, seed: int) -> Rollout:
+        if completion.finish_reason == "abort":
+            reward, status, detail = 0.0, "score_failed", "the engine ended the completion early"
+        else:
+            reward, status, detail = await self._scorer.score(prompt, completion.text)
+        if status == "scored" and completion.finish_reason == "length":
+            status = "truncated"
+        return Rollout(
+            prompt=prompt,
+            index=index,
+            completion=completion,
+            reward=reward,
+            status=status,
+            detail=detail,
+            seed=seed,
+        )
+
+    def _deadline_s(self, *, num_rounds: int, num_prompts: int | None = None) -> float:
+        """A last resort above the deadlines of single calls: every round may sample, wait out an update and score."""
+        rollout, data = self.cfg.rollout, self.cfg.data
+        num_scores = (num_prompts or rollout.prompts_per_step) * rollout.completions_per_prompt
+        score_s = data.score_deadline_s * (1 + num_scores / data.num_score_workers)
+        return num_rounds * (rollout.request_deadline_s + rollout.update_deadline_s + score_s)
+
+
+def seed_of(run_seed: int, prompt: Prompt) -> int:
+    """Engine seed of a prompt's first completion, 0 <= seed < 2**40; completion i has this plus i."""
+    digest = hashlib.blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=5).digest()
+    return int.from_bytes(digest, "big")

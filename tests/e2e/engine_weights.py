@@ -1,0 +1,158 @@
+"""Weights for engine tests, sent through shared memory without a trainer, and the model that they describe.
+
+The reference is transformers' own model. Where the layer table says FP8, its matrices multiply by ``blockwise.linear``;
+its experts run one after another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.fp8 import blockwise
+from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.rollout.wire import BucketInfo
+from megatron_fp8rl.weights.names import hf_tensors, to_hf_config
+
+
+def write_hf_dir(cfg: RunConfig, path: Path) -> Path:
+    """config.json and tokenizer: all that an engine reads."""
+    character_tokenizer().save_pretrained(path)
+    (path / "config.json").write_text(json.dumps(to_hf_config(cfg.model)))
+    return path
+
+
+def random_weights(cfg: RunConfig, seed: int) -> dict[str, Tensor]:
+    """BF16 checkpoint tensors, large enough that tokens differ clearly in probability."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, shape in hf_tensors(cfg.model).items():
+        if len(shape) == 1:
+            weights[name] = 1 + 0.1 * torch.randn(shape, generator=generator)
+        else:
+            weights[name] = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+    return {name: weight.bfloat16() for name, weight in weights.items()}
+
+
+def wire_tensors(cfg: RunConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What travels: FP8 bytes and scales where the table says so."""
+    table = LayerTable.build(cfg.model, cfg.precision)
+    tensors = {}
+    for name, weight in weights.items():
+        if table.rollout_fp8(name):
+            tensors[name], tensors[f"{name}_scale_inv"] = blockwise.quantize_weight(weight, cfg.precision.scales)
+        else:
+            tensors[name] = weight
+    return tensors
+
+
+def publish(fleet: Fleet, weights: dict[str, Tensor], version: int, *, resume: bool = True) -> None:
+    """Put ``weights`` into every engine of the fleet as policy ``version``, in one bucket."""
+    tensors = wire_tensors(fleet.cfg, weights)
+    offsets, end = [], 0
+    for tensor in tensors.values():
+        offsets.append(end)
+        end += -(-tensor.nbytes // 64) * 64
+    path = Path("/dev/shm") / f"megatron_fp8rl-{os.getpid()}-test-{uuid.uuid4().hex}"
+    buffer = torch.from_file(str(path), shared=True, size=end, dtype=torch.uint8)
+    for tensor, offset in zip(tensors.values(), offsets, strict=True):
+        buffer[offset : offset + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+    info = BucketInfo(
+        version=version,
+        bucket=0,
+        num_buckets=1,
+        num_bytes=end,
+        names=list(tensors),
+        dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
+        shapes=[list(tensor.shape) for tensor in tensors.values()],
+        offsets=offsets,
+    )
+
+    async def update() -> None:
+        for client in fleet.clients:
+            await client.init_transfer({})
+            await client.pause("keep")
+            await client.start_update()
+            await client.update_weights(info.to_json() | {"path": str(path)})
+            await client.finish_update(version)
+            if resume:
+                await client.resume()
+
+    try:
+        fleet.sync(update(), 60.0)
+    finally:
+        path.unlink()
+
+
+class Reference:
+    """transformers' Qwen3-MoE on the same weights and in the same precision."""
+
+    def __init__(self, cfg: RunConfig, weights: dict[str, Tensor]):
+        self.cfg = cfg
+        self._table = LayerTable.build(cfg.model, cfg.precision)
+        self._weights = weights
+        self.own_experts: list[Tensor] = []  # by layer, of the last call: the reference's own choice [tokens, top_k]
+        config = Qwen3MoeConfig(**to_hf_config(cfg.model))
+        self._model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
+        named = {f"{name}.weight": module for name, module in self._model.named_modules()}
+        for name, weight in weights.items():
+            if ".experts." in name:
+                continue
+            module = named[name]
+            module.weight.data.copy_(weight)
+            if self._table.rollout_fp8(name):
+                module.forward = lambda x, n=name: self._multiply(x, n)
+        for index, layer in enumerate(self._model.model.layers):
+            layer.mlp.gate.forward = lambda x, i=index, w=layer.mlp.gate.weight: self._route(i, x, w)
+            layer.mlp.experts.forward = lambda x, ids, p, i=index: self._experts(i, x, ids, p)
+
+    def logprobs(self, token_ids: list[int], temperature: float, routed_experts: np.ndarray) -> Tensor:
+        """[L - 1] log-probability of each token after the first.
+
+        ``routed_experts`` [L - 1, num_layers, top_k] are used where they are not negative, the model's own elsewhere.
+        """
+        self.own_experts = []
+        self._replayed = torch.from_numpy(routed_experts.astype(np.int64))
+        with torch.no_grad():
+            logits = self._model(torch.tensor([token_ids[:-1]]), use_cache=False).logits[0].float() / temperature
+        return logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+    def _multiply(self, x: Tensor, name: str) -> Tensor:
+        weight = self._weights[name]
+        if not self._table.rollout_fp8(name):
+            return F.linear(x, weight)
+        scales = self.cfg.precision.scales
+        return blockwise.linear(x, *blockwise.quantize_weight(weight, scales), scales)
+
+    def _route(self, layer: int, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The engine's experts with this model's weights for them: near ties flip by the last bit of a router logit."""
+        logits = F.linear(x, weight)
+        probabilities = logits.float().softmax(-1)
+        replayed = self._replayed[:, layer]
+        own = probabilities.topk(replayed.shape[1]).indices
+        self.own_experts.append(own)
+        expert_ids = torch.where(replayed < 0, own, replayed)
+        chosen = probabilities.gather(-1, expert_ids)
+        return logits, chosen / chosen.sum(-1, keepdim=True), expert_ids
+
+    def _experts(self, layer: int, x: Tensor, expert_ids: Tensor, probabilities: Tensor) -> Tensor:
+        result = torch.zeros(x.shape, dtype=torch.float32)
+        for expert in expert_ids.unique().tolist():
+            token, slot = (expert_ids == expert).nonzero(as_tuple=True)
+            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
+            rows = x[token]
+            gate, up = (self._multiply(rows, f"{prefix}.{part}_proj.weight") for part in ("gate", "up"))
+            product = self._multiply(F.silu(gate) * up, f"{prefix}.down_proj.weight")
+            result.index_add_(0, token, product.float() * probabilities[token, slot, None])
+        return result.to(x.dtype)

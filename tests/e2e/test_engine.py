@@ -1,0 +1,181 @@
+"""A real vLLM engine: tokens in and out, seeds, log-probabilities, stops, pauses and failures."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_weights import Reference, publish, random_weights
+
+from megatron_fp8rl.rollout.client import EngineClient, EngineDeadlineError, EngineError
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.types import Completion
+from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
+
+PROMPT = list(range(20, 44))
+
+
+@pytest.fixture(scope="module")
+def weights(fleet: Fleet) -> dict[str, torch.Tensor]:
+    return random_weights(fleet.cfg, seed=1)
+
+
+@pytest.fixture
+def client(fleet: Fleet, weights: dict[str, torch.Tensor]) -> EngineClient:
+    """The engine, with ``weights`` as policy 1."""
+    if fleet.clients[0].version != 1:
+        publish(fleet, weights, 1)
+    return fleet.clients[0]
+
+
+def generate(fleet: Fleet, prompt: list[int], num_completions: int, seed: int, **sampling) -> list[Completion]:
+    client = fleet.clients[0]
+    how = replace(client.sampling, **({"stop_token_ids": ()} | sampling))
+    return fleet.sync(client.generate(prompt, num_completions, seed, sampling=how), 120.0)
+
+
+def assert_same_as_reference(fleet, weights, completion: Completion, temperature: float, start: int = 0) -> None:
+    tokens = [*PROMPT, *completion.token_ids]
+    reference = Reference(fleet.cfg, weights)
+    expected = reference.logprobs(tokens, temperature, completion.routed_experts)[len(PROMPT) - 1 :]
+    actual = torch.tensor(completion.rollout_logprobs)
+    difference = (actual - expected[: len(actual)])[start:].abs()
+    assert difference.mean() < ENGINE_LOGPROB_MEAN
+    assert difference.max() < ENGINE_LOGPROB_MAX
+
+
+def test_tokens_in_tokens_out(fleet, client):
+    completions = generate(fleet, PROMPT, 3, seed=7, max_tokens=16)
+    assert [len(c.token_ids) for c in completions] == [16, 16, 16]
+    assert len({c.token_ids for c in completions}) == 3
+    for completion in completions:
+        assert completion.finish_reason == "length"
+        assert len(completion.rollout_logprobs) == 16
+        assert completion.version_spans == ((0, 1),)
+        assert (completion.min_version, completion.max_version) == (1, 1)
+        assert completion.routed_experts.shape == (len(PROMPT) + 15, 2, 2)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(fleet, client, weights, temperature):
+    (completion,) = generate(fleet, PROMPT, 1, seed=3, max_tokens=24, temperature=temperature)
+    assert_same_as_reference(fleet, weights, completion, temperature)
+
+
+def test_routed_experts_are_those_of_the_model(fleet, client, weights):
+    (completion,) = generate(fleet, PROMPT, 1, seed=3, max_tokens=24)
+    reference = Reference(fleet.cfg, weights)
+    reference.logprobs([*PROMPT, *completion.token_ids], 1.0, completion.routed_experts)
+    for layer in range(2):
+        expected = reference.own_experts[layer].sort(-1).values
+        actual = torch.from_numpy(completion.routed_experts[:, layer].astype("int64")).sort(-1).values
+        # A router logit is BF16: two experts may tie, or differ by the rounding of the layers below.
+        assert (actual == expected).all(-1).float().mean() > 0.95
+
+
+def test_a_completion_depends_on_its_seed_and_on_nothing_else(fleet, client):
+    alone = generate(fleet, PROMPT, 1, seed=1001, max_tokens=32)[0]
+
+    async def crowd() -> list[list[Completion]]:
+        how = replace(client.sampling, stop_token_ids=(), max_tokens=32)
+        others = [client.generate(PROMPT[: 3 + i % 17], 4, 50 * i, sampling=how) for i in range(20)]
+        return await asyncio.gather(*others, client.generate(PROMPT, 4, 1000, sampling=how))
+
+    among_others = fleet.sync(crowd(), 120.0)[-1][1]
+    assert among_others.token_ids == alone.token_ids
+    assert among_others.rollout_logprobs == alone.rollout_logprobs
+
+
+def test_greedy_sampling_ignores_the_seed(fleet, client):
+    first, second = (generate(fleet, PROMPT, 1, seed=s, max_tokens=8, temperature=0.0)[0] for s in (1, 2))
+    assert first.token_ids == second.token_ids
+
+
+def test_stop_token_ends_a_completion_and_is_part_of_it(fleet, client):
+    free = generate(fleet, PROMPT, 1, seed=5, max_tokens=64)[0]
+    stop = free.token_ids[10]
+    stopped = generate(fleet, PROMPT, 1, seed=5, max_tokens=64, stop_token_ids=(stop,))[0]
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert stopped.finish_reason == "stop"
+
+
+def test_stop_string_ends_a_completion(fleet, client):
+    free = generate(fleet, PROMPT, 1, seed=6, max_tokens=64)[0]
+    stop = free.text[5:7]
+    stopped = generate(fleet, PROMPT, 1, seed=6, max_tokens=64, stop_strings=(stop,))[0]
+    assert stopped.finish_reason == "stop"
+    assert stop in stopped.text
+    assert free.token_ids[: len(stopped.token_ids)] == stopped.token_ids
+    assert len(stopped.token_ids) < 64
+
+
+def test_an_update_in_the_middle_shows_in_the_spans(fleet, client, weights):
+    """Tokens before the pause have the log-probabilities of the old weights, those after it of the new."""
+    new_weights = random_weights(fleet.cfg, seed=2)
+    how = replace(client.sampling, stop_token_ids=(), max_tokens=400)
+    running = fleet.submit(client.generate(PROMPT, 2, 11, sampling=how))
+    fleet.sync(asyncio.sleep(0.4), 5.0)
+    publish(fleet, new_weights, 2)
+    for completion in running.result(timeout=120.0):
+        assert len(completion.token_ids) == 400
+        assert (completion.min_version, completion.max_version) == (1, 2)
+        assert completion.routed_experts.shape == (len(PROMPT) + 399, 2, 2)
+        first, (boundary, version) = completion.version_spans
+        assert first == (0, 1) and version == 2 and 0 < boundary < 400
+        before = replace(
+            completion,
+            token_ids=completion.token_ids[:boundary],
+            rollout_logprobs=completion.rollout_logprobs[:boundary],
+            routed_experts=completion.routed_experts[: len(PROMPT) + boundary - 1],
+        )
+        assert_same_as_reference(fleet, weights, before, 1.0)
+        experts = completion.routed_experts.astype(np.int64)
+        experts[: len(PROMPT) + boundary - 1] = -1  # recorded under the old weights, recomputed under the new
+        after = replace(completion, routed_experts=experts)
+        assert_same_as_reference(fleet, new_weights, after, 1.0, start=boundary)
+
+
+def test_requests_wait_while_the_engine_is_paused(fleet, client):
+    fleet.sync(client.pause("keep"), 30.0)
+    how = replace(client.sampling, stop_token_ids=(), max_tokens=4)
+    waiting = fleet.submit(client.generate(PROMPT, 1, 1, sampling=how))
+    fleet.sync(asyncio.sleep(0.5), 5.0)
+    assert not waiting.done()
+    client.set_version(5)
+    fleet.sync(client.resume(), 30.0)
+    assert waiting.result(timeout=60.0)[0].version_spans == ((0, 5),)
+    client.set_version(1)
+
+
+@pytest.mark.parametrize(("mode", "reason"), [("wait", "length"), ("abort", "abort")])
+def test_pause_modes_end_running_completions(fleet, client, mode, reason):
+    how = replace(client.sampling, stop_token_ids=(), max_tokens=300)
+    running = fleet.submit(client.generate(PROMPT, 2, 21, sampling=how))
+    fleet.sync(asyncio.sleep(0.2), 5.0)
+    fleet.sync(client.pause(mode), 60.0)
+    completions = running.result(timeout=10.0)
+    assert {c.finish_reason for c in completions} == {reason}
+    assert all((len(c.token_ids) == 300) == (mode == "wait") for c in completions)
+    fleet.sync(client.resume(), 30.0)
+
+
+def test_a_passed_deadline_names_replica_call_and_seconds(fleet, client):
+    impatient = EngineClient(
+        client.replica,
+        sampling=replace(client.sampling, stop_token_ids=()),
+        decode=str,
+        request_deadline_s=0.05,
+        update_deadline_s=1.0,
+    )
+    with pytest.raises(EngineDeadlineError, match=r"rollout-0 did not answer within 0.05 s, during /inference"):
+        fleet.sync(impatient.generate(PROMPT, 8, 1), 30.0)
+    fleet.sync(impatient.close(), 5.0)
+
+
+def test_a_refusal_carries_the_engine_s_reason(fleet, client):
+    with pytest.raises(EngineError, match=r"rollout-0 failed .*no_such_method"):
+        fleet.sync(client.collective_rpc("no_such_method"), 60.0)
+    assert len(generate(fleet, PROMPT, 1, seed=1, max_tokens=2)[0].token_ids) == 2

@@ -1,0 +1,88 @@
+"""An engine of two workers computes the same model, proves it, and is missed when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_weights import Reference, publish, random_weights, write_hf_dir
+
+from megatron_fp8rl.rollout.client import EngineDeadError
+from megatron_fp8rl.rollout.fleet import Fleet
+from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
+
+PROMPT = list(range(20, 44))
+
+
+def processes_of_group(group: int) -> list[str]:
+    listing = subprocess.run(["ps", "-eo", "pgid=,pid="], capture_output=True, text=True, check=True).stdout
+    return [pid for pgid, pid in map(str.split, listing.splitlines()) if int(pgid) == group]
+
+
+def test_two_workers(engine_cfg, tmp_path: Path):
+    cfg = replace(engine_cfg, rollout=replace(engine_cfg.rollout, tensor=2))
+    weights = random_weights(cfg, seed=1)
+    with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
+        (client,) = fleet.clients
+        assert fleet.sync(client.world_size(), 10.0) == 2
+        publish(fleet, weights, 1)
+        how = replace(client.sampling, stop_token_ids=(), max_tokens=48)
+        (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=how), 60.0)
+        tokens = [*PROMPT, *completion.token_ids]
+        expected = Reference(cfg, weights).logprobs(tokens, 1.0, completion.routed_experts)[len(PROMPT) - 1 :]
+        difference = (torch.tensor(completion.rollout_logprobs) - expected).abs()
+        assert difference.mean() < ENGINE_LOGPROB_MEAN
+        assert difference.max() < ENGINE_LOGPROB_MAX
+        assert sorted(report["rank"] for report in fleet.sync(client.weight_digests(), 30.0)) == [0, 1]
+
+        # A killed engine is named at once, with the call that it did not answer.
+        how = replace(how, max_tokens=500)
+        running = fleet.submit(client.generate(PROMPT, 8, 1, sampling=how))
+        time.sleep(0.3)
+        group = client.replica.process_group
+        started = time.monotonic()
+        os.killpg(group, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"rollout-0 died with exit code -9, during /inference"):
+            running.result(timeout=30.0)
+        assert time.monotonic() - started < 5.0
+        with pytest.raises(EngineDeadError, match="rollout-0 died"):
+            fleet.sync(client.pause(), 10.0)
+    assert processes_of_group(group) == []
+
+
+def test_an_engine_that_cannot_start_shows_its_reason(engine_cfg, tmp_path: Path):
+    hf_dir = write_hf_dir(engine_cfg, tmp_path / "hf")
+    (hf_dir / "config.json").write_text("{}")
+    with pytest.raises(EngineDeadError, match=r"(?s)rollout-0 died with exit code 1 while it started.*model_type"):
+        Fleet.start(engine_cfg, hf_dir, tmp_path)
+
+
+def test_engines_do_not_outlive_a_killed_trainer(engine_cfg, tmp_path: Path):
+    program = tmp_path / "trainer.py"
+    hf_dir = write_hf_dir(engine_cfg, tmp_path / "hf")
+    program.write_text(
+        "import sys, time\n"
+        "from model_configs.tiny import tiny_qwen3_moe\n"
+        "from megatron_fp8rl.rollout.fleet import Fleet\n"
+        f"fleet = Fleet.start(tiny_qwen3_moe(), {str(hf_dir)!r}, {str(tmp_path)!r}, wait=False)\n"
+        "print(fleet.clients[0].replica.process_group, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    root = Path(__file__).parents[2]
+    trainer = subprocess.Popen(
+        [sys.executable, program], stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)}
+    )
+    group = int(trainer.stdout.readline())
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 20.0
+    while processes_of_group(group) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of_group(group) == []
