@@ -76,44 +76,59 @@ def draw_mismatch(axes: Axes, run: RunData) -> bool:
             shown = True
     finish(axes, "Mismatch between trainer and engine", y="nats, log scale")
     if shown:
-        low, high = axes.get_ylim()
-        axes.set_ylim(low, high * 6)  # room for the legend
+        _raise_ceiling(axes, 0.16)
         axes.legend(loc="upper right", ncols=3, columnspacing=1.0, handlelength=1.2)
     return shown
 
 
 def draw_weight_health(axes: Axes, run: RunData) -> bool:
-    """Effective sample size and the tokens that the correction touched."""
+    """Tokens that the importance weights cost: lost effective sample size, corrected and vetoed tokens."""
     steps, size = run.series("mismatch/effective_sample_size/mean")
     if not size:
         return False
-    curve(axes, steps, size, color=BLUE, label="effective sample size")
-    for key, label, color in (
-        ("mismatch/fraction_corrected/mean", "fraction corrected", ORANGE),
-        ("mismatch/fraction_vetoed/mean", "fraction vetoed", RED),
+    axes.set_yscale("log")
+    lost = [max(0.0, 1 - value) for value in size]
+    for values, label, color in (
+        (lost, "1 − effective sample size", BLUE),
+        (run.values("mismatch/fraction_corrected/mean"), "corrected", ORANGE),
+        (run.values("mismatch/fraction_vetoed/mean"), "vetoed", RED),
     ):
-        curve(axes, *run.series(key), color=color, label=label)
-    axes.set_ylim(-0.02, 1.06)
-    finish(axes, "Importance weights: share of tokens")
-    axes.legend(loc="center right")
+        # A logarithm has no place for zero: a step without such tokens leaves a gap.
+        heights = [value if value > 0 else float("nan") for value in values]
+        if len(heights) == len(steps):
+            name = label if any(values) else f"{label}: none"
+            axes.plot(steps, heights, color=color, label=name, marker=".", markersize=3, linewidth=1.2)
+    finish(axes, "Importance weights: share of tokens lost", y="fraction, log scale")
+    _raise_ceiling(axes, 0.22)
+    axes.legend(loc="upper right", ncols=3, columnspacing=1.0, handlelength=1.2)
     return True
 
 
 def draw_weight_range(axes: Axes, run: RunData) -> bool:
     """Largest and smallest importance weight of a token."""
-    axes.set_yscale("log")
     steps, high = run.series("mismatch/ratio/max")
-    if not high:
-        return False
     low_steps, low = run.series("mismatch/ratio/min")
-    if steps == low_steps:
-        axes.fill_between(steps, [max(v, 1e-9) for v in low], high, color=BLUE, alpha=0.12, linewidth=0)
-    curve(axes, steps, high, color=ORANGE, label="max")
-    curve(axes, low_steps, [max(v, 1e-9) for v in low], color=SKY, label="min")
-    curve(axes, *run.series("mismatch/ratio/mean"), color=BLUE, label="mean")
+    if not high or steps != low_steps:
+        return False
+    scale = ""
+    if max(high) > 4 or min(low) < 0.25:
+        axes.set_yscale("log")
+        low, scale = [max(value, 1e-9) for value in low], ", log scale"
+    axes.fill_between(steps, low, high, color=BLUE, alpha=0.13, linewidth=0, label="smallest to largest")
+    for values in (low, high):
+        axes.plot(steps, values, color=SKY, linewidth=1.0)
+    axes.plot(*run.series("mismatch/ratio/mean"), color=BLUE, label="mean")
     axes.axhline(1.0, color=GREY, linewidth=1.0, linestyle=":")
-    finish(axes, "Importance weights: range", y="exp(old − rollout), log scale")
+    finish(axes, "Importance weights: range", y=f"exp(old − rollout){scale}")
+    _raise_ceiling(axes, 0.22)
+    axes.legend(loc="upper right", ncols=2)
     return True
+
+
+def _raise_ceiling(axes: Axes, share: float) -> None:
+    """Leave room above the curves for a legend."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** share if axes.get_yscale() == "log" else high + share * (high - low))
 
 
 def draw_entropy(axes: Axes, run: RunData) -> bool:
@@ -212,9 +227,12 @@ def draw_phase_times(axes: Axes, run: RunData) -> bool:
     axes.plot(steps, [record["time/step/s"] for record in records], color="#22262C", linewidth=1.0, label="step")
     # One slow first step would flatten all the others.
     ordered = sorted(record["time/step/s"] for record in records)
-    axes.set_ylim(0, min(ordered[-1], 2.5 * ordered[len(ordered) // 2]) * 1.25)
+    axes.set_ylim(0, min(ordered[-1], 2.5 * ordered[len(ordered) // 2]) * 1.05)
     finish(axes, "Seconds per step", y="s")
-    axes.legend(loc="upper center", ncols=5, columnspacing=1.0, handlelength=1.0)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(  # in the order of the stack, beside it
+        handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0, borderaxespad=0.3
+    )
     return True
 
 

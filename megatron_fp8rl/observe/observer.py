@@ -46,7 +46,7 @@ _STEP_FILES = ("metrics.jsonl", "details.jsonl", "rollouts.jsonl")
 class Observer:
     """Use as a context manager around a whole run: an error is recorded, reported and raised again.
 
-    ``num_steps`` is what the progress counts up to. Metrics may be given by every rank; the writer's are kept, so they
+    ``num_steps`` is what the progress counts up to; ``with_report`` False leaves out the page at the end. Metrics may be given by every rank; the writer's are kept, so they
     have to be reduced over ranks before.
     """
 
@@ -58,11 +58,13 @@ class Observer:
         *,
         num_steps: int | None = None,
         title: str = "",
+        with_report: bool = True,
     ) -> None:
         self.cfg = cfg
         self.is_writer = is_writer
         self.run_dir = Path(run_dir if run_dir is not None else cfg.run_dir)
         self._num_steps = cfg.num_steps if num_steps is None else num_steps
+        self._with_report = with_report
         self._last_step: int | None = None
         self._open_step: StepLog | None = None
         self._files: dict[str, Any] = {}
@@ -104,7 +106,8 @@ class Observer:
             write_json(self.run_dir / "done.json", {"step": self._last_step, "finished_unix_s": time()})
         else:
             self._record_failure(error)
-        self._write_report()
+        if self._with_report:
+            self._write_report()
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:

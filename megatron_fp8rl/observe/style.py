@@ -66,7 +66,7 @@ def finish(axes: Axes, title: str, *, x: str = "step", y: str = "", legend: bool
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if x == "step":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8, steps=[1, 2, 5, 10]))
     handles, labels = axes.get_legend_handles_labels()
     if legend and labels:
         axes.legend(handles, labels, loc="best")
@@ -86,8 +86,9 @@ def curve(
 
 
 def moving_average(values: Sequence[float], width: int) -> list[float]:
-    """Mean of the last ``width`` values, of fewer at the start."""
-    return [sum(part) / len(part) for part in (values[max(0, i + 1 - width) : i + 1] for i in range(len(values)))]
+    """Mean of each value and its neighbours, ``width`` in all where there are as many; fewer at both ends."""
+    reach = width // 2
+    return [sum(part) / len(part) for part in (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))]
 
 
 def svg_uri(figure: Figure) -> str:

@@ -1,0 +1,174 @@
+"""What a run leaves in its folder: after steps, after a resume, after a failure."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from observed_run import make_config, make_groups, make_report, observe_run
+
+from megatron_fp8rl.observe.compare import compare_runs
+from megatron_fp8rl.observe.metrics import UnknownMetricError
+from megatron_fp8rl.observe.observer import Observer
+from megatron_fp8rl.observe.records import read_json_lines, read_steps
+from megatron_fp8rl.observe.report import write_report
+from megatron_fp8rl.observe.spans import add_seconds, span
+from megatron_fp8rl.types import PublishReport
+
+
+def test_a_step_is_one_line_with_everything_that_was_logged(tmp_path):
+    groups = make_groups(step=1)
+    with Observer(make_config(), True, tmp_path, with_report=False) as observer, observer.step(1) as log:
+        with span("update"):
+            pass
+        add_seconds("generate", 2.0)
+        log.groups(groups)
+        log.mismatch(make_report(0.01))
+        log.publish(
+            PublishReport(
+                version=1, num_tensors=3, num_fp8_tensors=2, num_bytes=100, seconds=0.5, pause_s=0.1, checksum="ab"
+            )
+        )
+        log.update({"train/loss/mean": math.nan})
+    (record,) = read_json_lines(tmp_path / "metrics.jsonl")
+    num_tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+    assert record["step"] == 1
+    assert record["reward/score/mean"] == 0.5
+    assert record["mismatch/abs_logprob_diff/mean"] == 0.01
+    assert record["publish/total/s"] == 0.5
+    assert record["time/generate/s"] == 2.0
+    assert record["rollout/tokens_per_s/mean"] == num_tokens / 2.0
+    assert record["train/loss/mean"] is None  # a gap, since JSON has no NaN
+    assert 0 < record["time/update/s"] < record["time/step/s"]
+    (details,) = read_json_lines(tmp_path / "details.jsonl")
+    assert details["checksum"] == "ab"
+    assert [part["label"] for part in details["by_position"]] == ["0", "1", "2-3"]
+    assert list(read_steps(tmp_path / "rollouts.jsonl")) == [(1, groups)]
+    assert json.loads((tmp_path / "config.json").read_text())["name"] == "observed"
+    assert "matplotlib" not in json.loads((tmp_path / "versions.json").read_text())["packages"]
+    assert json.loads((tmp_path / "done.json").read_text())["step"] == 1
+
+
+def test_unknown_metrics_are_refused_at_once(tmp_path):
+    with pytest.raises(UnknownMetricError, match="'reward/scores/mean'"), Observer(
+        make_config(), True, tmp_path, with_report=False
+    ) as o:
+        with o.step(1) as log:
+            log.update({"reward/scores/mean": 1.0})
+
+
+def test_a_resumed_run_drops_what_came_after_and_goes_on(tmp_path):
+    observe_run(tmp_path, steps=range(1, 6))
+    before = read_json_lines(tmp_path / "metrics.jsonl")
+    observe_run(tmp_path, steps=range(4, 8))
+    after = read_json_lines(tmp_path / "metrics.jsonl")
+    assert [record["step"] for record in after] == [1, 2, 3, 4, 5, 6, 7]
+    assert after[:3] == before[:3]
+    assert [step for step, _ in read_steps(tmp_path / "rollouts.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+    with pytest.raises(ValueError, match="step 7 after step 7"), Observer(
+        make_config(), True, tmp_path, with_report=False
+    ) as observer:
+        for _ in range(2):
+            with observer.step(7):
+                pass
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cfg = make_config()
+    observe_run(tmp_path, steps=range(1, 3), cfg=replace(cfg, observe=replace(cfg.observe, tensorboard=True)))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    written = [(event.step, event.value) for event in events.Scalars("reward/score/mean")]
+    records = read_json_lines(tmp_path / "metrics.jsonl")
+    assert written == [(record["step"], pytest.approx(record["reward/score/mean"])) for record in records]
+
+
+def test_wandb_that_is_not_installed_is_asked_for_in_plain_words(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)  # makes the import fail
+    cfg = make_config()
+    cfg = replace(cfg, observe=replace(cfg.observe, wandb_project="p"))
+    with pytest.raises(ImportError, match="pip install wandb"), Observer(cfg, True, tmp_path):
+        pass
+
+
+def test_only_the_writer_writes(tmp_path):
+    with Observer(make_config(), False, tmp_path / "run") as observer, observer.step(1) as log:
+        log.groups(make_groups(step=1))
+        log.mismatch(make_report(0.01))
+    assert not (tmp_path / "run").exists()
+
+
+class _Links(HTMLParser):
+    """Collects what a page would load, and checks that its elements close."""
+
+    def __init__(self):
+        super().__init__()
+        self.sources, self.open = [], []
+
+    def handle_starttag(self, tag, attributes):
+        self.sources += [value for name, value in attributes if name in ("src", "href", "srcset")]
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_the_report_stands_alone_and_shows_the_run(tmp_path):
+    observe_run(tmp_path, steps=range(1, 5), with_report=True)
+    page = (tmp_path / "report.html").read_text()
+    links = _Links()
+    links.feed(page)
+    assert links.open == []
+    assert len(links.sources) >= 10
+    assert all(source.startswith("data:image/svg+xml;base64,") for source in links.sources)
+    assert "http" not in re.sub(r'src="[^"]*"', "", page)
+    for text in ("Completions of step 1", "Completions of step 4", "4 + 4 = ", "Largest disagreement", "chain_sum/4#0",
+                 "output_dir", "reward/score/mean", "the alarm of step 2"):  # fmt: skip
+        assert text in page
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_failed_run_has_its_report_and_raises(tmp_path):
+    with pytest.raises(RuntimeError, match="down_proj <differs>"):
+        observe_run(tmp_path, steps=range(1, 5), fail_at=3, with_report=True)
+    failure = json.loads((tmp_path / "failure.json").read_text())
+    assert (failure["step"], failure["error"]) == (3, "RuntimeError")
+    assert "reward/score/mean" in failure["metrics_of_the_unfinished_step"]
+    assert [record["step"] for record in read_json_lines(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert not (tmp_path / "done.json").exists()
+    page = (tmp_path / "report.html").read_text()
+    assert "The run failed in step 3: RuntimeError" in page
+    assert "down_proj &lt;differs&gt;" in page
+    observe_run(tmp_path, steps=range(3, 5))
+    assert not (tmp_path / "failure.json").exists()
+
+
+def test_a_run_that_fails_before_its_first_step_has_a_report(tmp_path):
+    with pytest.raises(RuntimeError, match="no engine"), Observer(make_config(), True, tmp_path):
+        raise RuntimeError("no engine")
+    assert "The run failed before the first step" in (tmp_path / "report.html").read_text()
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        write_report(tmp_path)
+
+
+def test_arms_are_compared_over_seeds(tmp_path):
+    for arm, level in (("fp8", 0.02), ("bf16", 0.01)):
+        for seed in (1, 2):
+            observe_run(tmp_path / f"{arm}{seed}", steps=range(1, 4), mismatch=level * seed)
+    runs = [(arm, seed, tmp_path / f"{arm}{seed}") for arm in ("fp8", "bf16") for seed in (1, 2)]
+    table = compare_runs(runs, tmp_path / "study").read_text()
+    summary = json.loads((tmp_path / "study" / "study.json").read_text())
+    cell = summary["fp8"]["mean abs diff"]
+    assert cell == {"mean": pytest.approx(0.03), "std": pytest.approx(0.0002**0.5), "num_seeds": 2}
+    assert "| fp8 | 2 | " in table and "3.00e-02 ± 1.41e-02" in table
+    assert (tmp_path / "study" / "study.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(FileNotFoundError, match="bf16, seed 9"):
+        compare_runs([*runs, ("bf16", 9, tmp_path / "missing")], tmp_path / "study")
