@@ -66,8 +66,8 @@ def run_config(
     )
 
 
-def make_samples(num: int = 8, *, seed: int = 5) -> list[Sample]:
-    """Ragged sequences of random tokens, with a random advantage and rollout log-probabilities near the uniform one."""
+def make_samples(num: int = 8, *, length: int | None = None, seed: int = 5) -> list[Sample]:
+    """Sequences of random tokens, ragged or of one length, with a random advantage and rollout log-probabilities near the uniform one."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -75,16 +75,16 @@ def make_samples(num: int = 8, *, seed: int = 5) -> list[Sample]:
 
     samples = []
     for index in range(num):
-        length = draw(6, 30)
-        num_prompt = draw(1, length - 2)
-        num_completion = length - num_prompt
+        num_tokens = length or draw(6, 30)
+        num_prompt = draw(1, num_tokens - 2)
+        num_completion = num_tokens - num_prompt
         advantage = float(torch.randn((), generator=generator))
         rollout = (-3.5 - torch.rand(num_completion, generator=generator)).tolist()
         samples.append(
             Sample(
                 name=f"sample{index}",
                 environment="test",
-                token_ids=tuple(torch.randint(0, VOCAB, (length,), generator=generator).tolist()),
+                token_ids=tuple(torch.randint(0, VOCAB, (num_tokens,), generator=generator).tolist()),
                 num_prompt_tokens=num_prompt,
                 loss_mask=(False,) * num_prompt + (True,) * num_completion,
                 rollout_logprobs=(0.0,) * num_prompt + tuple(rollout),
@@ -130,24 +130,26 @@ class Trained:
     pieces: dict[str, tuple[int, Tensor]]  # global name -> (rank of the piece, this rank's piece of the weight)
 
 
-def train(cfg: RunConfig, num_updates: int = 2) -> Trained:
+def train(cfg: RunConfig, num_updates: int = 2, samples: list[Sample] | None = None) -> Trained:
     """Runs on a rank: build the policy and update it on the same samples, with fresh old log-probabilities each time."""
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
-    metrics, first = continue_training(policy, num_updates)
+    metrics, first = continue_training(policy, num_updates, samples)
     result = Trained(metrics=metrics, old_logprobs=first, pieces=weight_pieces(policy))
     parallel.barrier("done")
     return result
 
 
-def continue_training(policy, num_updates: int) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def continue_training(
+    policy, num_updates: int, samples: list[Sample] | None = None
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Runs on a rank: (metrics of each update, old log-probabilities of the first)."""
     cfg, metrics, first = policy.cfg, [], {}
     for _ in range(num_updates):
-        batch = policy.with_old_logprobs(make_batch(cfg, policy.parallel.dp_rank))
+        batch = policy.with_old_logprobs(make_batch(cfg, policy.parallel.dp_rank, samples))
         first = first or token_values(batch, [mb.old_logprobs_T for mb in batch.microbatches])
         metrics.append(policy.update(batch, make_loss(cfg)))
     return metrics, first
