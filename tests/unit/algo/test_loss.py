@@ -267,9 +267,13 @@ def test_extreme_ratios_stay_finite():
 def test_clip_fractions_count_what_lost_its_gradient():
     batch = with_logprobs(packed(random_samples(seed=7))[0])
     (mb,) = batch.microbatches
-    _, (gradient,), sums = evaluate(batch, AlgoConfig(clip_low=0.1, clip_high=0.1, correction="off"))
-    without_gradient = int(((gradient == 0) & mb.loss_mask_T).sum())
-    assert without_gradient == sums["loss/clip_fraction_low/mean"] + sums["loss/clip_fraction_high/mean"] > 0
+    names = ("low", "high", "dual")
+    for dual_clip in (None, 1.05):
+        cfg = AlgoConfig(clip_low=0.1, clip_high=0.1, dual_clip=dual_clip, correction="off")
+        _, (gradient,), sums = evaluate(batch, cfg)
+        fractions = [sums[f"loss/clip_fraction_{name}/mean"] for name in names]
+        assert sum(fractions) == int(((gradient == 0) & mb.loss_mask_T).sum())
+        assert [fraction > 0 for fraction in fractions] == [True, True, dual_clip is not None]
 
 
 def test_kl_without_a_reference_is_refused():
