@@ -1,0 +1,132 @@
+"""Which linears of the built model are FP8, what BF16 edges compute, and that amax histories do not see the layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.fp8.layers import LayerTable
+from tests.helpers.dist import run_ranks
+from tests.tolerances import AMAX_ACROSS_LAYOUTS
+
+MOE = ModelConfig(
+    family="qwen3_moe", num_layers=4, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+    vocab_size=64, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, initializer_range=0.1,
+)  # fmt: skip
+DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=256)
+
+
+def _run(model: ModelConfig, precision: PrecisionConfig, **layout) -> RunConfig:
+    layout = {"world_size": 1, **layout}
+    return RunConfig(name="precision", model=model, precision=precision, parallel=ParallelConfig(**layout))
+
+
+def _build(cfg: RunConfig):
+    from megatron_fp8rl.trainer.model import build_chunks
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    return build_chunks(cfg, parallel), parallel
+
+
+def _fp8_weights(cfg: RunConfig) -> set[str]:
+    """Hugging Face names of the weights whose linear multiplies in FP8, from the recipes that the modules hold."""
+    from megatron_fp8rl.trainer.model import named_global_parameters
+    from megatron_fp8rl.weights import names
+
+    chunks, parallel = _build(cfg)
+    owners = {
+        id(parameter): module
+        for chunk in chunks
+        for module in chunk.modules()
+        for parameter in module.parameters(recurse=False)
+    }
+    return {
+        hf_name
+        for name, parameter in named_global_parameters(chunks, parallel)
+        if getattr(owners[id(parameter)], "recipe", None) is not None
+        for hf_name in names.hf_names_of(name, cfg.model)
+    }
+
+
+@pytest.mark.parametrize("model", [MOE, DENSE], ids=["moe", "dense"])
+@pytest.mark.parametrize("trainer, first, last", [("blockwise", 0, 0), ("delayed", 1, 2), ("bf16", 0, 0)])
+def test_the_layer_table_decides_which_linears_are_fp8(model, trainer, first, last):
+    from megatron_fp8rl.weights import names
+
+    precision = PrecisionConfig(trainer=trainer, bf16_first_layers=first, bf16_last_layers=last)
+    table = LayerTable.build(model, precision)
+    found = run_ranks(1, _fp8_weights, _run(model, precision))[0]
+    assert found == {name for name in names.hf_tensors(model) if table.trainer_fp8(name)}
+    layers = {int(name.split(".")[2]) for name in found}
+    assert layers == (set() if trainer == "bf16" else set(range(first, model.num_layers - last)))
+    assert not any(word in name for name in found for word in ("norm", "mlp.gate.", "embed", "lm_head"))
+
+
+def _packed(seed: int, lengths=(8, 24, 16)):
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    tokens = torch.randint(0, 64, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    return tokens, PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens,
+        max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
+    )  # fmt: skip
+
+
+def _logits(cfg: RunConfig) -> torch.Tensor:
+    chunks, _ = _build(cfg)
+    tokens, packed = _packed(0)
+    with torch.no_grad():
+        return chunks[0](tokens[None], None, None, packed_seq_params=packed)
+
+
+@pytest.mark.parametrize("trainer", ["blockwise", "delayed"])
+def test_a_model_of_edge_layers_is_the_bf16_model(trainer):
+    edges = PrecisionConfig(trainer=trainer, bf16_first_layers=2, bf16_last_layers=2)
+    expected = run_ranks(1, _logits, _run(MOE, PrecisionConfig(trainer="bf16")))[0]
+    assert torch.equal(run_ranks(1, _logits, _run(MOE, edges))[0], expected)
+    fp8 = run_ranks(1, _logits, _run(MOE, PrecisionConfig(trainer=trainer)))[0]
+    assert 0.0 < (fp8 - expected).abs().mean() < 0.1 * expected.std()
+
+
+def _histories(cfg: RunConfig, recompute: bool = False) -> dict[str, torch.Tensor]:
+    """Newest entries of the amax histories after a step, by global name of the weight; experts one by one."""
+    from megatron_fp8rl.trainer.model import _global_name, _linears, build_chunks, finish_fp8_step
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    chunks = build_chunks(cfg, parallel)
+    packs = [_packed(seed) for seed in range(4)]
+    for tokens, packed in packs[parallel.dp_rank :: parallel.dp_size]:
+        with torch.no_grad():  # as log-probabilities of other data would: no trace
+            chunks[0](tokens.flip(0)[None] * 0, None, None, packed_seq_params=packed)
+        logits = chunks[0](tokens[None], None, None, packed_seq_params=packed)
+        logits.float().logsumexp(-1).sum().backward()
+    finish_fp8_step(chunks, parallel)
+    found = {}
+    for prefix, module, chunk in _linears(chunks):
+        for index in range(getattr(module, "num_gemms", 1)):
+            suffix = str(index) if hasattr(module, "num_gemms") else ""
+            newest = module.history.history[0, :, index].clone()
+            found[_global_name(f"{prefix}.weight{suffix}", chunk, parallel)] = newest
+    return found
+
+
+def test_amax_histories_do_not_depend_on_the_layout_or_recomputation():
+    precision = PrecisionConfig(trainer="delayed", params="fp32")
+    expected = run_ranks(1, _histories, _run(MOE, precision))[0]
+    assert len(expected) == 4 * (2 + 2 * MOE.num_experts)
+    layouts = [dict(world_size=2), dict(world_size=2, expert=2), dict(world_size=2, tensor=2, expert=2)]
+    runs = [_run(MOE, precision, **layout) for layout in layouts]
+    base = _run(MOE, precision)
+    runs.append(replace(base, optim=replace(base.optim, recompute="full")))
+    for cfg in runs:
+        for rank in run_ranks(cfg.parallel.world_size, _histories, cfg):
+            for name, newest in rank.items():
+                assert newest[1] == expected[name][1], f"{name}: weight"
+                if name.startswith("decoder.layers.0.self_attention.linear_qkv"):
+                    assert newest[0] == expected[name][0], "no FP8 came before this input"
+                if cfg.parallel.tensor == 1 or "qkv" in name:  # a loss over a vocabulary shard has other gradients
+                    torch.testing.assert_close(newest, expected[name], **AMAX_ACROSS_LAYOUTS, msg=f"{name} {cfg.parallel}")
