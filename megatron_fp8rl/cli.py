@@ -1,11 +1,12 @@
 """The command line: ``python -m megatron_fp8rl COMMAND [CONFIG] [--field value ...]``.
 
 In: the arguments, and the functions of ``model_configs/``. Out: an :class:`Invocation` with a complete, checked
-``RunConfig``, or a message that names every mistake and exit status 2. Runs in the process that the user starts; imports
-neither torch nor any other heavy package, so that help and ``--dry-run`` answer at once.
+``RunConfig``, or a message that names every mistake and exit status 2. Runs in the process that the user starts;
+imports neither torch nor any other heavy package, so that help and ``--dry-run`` answer at once.
 
-CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated to
-return a ``RunConfig``. Each field of the configuration is an option (``--parallel.tensor 2``); an unknown one is refused.
+CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated
+to return a ``RunConfig``. Each field of the configuration is an option (``--parallel.tensor 2``); an unknown one is
+refused.
 """
 
 from __future__ import annotations
@@ -105,9 +106,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
     violations = config_check.check(cfg)
     if violations:
         raise ConfigError(violations)
-    return Invocation(
-        command=name, config_name=target, cfg=cfg, options=options, overrides=overrides, dry_run=dry_run
-    )
+    return Invocation(command=name, config_name=target, cfg=cfg, options=options, overrides=overrides, dry_run=dry_run)
 
 
 def parse_overrides(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
@@ -259,11 +258,12 @@ def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
     found = {}
     for name, function in inspect.getmembers(module, inspect.isfunction):
         signature = inspect.signature(function)
-        needs = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in (2, 4)]
-        returns = signature.return_annotation
-        if not name.startswith("_") and function.__module__ == module.__name__ and not needs:
-            if returns in (RunConfig, "RunConfig", "config.RunConfig"):
-                found[name] = function
+        optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needs = [p for p in signature.parameters.values() if p.default is p.empty and p.kind not in optional]
+        is_own = function.__module__ == module.__name__ and not name.startswith("_")
+        returns_config = signature.return_annotation in (RunConfig, "RunConfig", "config.RunConfig")
+        if is_own and returns_config and not needs:
+            found[name] = function
     return found
 
 

@@ -1,8 +1,8 @@
 """Install this project with pinned dependencies into ``.venv``: python3.12 tools/install.py [EXTRA...]
 
-In: requirements.toml and the names of extras; ``cpu`` or ``gpu`` is added, by FP8RL_EXTRA or by whether nvidia-smi works.
-Out: ``.venv`` with the project in editable mode, and a stamp in it, so that the next call ends at once when nothing has
-changed. Runs under Python 3.12 before anything is installed: the standard library alone.
+In: requirements.toml and the names of extras; ``cpu`` or ``gpu`` is added, by FP8RL_EXTRA or by whether nvidia-smi
+works. Out: ``.venv`` with the project in editable mode, and a stamp in it, so that the next call ends at once when
+nothing has changed. Runs under Python 3.12 before anything is installed: the standard library alone.
 
 uv installs, because it takes the overrides that the pins need; where uv cannot be had, pip does the same in steps. Both
 use the indexes that pip is configured for.

@@ -1,8 +1,8 @@
 """Every mistake of a configuration at once, before anything starts.
 
-In: a ``RunConfig``. Out: a list of :class:`Violation`, empty when the run can start; each names the option as it is typed
-(``--parallel.tensor``), its value, the problem and the remedy. Reads the file system, changes nothing, imports nothing
-heavy: it runs on a login node and in every trainer process.
+In: a ``RunConfig``. Out: a list of :class:`Violation`, empty when the run can start; each names the option as it is
+typed (``--parallel.tensor``), its value, the problem and the remedy. Reads the file system, changes nothing, imports
+nothing heavy: it runs on a login node and in every trainer process.
 
 A consequence of a mistake is not reported as a second mistake: where a degree does not divide the number of heads, say,
 the matrices of that degree are not judged.
@@ -113,7 +113,9 @@ def _check_optim(found: Findings) -> None:
     if 0 < optim.lr < optim.min_lr:
         found.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
     if optim.recompute == "selective" and not optim.recompute_modules:
-        found.refuse("optim.recompute_modules", "selective recompute of nothing", "Name a module, or --optim.recompute none")
+        found.refuse(
+            "optim.recompute_modules", "selective recompute of nothing", "Name a module, or --optim.recompute none"
+        )
     if not found.cfg.model.is_moe:
         if optim.moe_aux_loss_coef > 0:
             found.refuse("optim.moe_aux_loss_coef", "balances experts, and the model is dense", "Set 0")
@@ -133,7 +135,9 @@ def _check_rollout(found: Findings) -> None:
     if any(not text for text in rollout.stop_strings):
         found.refuse("rollout.stop_strings", "holds an empty string, which stops at once", "Remove it")
     if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
-        found.refuse("rollout.stop_token_ids", f"{wrong} are not in the vocabulary of {model.vocab_size}", "Remove them")
+        found.refuse(
+            "rollout.stop_token_ids", f"{wrong} are not in the vocabulary of {model.vocab_size}", "Remove them"
+        )
     if rollout.record_routed_experts and not model.is_moe:
         found.refuse("rollout.record_routed_experts", "records a router, and the model is dense", "Set False")
     if rollout.replay is not None and not Path(rollout.replay).is_file():
@@ -144,7 +148,7 @@ def _check_rollout(found: Findings) -> None:
     if longest > model.max_position_embeddings:
         found.refuse(
             "rollout.max_completion_tokens",
-            f"prompt and completion reach {longest} tokens and the model knows {model.max_position_embeddings} positions",
+            f"prompt and completion reach {longest} tokens, and the model has {model.max_position_embeddings} positions",
             f"Lower it to {max(1, model.max_position_embeddings - rollout.max_prompt_tokens)} or less, or lower "
             "--rollout.max_prompt_tokens",
         )

@@ -1,11 +1,12 @@
 """Whether FP8 scales tile every matrix, on every rank of the trainer and of the engines.
 
-In: the model, the degrees and the recipes. Out: violations that name the matrix, its dimension on one rank and the degrees
-that would do. Pure, and part of :func:`megatron_fp8rl.config_check.check`.
+In: the model, the degrees and the recipes. Out: violations that name the matrix, its dimension on one rank and the
+degrees that would do. Pure, and part of :func:`megatron_fp8rl.config_check.check`.
 
 A block that crosses the edge of a shard would get another scale on each side than the whole matrix has, and the bytes
 that the trainer multiplies would not be the bytes that the engine holds. So the edges of all shards have to fall on the
-edges of blocks: 128 for blockwise scales, 32 for MXFP8, and 16 for one scale per tensor, which is what FP8 tensor cores ask.
+edges of blocks: 128 for blockwise scales, 32 for MXFP8, and 16 for one scale per tensor, which is what FP8 tensor
+cores ask.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def check_tiling(found: Findings) -> None:
     if cfg.precision.bf16_first_layers + cfg.precision.bf16_last_layers >= cfg.model.num_layers:
         return  # no matrix is FP8
     trainer = {"tensor": cfg.parallel.tensor, "expert_tensor": cfg.parallel.expert_tensor}
-    engine = {"tensor": cfg.rollout.tensor, "expert_tensor": cfg.rollout.tensor}  # an engine splits experts like the rest
+    engine = {
+        "tensor": cfg.rollout.tensor,
+        "expert_tensor": cfg.rollout.tensor,
+    }  # an engine splits experts like the rest
     option = {"tensor": "parallel.tensor", "expert_tensor": "parallel.expert_tensor"}
     ends = []
     if cfg.precision.trainer != "bf16":
@@ -88,7 +92,11 @@ def fp8_dimensions(model: ModelConfig) -> list[Dimension]:
         )  # fmt: skip
     else:
         feed_forward = Dimension(
-            matrices=names, size=model.ffn_hidden_size, formula="ffn_hidden_size", field="ffn_hidden_size", degree="tensor"
+            matrices=names,
+            size=model.ffn_hidden_size,
+            formula="ffn_hidden_size",
+            field="ffn_hidden_size",
+            degree="tensor",
         )
     return [hidden, query, key_value, feed_forward]
 
@@ -98,7 +106,7 @@ def _refuse_size(found: Findings, dimension: Dimension, tile: int) -> None:
     remedy = f"Choose a multiple of {tile}" if dimension.heads is None else f"Choose heads whose product is {up}"
     found.refuse(
         f"model.{dimension.field}",
-        f"{dimension.matrices} count {dimension.formula} = {dimension.size}, which FP8 tiles of {tile} do not cover evenly",
+        f"{dimension.matrices} count {dimension.formula} = {dimension.size}, which is no multiple of the FP8 tile {tile}",
         f"{remedy}, or --precision.trainer bf16 --precision.rollout bf16",
     )
 

@@ -1,6 +1,7 @@
 """Several runs side by side: the arms of a study, each over some seeds.
 
-In: (arm, seed, folder) of runs that an observer wrote. Out: ``study.md`` with a table, ``study.png`` and ``study.json``.
+In: (arm, seed, folder) of runs that an observer wrote. Out: ``study.md`` with a table, ``study.png`` and
+``study.json``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ def compare_runs(runs: Sequence[tuple[str, int, Path | str]], out_dir: Path | st
         if not (Path(run_dir) / "metrics.jsonl").exists():
             raise FileNotFoundError(f"{arm}, seed {seed}: {run_dir} holds no metrics.jsonl; run it first")
         arms.setdefault(arm, {})[seed] = RunData(Path(run_dir))
-    summary = {arm: {name: _over_seeds(by_seed, key, how) for name, key, how, _ in _COLUMNS} for arm, by_seed in arms.items()}
+    summary = {
+        arm: {name: _over_seeds(by_seed, key, how) for name, key, how, _ in _COLUMNS} for arm, by_seed in arms.items()
+    }
     write_json(out_dir / "study.json", summary)
     with styled():
         figure = _draw(arms)

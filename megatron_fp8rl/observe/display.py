@@ -5,6 +5,7 @@ In: the metrics of each finished step. Out: the terminal alone. Runs in the writ
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping
 from time import monotonic
@@ -206,7 +207,7 @@ def sparkline(values: list[float], *, width: int = 60, low: float | None = None)
     """A row of bars, the mean of neighbours where there are more values than bars; NaN leaves a blank."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+        values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     finite = [value for value in values if value == value and abs(value) != float("inf")]
     if not finite:
         return ""

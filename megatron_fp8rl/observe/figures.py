@@ -40,7 +40,9 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
     if passes != rewards:
         curve(axes, pass_steps, passes, color=GREEN, label="pass rate", line="--")
     if evals:
-        axes.plot(eval_steps, evals, "D", color=ORANGE, markersize=6, label="held-out pass rate", zorder=5, clip_on=False)
+        axes.plot(
+            eval_steps, evals, "D", color=ORANGE, markersize=6, label="held-out pass rate", zorder=5, clip_on=False
+        )
         axes.axhline(evals[0], color=ORANGE, linestyle=":", linewidth=1.2)
         for at, value in {0: evals[0], -1: evals[-1]}.items() if len(evals) > 1 else [(0, evals[0])]:
             side = (7, -13) if at == 0 else (-7, -14)

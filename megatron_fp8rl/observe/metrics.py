@@ -1,8 +1,8 @@
 """The glossary of metrics: every key that a run may write, with one sentence on what it means.
 
-Keys read ``what/name/reduce``; ``<name>`` in a key stands for any lower-case word. The observer refuses a key that is not
-listed, so that no curve goes unexplained. ``docs/metrics.md`` is this list:
-``python -m megatron_fp8rl.observe.metrics > docs/metrics.md``.
+Keys read ``what/name/reduce``; ``<name>`` in a key stands for any lower-case word. The observer refuses a key that is
+not listed, so that no curve goes unexplained. ``docs/metrics.md`` is this list: ``python -m
+megatron_fp8rl.observe.metrics > docs/metrics.md``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
             "mismatch/kl_k3/mean",
             "Mean of w - 1 - log w with w = exp(old - rollout), the low-variance estimate of KL(rollout || old).",
         ),
-        Metric("mismatch/multiplicative_error/mean", "Mean of exp|old - rollout|; 1 is perfect, above 1.05 is trouble."),
+        Metric(
+            "mismatch/multiplicative_error/mean", "Mean of exp|old - rollout|; 1 is perfect, above 1.05 is trouble."
+        ),
         Metric(
             "mismatch/effective_sample_size/mean",
             "(sum w)^2 / (n sum w^2): the share of the n tokens that the importance weights leave; 1 is perfect.",
@@ -86,7 +88,9 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/ratio/mean", "Mean importance weight w; 1 in expectation when the engine samples as it says."),
         Metric("mismatch/ratio/max", "Largest importance weight of a token."),
         Metric("mismatch/ratio/min", "Smallest importance weight of a token."),
-        Metric("mismatch/fraction_corrected/mean", "Fraction of the tokens whose weight the correction capped or masked."),
+        Metric(
+            "mismatch/fraction_corrected/mean", "Fraction of the tokens whose weight the correction capped or masked."
+        ),
         Metric("mismatch/fraction_vetoed/mean", "Fraction of the tokens that were dropped with a vetoed sequence."),
     ),
     "Loss": (
@@ -101,7 +105,9 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("loss/nll/mean", "Negative log-likelihood per token of the supervised warm start, in nats."),
         Metric("correction/weight/mean", "Mean importance weight after the correction, as the loss used it."),
         Metric("correction/weight/max", "Largest importance weight after the correction."),
-        Metric("correction/fraction_corrected/mean", "Fraction of the loss tokens that the correction capped or masked."),
+        Metric(
+            "correction/fraction_corrected/mean", "Fraction of the loss tokens that the correction capped or masked."
+        ),
         Metric("correction/fraction_vetoed/mean", "Fraction of the loss tokens in vetoed sequences."),
     ),
     "Training": (

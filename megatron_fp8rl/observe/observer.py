@@ -46,8 +46,8 @@ _STEP_FILES = ("metrics.jsonl", "details.jsonl", "rollouts.jsonl")
 class Observer:
     """Use as a context manager around a whole run: an error is recorded, reported and raised again.
 
-    ``num_steps`` is what the progress counts up to; ``with_report`` False leaves out the page at the end. Metrics may be given by every rank; the writer's are kept, so they
-    have to be reduced over ranks before.
+    ``num_steps`` is what the progress counts up to; ``with_report`` False leaves out the page at the end. Metrics may
+    be given by every rank; the writer's are kept, so they have to be reduced over ranks before.
     """
 
     def __init__(
@@ -224,7 +224,8 @@ class StepLog:
             self._observer.record_groups(self.step, groups)
 
     def evaluation(self, groups: Sequence[RolloutGroup]) -> None:
-        """Take the completions of held-out problems. They are counted, not recorded: a replay must not train on them."""
+        """Take the completions of held-out problems. They are counted, not recorded: a replay must not train on
+        them."""
         counted = group_metrics(groups)
         self.update(
             {
@@ -301,5 +302,9 @@ def _start_wandb(cfg: RunConfig, run_dir: Path) -> Any:
             "run `pip install wandb`, or leave --observe.wandb_project unset"
         ) from error
     return wandb.init(
-        project=cfg.observe.wandb_project, name=cfg.name, dir=str(run_dir), config=dataclasses.asdict(cfg), resume="allow"
+        project=cfg.observe.wandb_project,
+        name=cfg.name,
+        dir=str(run_dir),
+        config=dataclasses.asdict(cfg),
+        resume="allow",
     )

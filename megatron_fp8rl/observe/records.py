@@ -1,7 +1,7 @@
 """Every rollout of a run on disk, and back again for replay.
 
-In: the scored groups of a step. Out: ``rollouts.jsonl``, one line per group, all lines of a step written at once; reading
-yields the same groups, equal in every field. Which process: the writing trainer rank; any process may read.
+In: the scored groups of a step. Out: ``rollouts.jsonl``, one line per group, all lines of a step written at once;
+reading yields the same groups, equal in every field. Which process: the writing trainer rank; any process may read.
 
 A line is ``{"step": ..., "prompt": {...}, "rollouts": [{...}, ...]}`` with the field names of ``types.py``. Floats are
 written so that they read back exactly; arrays of routed experts are compressed. A run that was killed while writing

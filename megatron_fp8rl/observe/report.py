@@ -1,7 +1,7 @@
 """``report.html``: one file with every plot and table of a run, which opens anywhere, and ``report.png``, its overview.
 
-In: a run's folder. Out: the two files, replaced in one step each. Runs at the end of a run, also of a failed one, or at any
-time later; while the run goes on it shows what there is.
+In: a run's folder. Out: the two files, replaced in one step each. Runs at the end of a run, also of a failed one, or
+at any time later; while the run goes on it shows what there is.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ th, td { padding: 7px 14px 7px 0; border-bottom: 1px solid var(--line); vertical
 tr:last-child td { border-bottom: 0; } td.n { font-variant-numeric: tabular-nums; white-space: nowrap; }
 code, pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, monospace; white-space: pre-wrap; word-break: break-word; }
 .good { color: #00795a; } .bad { color: #b34700; }
-.failed { border: 1px solid #e3b0a0; border-left: 6px solid #d55e00; background: #fff6f2; border-radius: 10px; padding: 14px 18px; }
+.failed { border: 1px solid #e3b0a0; border-left: 6px solid #d55e00; border-radius: 10px; }
+.failed { background: #fff6f2; padding: 14px 18px; }
 .failed h2 { margin: 0 0 6px; color: #a03d00; } details summary { cursor: pointer; padding: 8px 0; }
 footer { color: var(--soft); margin-top: 40px; font-size: 13px; }
 """
@@ -79,7 +80,14 @@ def render(run: RunData) -> str:
                 for figure in figures
             )
             parts.append(f'<h2>{escape(title)}</h2><div class="plots">{images}</div>')
-    parts += [_worst_sequences(run), _warnings(run), _samples(run), _last_metrics(run), _configuration(run), _versions(run)]
+    parts += [
+        _worst_sequences(run),
+        _warnings(run),
+        _samples(run),
+        _last_metrics(run),
+        _configuration(run),
+        _versions(run),
+    ]
     body = "\n".join(part for part in parts if part)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
@@ -179,7 +187,9 @@ def _samples(run: RunData) -> str:
         worst = [r for r in _distinct(rollouts[::-1], _NUM_SAMPLES) if all(r is not other for other in shown)]
         rows = "".join(_sample_row(rollout) for rollout in [*shown, *worst[::-1]])
         head = "".join(f"<th>{h}</th>" for h in ("reward", "prompt", "completion", "answer", "tokens", "status"))
-        sections.append(f'<h2>Completions of step {step}</h2><div class="card"><table><tr>{head}</tr>{rows}</table></div>')
+        sections.append(
+            f'<h2>Completions of step {step}</h2><div class="card"><table><tr>{head}</tr>{rows}</table></div>'
+        )
     return "\n".join(sections)
 
 
@@ -241,16 +251,14 @@ def _versions(run: RunData) -> str:
 
 def _table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     head = "".join(f"<th>{escape(text)}</th>" for text in header)
-    body = "".join(
-        "<tr>" + "".join(f'<td class="n">{_number(c)}</td>' if _is_number(c) else f"<td>{escape(str(c))}</td>" for c in row)
-        + "</tr>"
-        for row in rows
-    )  # fmt: skip
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _cell(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f'<td class="n">{_number(value)}</td>'
+    return f"<td>{escape(str(value))}</td>"
 
 
 def _number(value: float | None) -> str:

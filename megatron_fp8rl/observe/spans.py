@@ -3,8 +3,8 @@
 In: ``with span("update"):`` around any piece of work, in any thread of any process of the trainer.
 Out: seconds by name, which the observer takes once per step and writes as ``time/<name>/s``.
 
-A span costs two clock readings and one short lock. Spans nest, and each counts its whole duration, inner spans included;
-spans of one name add up, so a name that runs in two threads at once can exceed the duration of the step.
+A span costs two clock readings and one short lock. Spans nest, and each counts its whole duration, inner spans
+included; spans of one name add up, so a name that runs in two threads at once can exceed the duration of the step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _seconds: dict[str, float] = {}
 _lock = threading.Lock()
 
 
-class span:  # noqa: N801 - used like a function: `with span("generate"):`
+class span:  # lower case, since it is used like a function: `with span("generate"):`
     """Adds the duration of its block to the seconds of ``name``, also when the block raises.
 
     Raises ValueError when the name is not of lower-case letters, digits and underscores, since it becomes part of a

@@ -41,7 +41,16 @@ COMMANDS = {
 
 def test_overrides_are_typed_and_hyphens_read_like_underscores():
     invocation = cli.parse(
-        ["rl", "tiny_qwen3", "--rollout.max-staleness", "2", "--algo.veto_below", "None", "--observe.tensorboard", "False"],
+        [
+            "rl",
+            "tiny_qwen3",
+            "--rollout.max-staleness",
+            "2",
+            "--algo.veto_below",
+            "None",
+            "--observe.tensorboard",
+            "False",
+        ],
         COMMANDS,
     )
     assert invocation.config_name == "tiny_qwen3"
@@ -52,7 +61,17 @@ def test_overrides_are_typed_and_hyphens_read_like_underscores():
 
 
 def test_own_options_stand_apart_from_overrides():
-    words = ["study", "tiny_qwen3", "--seeds", "4", "5", "--num_steps", "7", "--data.environments.0.options.max_terms", "4"]
+    words = [
+        "study",
+        "tiny_qwen3",
+        "--seeds",
+        "4",
+        "5",
+        "--num_steps",
+        "7",
+        "--data.environments.0.options.max_terms",
+        "4",
+    ]
     invocation = cli.parse(words, COMMANDS)
     assert invocation.options == StudyOptions(seeds=(4, 5))
     assert invocation.overrides == ("--num_steps", "7", "--data.environments.0.options.max_terms", "4")
@@ -62,7 +81,7 @@ def test_own_options_stand_apart_from_overrides():
 
 def test_generator_options_may_be_new():
     before = cli.load_config("tiny_qwen3").data.environments[0].options
-    words = ["--data.environments.0.options.max_terms", "5", "--data.environments.0.options.operators=[\"+\", \"-\"]"]
+    words = ["--data.environments.0.options.max_terms", "5", '--data.environments.0.options.operators=["+", "-"]']
     options = cli.parse(["rl", "tiny_qwen3", *words], COMMANDS).cfg.data.environments[0].options
     assert options == {**before, "max_terms": 5, "operators": ["+", "-"]}
 

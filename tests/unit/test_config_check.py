@@ -17,9 +17,7 @@ DENSE = ModelConfig(
     vocab_size=512,
     ffn_hidden_size=512,
 )
-MOE = replace(
-    DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256
-)
+MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256)
 
 
 def make(model: ModelConfig = DENSE, **changes) -> RunConfig:
@@ -70,7 +68,9 @@ def test_five_mistakes_give_five_violations():
         "--data.environments",
     ]
     message = str(ConfigError(violations))
-    assert message.startswith("5 mistakes in the configuration:\n  1. --parallel.pipeline = 3: does not divide the 4 layers")
+    assert message.startswith(
+        "5 mistakes in the configuration:\n  1. --parallel.pipeline = 3: does not divide the 4 layers"
+    )
     assert "Choose one of 1, 2, 4." in message
 
 
@@ -125,7 +125,9 @@ def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can():
     cfg = make(parallel__world_size=4, parallel__tensor=4)
     (violation,) = check(cfg, accelerator="cpu")
     assert (violation.field, violation.value) == ("--parallel.tensor", 4)
-    assert "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, of which one rank has 64" in violation.problem
+    assert (
+        "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, of which one rank has 64" in violation.problem
+    )
     assert "q_proj" not in violation.problem
     assert violation.remedy == "Degrees that tile: 1, 2"
 
@@ -145,7 +147,10 @@ def test_experts_are_tiled_by_their_own_degree():
 def test_a_size_that_no_degree_tiles_is_the_models_mistake():
     assert fields_of(make(replace(DENSE, hidden_size=192))) == ["--model.hidden_size"]
     # One scale per tensor needs 16 only, and the engine is BF16.
-    assert fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="tensorwise", precision__rollout="bf16")) == []
+    assert (
+        fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="tensorwise", precision__rollout="bf16"))
+        == []
+    )
 
 
 def test_untiled_matrices_that_stay_bf16_are_no_mistake():

@@ -18,7 +18,11 @@ def make_config() -> RunConfig:
 def make_groups(step: int) -> tuple[RolloutGroup, ...]:
     """One prompt, one right and one wrong completion."""
     prompt = Prompt(
-        prompt_id=f"chain_sum/{step}", environment="chain_sum", token_ids=(1, 2), text=f"{step} + {step} = ", answer=str(2 * step)
+        prompt_id=f"chain_sum/{step}",
+        environment="chain_sum",
+        token_ids=(1, 2),
+        text=f"{step} + {step} = ",
+        answer=str(2 * step),
     )
 
     def rollout(index: int, text: str, reward: float) -> Rollout:

@@ -1,0 +1,165 @@
+"""Rules that hold for every file of the repository."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl import config
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.observe.metrics import meaning
+
+ROOT = Path(__file__).parents[1]
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+TEXT = {".py", ".md", ".toml", ".sh", ".cfg", ".ini", ".txt", ""}
+
+
+def tracked_files() -> list[Path]:
+    """Files under version control, and new ones that would be; all files where git is missing."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if listed.returncode:
+        pytest.skip("not a git repository")
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def text_files() -> list[Path]:
+    return [path for path in tracked_files() if path.suffix in TEXT]
+
+
+def library_files() -> list[Path]:
+    return [path for path in tracked_files() if path.suffix == ".py" and path.is_relative_to(ROOT / "megatron_fp8rl")]
+
+
+def test_no_machine_is_named():
+    """A path or host of somebody's machine works nowhere else."""
+    words = [
+        "/wo" + "rk/",
+        "/ro" + "ot/",
+        "/ho" + "me/",
+        "pypi" + ".org",
+        "files.python" + "hosted",
+        "index" + "-url = ",
+    ]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {word}"
+        for path in text_files()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        for word in words
+        if word in line
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_files_and_functions_fit_a_reader():
+    wrong = []
+    for path in library_files():
+        text = path.read_text(encoding="utf-8")
+        place, lines = path.relative_to(ROOT), text.splitlines()
+        if len(lines) > MAX_FILE_LINES:
+            wrong.append(f"{place}: {len(lines)} lines, at most {MAX_FILE_LINES}")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    wrong.append(f"{place}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_module_says_what_it_is():
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in library_files()
+        if (text := path.read_text()).strip() and ast.get_docstring(ast.parse(text)) is None
+    ]
+    assert not wrong, "without a docstring: " + ", ".join(wrong)
+
+
+def test_file_names_say_what_is_inside():
+    names = {"utils", "helpers", "misc", "common"}
+    wrong = [str(path.relative_to(ROOT)) for path in library_files() if path.stem in names]
+    assert not wrong, ", ".join(wrong)
+
+
+def test_logprobs_always_say_whose():
+    """rollout_, old_, trainer_ or ref_: a bare name is how two of them get mixed up."""
+    bare = re.compile(r"(?<![\w.])(?:log_?probs|logprobs_T)(?=\s*[:=](?!=))")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in library_files()
+        # The trainer's forward computes whichever its weights are, and vLLM names its own fields so.
+        if path.relative_to(ROOT / "megatron_fp8rl").parts[0] not in ("trainer", "rollout")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if bare.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_stub_is_left():
+    marks = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b|raise NotImplemented" + r"Error\(\)")
+    wrong = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in library_files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert not wrong, ", ".join(wrong)
+
+
+def test_links_between_documents_lead_somewhere():
+    link = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)")
+    wrong = [
+        f"{path.relative_to(ROOT)}: {target}"
+        for path in tracked_files()
+        if path.suffix == ".md"
+        for target in link.findall(path.read_text(encoding="utf-8"))
+        if not (path.parent / target).exists()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_versions_are_named_in_one_place():
+    """An exact version outside requirements.toml is a second truth."""
+    pins = tomllib.loads((ROOT / "requirements.toml").read_text())
+    assert re.fullmatch(r"3\.\d+", pins["python"])
+    listed = {*pins["core"], *pins["engine"], *(r for extra in pins["extras"].values() for r in extra)}
+    exact = [requirement for requirement in [*listed, *pins["overrides"]] if "==" in requirement]
+    assert len(exact) >= 8
+    for path in text_files():
+        if path.name != "requirements.toml" and path.suffix != ".md":
+            text = path.read_text(encoding="utf-8")
+            assert not [pin for pin in exact if pin in text], path.relative_to(ROOT)
+
+
+def test_documents_name_options_and_metrics_that_exist():
+    options = {f"--{field.name}" for field in dataclasses.fields(RunConfig)}
+    for section in dataclasses.fields(RunConfig):
+        kind = getattr(config, str(section.type), None)
+        if dataclasses.is_dataclass(kind):
+            options |= {f"--{section.name}.{field.name}" for field in dataclasses.fields(kind)}
+    sections = {option.removeprefix("--") for option in options if "." not in option}
+    wrong = []
+    for path in tracked_files():
+        if path.suffix != ".md":
+            continue
+        text, place = path.read_text(encoding="utf-8"), path.relative_to(ROOT)
+        for option in re.findall(r"--[a-z_-]+\.[a-z_-]+", text):
+            named = "--" + option[2:].replace("-", "_")
+            if named.partition(".")[0][2:] in sections and named not in options:
+                wrong.append(f"{place}: {option}")
+        for key in re.findall(r"`([a-z_]+/[a-z0-9_]+/(?:mean|std|min|max|sum|s))`", text):
+            if meaning(key) is None:
+                wrong.append(f"{place}: {key}")
+    assert not wrong, "\n".join(wrong)
