@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -53,6 +54,7 @@ class Fleet:
         self._hf_dir = Path(hf_dir)
         self._log_dir = Path(run_dir) / "logs"
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._shared_memory: list[str] = []  # files that vLLM's workers made, and leave behind when killed
         self._watchers: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
@@ -86,6 +88,7 @@ class Fleet:
             await asyncio.gather(*(self._wait_healthy(client) for client in self.clients))
 
         self.sync(all_ready(), deadline_s + 2 * _PROGRESS_S)
+        self._shared_memory = [path for client in self.clients for path in _shared_memory_of(client.replica.process_group)]
         _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
@@ -117,6 +120,8 @@ class Fleet:
         with contextlib.suppress(Exception):
             self.sync(self._cancel_all(), _TERM_GRACE_S)
         _stop(self._processes)
+        for path in self._shared_memory:
+            Path(path).unlink(missing_ok=True)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_TERM_GRACE_S)
         self._loop.close()
@@ -250,3 +255,13 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _shared_memory_of(group: int) -> set[str]:
+    """Files in /dev/shm that the processes of a group have mapped."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # a process may end, or belong to someone else
+            if os.getpgid(int(maps.parent.name)) == group:
+                found |= set(re.findall(r"/dev/shm/\S+(?=\n)", maps.read_text()))
+    return found

@@ -22,13 +22,15 @@ PROMPT = list(range(20, 44))
 
 
 def processes_of_group(group: int) -> list[str]:
-    listing = subprocess.run(["ps", "-eo", "pgid=,pid="], capture_output=True, text=True, check=True).stdout
-    return [pid for pgid, pid in map(str.split, listing.splitlines()) if int(pgid) == group]
+    listing = subprocess.run(["ps", "-eo", "pgid=,stat=,pid="], capture_output=True, text=True, check=True).stdout
+    rows = map(str.split, listing.splitlines())
+    return [pid for pgid, state, pid in rows if int(pgid) == group and not state.startswith("Z")]
 
 
 def test_two_workers(engine_cfg, tmp_path: Path):
     cfg = replace(engine_cfg, rollout=replace(engine_cfg.rollout, tensor=2))
     weights = random_weights(cfg, seed=1)
+    files_before = set(os.listdir("/dev/shm"))
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         (client,) = fleet.clients
         assert fleet.sync(client.world_size(), 10.0) == 2
@@ -55,6 +57,7 @@ def test_two_workers(engine_cfg, tmp_path: Path):
         with pytest.raises(EngineDeadError, match="rollout-0 died"):
             fleet.sync(client.pause(), 10.0)
     assert processes_of_group(group) == []
+    assert set(os.listdir("/dev/shm")) <= files_before
 
 
 def test_an_engine_that_cannot_start_shows_its_reason(engine_cfg, tmp_path: Path):

@@ -1,0 +1,214 @@
+"""Order, staleness, refills and failures of the stream, with engines that are told when to answer.
+
+The engines here are in memory: what is tested is which batch starts when, which no real engine can be made to show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl.rollout.client import Sampling
+from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
+from megatron_fp8rl.types import Completion, Prompt
+from model_configs.tiny import tiny_qwen3_moe
+
+
+class Numbers:
+    """Prompts 0, 1, 2, ..."""
+
+    position = 0
+
+    def next_prompts(self, count: int) -> list[Prompt]:
+        start, self.position = self.position, self.position + count
+        return [
+            Prompt(prompt_id=f"n/{i}", environment="n", token_ids=(i,), text=str(i), answer="")
+            for i in range(start, start + count)
+        ]
+
+
+class Client:
+    """Answers at once, with the version that it holds when a request begins and when it ends."""
+
+    def __init__(self, version: int = 0):
+        self.version = version
+        self.num_running = 0
+        self.prompts: list[int] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.sampling = Sampling(
+            temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), stop_strings=()
+        )
+
+    async def generate(self, prompt, n, seed, *, sampling=None) -> list[Completion]:
+        self.num_running += n
+        self.prompts.append(prompt[0])
+        first = self.version
+        await asyncio.sleep(0)
+        await self.gate.wait()
+        self.num_running -= n
+        return [
+            Completion(
+                token_ids=(i,),
+                rollout_logprobs=(-1.0,),
+                finish_reason="stop",
+                min_version=first,
+                max_version=self.version,
+                text=f"{prompt[0]} {i}",
+            )
+            for i in range(n)
+        ]
+
+
+class Fleet:
+    """An event loop in a thread."""
+
+    def __init__(self, num_clients: int = 1):
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.clients = [Client() for _ in range(num_clients)]
+
+    def submit(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    def sync(self, coroutine, deadline_s):
+        return self.submit(coroutine).result(deadline_s)
+
+    def call(self, function) -> None:
+        async def run() -> None:
+            function()
+
+        self.sync(run(), 5.0)
+
+
+class Scorer:
+    """Rewards differ within a group unless the prompt is even and ``uniform`` is set."""
+
+    def __init__(self, uniform: bool = False):
+        self.uniform = uniform
+
+    async def score(self, prompt, text):
+        number, index = map(int, text.split())
+        return (1.0 if self.uniform and number % 2 == 0 else float(index)), "scored", ""
+
+
+class Ranks:
+    """Rank 0 writes what it broadcasts into a list, rank 1 reads from it."""
+
+    def __init__(self, rank: int, carried: list):
+        self.rank, self.carried = rank, carried
+
+    def broadcast_object(self, value):
+        if self.rank == 0:
+            self.carried.append(value)
+            return value
+        return self.carried.pop(0)
+
+
+def build(fleet, *, scorer=None, rollout=None, algo=None, ranks=None):
+    cfg = tiny_qwen3_moe()
+    cfg = replace(
+        cfg,
+        rollout=replace(cfg.rollout, **({"prompts_per_step": 2, "completions_per_prompt": 2} | (rollout or {}))),
+        algo=replace(cfg.algo, **(algo or {})),
+    )
+    return RolloutStream(cfg, fleet, Numbers(), scorer or Scorer(), ranks or Ranks(0, []))
+
+
+def publish(fleet, stream, version: int) -> None:
+    def set_version() -> None:
+        for client in fleet.clients:
+            client.version = version
+
+    stream.before_update()
+    fleet.call(set_version)
+    stream.after_update(version)
+
+
+def numbers(groups) -> list[int]:
+    return [group.prompt.token_ids[0] for group in groups]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+def test_batches_come_in_order_and_never_too_old(max_staleness):
+    fleet = Fleet()
+    stream = build(fleet, rollout={"max_staleness": max_staleness})
+    publish(fleet, stream, 10)  # a resumed run
+    oldest = 0
+    for step in range(8):
+        groups = stream.next_groups()
+        assert numbers(groups) == [2 * step, 2 * step + 1]
+        staleness = {stream.version - r.completion.min_version for g in groups for r in g.rollouts}
+        assert max(staleness) <= max_staleness
+        oldest = max(oldest, *staleness)
+        started = len(fleet.clients[0].prompts)
+        assert started <= 2 * (step + 1 + max_staleness)
+        assert stream.position == 2 * (step + 1)  # what was started ahead is sampled again after a resume
+        publish(fleet, stream, 11 + step)
+    assert oldest == max_staleness
+
+
+def test_generation_goes_on_while_the_trainer_works():
+    fleet = Fleet()
+    stream = build(fleet, rollout={"max_staleness": 1})
+    stream.next_groups()
+    fleet.call(lambda: None)  # let the loop turn
+    assert fleet.clients[0].prompts == [0, 1, 2, 3]
+
+
+def test_prompts_are_spread_over_replicas():
+    fleet = Fleet(num_clients=2)
+    build(fleet, rollout={"prompts_per_step": 6}).next_groups()
+    assert [len(client.prompts) for client in fleet.clients] == [3, 3]
+
+
+def test_groups_without_variance_are_replaced():
+    fleet = Fleet()
+    stream = build(
+        fleet, scorer=Scorer(uniform=True), rollout={"prompts_per_step": 4}, algo={"zero_variance": "refill"}
+    )
+    assert numbers(stream.next_groups()) == [1, 3, 5, 7]  # 0 2 go, 4 5 come; 4 goes, 6 comes; 6 goes, 7 comes
+    assert stream.position == 8
+    keep = build(Fleet(), scorer=Scorer(uniform=True), algo={"zero_variance": "drop"})
+    assert numbers(keep.next_groups()) == [0, 1]
+
+
+def test_an_update_during_synchronous_sampling_is_refused():
+    fleet = Fleet()
+    fleet.call(fleet.clients[0].gate.clear)
+    stream = build(fleet)
+    waiting = threading.Thread(target=stream.next_groups)
+    waiting.start()
+    while not fleet.clients[0].prompts:
+        fleet.call(lambda: None)
+    with pytest.raises(RolloutError, match="4 completions are being sampled during an update"):
+        stream.before_update()
+    fleet.call(fleet.clients[0].gate.set)
+    waiting.join(5.0)
+
+
+def test_rollouts_that_are_too_old_are_refused():
+    fleet = Fleet()
+    stream = build(fleet)
+    stream.after_update(3)  # the engines still hold version 0
+    with pytest.raises(RolloutError, match=r"rollout n/0#0 was sampled 3 policy versions ago"):
+        stream.next_groups()
+
+
+def test_every_rank_gets_the_groups_and_the_failures():
+    carried: list = []
+    fleet = Fleet()
+    first, second = build(fleet, ranks=Ranks(0, carried)), build(None, ranks=Ranks(1, carried))
+    assert first.next_groups() == second.next_groups()
+
+    async def fail(*_, **__):
+        raise ValueError("engine on fire")
+
+    fleet.clients[0].generate = fail
+    with pytest.raises(ValueError, match="engine on fire"):
+        first.next_groups()
+    with pytest.raises(RolloutError, match="on trainer rank 0: ValueError: engine on fire"):
+        second.next_groups()
