@@ -75,7 +75,8 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
                 if batches:
                     with span("old_logprobs"):
                         batches = [policy.with_old_logprobs(batch) for batch in batches]
-                    log.mismatch(mismatch_metrics(batches, cfg.algo, parallel))
+                    with span("mismatch"):
+                        log.mismatch(mismatch_metrics(batches, cfg.algo, parallel))
                     with span("update"):
                         log.updates([policy.update(batch, loss) for batch in batches], batches)
                 else:
@@ -91,15 +92,16 @@ def _batches(
     cfg: RunConfig, parallel: Parallel, groups: tuple[RolloutGroup, ...], version: int
 ) -> tuple[TrainBatch, ...]:
     """This rank's share of the step's samples, one batch for each optimizer update."""
-    return pack(
-        to_samples(groups, cfg, version),
-        data_size=parallel.dp_size,
-        data_rank=parallel.dp_rank,
-        max_tokens=cfg.rollout.max_tokens_per_microbatch,
-        alignment=Alignment.of(cfg.parallel),
-        num_microbatches_multiple=parallel.pp_size if cfg.parallel.virtual_stages > 1 else 1,
-        num_updates=cfg.algo.updates_per_step,
-    )
+    with span("pack"):
+        return pack(
+            to_samples(groups, cfg, version),
+            data_size=parallel.dp_size,
+            data_rank=parallel.dp_rank,
+            max_tokens=cfg.rollout.max_tokens_per_microbatch,
+            alignment=Alignment.of(cfg.parallel),
+            num_microbatches_multiple=parallel.pp_size if cfg.parallel.virtual_stages > 1 else 1,
+            num_updates=cfg.algo.updates_per_step,
+        )
 
 
 def _publish(exporter: WeightExporter, rollouts: RolloutStream, version: int, log: StepLog) -> None:

@@ -38,7 +38,7 @@ def tiny_qwen3_moe() -> RunConfig:
             moe_ffn_hidden_size=256,
             max_position_embeddings=256,
         ),
-        optim=OptimConfig(lr=7e-4, warmup_steps=5, decay="linear"),
+        optim=OptimConfig(lr=8e-4, warmup_steps=5, decay="linear"),
         rollout=RolloutConfig(
             prompts_per_step=64,
             completions_per_prompt=8,
@@ -59,11 +59,11 @@ def tiny_qwen3_moe() -> RunConfig:
             sft_steps=500,
             sft_batch_size=128,
             sft_lr=4e-3,
-            sft_wrong_answers=0.4,
+            sft_wrong_answers=0.45,
         ),
         checkpoint=CheckpointConfig(every_steps=40),
         observe=ObserveConfig(eval_prompts=128),
-        num_steps=80,
+        num_steps=100,
     )
 
 

@@ -116,7 +116,7 @@ class RolloutStream:
         Call once per publication. Raises, on every rank, what went wrong on rank 0: an engine's death, a passed deadline,
         a scorer that cannot start, the end of a recording.
         """
-        with span("generate"):
+        with span("rollouts"):
             return self._from_rank_0(self._next_groups)
 
     def sample(
@@ -242,7 +242,8 @@ class RolloutStream:
 
     async def _gather_groups(self, prompts: Sequence[Prompt], num_completions: int, sampling: Sampling | None) -> Groups:
         """All groups at once; the engines bound how many sequences run at a time."""
-        sampled_s = [0.0] * len(prompts)
+        started_s = time.monotonic()
+        sampled_s = [started_s] * len(prompts)
 
         async def group(index: int, prompt: Prompt) -> RolloutGroup:
             client: EngineClient = min(self._fleet.clients, key=lambda c: c.num_running)
@@ -256,7 +257,8 @@ class RolloutStream:
 
         groups = tuple(await asyncio.gather(*(group(i, prompt) for i, prompt in enumerate(prompts))))
         # Scoring runs beside sampling; what counts is how long the last scores come after the last completion.
-        add_seconds("score", time.monotonic() - max(sampled_s, default=time.monotonic()))
+        add_seconds("generate", max(sampled_s, default=started_s) - started_s)
+        add_seconds("score", time.monotonic() - max(sampled_s, default=started_s))
         return groups
 
     async def _rollout(self, prompt: Prompt, index: int, completion: Completion, seed: int) -> Rollout:
