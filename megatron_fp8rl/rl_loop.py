@@ -28,7 +28,7 @@ from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
-from megatron_fp8rl.types import RolloutGroup, TrainBatch
+from megatron_fp8rl.types import Sample, TrainBatch
 from megatron_fp8rl.weights.export import WeightExporter
 from megatron_fp8rl.weights.save import save_hf
 
@@ -71,7 +71,9 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
             with observer.step(step) as log:
                 groups = rollouts.next_groups()
                 log.groups(groups)
-                batches = _batches(cfg, parallel, groups, version=step - 1)
+                samples = to_samples(groups, cfg, version=step - 1)
+                log.samples(samples)
+                batches = _pack(cfg, parallel, samples)
                 if batches:
                     with span("old_logprobs"):
                         batches = [policy.with_old_logprobs(batch) for batch in batches]
@@ -88,13 +90,11 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
 
 
-def _batches(
-    cfg: RunConfig, parallel: Parallel, groups: tuple[RolloutGroup, ...], version: int
-) -> tuple[TrainBatch, ...]:
+def _pack(cfg: RunConfig, parallel: Parallel, samples: list[Sample]) -> tuple[TrainBatch, ...]:
     """This rank's share of the step's samples, one batch for each optimizer update."""
     with span("pack"):
         return pack(
-            to_samples(groups, cfg, version),
+            samples,
             data_size=parallel.dp_size,
             data_rank=parallel.dp_rank,
             max_tokens=cfg.rollout.max_tokens_per_microbatch,

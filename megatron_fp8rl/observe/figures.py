@@ -218,7 +218,10 @@ def draw_phase_times(axes: Axes, run: RunData) -> bool:
     below = [0.0] * len(records)
     total_of_run = sum(record["time/step/s"] for record in records)
     for phase in PHASES:
-        seconds = [record.get(f"time/{phase}/s") or 0.0 for record in records]
+        key = f"time/{phase}/s"
+        if phase == "rollouts" and not any(key in record for record in records):
+            key = "time/generate/s"  # a loop that samples in line does not wait for rollouts besides
+        seconds = [record.get(key) or 0.0 for record in records]
         if sum(seconds) < 0.002 * total_of_run:
             continue  # thinner than a line
         above = [low + value for low, value in zip(below, seconds, strict=True)]

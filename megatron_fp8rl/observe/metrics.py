@@ -32,7 +32,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("reward/pass_any/mean", "Fraction of the prompts with at least one completion of full reward."),
         Metric("reward/zero_variance/mean", "Fraction of the groups whose rewards are all equal; they teach nothing."),
         Metric("reward/failed/mean", "Fraction of the completions that could not be scored and count as 0."),
-        Metric("reward/dropped/mean", "Fraction of the sampled groups that were dropped before training."),
+        Metric("reward/dropped/mean", "Fraction of the completions that were dropped before training."),
         Metric("reward/advantage/mean", "Mean advantage over the loss tokens of the step."),
         Metric("reward/advantage/min", "Lowest advantage of the step."),
         Metric("reward/advantage/max", "Highest advantage of the step."),

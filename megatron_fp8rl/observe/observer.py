@@ -34,7 +34,7 @@ from megatron_fp8rl.observe.metrics import check_keys
 from megatron_fp8rl.observe.records import RolloutWriter, truncate_from
 from megatron_fp8rl.observe.spans import take_seconds
 from megatron_fp8rl.observe.versions import collect_versions
-from megatron_fp8rl.types import PublishReport, RolloutGroup, TrainBatch
+from megatron_fp8rl.types import PublishReport, RolloutGroup, Sample, TrainBatch
 
 if TYPE_CHECKING:
     from megatron_fp8rl.algo.mismatch import MismatchReport
@@ -114,7 +114,8 @@ class Observer:
         """One step of the loop; evaluations before the first update are step 0.
 
         The line of the step is written when the block ends. The first call of a run cuts off what an earlier run in the
-        same folder recorded from this step on.
+        same folder recorded from this step on. For what comes before the first step of a resumed run see
+        :meth:`prelude`.
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step}: steps must rise")
@@ -131,6 +132,25 @@ class Observer:
         self._last_step = step
         if self.is_writer:
             self._write_step(log)
+        self._open_step = None
+
+    @contextmanager
+    def prelude(self, step: int) -> Iterator[StepLog]:
+        """What a run does before its first update: publish, evaluate. ``step`` is the step that training continues after.
+
+        A new run (``step`` 0) writes it as the line of step 0. A resumed one keeps the line that the step has already,
+        and cuts off what was recorded after it.
+        """
+        if step == 0:
+            with self.step(0) as log:
+                yield log
+            return
+        if self.is_writer:
+            self._open_files(step + 1)
+        log = self._open_step = StepLog(self, step)
+        yield log
+        take_seconds()
+        self._last_step = step
         self._open_step = None
 
     def message(self, text: str) -> None:
@@ -233,6 +253,25 @@ class StepLog:
                 "eval/pass_rate/mean": counted["reward/pass_rate/mean"],
                 "eval/length/mean": counted["rollout/length/mean"],
                 "eval/num_prompts/sum": len(groups),
+            }
+        )
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Count advantages, staleness and what was dropped of the step's groups, which have to be given before."""
+        num_completions = self.metrics.get("rollout/num_completions/sum", 0.0)
+        if num_completions:
+            self.update({"reward/dropped/mean": 1 - len(samples) / num_completions})
+        advantages = [a for one in samples for a, is_loss in zip(one.advantages, one.loss_mask) if is_loss]
+        if not advantages:
+            return
+        staleness = [one.staleness for one in samples]
+        self.update(
+            {
+                "reward/advantage/mean": sum(advantages) / len(advantages),
+                "reward/advantage/min": min(advantages),
+                "reward/advantage/max": max(advantages),
+                "rollout/staleness/mean": sum(staleness) / len(staleness),
+                "rollout/staleness/max": max(staleness),
             }
         )
 
