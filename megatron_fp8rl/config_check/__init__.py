@@ -148,7 +148,7 @@ def _check_rollout(found: Findings) -> None:
     if longest > model.max_position_embeddings:
         found.refuse(
             "rollout.max_completion_tokens",
-            f"prompt and completion reach {longest} tokens, and the model has {model.max_position_embeddings} positions",
+            f"prompt and completion reach {longest} tokens, the model has {model.max_position_embeddings} positions",
             f"Lower it to {max(1, model.max_position_embeddings - rollout.max_prompt_tokens)} or less, or lower "
             "--rollout.max_prompt_tokens",
         )

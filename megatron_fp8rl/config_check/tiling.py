@@ -106,7 +106,7 @@ def _refuse_size(found: Findings, dimension: Dimension, tile: int) -> None:
     remedy = f"Choose a multiple of {tile}" if dimension.heads is None else f"Choose heads whose product is {up}"
     found.refuse(
         f"model.{dimension.field}",
-        f"{dimension.matrices} count {dimension.formula} = {dimension.size}, which is no multiple of the FP8 tile {tile}",
+        f"{dimension.matrices} count {dimension.formula} = {dimension.size}, no multiple of the FP8 tile {tile}",
         f"{remedy}, or --precision.trainer bf16 --precision.rollout bf16",
     )
 

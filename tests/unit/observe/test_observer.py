@@ -77,6 +77,27 @@ def test_a_resumed_run_drops_what_came_after_and_goes_on(tmp_path):
                 pass
 
 
+def test_a_resumed_run_keeps_the_step_that_it_resumes_after(tmp_path):
+    observe_run(tmp_path, steps=range(1, 6))
+    before = read_json_lines(tmp_path / "metrics.jsonl")
+    with Observer(make_config(), True, tmp_path, with_report=False) as observer:
+        with observer.prelude(3) as log:
+            log.update({"eval/pass_rate/mean": 0.9})
+        with observer.step(4) as log:
+            log.update({"eval/pass_rate/mean": 0.8})
+    after = read_json_lines(tmp_path / "metrics.jsonl")
+    assert after[:3] == before[:3]
+    assert [(record["step"], record["eval/pass_rate/mean"]) for record in after[3:]] == [(4, 0.8)]
+    assert [step for step, _ in read_steps(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
+
+
+def test_the_prelude_of_a_new_run_is_step_0(tmp_path):
+    with Observer(make_config(), True, tmp_path, with_report=False) as observer, observer.prelude(0) as log:
+        log.update({"eval/pass_rate/mean": 0.4})
+    (record,) = read_json_lines(tmp_path / "metrics.jsonl")
+    assert (record["step"], record["eval/pass_rate/mean"]) == (0, 0.4)
+
+
 def test_tensorboard_holds_the_same_numbers(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
