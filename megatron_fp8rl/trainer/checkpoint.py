@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_fp8rl.trainer.policy import Policy
@@ -132,10 +133,12 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
     }
-    models = _sharded_models("model", "", policy.models, metadata)
+    models = _sharded_models("model", policy.models, metadata)
     state = dict(models)
     if _keeps_reference(policy):
-        state |= _sharded_models("reference", "reference.", policy.reference, metadata)
+        reference = _sharded_models("reference", policy.reference, metadata)
+        add_prefix_for_sharding(reference, "reference.")  # of the names on disk; the policy has the plain ones
+        state |= reference
     state["optimizer"] = policy.optimizer.megatron.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     if with_rng:
         rank, world_size = policy.parallel.rank, policy.parallel.world_size
@@ -143,11 +146,8 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
     return state
 
 
-def _sharded_models(name: str, prefix: str, models: Sequence[torch.nn.Module], metadata: dict) -> dict[str, Any]:
-    return {
-        f"{name}{index}": model.sharded_state_dict(prefix=prefix, metadata=metadata)
-        for index, model in enumerate(models)
-    }
+def _sharded_models(name: str, models: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
+    return {f"{name}{index}": model.sharded_state_dict(metadata=metadata) for index, model in enumerate(models)}
 
 
 def _random_state() -> dict[str, Any]:

@@ -153,25 +153,29 @@ def _states_around_passes(cfg):
 
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
-    states = []
+    states, ratios = [], []
     for _ in range(2):
         states.append(_fp8_state(policy))
         batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank))
         states.append(_fp8_state(policy))
-        policy.update(batch, make_loss(cfg))
-    return states, policy.models[0].training
+        metrics = policy.update(batch, make_loss(cfg))
+        ratios += [metrics["loss/update_ratio/mean"], metrics["loss/update_ratio/max"]]
+    return states, ratios, policy.models[0].training
 
 
-def test_old_logprobs_leave_delayed_scaling_alone():
-    ((before, after_old, updated, after_second_old), training) = run_ranks(
-        1, _states_around_passes, run_config(trainer="delayed", params="bf16")
-    )[0]
+@pytest.mark.parametrize("trainer", ["bf16", "blockwise", "delayed"])
+def test_old_logprobs_are_those_of_the_update(trainer):
+    """Without gradients and with them it is one function, and the first pass leaves delayed scaling alone."""
+    (states, ratios, training), *_ = run_ranks(1, _states_around_passes, run_config(trainer=trainer, params="bf16"))
+    assert ratios == [1.0] * 4
     assert training
+    before, after_old, updated, after_second_old = states
     for name in before:
         assert torch.equal(before[name], after_old[name]), name
         assert torch.equal(updated[name], after_second_old[name]), name
-    histories = [name for name in before if name.endswith("history")]
-    assert histories and all(updated[name][0].any() for name in histories)
+    if trainer == "delayed":
+        histories = [name for name in before if name.endswith("history")]
+        assert histories and all(updated[name][0].any() for name in histories)
 
 
 def _against_transformers(cfg, folder):
