@@ -219,7 +219,8 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
         description=summary,
         args=list(words),
         use_underscores=True,  # options read like the fields that they set
-        config=(tyro.conf.FlagConversionOff,),  # `--x True`, so that an override can also switch off
+        # `--x True`, so that an override can also switch off; parts of a model that are absent offer no options.
+        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
         **how,
     )
 

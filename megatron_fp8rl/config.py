@@ -15,21 +15,79 @@ from typing import Any, Literal
 FP8_BLOCK = 128  # side of a weight block and length of an activation block
 
 
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
+_QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the context of pre-training, in the terms of config.json.
+
+    ``llama3`` is the rule of the Llama 3.1 release; ``yarn`` that of arXiv:2309.00071 with DeepSeek's two ``mscale``.
+    """
+
+    kind: Literal["llama3", "yarn"]
+    factor: float
+    original_max_position_embeddings: int
+    low_freq_factor: float = 1.0  # llama3: wavelengths above original / low_freq_factor are stretched fully
+    high_freq_factor: float = 4.0  # llama3: wavelengths below original / high_freq_factor are left alone
+    beta_fast: float = 32.0  # yarn: rotations over the original context above which a frequency is left alone
+    beta_slow: float = 1.0  # yarn: rotations below which a frequency is stretched fully
+    mscale: float = 1.0  # yarn: the rotated parts are multiplied by m(mscale) / m(mscale_all_dim) and the softmax
+    mscale_all_dim: float = 0.0  # scale by m(mscale_all_dim)^2, where m(s) = 0.1 s ln(factor) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlaConfig:
+    """Multi-head latent attention: keys and values are projected up from one latent vector for all heads."""
+
+    q_lora_rank: int | None  # None: queries are projected directly
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a token chooses its experts and weighs what they return."""
+
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    correction_bias: bool = False  # an FP32 buffer per expert is added to the scores for the choice, not for the weights
+    num_groups: int = 1  # of experts; a token chooses experts from its best groups only
+    groups_per_token: int = 1
+    scaling_factor: float = 1.0  # of the weights
+    normalize: bool = True  # the weights of the chosen experts are divided by their sum
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture in the terms of a Hugging Face config.json. ``hf_path`` names trained weights to start from."""
 
-    family: Literal["qwen3", "qwen3_moe"]
+    family: Family
     num_layers: int
     hidden_size: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys; with ``mla`` its qk_head_dim
     vocab_size: int
     ffn_hidden_size: int = 0  # of dense layers; 0 for a model whose layers are all mixtures of experts
     num_experts: int = 0  # 0 for a dense model
     experts_per_token: int = 0
     moe_ffn_hidden_size: int = 0  # of one expert
+    num_shared_experts: int = 0  # that every token uses, as one feed-forward of this many times moe_ffn_hidden_size
+    first_dense_layers: int = 0  # of a mixture of experts: layers at the start with a dense feed-forward
+    router: RouterConfig = field(default_factory=RouterConfig)
+    qkv_bias: bool = False
+    qk_norm: bool | None = None  # of each query and key head, before rotation; None becomes what the family does
+    mla: MlaConfig | None = None
+    num_mtp_layers: int = 0  # multi-token prediction layers behind the last; 0 leaves out those of a checkpoint
+    rotary_fraction: float = 1.0  # of head_dim that is rotated
+    rope_scaling: RopeScaling | None = None
     rope_theta: float = 1_000_000.0
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
@@ -37,9 +95,17 @@ class ModelConfig:
     hf_path: str | None = None  # Hugging Face checkpoint to start from; None builds random weights
     initializer_range: float = 0.02
 
+    def __post_init__(self):
+        if self.qk_norm is None:
+            object.__setattr__(self, "qk_norm", self.family in _QK_NORM_FAMILIES)
+
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether the feed-forward of a layer (counted over the whole model) is a mixture of experts."""
+        return self.is_moe and layer >= self.first_dense_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,8 @@ import math
 
 from megatron_fp8rl.config_check.findings import Findings
 
+_MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
+
 
 def check_model(found: Findings) -> bool:
     """Whether the architecture is consistent in itself."""
@@ -19,10 +21,11 @@ def check_model(found: Findings) -> bool:
     found.divides("model.num_key_value_heads", model.num_attention_heads, "attention heads")
     if model.head_dim % 2:
         found.refuse("model.head_dim", "is odd, and rotary embedding turns pairs", "Choose an even number")
-    if model.family == "qwen3_moe" and not model.is_moe:
+    if model.family in _MOE_FAMILIES and not model.is_moe:
         found.refuse("model.num_experts", "leaves a mixture-of-experts family without experts", "Set it to 2 or more")
-    elif model.family == "qwen3" and model.is_moe:
-        found.refuse("model.num_experts", "gives a dense family experts", "Set 0, or --model.family qwen3_moe")
+    elif model.family not in _MOE_FAMILIES and model.is_moe:
+        families = " or ".join(_MOE_FAMILIES)
+        found.refuse("model.num_experts", "gives a dense family experts", f"Set 0, or --model.family {families}")
     elif model.is_moe:
         found.positive("model.moe_ffn_hidden_size")
         found.within("model.experts_per_token", 1, model.num_experts)
