@@ -5,9 +5,10 @@
 set -eu
 cd "$(dirname "$0")/.."
 
+probe="import sys, ensurepip, ssl, venv; print(sys.version_info[:2])"
 works() {
     # A name on the PATH may be a shim for a version that is not installed, so each candidate has to run.
-    [ -x "$1" ] && "$1" -c 'import sys, ensurepip, ssl, venv; sys.exit(sys.version_info[:2] != (3, 12))' >/dev/null 2>&1
+    [ -x "$1" ] && [ "$("$1" -c "$probe" 2>/dev/null)" = "(3, 12)" ]
 }
 
 candidates() {
@@ -22,12 +23,12 @@ candidates() {
     done
     ls -d "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}"/cpython-3.12*/bin/python3.12 2>/dev/null || :
     for root in "${CONDA_PREFIX:-}" "${MAMBA_ROOT_PREFIX:-}" "$HOME"/miniconda3 "$HOME"/anaconda3 "$HOME"/miniforge3 \
-        "$HOME"/mambaforge "$HOME"/micromamba "$HOME"/.conda /opt/conda /opt/miniconda3 /opt/anaconda3 /opt/miniforge3; do
+        "$HOME"/mambaforge "$HOME"/micromamba "$HOME"/.conda /opt/conda /opt/miniconda3 /opt/miniforge3; do
         ls -d "$root"/bin/python3.12 "$root"/envs/*/bin/python3.12 2>/dev/null || :
     done
-    ls -d "$HOME"/.asdf/installs/python/3.12*/bin/python3.12 "$HOME"/.local/share/mise/installs/python/3.12*/bin/python3.12 \
-        "$HOME"/.local/bin/python3.12 /usr/local/bin/python3.12 /usr/bin/python3.12 /opt/homebrew/bin/python3.12 \
-        /opt/python*/bin/python3.12 /opt/python/*/bin/python3.12 /opt/*/bin/python3.12 /usr/local/*/bin/python3.12 \
+    ls -d "$HOME"/.asdf/installs/python/3.12*/bin/python3.12 "$HOME"/.local/bin/python3.12 \
+        "$HOME"/.local/share/mise/installs/python/3.12*/bin/python3.12 /usr/local/bin/python3.12 /usr/bin/python3.12 \
+        /usr/local/*/bin/python3.12 /opt/homebrew/bin/python3.12 /opt/*/bin/python3.12 /opt/python/*/bin/python3.12 \
         2>/dev/null || :
 }
 
@@ -43,8 +44,9 @@ if [ -n "${FP8RL_PYTHON:-}" ] && [ "$python" != "$FP8RL_PYTHON" ]; then
     exit 1
 fi
 if [ -z "$python" ]; then
-    echo "Python 3.12 was not found: run 'uv python install 3.12', 'pyenv install 3.12', 'conda create -n py312 python=3.12'" \
-        "or 'apt install python3.12-venv', or name one with FP8RL_PYTHON=/path/to/python3.12." >&2
+    echo "Python 3.12 was not found: run 'uv python install 3.12', 'pyenv install 3.12'," \
+        "'conda create -n py312 python=3.12' or 'apt install python3.12-venv'," \
+        "or name one with FP8RL_PYTHON=/path/to/python3.12." >&2
     exit 1
 fi
 exec "$python" tools/install.py "$@"

@@ -114,17 +114,26 @@ def _draw(arms: Runs):
     (reward, mismatch), (end, spread) = figure.subplots(2, 2)
     mismatch.set_yscale("log")
     spread.set_xscale("log")
-    for (arm, by_seed), color in zip(arms.items(), CYCLE * len(arms), strict=False):
-        line = "--" if arm.endswith("uncorrected") else "-"
+    colors = _colors(arms)
+    for arm, by_seed in arms.items():
+        line, color = "--" if arm.endswith("uncorrected") else "-", colors[arm]
         _band(reward, by_seed, "reward/score/mean", color, arm, line, smooth=5)
         _band(mismatch, by_seed, "mismatch/abs_logprob_diff/mean", color, arm, line)
     finish(reward, "Reward: mean over seeds, band from lowest to highest (5-step average)")
+    reward.legend(loc="lower right")
     finish(mismatch, "Mismatch: mean |old − rollout| over seeds", y="nats, log scale", legend=False)
     _dots(end, arms, "eval/pass_rate/mean", "last")
     finish(end, "Held-out pass rate at the end: each seed, and their mean", x="pass rate", legend=False)
     _dots(spread, arms, "mismatch/kl_k3/mean", "mean")
     finish(spread, "KL (k3) of trainer and engine: each seed, and their mean", x="nats, log scale", legend=False)
     return figure
+
+
+def _colors(arms: Runs) -> dict[str, str]:
+    """One colour for each first word of the arms: a precision, whether corrected or not."""
+    words = dict.fromkeys(arm.partition(" ")[0] for arm in arms)
+    by_word = dict(zip(words, CYCLE * len(words), strict=False))
+    return {arm: by_word[arm.partition(" ")[0]] for arm in arms}
 
 
 def _band(
@@ -146,10 +155,13 @@ def _band(
 
 def _dots(axes: Axes, arms: Runs, key: str, how: str) -> None:
     """One row per arm: a dot per seed and a bar at the mean."""
-    for row, (by_seed, color) in enumerate(zip(arms.values(), CYCLE * len(arms), strict=False)):
+    colors = _colors(arms)
+    for row, (arm, by_seed) in enumerate(arms.items()):
+        color = colors[arm]
         values = [value for run in by_seed.values() if (value := _sum_up(run, key, how)) is not None]
         if values:
             axes.plot(values, [row] * len(values), "o", color=color, alpha=0.5, markersize=7, markeredgewidth=0)
             axes.plot([statistics.fmean(values)], [row], "|", color=color, markersize=22, markeredgewidth=2.5)
     axes.set_yticks(range(len(arms)), list(arms))
+    axes.set_ylim(-0.5, len(arms) - 0.5)
     axes.invert_yaxis()
