@@ -29,6 +29,9 @@ def check_model(found: Findings) -> bool:
     elif model.is_moe:
         found.positive("model.moe_ffn_hidden_size")
         found.within("model.experts_per_token", 1, model.num_experts)
+        found.within("model.first_dense_layers", 0, model.num_layers)
+        if model.first_dense_layers:
+            found.positive("model.ffn_hidden_size")
     else:
         found.positive("model.ffn_hidden_size")
     return len(found.violations) == before

@@ -57,7 +57,7 @@ def check_tiling(found: Findings) -> None:
     if cfg.precision.rollout != "bf16":
         ends.append(("engine", _TILE[cfg.precision.rollout], engine, lambda _: "rollout.tensor"))
 
-    dimensions = fp8_dimensions(cfg.model)
+    dimensions = fp8_dimensions(cfg.model, cfg.precision.bf16_first_layers)
     refused_fields: set[str] = set()
     for _, tile, _, _ in ends:
         for dimension in dimensions:
@@ -69,36 +69,65 @@ def check_tiling(found: Findings) -> None:
         _check_shards(found, whole, end, tile, degrees, option_of)
 
 
-def fp8_dimensions(model: ModelConfig) -> list[Dimension]:
-    """Both dimensions of every matrix that a recipe may quantise; equal ones are named together."""
-    q_rows, kv_rows = model.num_attention_heads * model.head_dim, model.num_key_value_heads * model.head_dim
+def fp8_dimensions(model: ModelConfig, first_fp8_layer: int = 0) -> list[Dimension]:
+    """Both dimensions of every matrix that ``fp8/layers.py`` lists; equal ones are named together."""
     hidden = Dimension(
         matrices="inputs of q/k/v, gate and up; outputs of o and down",
-        size=model.hidden_size, formula="hidden_size", field="hidden_size", degree=None,
-    )  # fmt: skip
-    query = Dimension(
-        matrices="rows of q_proj and columns of o_proj", size=q_rows, formula="num_attention_heads x head_dim",
-        field="num_attention_heads", degree="tensor", heads=model.num_attention_heads,
-    )  # fmt: skip
-    key_value = Dimension(
-        matrices="rows of k_proj and v_proj", size=kv_rows, formula="num_key_value_heads x head_dim",
-        field="num_key_value_heads", degree="tensor", heads=model.num_key_value_heads,
-    )  # fmt: skip
+        size=model.hidden_size,
+        formula="hidden_size",
+        field="hidden_size",
+        degree=None,
+    )
+    dimensions = [hidden, *_attention_dimensions(model)]
     names = "rows of gate_proj and up_proj, columns of down_proj"
     if model.is_moe:
-        feed_forward = Dimension(
-            matrices=f"{names} of every expert", size=model.moe_ffn_hidden_size, formula="moe_ffn_hidden_size",
-            field="moe_ffn_hidden_size", degree="expert_tensor",
-        )  # fmt: skip
-    else:
-        feed_forward = Dimension(
-            matrices=names,
+        experts = Dimension(
+            matrices=f"{names} of every expert",
+            size=model.moe_ffn_hidden_size,
+            formula="moe_ffn_hidden_size",
+            field="moe_ffn_hidden_size",
+            degree="expert_tensor",
+        )
+        dimensions.append(experts)
+    if not model.is_moe or model.first_dense_layers > first_fp8_layer:
+        where = " of the first layers" if model.is_moe else ""
+        dense = Dimension(
+            matrices=f"{names}{where}",
             size=model.ffn_hidden_size,
             formula="ffn_hidden_size",
             field="ffn_hidden_size",
             degree="tensor",
         )
-    return [hidden, query, key_value, feed_forward]
+        dimensions.append(dense)
+    return dimensions
+
+
+def _attention_dimensions(model: ModelConfig) -> list[Dimension]:
+    """Whole heads go to a rank. The latent projections of multi-head latent attention stay BF16."""
+
+    def of_heads(matrices: str, field: str, head_dim: int, formula: str) -> Dimension:
+        heads = getattr(model, field)
+        return Dimension(
+            matrices=matrices, size=heads * head_dim, formula=formula, field=field, degree="tensor", heads=heads
+        )
+
+    if model.mla is not None:
+        queries = "num_attention_heads x qk_head_dim"
+        values = of_heads(
+            "columns of o_proj", "num_attention_heads", model.mla.v_head_dim, "num_attention_heads x v_head_dim"
+        )
+        if model.mla.q_lora_rank is not None:
+            return [values]
+        return [of_heads("rows of q_proj", "num_attention_heads", model.mla.qk_head_dim, queries), values]
+    return [
+        of_heads(
+            "rows of q_proj and columns of o_proj",
+            "num_attention_heads",
+            model.head_dim,
+            "num_attention_heads x head_dim",
+        ),
+        of_heads("rows of k_proj and v_proj", "num_key_value_heads", model.head_dim, "num_key_value_heads x head_dim"),
+    ]
 
 
 def _refuse_size(found: Findings, dimension: Dimension, tile: int) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.config import ConfigError, EnvironmentConfig, ModelConfig, RunConfig
+from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, ModelConfig, RunConfig
 from megatron_fp8rl.config_check import check
 
 DENSE = ModelConfig(
@@ -151,6 +151,25 @@ def test_a_size_that_no_degree_tiles_is_the_models_mistake():
         fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="tensorwise", precision__rollout="bf16"))
         == []
     )
+
+
+def test_dense_layers_before_the_experts_are_tiled_by_the_tensor_degree():
+    model = replace(MOE, first_dense_layers=1, ffn_hidden_size=640)
+    changes = {"parallel__world_size": 2, "parallel__tensor": 2, "parallel__expert": 2}
+    assert fields_of(make(model, **changes)) == ["--parallel.tensor"]
+    assert fields_of(make(model, **changes, precision__bf16_first_layers=1)) == []
+    assert fields_of(make(replace(model, ffn_hidden_size=0))) == ["--model.ffn_hidden_size"]
+
+
+def test_latent_attention_is_tiled_where_it_is_fp8():
+    mla = MlaConfig(q_lora_rank=96, kv_lora_rank=48, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+    model = replace(DENSE, num_key_value_heads=8, head_dim=96, mla=mla)
+    assert fields_of(make(model)) == []  # 8 x 64 columns of o_proj tile; the latent projections are BF16
+    assert fields_of(make(model, rollout__tensor=8)) == ["--rollout.tensor"]
+    direct = replace(model, mla=replace(mla, q_lora_rank=None, qk_nope_head_dim=65, qk_rope_head_dim=31))
+    assert fields_of(make(direct)) == []  # 8 x 96 rows of q_proj tile as well
+    odd = replace(direct, num_attention_heads=7, num_key_value_heads=7)
+    assert fields_of(make(odd)) == ["--model.num_attention_heads"]
 
 
 def test_untiled_matrices_that_stay_bf16_are_no_mistake():
