@@ -1,0 +1,78 @@
+"""Publication to engines that run as processes of their own, over HTTP; and an engine that dies in the middle of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import write_hf_dir
+from inprocess import policy_of, random_weights, set_weights
+
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weights.export import Engines, WeightExporter
+from megatron_fp8rl.weights.transport import GlooTransport, TransportError
+
+PROMPT = list(range(20, 40))
+
+
+def sample(fleet: Fleet):
+    client = fleet.clients[0]
+    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=replace(client.sampling, max_tokens=8)), 60.0)
+    return completion
+
+
+def test_publications_over_http(fleet):
+    """Two policies in turn: each is verified, sampled from under its own version, and reproduced when it comes again."""
+    cfg = replace(fleet.cfg, rollout=replace(fleet.cfg.rollout, bucket_bytes=1 << 20))
+    weights = [random_weights(cfg, seed) for seed in (1, 2)]
+    policy = policy_of(cfg, weights[0])
+    exporter = WeightExporter(policy, fleet, cfg)
+    reports, completions = [], []
+    for version, index in ((11, 0), (12, 1), (13, 0)):
+        set_weights(policy, weights[index])
+        reports.append(exporter.publish(version))
+        completions.append(sample(fleet))
+    exporter.close()
+    assert [c.version_spans for c in completions] == [((0, v),) for v in (11, 12, 13)]
+    assert completions[0].rollout_logprobs == completions[2].rollout_logprobs != completions[1].rollout_logprobs
+    assert reports[0].checksum == reports[2].checksum != reports[1].checksum
+    assert reports[0].num_fp8_tensors == 4 + 3 * cfg.model.num_experts  # of layer 0; layer 1 is BF16
+    assert max(report.pause_s for report in reports) < 5.0
+    assert not list(Path("/dev/shm").glob(f"megatron_fp8rl-{os.getpid()}-*"))
+
+
+class KillingTransport(GlooTransport):
+    """Kills replica 0 between two buckets."""
+
+    def __init__(self, *args, fleet, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.fleet = fleet
+        self.kill_at = -1
+
+    def send(self, info):
+        if info.bucket == self.kill_at:
+            os.killpg(self.fleet._processes[0].pid, signal.SIGKILL)
+        super().send(info)
+
+
+def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path):
+    """Gloo, which has two ways to notice, the broadcast and the request; the deadline would be 40 s."""
+    rollout = replace(engine_cfg.rollout, transport="gloo", bucket_bytes=200_000, update_deadline_s=40.0)
+    cfg = replace(engine_cfg, rollout=rollout)
+    with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
+        transport = KillingTransport(Engines(fleet, 1, 40.0), fleet=fleet, deadline_s=40.0)
+        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, cfg, transport=transport)
+        assert len(exporter.plan.buckets) > 4
+        exporter.publish(1)
+        assert len(sample(fleet).token_ids) == 8
+        transport.kill_at = 2
+        started = time.monotonic()
+        # The bucket before may still be on its way.
+        with pytest.raises(TransportError, match="bucket [23] of .*replica 0.*rollout-0 died with exit code -9"):
+            exporter.publish(2)
+        assert time.monotonic() - started < 20.0
+        exporter.close()
