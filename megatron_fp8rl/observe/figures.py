@@ -309,9 +309,28 @@ def draw_warm_start(axes: Axes, run: RunData) -> bool:
     return bool(axes.lines)
 
 
+def draw_warm_start_pass_rate(axes: Axes, run: RunData) -> bool:
+    """How the warm start approaches the pass rate at which it stops."""
+    curve(axes, *run.warm_start.series("sft/expected_pass_rate/mean"), color=PURPLE, label="expected pass rate")
+    target = run.config.get("data", {}).get("sft_stop_pass_rate")
+    if target:
+        axes.axhline(target, color=GREY, linestyle=":", linewidth=1.2, label="stops here")
+    axes.set_ylim(0, 1.05)
+    finish(axes, "Supervised warm start: expected pass rate")
+    return bool(run.warm_start.values("sft/expected_pass_rate/mean"))
+
+
 Draw = Callable[[Axes, RunData], bool]
 SECTIONS: dict[str, tuple[Draw, ...]] = {
-    "Learning": (draw_reward, draw_environments, draw_warm_start, draw_entropy, draw_lengths, draw_problem_share),
+    "Learning": (
+        draw_reward,
+        draw_entropy,
+        draw_lengths,
+        draw_problem_share,
+        draw_environments,
+        draw_warm_start,
+        draw_warm_start_pass_rate,
+    ),
     "Agreement of trainer and engine": (draw_mismatch, draw_positions, draw_weight_health, draw_weight_range),
     "Optimization": (draw_loss, draw_grad_norm, draw_kl, draw_clipping),
     "Time": (draw_phase_times, draw_tokens_per_s, draw_publish),
