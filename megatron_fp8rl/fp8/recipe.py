@@ -24,11 +24,20 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.fp8.blockwise import BLOCK, E4M3, E5M2, Format, Scales, operand_dtype, round_blocks, round_to_grid
+from megatron_fp8rl.fp8.blockwise import (
+    BLOCK,
+    E4M3,
+    E5M2,
+    Format,
+    Scales,
+    float32_copy,
+    operand_dtype,
+    round_blocks_,
+    round_to_grid_,
+)
 
 INPUT, WEIGHT, GRAD = 0, 1, 2  # the tensors of a linear, in the order of AmaxHistory
 
@@ -122,13 +131,12 @@ class Blockwise:
         self.scales, self.grad_format = scales, grad_format
 
     def _round_rows(self, x_PK: Tensor, fmt: Format) -> Operand:
-        blocks = F.pad(x_PK.float(), (0, -x_PK.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
-        rounded = round_blocks(blocks, blocks.abs().amax(dim=2, keepdim=True), self.scales, fmt)
+        blocks = float32_copy(x_PK, columns_to=BLOCK).unflatten(1, (-1, BLOCK))
+        rounded = round_blocks_(blocks, 2, self.scales, fmt)
         return Operand(rounded.flatten(1)[:, : x_PK.shape[1]].to(operand_dtype(x_PK.dtype, self.scales)))
 
     def _round_columns(self, x_PK: Tensor, fmt: Format) -> Operand:
-        blocks = x_PK.float().unflatten(0, (-1, BLOCK))
-        rounded = round_blocks(blocks, blocks.abs().amax(dim=1, keepdim=True), self.scales, fmt)
+        rounded = round_blocks_(float32_copy(x_PK).unflatten(0, (-1, BLOCK)), 1, self.scales, fmt)
         return Operand(rounded.flatten(0, 1).to(operand_dtype(x_PK.dtype, self.scales)))
 
     def input(self, x_PK: Tensor, rows: Rows, history: AmaxHistory | None, record: bool) -> Operand:
@@ -136,10 +144,9 @@ class Blockwise:
 
     def weight(self, weight_ENK: Tensor, history: AmaxHistory | None, record: bool) -> Operand:
         num_rows, num_columns = weight_ENK.shape[1:]
-        padded = F.pad(weight_ENK.float(), (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
+        padded = float32_copy(weight_ENK, rows_to=BLOCK, columns_to=BLOCK)
         blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-        amax = blocks.abs().amax(dim=4, keepdim=True).amax(dim=2, keepdim=True)
-        rounded = round_blocks(blocks, amax, self.scales).flatten(3, 4).flatten(1, 2)
+        rounded = round_blocks_(blocks, (2, 4), self.scales).flatten(3, 4).flatten(1, 2)
         values = rounded[:, :num_rows, :num_columns].to(operand_dtype(weight_ENK.dtype, self.scales))
         return Operand(values)
 
@@ -168,7 +175,7 @@ class Tensorwise:
     def _round(self, x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
         # The clamp is the saturating cast: a delayed scale can be too small for what comes.
         scaled = (x.float() * scale).clamp_(-fmt.max, fmt.max)
-        return round_to_grid(scaled, torch.ones((), device=x.device), fmt)
+        return round_to_grid_(scaled, torch.ones((), device=x.device), fmt)
 
     @staticmethod
     def _scale(amax_E: Tensor, fmt: Format) -> Tensor:
