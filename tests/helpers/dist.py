@@ -23,7 +23,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_PRELOAD = ["torch", "numpy", "megatron_fp8rl.trainer.policy", "megatron_fp8rl.trainer.checkpoint", "tests.helpers.dist"]
+# The last four are what building an optimizer and saving import on first use: over a second for each rank.
+_PRELOAD = [
+    "torch",
+    "numpy",
+    "megatron_fp8rl.trainer.policy",
+    "megatron_fp8rl.trainer.checkpoint",
+    "tests.helpers.dist",
+    "torch._dynamo",
+    "megatron.core.models.mimo.model.base",
+    "megatron.core.models.mimo.optimizer",
+    "megatron.core.dist_checkpointing.exchange_utils",
+]
 _GRACE_S = 2.0  # for the other ranks, after one has failed
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_PRELOAD)
