@@ -111,7 +111,7 @@ def make_venv() -> None:
 
 
 def install(extras: list[str]) -> None:
-    overrides = list(PINS["overrides"])
+    overrides = [override for extra in extras for override in PINS["overrides"].get(extra, ())]
     later = [r for extra in extras for r in PINS["extras"][extra] if name_of(r) in PINS["compiled"]["packages"]]
     now = [r for r in requirements(extras) if r not in later]
     if have_uv():
@@ -185,11 +185,12 @@ def pip_settings() -> dict[str, str]:
 def install_with_pip(wanted: list[str], overrides: list[str], *options: str) -> None:
     """What overrides do, without a resolver that knows them.
 
-    The pinned packages come first, alone; then what they ask for, except where an override or a pin speaks.
+    The pinned packages come first, alone; then what they ask for, except where an override or a pin speaks; the
+    overrides last, since a package further down may ask for something else.
     """
     pip = [PYTHON, "-m", "pip", "install", "--quiet", *options]
     spoken_for = {name_of(requirement) for requirement in [*wanted, *overrides]}
-    run([*pip, "--no-deps", *(r for r in wanted if name_of(r) not in map(name_of, overrides)), *overrides])
+    run([*pip, "--no-deps", *wanted])
     listing = (
         "import importlib.metadata as m, json, sys\n"
         "from pip._vendor.packaging.requirements import Requirement\n"
@@ -199,7 +200,9 @@ def install_with_pip(wanted: list[str], overrides: list[str], *options: str) -> 
         "                  if n.marker is None or any(n.marker.evaluate({'extra': e}) for e in extras)]))\n"
     )
     asked = subprocess.run([PYTHON, "-c", listing, *wanted], capture_output=True, text=True, check=True).stdout
-    run([*pip, *(r for r in json.loads(asked) if name_of(r) not in spoken_for), *overrides])
+    run([*pip, *(r for r in json.loads(asked) if name_of(r) not in spoken_for)])
+    if overrides:
+        run([*pip, "--no-deps", *overrides])
 
 
 def run(command: list, environment: dict[str, str] | None = None) -> None:

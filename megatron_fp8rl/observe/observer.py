@@ -136,7 +136,7 @@ class Observer:
 
     @contextmanager
     def prelude(self, step: int) -> Iterator[StepLog]:
-        """What a run does before its first update: publish, evaluate. ``step`` is the step that training continues after.
+        """What a run does before its first update: publish, evaluate. ``step`` is where training continues.
 
         A new run (``step`` 0) writes it as the line of step 0. A resumed one keeps the line that the step has already,
         and cuts off what was recorded after it.
@@ -261,7 +261,7 @@ class StepLog:
         num_completions = self.metrics.get("rollout/num_completions/sum", 0.0)
         if num_completions:
             self.update({"reward/dropped/mean": 1 - len(samples) / num_completions})
-        advantages = [a for one in samples for a, is_loss in zip(one.advantages, one.loss_mask) if is_loss]
+        advantages = [a for one in samples for a, is_loss in zip(one.advantages, one.loss_mask, strict=True) if is_loss]
         if not advantages:
             return
         staleness = [one.staleness for one in samples]
