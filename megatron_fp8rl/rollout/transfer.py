@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from megatron_fp8rl.rollout.wire import BucketInfo, GlooGroup, unpack
+from megatron_fp8rl.rollout.wire import BucketInfo, GlooGroup, read_file, unpack
 
 
 @dataclass
@@ -135,8 +135,7 @@ class ShmWeightTransferEngine(_LayerwiseTransferEngine):
         """Nothing to set up."""
 
     def _receive(self, update_info: UpdateInfo) -> torch.Tensor:
-        shared = torch.from_file(update_info.path, shared=True, size=update_info.num_bytes, dtype=torch.uint8)
-        return shared.to(self.device, copy=True)
+        return read_file(update_info.path, update_info.num_bytes).to(self.device)
 
 
 class GlooWeightTransferEngine(_LayerwiseTransferEngine):

@@ -43,6 +43,20 @@ def unpack(buffer: Tensor, info: BucketInfo) -> Iterator[tuple[str, Tensor]]:
         yield name, buffer[offset : offset + num_bytes].view(dtype).view(shape)
 
 
+def read_file(path: str, num_bytes: int) -> Tensor:
+    """The first ``num_bytes`` of a file, uint8, in memory of its own.
+
+    Raises FileNotFoundError when the trainer has removed the file, and ValueError when it is shorter. (A shared mapping
+    by torch would create a missing file and read zeros.)
+    """
+    buffer = torch.empty(num_bytes, dtype=torch.uint8)
+    with open(path, "rb") as file:
+        num_read = file.readinto(memoryview(buffer.numpy()))
+    if num_read != num_bytes:
+        raise ValueError(f"{path}: {num_read} bytes, where a bucket of {num_bytes} was announced")
+    return buffer
+
+
 class GlooGroup:
     """A process group of trainer rank 0 and all engine workers that leaves torch.distributed's own state alone.
 

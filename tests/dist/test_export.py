@@ -13,7 +13,7 @@ import torch
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.fp8.blockwise import quantize_weight
 from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.rollout.wire import BucketInfo, unpack
+from megatron_fp8rl.rollout.wire import BucketInfo, read_file, unpack
 from megatron_fp8rl.types import PublishReport
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.digest import digests
@@ -82,8 +82,8 @@ class Engine:
 
     async def update_weights(self, info) -> None:
         info = dict(info)
-        shared = torch.from_file(info.pop("path"), shared=True, size=info["num_bytes"], dtype=torch.uint8)
-        self.tensors |= {name: tensor.clone() for name, tensor in unpack(shared, BucketInfo(**info))}
+        buffer = read_file(info.pop("path"), info["num_bytes"])
+        self.tensors |= {name: tensor.clone() for name, tensor in unpack(buffer, BucketInfo(**info))}
 
     async def finish_update(self, version) -> None:
         self.version = version

@@ -167,7 +167,7 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
 
     plugin.register()
     arguments = engine_arguments(cfg, folder, cpu=True)
-    shared = ("hf-overrides", "worker-extension-cls", "weight-transfer-config", "dtype", "max-model-len", "logprobs-mode")
+    shared = ("hf-overrides", "worker-extension-cls", "weight-transfer-config", "dtype", "max-model-len")
     options = {key.replace("-", "_"): arguments[key] for key in shared}
     return LLM(
         model=str(folder),

@@ -1,4 +1,4 @@
-"""Publication to engines that run as processes of their own, over HTTP; and an engine that dies in the middle of one."""
+"""Publication over HTTP to engines in processes of their own, and an engine that dies in the middle of one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ PROMPT = list(range(20, 40))
 
 def sample(fleet: Fleet):
     client = fleet.clients[0]
-    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=replace(client.sampling, max_tokens=8)), 60.0)
+    sampling = replace(client.sampling, max_tokens=8, stop_token_ids=())
+    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=sampling), 60.0)
     return completion
 
 

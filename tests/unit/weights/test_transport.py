@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fp8rl.rollout.wire import BucketInfo, GlooGroup, unpack
+from megatron_fp8rl.rollout.wire import BucketInfo, GlooGroup, read_file, unpack
 from megatron_fp8rl.weights import transport as module
 from megatron_fp8rl.weights.transport import GlooTransport, SharedMemoryTransport, TransportError
 
@@ -54,8 +54,7 @@ class FileReaders:
         path = info.pop("path")
         if info["bucket"] == self.fail_at:
             raise TransportError("replica 1 has died")
-        shared = torch.from_file(path, shared=True, size=info["num_bytes"], dtype=torch.uint8)
-        self.received.append(dict(unpack(shared, BucketInfo(**info)))["w"].clone())
+        self.received.append(dict(unpack(read_file(path, info["num_bytes"]), BucketInfo(**info)))["w"])
 
 
 def test_shared_memory_delivers_and_overlaps():
@@ -100,6 +99,15 @@ def test_a_reader_that_hangs_meets_the_deadline(monkeypatch):
     with pytest.raises(TransportError, match="not delivered within 0.1 s"):
         transport.wait()
     transport.close()
+
+
+def test_a_late_reader_finds_no_file_and_makes_none(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_file(str(tmp_path / "gone"), 4)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "short").write_bytes(b"abc")
+    with pytest.raises(ValueError, match="3 bytes, where a bucket of 4 was announced"):
+        read_file(str(tmp_path / "short"), 4)
 
 
 def test_files_of_killed_runs_are_removed():
