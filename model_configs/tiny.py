@@ -56,14 +56,14 @@ def tiny_qwen3_moe() -> RunConfig:
                     template="{expression} = ",
                 ),
             ),
-            sft_steps=500,
+            sft_steps=800,
             sft_batch_size=128,
             sft_lr=4e-3,
             sft_wrong_answers=0.45,
         ),
-        checkpoint=CheckpointConfig(every_steps=40),
+        checkpoint=CheckpointConfig(every_steps=30),
         observe=ObserveConfig(eval_prompts=128),
-        num_steps=100,
+        num_steps=60,
     )
 
 
