@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -41,9 +42,13 @@ def contents(groups: Groups) -> list:
 
 
 @pytest.fixture
-def published(fleet: Fleet) -> Fleet:
+def published(fleet: Fleet) -> Iterator[Fleet]:
+    """Policy 1, asked for short completions."""
     publish(fleet, random_weights(fleet.cfg, seed=1), 1)
-    return fleet
+    (client,) = fleet.clients
+    usual, client.sampling = client.sampling, replace(client.sampling, max_tokens=24)
+    yield fleet
+    client.sampling = usual
 
 
 def test_two_synchronous_runs_agree(published):
@@ -62,6 +67,7 @@ def test_two_synchronous_runs_agree(published):
 
 
 def test_asynchronous_batches_span_an_update_and_stay_within_the_bound(published):
+    published.clients[0].sampling = replace(published.clients[0].sampling, max_tokens=200)
     _, stream = stream_of(published, max_staleness=1)
     stream.after_update(1)
     stream.next_groups()
