@@ -86,6 +86,7 @@ class ModelConfig:
     qk_norm: bool | None = None  # of each query and key head, before rotation; None becomes what the family does
     mla: MlaConfig | None = None
     num_mtp_layers: int = 0  # multi-token prediction layers behind the last; 0 leaves out those of a checkpoint
+    sliding_window: int | None = None  # tokens that attention reaches back; sequences must not be longer
     rotary_fraction: float = 1.0  # of head_dim that is rotated
     rope_scaling: RopeScaling | None = None
     rope_theta: float = 1_000_000.0
@@ -102,6 +103,11 @@ class ModelConfig:
     @property
     def is_moe(self) -> bool:
         return self.num_experts > 0
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that the trainer computes as the model was meant: it always attends to all tokens."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the feed-forward of a layer (counted over the whole model) is a mixture of experts."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +11,7 @@ from megatron_fp8rl.config import ModelConfig
 
 Cut = Literal["none", "rows", "columns"]
 Join = Literal["copy", "qkv", "gate_up"]
+DType = Literal["bfloat16", "float32"]
 
 
 @dataclass(frozen=True)
@@ -25,36 +26,65 @@ class Row:
     cut: Cut = "none"  # the axis that tensor parallelism divides; "none" is replicated
     join: Join = "copy"
     # "copy":    the tensor itself.
-    # "qkv":     for each query group its query heads, its key head, its value head; a rank holds whole groups.
+    # "qkv":     for each query group its query heads, its key head, its value head; a rank holds whole groups, or an
+    #            equal share of the rows of one group.
     # "gate_up": all gate rows, then all up rows; a rank holds its gate rows, then its up rows.
+    layers: Literal["all", "dense", "moe"] = "all"  # by the kind of their feed-forward; for names with {layer}
+    unit: str = ""  # key of :func:`sizes`: how many things the cut axis counts that no rank may hold a fraction of
+    padded: bool = False  # ranks hold equal numbers of rows, the last ones zeros after the end where it is uneven
+    dtype: DType = "bfloat16"  # of a BF16 checkpoint
+    copies: tuple[str, ...] = ()  # further Hugging Face names of the same tensor
 
 
 def sizes(model: ModelConfig) -> dict[str, int]:
-    """What the shape keys of a :class:`Row` mean for ``model``."""
-    return {
+    """What the shape keys and units of a :class:`Row` mean for ``model``."""
+    heads = model.num_attention_heads
+    found = {
         "vocab": model.vocab_size,
         "hidden": model.hidden_size,
-        "q": model.num_attention_heads * model.head_dim,
+        "2_hidden": 2 * model.hidden_size,
+        "heads": heads,
+        "q": heads * model.head_dim,
         "kv": model.num_key_value_heads * model.head_dim,
         "head": model.head_dim,
         "ffn": model.ffn_hidden_size,
         "experts": model.num_experts,
         "expert_ffn": model.moe_ffn_hidden_size,
+        "shared_ffn": model.num_shared_experts * model.moe_ffn_hidden_size,
     }
+    if model.mla is not None:
+        mla = model.mla
+        found |= {
+            "q_latent": mla.q_lora_rank or 0,
+            "kv_latent": mla.kv_lora_rank,
+            "kv_latent_and_rope": mla.kv_lora_rank + mla.qk_rope_head_dim,
+            "k_nope_and_v": heads * (mla.qk_nope_head_dim + mla.v_head_dim),
+            "v": heads * mla.v_head_dim,
+        }
+    return found
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One Megatron parameter of one model, unsharded: a :class:`Row` with its indices filled in."""
+    """One Megatron parameter of one model, unsharded: a :class:`Row` with its indices and sizes filled in."""
 
     name: str  # global Megatron name
     parts: tuple[tuple[str, tuple[int, ...]], ...]  # (Hugging Face name, shape)
     cut: Cut
     join: Join
+    unit: tuple[str, int] = ("", 0)  # what no rank may hold a fraction of, and how many there are
+    padded: bool = False
+    dtype: DType = "bfloat16"
+    copies: tuple[str, ...] = ()  # further Hugging Face names of the same tensor
 
     @property
     def is_expert(self) -> bool:
         return ".mlp.experts." in self.name
+
+    @property
+    def axis(self) -> int:
+        """The axis that tensor parallelism divides; 0 for a replicated weight."""
+        return 1 if self.cut == "columns" else 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,11 +93,14 @@ class Weight:
         return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
-def fill(row: Row, model: ModelConfig, *, layer: int, expert: int) -> Weight:
-    """``row`` with its indices and sizes filled in."""
+def fill(row: Row, model: ModelConfig, *, mcore: str = "", layer: int, expert: int) -> Weight:
+    """``row`` with its indices and sizes filled in; ``mcore`` replaces its Megatron name."""
     size = sizes(model)
     parts = tuple((n.format(layer=layer, expert=expert), tuple(size[k] for k in shape)) for n, shape in row.hf)
-    return Weight(row.mcore.format(layer=layer, expert=expert), parts, row.cut, row.join)
+    name = (mcore or row.mcore).format(layer=layer, expert=expert)
+    unit = (row.unit, size[row.unit]) if row.unit else ("", 0)
+    copies = tuple(copy.format(layer=layer) for copy in row.copies)
+    return Weight(name, parts, row.cut, row.join, unit, row.padded, row.dtype, copies)
 
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -81,14 +114,35 @@ def split_indices(name: str) -> tuple[str, int, int]:
     return pattern, int(layer[1]) if layer else -1, int(expert[1]) if expert else -1
 
 
-@functools.lru_cache(maxsize=8)
 def expand(rows: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
-    """All weights of a model by their Megatron name, in the order of the rows, layer by layer."""
-    head = [row for row in rows if "{layer}" not in row.mcore]
+    """All weights of a model by their Megatron name: those outside layers, then layer by layer in the order of rows."""
+    weights = [fill(row, model, layer=-1, expert=-1) for row in rows if "{layer}" not in row.mcore]
     body = [row for row in rows if "{layer}" in row.mcore]
-    weights = [fill(row, model, layer=-1, expert=-1) for row in head]
     for layer in range(model.num_layers):
         for row in body:
-            experts = range(model.num_experts) if "{expert}" in row.mcore else (-1,)
-            weights += [fill(row, model, layer=layer, expert=expert) for expert in experts]
+            if row.layers in ("all", "moe" if model.is_moe_layer(layer) else "dense"):
+                weights += _fill_experts(row, model, row.mcore, layer)
+    return {weight.name: weight for weight in weights}
+
+
+def _fill_experts(row: Row, model: ModelConfig, mcore: str, layer: int) -> Iterator[Weight]:
+    for expert in range(model.num_experts) if "{expert}" in mcore else (-1,):
+        yield fill(row, model, mcore=mcore, layer=layer, expert=expert)
+
+
+def expand_mtp(rows: tuple[Row, ...], own: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
+    """Weights of the multi-token prediction layers: a decoder layer each, and the rows of their ``own``.
+
+    In Megatron ``mtp.layers.{i}`` holds the decoder layer as ``mtp_model_layer``; in the checkpoint it is layer
+    ``num_layers + i``.
+    """
+    kind = "moe" if model.is_moe else "dense"
+    body = [row for row in rows if "{layer}" in row.mcore and row.layers in ("all", kind)]
+    weights: list[Weight] = []
+    for index in range(model.num_mtp_layers):
+        prefix, layer = f"mtp.layers.{index}.", model.num_layers + index
+        weights += [fill(row, model, mcore=prefix + row.mcore, layer=layer, expert=-1) for row in own]
+        for row in body:
+            mcore = row.mcore.replace("decoder.layers.{layer}.", f"{prefix}mtp_model_layer.")
+            weights += _fill_experts(row, model, mcore, layer)
     return {weight.name: weight for weight in weights}

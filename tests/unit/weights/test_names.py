@@ -150,7 +150,7 @@ def test_mistakes_are_named():
         names.from_hf_config(config | {"attention_bias": True})
     with pytest.raises(ValueError, match="rope_type"):
         names.from_hf_config(config | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}})
-    with pytest.raises(ValueError, match="norm_topk_prob"):
-        names.from_hf_config(Qwen3MoeConfig(**MOE | {"norm_topk_prob": False}).to_dict())
-    with pytest.raises(ValueError, match="model_type 'llama'"):
-        names.from_hf_config({"model_type": "llama"})
+    with pytest.raises(ValueError, match="mlp_only_layers"):
+        names.from_hf_config(Qwen3MoeConfig(**MOE | {"mlp_only_layers": [1]}).to_dict())
+    with pytest.raises(ValueError, match="model_type 'gemma3'"):
+        names.from_hf_config({"model_type": "gemma3"})

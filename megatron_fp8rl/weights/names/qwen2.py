@@ -1,0 +1,14 @@
+"""Qwen2 and Qwen2.5: Llama's layers with biases of queries, keys and values, which config.json does not mention."""
+
+from megatron_fp8rl.weights.names import blocks
+from megatron_fp8rl.weights.names.family import DENSE, Family
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    rows=blocks.decoder,
+    fields=DENSE,
+    fixed={"use_sliding_window": False},
+    implied={"qkv_bias": True},
+    ignored=frozenset({"sliding_window"}),  # of no effect without use_sliding_window
+)
