@@ -70,7 +70,7 @@ def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``; None when there is none. Folders that are not complete are ignored."""
+    """The newest complete checkpoint in ``folder``, damaged and partial ones ignored; None when there is none."""
     for path in reversed(_complete(Path(folder))):
         if _missing(path) is None:
             return path
@@ -243,5 +243,6 @@ def _require_same_model(path: Path, state: dict[str, Any], policy: Policy) -> No
         raise CheckpointError(f"{path} holds another model: " + "; ".join(differing))
     if _keeps_reference(policy) and not state["has_reference"]:
         raise CheckpointError(
-            f"{path} holds no reference model, which algo.kl_coef needs. Set model.hf_path to the weights to stay close to"
+            f"{path} holds no reference model, which algo.kl_coef needs. "
+            "Set model.hf_path to the weights to stay close to"
         )

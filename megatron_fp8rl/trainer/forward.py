@@ -61,7 +61,7 @@ class _Input:
     loss_rows_N: Tensor  # int64 [N] local positions that carry loss
     targets_N: Tensor  # int64 [N]
     packed: PackedSeqParams
-    order_T: Tensor | None  # packed position of every token of all context-parallel ranks; None without context parallel
+    order_T: Tensor | None  # packed position of every token of all context-parallel ranks; None for one rank
 
     @property
     def num_local_tokens(self) -> int:
@@ -102,7 +102,12 @@ class Forward:
         return self._run(chunks, batch.microbatches, partial(self._loss, batch, loss_fn), forward_only=False)
 
     def _run(
-        self, chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch], finish: Callable, forward_only: bool
+        self,
+        chunks: Sequence[torch.nn.Module],
+        microbatches: Sequence[Microbatch],
+        finish: Callable,
+        *,
+        forward_only: bool,
     ) -> list:
         inputs = [self._input(index, mb) for index, mb in enumerate(microbatches)]
         iterators = [iter(inputs) for _ in chunks]
@@ -130,7 +135,9 @@ class Forward:
         )
         return output, partial(finish, item)
 
-    def _head(self, *, hidden_states: Tensor, output_layer, output_weight, context: _Input, **_) -> tuple[Tensor, Tensor]:
+    def _head(
+        self, *, hidden_states: Tensor, output_layer, output_weight: Tensor | None, context: _Input, **unused
+    ) -> tuple[Tensor, Tensor]:
         """GPTModel's output processor: (log-probabilities, entropy) of the loss tokens, FP32 [N] each."""
         group = self.parallel.tp_group if self.parallel.tp_size > 1 else None
         if group is not None and output_layer.sequence_parallel:

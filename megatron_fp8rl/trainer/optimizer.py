@@ -134,10 +134,6 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         return norm
 
-    def reload_weights(self) -> None:
-        """Take the master weights from the model again, after something wrote to the model's parameters."""
-        self.megatron.reload_model_params()
-
     def _describe_non_finite(self, norm: float) -> str:
         """Collective: which gradients of which ranks are not finite."""
         rank = self._parallel.rank
@@ -150,9 +146,9 @@ class Optimizer:
         everywhere: list[list[str]] = [[] for _ in range(self._parallel.world_size)]
         dist.all_gather_object(everywhere, found)
         names = sorted(name for part in everywhere for name in part)
-        shown = "\n  ".join(names[:_MAX_NAMES]) or "none: each gradient is finite, and the sum of their squares overflows"
+        shown = "\n  ".join(names[:_MAX_NAMES]) or "none: each is finite, but the sum of their squares overflows"
         rest = f"\n  and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
         return (
-            f"the gradient norm is {norm}; the update was not applied. Gradients that are not finite:\n  {shown}{rest}\n"
+            f"the gradient norm is {norm}; the update was not applied. Not finite are:\n  {shown}{rest}\n"
             "Look at the losses and log-probabilities of this step, lower optim.lr, or resume from the last checkpoint"
         )

@@ -168,7 +168,8 @@ def _local_totals(results: list[MicrobatchResult]) -> tuple[dict[str, float], di
     """(sums, maxima) over this rank's microbatches, with one transfer from the device."""
     results = sorted(results, key=lambda result: result.index)
     rows = [
-        {"train/loss/mean": result.loss, "train/entropy/mean": result.entropy_sum, **result.metrics} for result in results
+        {"train/loss/mean": result.loss, "train/entropy/mean": result.entropy_sum, **result.metrics}
+        for result in results
     ]
     keys = list(rows[0])
     table: Tensor = torch.stack([torch.stack([row[key].detach().double() for key in keys]) for row in rows])

@@ -87,7 +87,7 @@ def _assert_same_weights(model, ranks, expected):
         assert torch.equal(copy, weights["embedding.word_embeddings.weight"])
     assert weights.keys() == wanted.keys() == set(names.mcore_names(model))
     for name, weight in weights.items():
-        torch.testing.assert_close(weight, wanted[name], **LAYOUT_WEIGHTS, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(weight, wanted[name], **LAYOUT_WEIGHTS, msg=name)
 
 
 @pytest.mark.parametrize("layout", [dict(tensor=2, expert=2), dict(pipeline=2), dict(context=2), dict()], ids=str)
@@ -230,7 +230,8 @@ def test_same_as_transformers(model, tmp_path):
     filled = replace(
         batch,
         microbatches=tuple(
-            replace(mb, old_logprobs_T=log_p.detach()) for mb, (log_p, _) in zip(batch.microbatches, values, strict=True)
+            replace(mb, old_logprobs_T=log_p.detach())
+            for mb, (log_p, _) in zip(batch.microbatches, values, strict=True)
         ),
     )
     loss = sum(
@@ -298,7 +299,9 @@ def _fails_with(cfg, breakage):
     return "no error"
 
 
-@pytest.mark.parametrize(("breakage", "named"), [("loss", "sample3"), ("gradient", "decoder.layers.2.mlp.router.weight")])
+@pytest.mark.parametrize(
+    ("breakage", "named"), [("loss", "sample3"), ("gradient", "decoder.layers.2.mlp.router.weight")]
+)
 def test_non_finite_values_stop_all_ranks_by_name(breakage, named):
     messages = run_ranks(2, _fails_with, run_config(world_size=2), breakage)
     assert messages[0] == messages[1]

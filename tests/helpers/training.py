@@ -67,7 +67,7 @@ def run_config(
 
 
 def make_samples(num: int = 8, *, length: int | None = None, seed: int = 5) -> list[Sample]:
-    """Sequences of random tokens, ragged or of one length, with a random advantage and rollout log-probabilities near the uniform one."""
+    """Sequences of random tokens, ragged or of one length; rollout log-probabilities are near the uniform one."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -131,7 +131,7 @@ class Trained:
 
 
 def train(cfg: RunConfig, num_updates: int = 2, samples: list[Sample] | None = None) -> Trained:
-    """Runs on a rank: build the policy and update it on the same samples, with fresh old log-probabilities each time."""
+    """Runs on a rank: build the policy and update it on the same samples, with new old log-probabilities each time."""
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
