@@ -1,0 +1,79 @@
+"""What the runs of real models have in common: GRPO on problems that generators make and check.
+
+A run starts from random weights and a character tokenizer until it is told where a checkpoint lies; then also the chat
+template applies: ``--model.hf_path DIR --data.tokenizer DIR --data.chat_template True``.
+"""
+
+from __future__ import annotations
+
+from megatron_fp8rl.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    ObserveConfig,
+    OptimConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+
+_TEMPLATE = "{question}\n\nThink step by step, then give the final answer alone in <answer></answer>."
+
+
+def grpo(
+    name: str,
+    model: ModelConfig,
+    *,
+    parallel: ParallelConfig,
+    rollout: RolloutConfig,
+    optim: OptimConfig,
+) -> RunConfig:
+    """GRPO in FP8 at both ends, as published recipes run it: clip-higher, token truncation of the mismatch at 2."""
+    return RunConfig(
+        name=name,
+        model=model,
+        parallel=parallel,
+        optim=optim,
+        rollout=rollout,
+        algo=AlgoConfig(clip_high=0.28),
+        data=DataConfig(
+            environments=(
+                EnvironmentConfig(dataset="gsm_symbolic", template=_TEMPLATE),
+                EnvironmentConfig(dataset="countdown", template=_TEMPLATE),
+            ),
+            num_score_workers=16,
+        ),
+        checkpoint=CheckpointConfig(every_steps=20),
+        observe=ObserveConfig(eval_every=20, verify_every=10),
+        num_steps=400,
+    )
+
+
+def optim(recompute: str = "selective", modules: tuple[str, ...] = ("core_attn",)) -> OptimConfig:
+    """AdamW as RL of large models uses it."""
+    return OptimConfig(
+        lr=1e-6,
+        warmup_steps=10,
+        weight_decay=0.1,
+        overlap_grad_reduce=True,
+        recompute=recompute,  # type: ignore[arg-type]
+        recompute_modules=modules,  # type: ignore[arg-type]
+    )
+
+
+def rollout(*, replicas: int, tensor: int = 1, prompts: int = 64, max_num_sequences: int = 256) -> RolloutConfig:
+    """Engines on GPUs of their own; 16 completions of up to 7k tokens for each prompt."""
+    return RolloutConfig(
+        num_replicas=replicas,
+        tensor=tensor,
+        prompts_per_step=prompts,
+        completions_per_prompt=16,
+        max_prompt_tokens=1024,
+        max_completion_tokens=7168,
+        max_num_sequences=max_num_sequences,
+        max_tokens_per_microbatch=8192,
+        request_deadline_s=1800.0,
+        start_deadline_s=1800.0,
+    )
