@@ -22,16 +22,18 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.fp8.recipe import Delayed, finish_step, make_recipe
-from megatron_fp8rl.trainer.layers import GroupedLinear, QuantizableLinear, block_spec
+from megatron_fp8rl.trainer.layers import block_spec
+from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.weights import names
+from megatron_fp8rl.weights.plan import layers_per_chunk
 
 Get = Callable[[str], Tensor]  # a Hugging Face tensor by its name
 
@@ -50,16 +52,18 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         ffn_hidden_size=model.ffn_hidden_size or model.moe_ffn_hidden_size,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_eps,
-        qk_layernorm=True,
+        qk_layernorm=bool(model.qk_norm),
         gated_linear_unit=True,
         activation_func=F.silu,
         add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         init_method_std=model.initializer_range,
         tensor_model_parallel_size=parallel.tp_size,
         sequence_parallel=parallel.tp_size > 1,
         pipeline_model_parallel_size=parallel.pp_size,
+        pipeline_model_parallel_layout=_pipeline_layout(model.num_layers, parallel.pp_size * virtual_stages),
         virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
         context_parallel_size=parallel.cp_size,
         expert_model_parallel_size=parallel.ep_size,
@@ -80,18 +84,45 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif optim.recompute == "selective":
         settings |= dict(recompute_granularity="selective", recompute_modules=list(optim.recompute_modules))
-    return TransformerConfig(**settings)
+    if model.mla is None:
+        return TransformerConfig(**settings)
+    # The scale of the softmax and the rotation are those of trainer/rotary.py, so rope is left as it is here.
+    return MLATransformerConfig(
+        **settings,
+        q_lora_rank=model.mla.q_lora_rank,
+        kv_lora_rank=model.mla.kv_lora_rank,
+        qk_head_dim=model.mla.qk_nope_head_dim,
+        qk_pos_emb_head_dim=model.mla.qk_rope_head_dim,
+        v_head_dim=model.mla.v_head_dim,
+        rope_type="rope",
+    )
+
+
+def _pipeline_layout(num_layers: int, num_chunks: int) -> list[list[str]] | None:
+    """Megatron-Core's description of chunks with unequal numbers of layers; None where they are equal."""
+    if num_layers % num_chunks == 0:
+        return None
+    layout = [["decoder"] * size for size in layers_per_chunk(num_layers, num_chunks)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
 
 
 def _moe_settings(cfg: RunConfig) -> dict:
-    if not cfg.model.is_moe:
+    """The choice of experts is that of trainer/routing.py; what it is told here serves the balancing loss."""
+    model = cfg.model
+    if not model.is_moe:
         return {}
     coefficient = cfg.optim.moe_aux_loss_coef
+    # A list makes Megatron-Core keep layers apart in checkpoints, as unlike layers need.
+    kinds = [int(model.is_moe_layer(layer)) for layer in range(model.num_layers)]
     return dict(
-        num_moe_experts=cfg.model.num_experts,
-        moe_router_topk=cfg.model.experts_per_token,
-        moe_ffn_hidden_size=cfg.model.moe_ffn_hidden_size,
-        moe_router_pre_softmax=False,  # softmax over the chosen experts: norm_topk_prob of Qwen3-MoE
+        num_moe_experts=model.num_experts,
+        moe_layer_freq=kinds if model.first_dense_layers else 1,
+        moe_router_topk=model.experts_per_token,
+        moe_router_score_function=model.router.score,
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=model.num_shared_experts * model.moe_ffn_hidden_size or None,
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss" if coefficient else "none",
         moe_aux_loss_coeff=coefficient,
@@ -114,9 +145,10 @@ def _plain_torch_settings() -> dict:
 
 
 def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
-    """This rank's model chunks, one for each virtual pipeline stage, with random weights and the precision of ``cfg``.
+    """This rank's model chunks, one for each virtual pipeline stage, with the precision of ``cfg``.
 
-    BF16 chunks are wrapped in Megatron-Core's Float16Module, which returns float32 logits on the last stage.
+    Weights are random, or with ``cfg.model.hf_path`` left for :func:`load_hf` to fill. BF16 chunks are wrapped in
+    Megatron-Core's Float16Module, which returns float32 logits on the last stage.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
     config = transformer_config(cfg, parallel)
@@ -127,8 +159,8 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
         vp_size = virtual_stages if virtual_stages > 1 else None
         chunk: nn.Module = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, cfg.model.rope_theta, vp_stage),
-            vocab_size=cfg.model.vocab_size,
+            transformer_layer_spec=block_spec(config, cfg.model, vp_stage),
+            vocab_size=-(-cfg.model.vocab_size // parallel.tp_size) * parallel.tp_size,  # padded with zeros
             max_sequence_length=cfg.model.max_position_embeddings,
             pre_process=is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(parallel.pp_group),
             post_process=is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(parallel.pp_group),
@@ -138,7 +170,8 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
             vp_stage=vp_stage,
         )
         chunks.append(chunk.to(parallel.device))
-    _fill_randomly(chunks, cfg, parallel)
+    if cfg.model.hf_path is None:
+        _fill_randomly(chunks, cfg, parallel)
     apply_precision(chunks, cfg, parallel)
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
 
@@ -146,16 +179,15 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
 def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
     """Give the linears that the layer table names the FP8 recipe of ``cfg``; all others stay BF16.
 
-    Raises ValueError when the table would have part of one matrix in FP8 (q, k and v are one matrix here).
+    Raises ValueError when the table would have part of one linear in FP8: q, k and v are one, so are a layer's experts.
     """
     recipe = make_recipe(cfg.precision)
     table = LayerTable.build(cfg.model, cfg.precision)
-    for prefix, module, chunk in _linears(chunks):
-        first_weight = f"{prefix}.weight0" if isinstance(module, GroupedLinear) else f"{prefix}.weight"
-        hf_names = names.hf_names_of(_global_name(first_weight, chunk, parallel), cfg.model)
+    for weight_names, module in named_linears(chunks, parallel):
+        hf_names = [hf_name for name in weight_names for hf_name in names.hf_names_of(name, cfg.model)]
         in_fp8 = {table.trainer_fp8(name) for name in hf_names}
         if len(in_fp8) > 1:
-            raise ValueError(f"{', '.join(hf_names)} are one matrix in the trainer: all are FP8 or none")
+            raise ValueError(f"{', '.join(hf_names)} are one linear in the trainer: all are FP8 or none")
         module.recipe = recipe if in_fp8.pop() else None
         if isinstance(recipe, Delayed):
             module.keep_history(cfg.precision.amax_history_len, getattr(module, "num_gemms", 1))
@@ -168,7 +200,7 @@ def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
     and data parallel ones, and for experts expert tensor and expert data parallel ones. Nothing under other recipes.
     """
     plain, expert = [], []
-    for _, module, _ in _linears(chunks):
+    for _, module in named_linears(chunks, parallel):
         if module.history is not None:
             (expert if isinstance(module, GroupedLinear) else plain).append(module.history)
 
@@ -207,11 +239,16 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
     return chunk
 
 
-def _linears(chunks: Sequence[nn.Module]) -> Iterator[tuple[str, QuantizableLinear, GPTModel]]:
+def named_linears(
+    chunks: Sequence[nn.Module], parallel: Parallel
+) -> Iterator[tuple[tuple[str, ...], QuantizableLinear]]:
+    """(global names of its weights, linear) for every linear of this rank that can be FP8; one name, or one per expert."""
     for chunk in map(_unwrap, chunks):
         for prefix, module in chunk.named_modules():
             if isinstance(module, QuantizableLinear):
-                yield prefix, module, chunk
+                named = module.named_parameters(prefix=prefix, recurse=False)
+                weights = [name for name, parameter in named if parameter.ndim == 2]
+                yield tuple(_global_name(name, chunk, parallel) for name in weights), module
 
 
 def _global_name(local_name: str, chunk: GPTModel, parallel: Parallel) -> str:

@@ -1,5 +1,8 @@
 """Logits of the trainer's model against transformers, in float32, for packed ragged sequences in every layout."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -181,3 +184,36 @@ def _weight_sums(model: ModelConfig, layout: dict) -> dict[str, float]:
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)
     return {name: p.double().pow(2).sum().item() for name, p in named_global_parameters(chunks, parallel)}
+
+
+def _load_broken(model: ModelConfig, folder: str, how: str) -> str:
+    from megatron_fp8rl.trainer.model import _open_checkpoint, build_chunks, load_hf
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    cfg = RunConfig(name="broken", model=model)
+    parallel = Parallel.init(cfg.parallel)
+    chunks = build_chunks(cfg, parallel)
+    get = _open_checkpoint(Path(folder))
+    sources = {
+        "missing": lambda name: get("model.layers.9.mlp.gate.weight" if "layers.2.mlp.gate." in name else name),
+        "shape": lambda name: get(name)[1:] if "layers.1.self_attn.k_proj" in name else get(name),
+        "folder": folder + "/nowhere",
+    }
+    try:
+        load_hf(chunks, sources[how], cfg, parallel)
+    except (KeyError, ValueError, FileNotFoundError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [
+        ("missing", "KeyError: .*model.layers.9.mlp.gate.weight: not in the checkpoint"),
+        ("shape", r"ValueError: model.layers.1.self_attn.k_proj.weight: shape \(63, 64\).*\(64, 64\)"),
+        ("folder", "FileNotFoundError: .*nowhere: neither model.safetensors nor"),
+    ],
+)
+def test_a_broken_checkpoint_is_refused_by_tensor_name(how, message, references):
+    folder, _ = references("moe")
+    assert re.match(message, run_ranks(1, _load_broken, MODELS["moe"], folder, how)[0])

@@ -95,12 +95,12 @@ def _histories(cfg: RunConfig, recompute: bool = False) -> dict[str, torch.Tenso
     """Newest entries of the amax histories after a step, by global name of the weight; experts one by one."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from megatron_fp8rl.trainer.model import _global_name, _linears, build_chunks, finish_fp8_step
+    from megatron_fp8rl.trainer.model import build_chunks, finish_fp8_step, named_linears
     from megatron_fp8rl.trainer.parallel import Parallel
 
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)
-    for _, module, _ in _linears(chunks):
+    for _, module in named_linears(chunks, parallel):
         # With a history, scales are the same in every layout, and so are roundings to FP8.
         module.history.history[0] = torch.tensor([8.0, 0.5, 0.5])[:, None]
     packs = [_packed(seed) for seed in range(4)]
@@ -111,11 +111,9 @@ def _histories(cfg: RunConfig, recompute: bool = False) -> dict[str, torch.Tenso
         gather_from_tensor_model_parallel_region(logits).float().logsumexp(-1).sum().backward()
     finish_fp8_step(chunks, parallel)
     found = {}
-    for prefix, module, chunk in _linears(chunks):
-        for index in range(getattr(module, "num_gemms", 1)):
-            suffix = str(index) if hasattr(module, "num_gemms") else ""
-            newest = module.history.history[0, :, index].clone()
-            found[_global_name(f"{prefix}.weight{suffix}", chunk, parallel)] = newest
+    for weight_names, module in named_linears(chunks, parallel):
+        newest = module.history.history[0]  # [3, experts of this rank]
+        found |= {name: newest[:, index].clone() for index, name in enumerate(weight_names)}
     return found
 
 

@@ -1,0 +1,76 @@
+"""Where ranks stand, and the collectives for plain values."""
+
+import pytest
+
+from megatron_fp8rl.config import ParallelConfig
+from tests.helpers.dist import RankError, run_ranks
+
+
+def _collectives() -> dict:
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    parallel = Parallel.init(ParallelConfig(world_size=4, tensor=2, expert=2, expert_tensor=1), deadline_s=30)
+    parallel.barrier("start")
+    value = float(parallel.rank)
+    own = {"all": value, f"only/{parallel.dp_rank}": 1.0}
+    result = dict(
+        place=(parallel.tp_rank, parallel.dp_rank, parallel.pp_rank, parallel.ep_rank, parallel.etp_rank),
+        sum=parallel.sum(own),
+        max=parallel.max(own),
+        gathered=parallel.gather({"rank": parallel.rank}),
+        broadcast=parallel.broadcast_object({"prompts": [parallel.rank]}),
+        stages=(parallel.is_first_stage, parallel.is_last_stage),
+    )
+    parallel.close()
+    return result
+
+
+def test_reductions_run_over_the_data_axis_and_broadcasts_over_all_ranks():
+    results = run_ranks(4, _collectives)
+    assert [r["place"] for r in results] == [(0, 0, 0, 0, 0), (1, 0, 0, 1, 0), (0, 1, 0, 0, 0), (1, 1, 0, 1, 0)]
+    # Tensor-parallel ranks 0 and 1 are one replica: the data axis joins 0 with 2 and 1 with 3.
+    assert [r["sum"]["all"] for r in results] == [2.0, 4.0, 2.0, 4.0]
+    assert [r["max"]["all"] for r in results] == [2.0, 3.0, 2.0, 3.0]
+    assert all(r["sum"]["only/0"] == r["sum"]["only/1"] == 1.0 for r in results)
+    assert results[1]["gathered"] == [{"rank": 1}, {"rank": 3}]
+    assert all(r["broadcast"] == {"prompts": [0]} for r in results)
+    assert all(r["stages"] == (True, True) for r in results)
+
+
+def _stages() -> tuple:
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    parallel = Parallel.init(ParallelConfig(world_size=4, pipeline=2, context=2), deadline_s=30)
+    return parallel.pp_rank, parallel.cp_rank, parallel.is_first_stage, parallel.is_last_stage, parallel.dp_size
+
+
+def test_pipeline_is_the_outermost_axis():
+    expected = [(0, 0, True, False, 1), (0, 1, True, False, 1), (1, 0, False, True, 1), (1, 1, False, True, 1)]
+    assert run_ranks(4, _stages) == expected
+
+
+def _one_stays_away() -> None:
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    parallel = Parallel.init(ParallelConfig(world_size=2), deadline_s=3)
+    if parallel.rank == 1:
+        import time
+
+        time.sleep(20)
+    parallel.barrier("before the update")
+
+
+def test_a_barrier_names_itself_and_the_rank_that_did_not_come():
+    with pytest.raises(RankError, match=r"(?s)at barrier 'before the update'.*[Rr]ank.*1"):
+        run_ranks(2, _one_stays_away, deadline_s=15)
+
+
+def _wrong_world() -> None:
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    Parallel.init(ParallelConfig(world_size=4), deadline_s=5)
+
+
+def test_another_number_of_processes_is_refused():
+    with pytest.raises(RankError, match="parallel.world_size = 4, but 2 trainer processes were started"):
+        run_ranks(2, _wrong_world)
