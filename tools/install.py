@@ -131,7 +131,8 @@ def install(extras: list[str]) -> None:
 def requirements(extras: list[str]) -> list[str]:
     """The same list that setup.py declares, plus what builds the project."""
     shared = PINS["engine"] if {"cpu", "gpu"} & set(extras) else []
-    return [f"setuptools=={PINS['setuptools']}", *PINS["core"], *shared, *(r for extra in extras for r in PINS["extras"][extra])]
+    own = [requirement for extra in extras for requirement in PINS["extras"][extra]]
+    return [f"setuptools=={PINS['setuptools']}", *PINS["core"], *shared, *own]
 
 
 def name_of(requirement: str) -> str:
