@@ -6,9 +6,9 @@ FLOAT64_ORDER = {"rtol": 1e-12, "atol": 1e-13}
 FLOAT64_EXP = {"rtol": 1e-10, "atol": 1e-12}
 # Advantages and rollout log-probabilities travel as float32 in a Microbatch: 2^-24 relative.
 FLOAT32_STORAGE = {"rtol": 2e-7, "atol": 1e-7}
-# vLLM and transformers order attention sums differently in BF16; an FP8 value that then rounds the other way moves by 6 %,
-# and a near tie of the router changes an expert. In nats, for weights that give logits a standard deviation of 1: two
-# unrelated models are 1 apart in the mean.
+# vLLM and transformers order attention sums differently in BF16; an FP8 value that then rounds the other way moves by
+# 6 %, and a near tie of the router changes an expert. In nats, for weights that give logits a standard deviation of 1:
+# two unrelated models are 1 apart in the mean.
 ENGINE_LOGPROB_MEAN, ENGINE_LOGPROB_MAX = 0.1, 0.5
 # FP32 logits over 50 tokens of unit normals times 16 features: sums of 50 terms of size up to 20, 2^-24 each.
 LOGPROBS_FLOAT32 = {"rtol": 2e-6, "atol": 2e-5}

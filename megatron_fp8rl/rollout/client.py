@@ -3,12 +3,12 @@
 In: token ids of a prompt. Out: :class:`~megatron_fp8rl.types.Completion` objects that say which policy version sampled
 which token. Which process: trainer rank 0, on the fleet's event loop.
 
-**Which version sampled a token** is decided here, exactly, although vLLM does not report it. ``pause("keep")`` makes the
-engine end every running request and return what it has; nothing is sampled between that and ``resume``. The client
+**Which version sampled a token** is decided here, exactly, although vLLM does not report it. ``pause("keep")`` makes
+the engine end every running request and return what it has; nothing is sampled between that and ``resume``. The client
 then asks for the rest with the tokens so far as part of the prompt, under the new weights. Each request thus runs under
-one version, known when it is submitted. Since a new version needs a new KV cache, the prefix would be recomputed anyway.
-Requests that reach the engine after it paused would wait inside it and run under weights that the client does not know
-of yet; ``pause`` takes them back before it returns.
+one version, known when it is submitted. Since a new version needs a new KV cache, the prefix would be recomputed
+anyway. Requests that reach the engine after it paused would wait inside it and run under weights that the client does
+not know of yet; ``pause`` takes them back before it returns.
 
 **Seeds**: completion i of a request with seed s is sampled with seed s + i, by its own generator, so that its tokens do
 not depend on what else the engine runs. The rest of an interrupted completion has a seed of its own.
@@ -53,7 +53,7 @@ class EngineDeadlineError(EngineError):
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn. ``top_k`` 0 and ``top_p`` 1 leave the whole vocabulary; ``temperature`` 0 is greedy."""
+    """How completions are drawn. ``top_k`` 0 and ``top_p`` 1 leave the whole vocabulary, temperature 0 is greedy."""
 
     temperature: float
     top_p: float

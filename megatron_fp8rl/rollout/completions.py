@@ -31,7 +31,7 @@ class Segment:
 
 
 def read_choice(choice: dict[str, Any]) -> Segment:
-    """Decode one choice. Raises ValueError when the engine left out a log-probability or ended with an unknown reason."""
+    """Decode one choice. Raises ValueError for a log-probability that is missing or a reason that is unknown."""
     reason = choice["finish_reason"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"the engine ended a completion with {reason!r}; expected stop, length or abort")
@@ -63,7 +63,7 @@ class PartialCompletion:
         return self.seed + self._num_requests * _SEED_STRIDE
 
     def extend(self, segment: Segment | None, version: int, *, give_up: bool) -> None:
-        """Add what one request returned; None when it was taken back. ``give_up``: an interrupted completion is final."""
+        """Add what one request returned; None when it was taken back. ``give_up``: an interruption is final."""
         self._version = version
         reason = "abort"
         if segment is not None:

@@ -3,16 +3,16 @@
 In: vLLM's layers of a model with an ``fp8`` quantization config. Out: the methods that hold and multiply their weights.
 Which process: vLLM's workers, on a machine without a GPU.
 
-vLLM 0.25.1 on a CPU multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16 weights
-into a form that cannot be read back, so that nothing could prove what the engine holds. The methods here
+vLLM 0.25.1 on a CPU multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16
+weights into a form that cannot be read back, so that nothing could prove what the engine holds. The methods here
 
 - keep every weight in checkpoint format: FP8 bytes with ``weight_scale_inv``, or BF16;
 - compute with :mod:`megatron_fp8rl.fp8.blockwise`, the functions that the trainer calls: W8A8, activations in 1x128
   blocks, FP32 accumulation. The dequantized weight is computed once per weight update and kept beside the bytes;
 - report the experts chosen by the router, which vLLM's CPU path forgets (it returns zeros).
 
-Experts follow vLLM's GPU kernels: softmax of the router logits in FP32 over the chosen experts, SwiGLU in the activation
-type between two rounded products, routing weights applied after the second product and summed in FP32.
+Experts follow vLLM's GPU kernels: softmax of the router logits in FP32 over the chosen experts, SwiGLU in the
+activation type between two rounded products, routing weights applied after the second product and summed in FP32.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 In: the run's configuration, the folder of the Hugging Face model. Out: a command line and an environment. Pure; runs in
 the trainer process that starts the engines. vLLM is not imported.
 
-The model folder holds config.json and the tokenizer. Weights in it are not read: an engine starts with dummy weights, and
-the first publication fills them, through the path that every later one takes.
+The model folder holds config.json and the tokenizer. Weights in it are not read: an engine starts with dummy weights,
+and the first publication fills them, through the path that every later one takes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WEIGHT_TRANSFER_BACKENDS = {"shm": "fp8rl_shm", "gloo": "fp8rl_gloo"}
 def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> list[str]:
     """Names of all modules with a matrix that the engine holds in BF16: the complement of the layer table.
 
-    vLLM matches names exactly, each expert's and each part of a fused module; a module that is missing from the list, the
-    router above all, would be read as FP8 and give garbage without an error.
+    vLLM matches names exactly, each expert's and each part of a fused module; a module that is missing from the list,
+    the router above all, would be read as FP8 and give garbage without an error.
     """
     table = LayerTable.build(model, precision)
     matrices = (name for name, shape in hf_tensors(model).items() if len(shape) == 2)
@@ -49,7 +49,7 @@ def quantization_config(model: ModelConfig, precision: PrecisionConfig) -> dict[
 
 
 def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
-    """KV cache of one worker. On a CPU, room for ``max_num_sequences`` of full length up to 4 GiB, unless configured."""
+    """KV cache of one worker. On a CPU: as configured, else ``max_num_sequences`` of full length, up to 4 GiB."""
     if cfg.rollout.kv_cache_bytes is not None or not cpu:
         return cfg.rollout.kv_cache_bytes
     model, rollout = cfg.model, cfg.rollout
@@ -86,8 +86,8 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, *, cpu: bool) -> dict[s
         "disable-log-stats": True,
         "disable-fastapi-docs": True,
     }
-    # On a CPU also a BF16 engine runs under the FP8 config, with every module on its list of exceptions: that selects our
-    # BF16 method, which keeps weights readable.
+    # On a CPU also a BF16 engine runs under the FP8 config, with every module on its list of exceptions: that selects
+    # our BF16 method, which keeps weights readable.
     if cpu or cfg.precision.rollout != "bf16":
         arguments["hf-overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
     if cpu:

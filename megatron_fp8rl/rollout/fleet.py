@@ -65,9 +65,9 @@ class Fleet:
     def start(cls, cfg: RunConfig, hf_dir: Path | str, run_dir: Path | str, *, wait: bool = True) -> Fleet:
         """Start ``cfg.rollout.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
 
-        Waits until all answer, unless ``wait`` is False: then call :meth:`wait_until_ready` before the first use, and do
-        something else meanwhile. Raises EngineDeadError or EngineDeadlineError, which name the replica and end with its
-        log; nothing is left running then.
+        Waits until all answer, unless ``wait`` is False: then call :meth:`wait_until_ready` before the first use, and
+        do something else meanwhile. Raises EngineDeadError or EngineDeadlineError, which name the replica and end with
+        its log; nothing is left running then.
         """
         fleet = cls(cfg, hf_dir, run_dir, cpu=not torch.cuda.is_available())
         atexit.register(fleet.shutdown)
@@ -88,7 +88,8 @@ class Fleet:
             await asyncio.gather(*(self._wait_healthy(client) for client in self.clients))
 
         self.sync(all_ready(), deadline_s + 2 * _PROGRESS_S)
-        self._shared_memory = [path for client in self.clients for path in _shared_memory_of(client.replica.process_group)]
+        groups = [client.replica.process_group for client in self.clients]
+        self._shared_memory = [path for group in groups for path in _shared_memory_of(group)]
         _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
@@ -103,7 +104,7 @@ class Fleet:
             if future.done():  # the coroutine's own TimeoutError
                 raise
             future.cancel()
-            raise TimeoutError(f"{coroutine.__qualname__} took longer than {deadline_s:g} s on the fleet's loop") from None
+            raise TimeoutError(f"{coroutine.__qualname__} took longer than {deadline_s:g} s") from None
         except BaseException:
             future.cancel()
             raise
@@ -213,8 +214,8 @@ class Fleet:
             await asyncio.sleep(_HEALTH_POLL_S)
         replica = client.replica
         raise EngineDeadlineError(
-            f"rollout replica {replica.name} did not start within {limit_s:g} s; raise rollout.start_deadline_s or look "
-            f"into {replica.log_path}, which ends with\n{replica.last_log_lines()}"
+            f"rollout replica {replica.name} did not start within {limit_s:g} s; raise rollout.start_deadline_s or "
+            f"look into {replica.log_path}, which ends with\n{replica.last_log_lines()}"
         )
 
     async def _cancel_all(self) -> None:

@@ -1,8 +1,8 @@
 """One rollout replica: vLLM's own OpenAI API server, started by the fleet.
 
-In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound already, so that no other process can take
-the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included.
-Which process: the replica's; vLLM starts the engine core and the workers from it.
+In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound already, so that no other process can
+take the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included. Which process:
+the replica's; vLLM starts the engine core and the workers from it.
 
     python -m megatron_fp8rl.rollout.server --listen-fd 7 --model DIR ...
 
@@ -32,8 +32,8 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 def die_with_parent() -> None:
     """Kill this process group when the parent process ends, and have forked children end with this process.
 
-    The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself.
-    The kernel's own signal (PR_SET_PDEATHSIG) follows the parent's *thread*, which suits our children, forked by the main
+    The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself. The
+    kernel's own signal (PR_SET_PDEATHSIG) follows the parent's *thread*, which suits our children, forked by the main
     thread, but not this process, which may be started by a thread that ends.
     """
     parent = os.getppid()
@@ -51,8 +51,8 @@ def die_with_parent() -> None:
 def _load_model_classes(model_dir: Path) -> None:
     """Import the model's class here, once, before the fork.
 
-    vLLM inspects a class that it meets for the first time in a process of its own, which on a GPU keeps CUDA out of this
-    one. It costs 12 s; a class that is registered as such, rather than by name, needs no inspection.
+    vLLM inspects a class that it meets for the first time in a process of its own, which on a GPU keeps CUDA out of
+    this one. It costs 12 s; a class that is registered as such, rather than by name, needs no inspection.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -78,8 +78,8 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
     if current_platform.is_cpu():
         # The engine core shares what has been imported so far; the collector must not touch, and so copy, its pages.
         gc.freeze()
-        # vLLM 0.25.1's CPU platform asks for "spawn" while it builds the configuration. Forking is safe here: one OpenMP
-        # thread so far, no model, no request. Revisit when the platform stops overwriting the variable.
+        # vLLM 0.25.1's CPU platform asks for "spawn" while it builds the configuration. Forking is safe here: one
+        # OpenMP thread so far, no model, no request. Revisit when the platform stops overwriting the variable.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     engine = AsyncLLM.from_vllm_config(
         config,

@@ -3,18 +3,20 @@
 In: prompts, engines and a scorer on trainer rank 0. Out: the same tuple of groups on every trainer rank.
 Which process: every trainer rank calls; rank 0 does the work and broadcasts.
 
-Synchronous and asynchronous training are one code path. Batches are numbered; batch b is trained on after b publications,
-and may start to sample ``max_staleness`` publications earlier. So with ``max_staleness = 0`` a batch is sampled when it is
-asked for; with k, up to k further batches are sampled while the trainer works, and no token of a returned batch is older
-than k versions. Batches come back in order whatever their lengths, so that waiting for none favours short answers.
+Synchronous and asynchronous training are one code path. Batches are numbered; batch b is trained on after b
+publications, and may start to sample ``max_staleness`` publications earlier. So with ``max_staleness = 0`` a batch is
+sampled when it is asked for; with k, up to k further batches are sampled while the trainer works, and no token of a
+returned batch is older than k versions. Batches come back in order whatever their lengths, so that waiting for none
+favours short answers.
 
-With ``max_staleness = 0`` the rollouts of a run depend on its configuration alone: prompts come in order, each completion
-has a seed derived from the run's seed and its prompt, and the engine samples it from that seed.
+With ``max_staleness = 0`` the rollouts of a run depend on its configuration alone: prompts come in order, each
+completion has a seed derived from the run's seed and its prompt, and the engine samples it from that seed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import threading
@@ -96,6 +98,8 @@ class RolloutStream:
         self._lock = threading.Lock()  # prompts are taken on the caller's thread, and for refills on the fleet's
         self._batches: deque[_Batch] = deque()
         self._num_started = 0
+        self._num_sampling = 0  # requests under way, and since when there are any; on the fleet's loop
+        self._sampling_since_s = 0.0
         self._first_version: int | None = None
         self._position = None if prompts is None else prompts.position
         self._recording: Iterator[tuple[int, Groups]] | None = None
@@ -113,8 +117,8 @@ class RolloutStream:
     def next_groups(self) -> Groups:
         """Collective: the next batch of scored groups, on every rank.
 
-        Call once per publication. Raises, on every rank, what went wrong on rank 0: an engine's death, a passed deadline,
-        a scorer that cannot start, the end of a recording.
+        Call once per publication. Raises, on every rank, what went wrong on rank 0: an engine's death, a passed
+        deadline, a scorer that cannot start, the end of a recording.
         """
         with span("rollouts"):
             return self._from_rank_0(self._next_groups)
@@ -124,8 +128,8 @@ class RolloutStream:
     ) -> Groups:
         """Collective: scored completions of given prompts, for evaluation, sampled by the engines as they are.
 
-        ``prompts`` matter on rank 0 alone. ``temperature`` None is the one of training. Seeds depend on prompts only, so
-        that two evaluations differ by the policy and by nothing else.
+        ``prompts`` matter on rank 0 alone. ``temperature`` None is the one of training. Seeds depend on prompts only,
+        so that two evaluations differ by the policy and by nothing else.
         """
 
         def produce() -> Groups:
@@ -226,7 +230,7 @@ class RolloutStream:
     async def _collect(self, prompts: list[Prompt]) -> Groups:
         """One batch. With "refill", groups whose rewards are all equal give way to groups of further prompts."""
         wanted = len(prompts)
-        groups = await self._gather_groups(prompts, self.cfg.rollout.completions_per_prompt, None)
+        groups = await self._gather_groups(prompts, self.cfg.rollout.completions_per_prompt, None, timed=True)
         if self.cfg.algo.zero_variance != "refill":
             return groups
         useful = [group for group in groups if has_signal(group, self.cfg)]
@@ -234,21 +238,24 @@ class RolloutStream:
             if len(useful) >= wanted:
                 break
             more = self._take(wanted - len(useful))
-            groups = await self._gather_groups(more, self.cfg.rollout.completions_per_prompt, None)
+            groups = await self._gather_groups(more, self.cfg.rollout.completions_per_prompt, None, timed=True)
             useful += [group for group in groups if has_signal(group, self.cfg)]
         if len(useful) < wanted:
-            _log.info("%d of %d groups differ in reward after %d refills", len(useful), wanted, self.cfg.algo.max_refills)
+            refills = self.cfg.algo.max_refills
+            _log.info("%d of %d groups differ in reward after %d refills", len(useful), wanted, refills)
         return tuple(useful) or groups
 
-    async def _gather_groups(self, prompts: Sequence[Prompt], num_completions: int, sampling: Sampling | None) -> Groups:
+    async def _gather_groups(
+        self, prompts: Sequence[Prompt], num_completions: int, sampling: Sampling | None, *, timed: bool = False
+    ) -> Groups:
         """All groups at once; the engines bound how many sequences run at a time."""
-        started_s = time.monotonic()
-        sampled_s = [started_s] * len(prompts)
+        sampled_s = [time.monotonic()] * len(prompts)
 
         async def group(index: int, prompt: Prompt) -> RolloutGroup:
             client: EngineClient = min(self._fleet.clients, key=lambda c: c.num_running)
             seed = seed_of(self.cfg.seed, prompt)
-            completions = await client.generate(prompt.token_ids, num_completions, seed, sampling=sampling)
+            with self._sampling_time() if timed else contextlib.nullcontext():
+                completions = await client.generate(prompt.token_ids, num_completions, seed, sampling=sampling)
             sampled_s[index] = time.monotonic()
             rollouts = await asyncio.gather(
                 *(self._rollout(prompt, i, completion, seed + i) for i, completion in enumerate(completions))
@@ -257,9 +264,22 @@ class RolloutStream:
 
         groups = tuple(await asyncio.gather(*(group(i, prompt) for i, prompt in enumerate(prompts))))
         # Scoring runs beside sampling; what counts is how long the last scores come after the last completion.
-        add_seconds("generate", max(sampled_s, default=started_s) - started_s)
-        add_seconds("score", time.monotonic() - max(sampled_s, default=started_s))
+        if timed:
+            add_seconds("score", time.monotonic() - max(sampled_s))
         return groups
+
+    @contextlib.contextmanager
+    def _sampling_time(self) -> Iterator[None]:
+        """Counts as "generate" the time in which at least one request of a batch runs, overlapping ones once."""
+        if self._num_sampling == 0:
+            self._sampling_since_s = time.monotonic()
+        self._num_sampling += 1
+        try:
+            yield
+        finally:
+            self._num_sampling -= 1
+            if self._num_sampling == 0:
+                add_seconds("generate", time.monotonic() - self._sampling_since_s)
 
     async def _rollout(self, prompt: Prompt, index: int, completion: Completion, seed: int) -> Rollout:
         if completion.finish_reason == "abort":

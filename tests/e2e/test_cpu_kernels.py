@@ -36,7 +36,7 @@ def test_linear(scales):
     expected = blockwise.linear(x, data, scale_inv, scales)
     assert torch.equal(method.apply(layer, x), expected)
     assert torch.equal(method.apply(layer, x, bias), expected + bias)
-    assert layer.weight.dtype == torch.float8_e4m3fn and torch.equal(layer.weight.view(torch.uint8), data.view(torch.uint8))
+    assert torch.equal(layer.weight.view(torch.uint8), data.view(torch.uint8))  # still there to be digested
 
 
 def moe_layer(**weights: Tensor) -> nn.Module:
@@ -79,7 +79,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.mark.parametrize("kind", ["bf16", "pow2", "fp32"])
 def test_experts(kind, captured):
     whole = {"w13": rand(NUM_EXPERTS, 2 * FFN, HIDDEN) / 16, "w2": rand(NUM_EXPERTS, HIDDEN, FFN) / 16}
-    quantized = {n: [blockwise.quantize_weight(w, "fp32" if kind == "fp32" else "pow2") for w in ws] for n, ws in whole.items()}
+    scale_kind = "fp32" if kind == "fp32" else "pow2"
+    quantized = {n: [blockwise.quantize_weight(w, scale_kind) for w in ws] for n, ws in whole.items()}
     if kind == "bf16":
         method = object.__new__(cpu_kernels.ReadableMoEMethod)
         layer = moe_layer(w13_weight=whole["w13"], w2_weight=whole["w2"])

@@ -38,7 +38,8 @@ def stream_of(fleet: Fleet, **rollout) -> tuple[RunConfig, RolloutStream]:
 
 
 def contents(groups: Groups) -> list:
-    return [(r.name, r.seed, r.reward, r.completion.token_ids, r.completion.rollout_logprobs) for g in groups for r in g.rollouts]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [(r.name, r.seed, r.reward, r.completion.token_ids, r.completion.rollout_logprobs) for r in rollouts]
 
 
 @pytest.fixture
