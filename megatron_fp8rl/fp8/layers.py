@@ -3,10 +3,11 @@
 The trainer's linears, the weight exporter, the engine's quantisation config and the digests that compare both ends all
 ask :class:`LayerTable`; nothing else decides. A weight is named by its Hugging Face checkpoint name.
 
-FP8:  the attention projections q, k, v, o and the feed-forward projections gate, up, down, of dense layers and of
-      every expert, in all layers but the BF16 edge layers.
-BF16: embedding, output head, norms, router, and every matrix of the first and last layers that
-      ``PrecisionConfig.bf16_first_layers`` and ``bf16_last_layers`` name.
+FP8:  the attention projections q, k, v, o (of latent attention q_a, q_b, kv_a, kv_b, o) and the feed-forward
+      projections gate, up, down of dense layers, of every expert and of shared experts, in all layers but the BF16 edge
+      layers. That is what the FP8 checkpoints of DeepSeek-V3 and Qwen3 hold.
+BF16: embedding, output head, norms, biases, router, what multi-token prediction layers have besides a decoder layer, and
+      every matrix of the first and last layers that ``PrecisionConfig.bf16_first_layers`` and ``bf16_last_layers`` name.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from dataclasses import dataclass
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 
-_MATRIX = re.compile(
-    r"model\.layers\.(\d+)\.(?:self_attn\.[qkvo]_proj|mlp\.(?:experts\.\d+\.)?(?:gate|up|down)_proj)(?:\.weight)?"
-)
+_ATTENTION = r"self_attn\.(?:[qkvo]_proj|q_[ab]_proj|kv_a_proj_with_mqa|kv_b_proj)"
+_FEED_FORWARD = r"mlp\.(?:experts\.\d+\.|shared_experts\.)?(?:gate|up|down)_proj"
+_MIXTRAL_EXPERT = r"block_sparse_moe\.experts\.\d+\.w[123]"
+_MATRIX = re.compile(rf"model\.layers\.(\d+)\.(?:{_ATTENTION}|{_FEED_FORWARD}|{_MIXTRAL_EXPERT})(?:\.weight)?")
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,15 @@ class LayerTable:
         )
 
     def is_quantizable(self, hf_name: str) -> bool:
-        """Whether a weight (or module) name is a matrix that an FP8 recipe applies to, edge layers excluded."""
+        """Whether a weight (or module) name is a matrix that an FP8 recipe applies to, edge layers excluded.
+
+        The layers behind the last one are for multi-token prediction and no edge.
+        """
         match = _MATRIX.fullmatch(hf_name)
-        return match is not None and self.first_fp8_layer <= int(match[1]) < self.end_fp8_layer
+        if match is None:
+            return False
+        layer = int(match[1])
+        return self.first_fp8_layer <= layer < self.end_fp8_layer or layer >= self.num_layers
 
     def trainer_fp8(self, hf_name: str) -> bool:
         """Whether the trainer multiplies by this weight in FP8."""

@@ -23,7 +23,7 @@ from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.plan import ALIGNMENT_BYTES, Bucket, Plan, Source, Transfer, scale_range
 
 Result = TypeVar("Result")
-# What one source contributes to one transfer: (BF16 or FP8 part, scales of the FP8 part).
+# What one source contributes to one transfer: (part as it travels, scales of an FP8 part).
 Piece = tuple[Tensor, Tensor | None]
 
 
@@ -94,7 +94,7 @@ def _message_layout(bucket: Bucket, rank: int) -> list[tuple[int, torch.dtype, t
                 if transfer.quantize == "at_source":
                     layout += [(index, torch.float8_e4m3fn, shape), (index, torch.float32, _blocks(shape))]
                 else:
-                    layout += [(index, torch.bfloat16, shape)]
+                    layout += [(index, getattr(torch, transfer.dtype), shape)]
     return layout
 
 
@@ -144,8 +144,10 @@ class Gather:
             name = transfer.mcore_name
             if name not in split:
                 parameter = self.parameters[name].detach()
-                split[name] = dict(names.to_hf(name, parameter, self.model, len(transfer.sources)))
-            parts[index] = split[name][transfer.name].to(torch.bfloat16)
+                ranks = self.plan.trainer.shards(names.weight(name, self.model), self.model)
+                held = names.to_hf(name, parameter, self.model, len(ranks), ranks.index(self.rank))
+                split[name] = dict(held)
+            parts[index] = split[name][transfer.name].to(getattr(torch, transfer.dtype))
         pieces: dict[int, Piece] = {index: (part, None) for index, part in parts.items()}
         at_source = [i for i in parts if bucket.transfers[i].quantize == "at_source"]
         return pieces | self._quantize({i: parts[i] for i in at_source})

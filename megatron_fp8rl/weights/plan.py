@@ -16,6 +16,7 @@ first. Either way the bytes are those of the whole tensor, for every layout.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -23,7 +24,8 @@ from typing import Literal
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, ParallelConfig, RolloutConfig
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.names.table import Weight, split_indices
+from megatron_fp8rl.weights.names import slicing
+from megatron_fp8rl.weights.names.table import DType, Weight, split_indices
 
 ALIGNMENT_BYTES = 64  # of every tensor in a bucket: a cache line, and enough for any vector load
 VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it divides it over ranks
@@ -35,6 +37,13 @@ class PlanError(ValueError):
     def __init__(self, problems: list[str]):
         self.problems = problems
         super().__init__(f"{len(problems)} tensors cannot be published:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def layers_per_chunk(num_layers: int, num_chunks: int) -> list[int]:
+    """How many layers each chunk of a pipeline holds, in order. The first chunks take what does not divide evenly: the
+    last one has the output head as well."""
+    least, rest = divmod(num_layers, num_chunks)
+    return [least + (chunk < rest) for chunk in range(num_chunks)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +76,9 @@ class TrainerLayout:
 
     def stage(self, layer: int, num_layers: int) -> int:
         """Pipeline rank of a layer. With virtual stages, consecutive chunks of layers go around the ranks."""
-        layers_per_chunk = num_layers // (self.pipeline * self.virtual_stages)
-        return layer // layers_per_chunk % self.pipeline
+        ends = itertools.accumulate(layers_per_chunk(num_layers, self.pipeline * self.virtual_stages))
+        chunk = next(chunk for chunk, end in enumerate(ends) if layer < end)
+        return chunk % self.pipeline
 
     def shards(self, weight: Weight, model: ModelConfig) -> list[int]:
         """The ranks that hold the parts of a parameter, in order; the lowest rank among replicas."""
@@ -117,7 +127,8 @@ class Transfer:
     shape: tuple[int, ...]
     axis: int  # along which the sources and the engine's slices are cut
     sources: tuple[Source, ...]  # cover the axis once, in order
-    quantize: Literal["never", "at_source", "gathered"]  # "never" travels and stays BF16
+    quantize: Literal["never", "at_source", "gathered"]  # "never" travels and stays in ``dtype``
+    dtype: DType  # of a tensor that is not quantized
     slices: tuple[Range | None, ...]  # by engine rank: what it keeps; None: nothing
 
     @property
@@ -188,7 +199,7 @@ def _even(size: int, parts: int) -> list[Range]:
 
 def _engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
     """What each engine rank keeps of a tensor: vLLM's own division of it."""
-    size = shape[1 if weight.cut == "columns" else 0]
+    size = shape[weight.axis]
     if weight.is_expert and engine.expert > 1:
         owner = split_indices(weight.name)[2] // (model.num_experts // engine.expert)
         return tuple((0, size) if rank == owner else None for rank in range(engine.tensor))
@@ -197,7 +208,8 @@ def _engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: Mod
     if shape[0] == model.vocab_size and "{layer}" not in split_indices(weight.name)[0]:
         padded = -(-size // VOCAB_PADDING) * VOCAB_PADDING
         return tuple((min(a, size), min(b, size)) for a, b in _even(padded, engine.tensor))
-    if name.endswith(("k_proj.weight", "v_proj.weight")) and model.num_key_value_heads < engine.tensor:
+    is_key_or_value = weight.join == "qkv" and name != weight.parts[0][0]
+    if is_key_or_value and model.num_key_value_heads < engine.tensor:
         heads = [rank * model.num_key_value_heads // engine.tensor for rank in range(engine.tensor)]
         return tuple((head * model.head_dim, (head + 1) * model.head_dim) for head in heads)
     return tuple(_even(size, engine.tensor))
@@ -208,31 +220,48 @@ def _transfer(
 ) -> tuple[Transfer, list[str]]:
     """The transfer of one tensor, and what is wrong with it."""
     trainer, engine = layouts
-    axis = 1 if weight.cut == "columns" else 0
+    axis = weight.axis
     ranks = trainer.shards(weight, model)
-    parts = _even(shape[axis], len(ranks))
     problems = []
-    if shape[axis] % len(ranks):
-        problems.append(f"{name}: axis {axis} of {shape} cannot be divided over {len(ranks)} trainer ranks")
+    wrong = slicing.problem(weight, model, len(ranks))
+    if wrong:
+        problems.append(f"{name}: axis {axis} of {shape}: {wrong} of the trainer")
+        ranks = ranks[:1]
+    part = next((i for i, (part_name, _) in enumerate(weight.parts) if part_name == name), 0)  # a copy is of part 0
+    held = [slicing.part_range(weight, model, part, len(ranks), rank) for rank in range(len(ranks))]
+    # Of fewer query groups than ranks, a rank may hold no row of a part.
+    sources = tuple(Source(rank, *span) for rank, span in zip(ranks, held) if span[0] < span[1])
     slices = _engine_slices(name, weight, shape, model, engine)
-    kept = [part for part in slices if part is not None]
     if is_fp8:
-        # vLLM stacks the scales of fused matrices, so each of them has to fill whole blocks on every rank.
-        fused = weight.join != "copy"
-        if not block_edges_only(shape, axis, kept) or (fused and any(b % FP8_BLOCK for _, b in kept)):
-            problems.append(
-                f"{name}: an engine rank keeps {kept[0][1] - kept[0][0]} of axis {axis} of {shape}, which is not a "
-                f"multiple of {FP8_BLOCK}; lower rollout.tensor or keep its layer BF16 (precision.bf16_first_layers, "
-                "bf16_last_layers)"
-            )
+        problems += _untiled(name, weight, shape, [span for span in slices if span is not None])
     quantize: Literal["never", "at_source", "gathered"] = "never"
     if is_fp8:
-        quantize = "at_source" if block_edges_only(shape, axis, parts) else "gathered"
-    sources = tuple(Source(rank, start, stop) for rank, (start, stop) in zip(ranks, parts))
+        quantize = "at_source" if block_edges_only(shape, axis, [(s.start, s.stop) for s in sources]) else "gathered"
     transfer = Transfer(
-        name=name, mcore_name=weight.name, shape=shape, axis=axis, sources=sources, quantize=quantize, slices=slices
+        name=name,
+        mcore_name=weight.name,
+        shape=shape,
+        axis=axis,
+        sources=sources,
+        quantize=quantize,
+        dtype=weight.dtype,
+        slices=slices,
     )
     return transfer, problems
+
+
+def _untiled(name: str, weight: Weight, shape: tuple[int, ...], kept: list[Range]) -> list[str]:
+    """What is wrong with an engine's parts of an FP8 tensor, as a list of no or one problem."""
+    # vLLM stacks the scales of fused matrices, so each of them has to fill whole blocks on every rank. Of the two
+    # projections into the latent space the second may end within a block.
+    fused = weight.join != "copy" or name.endswith(".q_a_proj.weight")
+    if block_edges_only(shape, weight.axis, kept) and not (fused and any(b % FP8_BLOCK for _, b in kept)):
+        return []
+    return [
+        f"{name}: an engine rank keeps {kept[0][1] - kept[0][0]} of axis {weight.axis} of {shape}, which is not a "
+        f"multiple of {FP8_BLOCK}; lower rollout.tensor or keep its layer BF16 (precision.bf16_first_layers, "
+        "bf16_last_layers)"
+    ]
 
 
 def _wire_tensors(transfer: Transfer, offset: int) -> tuple[list[WireTensor], int]:
@@ -241,7 +270,7 @@ def _wire_tensors(transfer: Transfer, offset: int) -> tuple[list[WireTensor], in
         blocks = tuple(-(-n // FP8_BLOCK) for n in transfer.shape)
         kinds = [(transfer.name, "float8_e4m3fn", transfer.shape), (transfer.scale_name, "float32", blocks)]
     else:
-        kinds = [(transfer.name, "bfloat16", transfer.shape)]
+        kinds = [(transfer.name, transfer.dtype, transfer.shape)]
     tensors = []
     for name, dtype, shape in kinds:
         tensor = WireTensor(name, dtype, shape, offset)
@@ -270,12 +299,14 @@ def _fill_buckets(transfers: list[Transfer], bucket_bytes: int) -> tuple[Bucket,
 def _check_layouts(model: ModelConfig, trainer: TrainerLayout, engine: EngineLayout) -> list[str]:
     problems = []
     stages = trainer.pipeline * trainer.virtual_stages
-    if model.num_layers % stages:
+    if model.num_layers < stages:
         problems.append(f"{model.num_layers} layers cannot be divided over {stages} pipeline stages")
     if model.is_moe and model.num_experts % trainer.expert:
         problems.append(f"{model.num_experts} experts cannot be divided over {trainer.expert} expert-parallel ranks")
-    if model.num_key_value_heads % trainer.tensor:
-        problems.append(f"{model.num_key_value_heads} query groups cannot be divided over {trainer.tensor} ranks")
+    qkv = names.weights(model).get("decoder.layers.0.self_attention.linear_qkv.weight")
+    wrong = slicing.problem(qkv, model, trainer.tensor) if qkv is not None else None
+    if wrong:
+        problems.append(wrong)
     if engine.expert not in (1, engine.tensor):
         problems.append(f"an engine spreads experts over 1 or all {engine.tensor} ranks, not over {engine.expert}")
     return problems
@@ -300,7 +331,7 @@ def plan(
         raise PlanError(problems)
     transfers: list[Transfer] = []
     for weight in names.weights(model).values():
-        for name, shape in weight.parts:
+        for name, shape in (*weight.parts, *((copy, weight.shape) for copy in weight.copies)):
             transfer, wrong = _transfer(name, weight, shape, model, table.rollout_fp8(name), (trainer, engine))
             transfers.append(transfer)
             problems += wrong

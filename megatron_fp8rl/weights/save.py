@@ -1,8 +1,8 @@
 """Write a policy as a Hugging Face checkpoint that transformers and vLLM load.
 
 In:  a policy on all trainer ranks, a folder with a tokenizer.
-Out: BF16 safetensors in shards with their index, config.json, generation_config.json and the tokenizer's files, in a
-     folder that appears under its name only when it is complete.
+Out: BF16 safetensors (a router's correction bias FP32) in shards with their index, config.json, generation_config.json
+     and the tokenizer's files, in a folder that appears under its name only when it is complete.
 Runs on every trainer rank; rank 0 writes.
 """
 
@@ -58,7 +58,7 @@ def save_hf(
     gather = Gather(
         whole,
         model,
-        dict(policy.named_parameters()),
+        dict(policy.named_tensors()),
         scales=policy.cfg.precision.scales,
         rank=parallel.rank,
         group=group,
@@ -90,7 +90,7 @@ def _shard_name(index: int, num_shards: int) -> str:
 def _write_shard(gather: Gather, shard: Bucket, pieces: Any, file: Path) -> None:
     if gather.rank != 0:
         return
-    tensors = {t.name: torch.empty(t.shape, dtype=torch.bfloat16) for t in shard.tensors}
+    tensors = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in shard.tensors}
     gather.assemble(shard, pieces, tensors)
     save_file(tensors, file, metadata={"format": "pt"})
 
