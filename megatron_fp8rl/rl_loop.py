@@ -63,7 +63,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
         loss = partial(grpo_loss, cfg=cfg.algo, max_completion_tokens=cfg.rollout.max_completion_tokens)
 
         if step < cfg.num_steps:
-            with observer.step(step) as log:
+            with observer.prelude(step) as log:
                 publish(step, log)
                 evaluate(step, log)
         while step < cfg.num_steps:
