@@ -3,14 +3,14 @@
 In: query, key and value of one packed microbatch, as Megatron-Core's SelfAttention hands them over, without rotary
 embedding. Out: attention outputs in the same order. Runs on every trainer rank.
 
-Rotary embedding lives here because positions do: a packed token's position follows from the sequence lengths, and one
-table serves all layers. Cosines and sines are rounded to the model's type and the rotation is computed in float32 and
-rounded once, as the engine's CPU kernel computes it.
+Queries and keys are rotated here because positions are known here: a packed token's position follows from the sequence
+lengths, and one table serves all layers.
 
 Sequences of similar length are attended together, as a batch. Under context parallelism each sequence is cut into
 2 * cp chunks of which rank r holds chunks r and 2 * cp - 1 - r; keys and values are gathered, queries stay.
 
-Shapes: T = packed tokens of this rank, L = longest sequence of a batch, H = query heads, G = key and value heads.
+Shapes: T = packed tokens of this rank, L = longest sequence of a batch, H = query heads, G = key and value heads,
+D = features of a query or key head, V = features of a value head.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
+
+from megatron_fp8rl.trainer.rotary import Rotary, rotary_table
 
 
 @dataclass(frozen=True)
@@ -100,29 +102,13 @@ def _fit(x: Tensor, length: int) -> Tensor:
     return F.pad(x, (0, length - x.numel()), value=int(x[-1]))
 
 
-@functools.lru_cache(maxsize=4)
-def rotary_table(num_positions: int, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cosines, sines) of every position and frequency, [num_positions, head_dim / 2], rounded to ``dtype``."""
-    frequencies = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotary embedding of the halves of the last axis (Qwen and Llama layout), rounded once to the type of x."""
-    left, right = x_THD.float().chunk(2, dim=-1)
-    rotated = torch.cat([left * cos_T1D - right * sin_T1D, right * cos_T1D + left * sin_T1D], dim=-1)
-    return rotated.to(x_THD.dtype)
-
-
 class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rope_theta, softmax_scale=None,
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary: Rotary, scale: float,
                  pg_collection=None, **unused):  # fmt: skip
         super().__init__(config=config)
-        self.rope_theta = rope_theta
-        self.softmax_scale = softmax_scale if softmax_scale is not None else config.kv_channels**-0.5
+        self.rotary, self.softmax_scale = rotary, scale
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -135,7 +121,7 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, G, D] -> [T, H * D]."""
+        """query [T, H, D], key [T, G, D] and value [T, G, V] -> [T, H * V]."""
         if packed_seq_params is None or attention_bias is not None:
             raise ValueError("attention takes packed sequences without bias; pass PackedSeqParams(qkv_format='thd')")
         plan = self._plan(packed_seq_params)
@@ -159,12 +145,12 @@ class PackedAttention(MegatronModule):
 
     def _rotate(self, query: Tensor, key: Tensor, plan: PackPlan) -> tuple[Tensor, Tensor]:
         num_positions = 1 << int(plan.positions_T.max()).bit_length()  # few different tables as lengths vary
-        table = rotary_table(num_positions, query.shape[-1], self.rope_theta, query.dtype)
+        table = rotary_table(num_positions, self.rotary, query.dtype)
         cos, sin = (x[plan.positions_T].to(query.device).float()[:, None] for x in table)
-        return rotate(query, cos, sin), rotate(key, cos, sin)
+        return self.rotary.rotate(query, cos, sin), self.rotary.rotate(key, cos, sin)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
-        """[n * Lq, H, D], in the order of the batch's sequences."""
+        """[n * Lq, H, V], in the order of the batch's sequences."""
         q, k, v = (
             x.index_select(0, rows.flatten().to(x.device)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
             for x, rows in ((query, batch.query_rows), (key, batch.key_rows), (value, batch.key_rows))

@@ -1,170 +1,34 @@
-"""The layers of a GPTModel in plain torch, for Megatron-Core's layer specs.
-
-Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. Linears are born BF16;
-``apply_precision`` in ``trainer/model.py`` gives an FP8 recipe to those that the layer table names.
-"""
+"""The layers of a GPTModel, for Megatron-Core's layer specs: which modules a layer is made of in each model family."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-from torch import Tensor, nn
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from torch import Tensor
 
-from megatron_fp8rl.fp8.recipe import AmaxHistory, Recipe, quantized_linear
+from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.trainer.attention import PackedAttention
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with float32 statistics, rounded once to the type of the input."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=_device()))
-        # Under sequence parallelism each rank sees its tokens only; the tag has the gradient summed over them.
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-class QuantizableLinear:
-    """What the linears here share: an FP8 recipe, or None, and under delayed scaling a history."""
-
-    recipe: Recipe | None = None
-
-    @property
-    def history(self) -> AmaxHistory | None:
-        return self._modules.get("fp8")
-
-    def keep_history(self, length: int, num_experts: int = 1) -> None:
-        """Add the state of delayed scaling. Every linear of a model gets one, BF16 or not: the layers of a model
-        then look alike to distributed checkpointing, which stacks them."""
-        self.fp8 = AmaxHistory(length, num_experts, _device())
-
-
-class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
-    """Output features divided over tensor-parallel ranks."""
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        if self.recipe is None:
-            return super()._forward_impl(input, weight, **kwargs)
-        if kwargs["sequence_parallel"]:
-            # Backward: each rank has the gradient through its output features only, so the slices are summed.
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
-        elif kwargs["allreduce_dgrad"]:
-            input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
-        return _quantized(self, input, weight)
-
-
-class RowLinear(QuantizableLinear, RowParallelLinear):
-    """Input features divided over tensor-parallel ranks; the caller reduces the partial sums."""
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        if self.recipe is None:
-            return super()._forward_impl(input, weight, **kwargs)
-        return _quantized(self, input, weight)
-
-
-def _quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
-    y = quantized_linear(x.reshape(-1, x.shape[-1]), (weight,), linear.recipe, history=linear.history)
-    return y.view(*x.shape[:-1], -1)
-
-
-class GroupedLinear(QuantizableLinear, nn.Module):
-    """The linears of all experts of this rank: parameters ``weight{i}``, as TEGroupedLinear calls them.
-
-    Their values are left to ``build_chunks``, which fills every parameter of a model.
-    """
-
-    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, parallel_mode: str,
-                 config: TransformerConfig, pg_collection, bias: bool = False, **unused: Any):  # fmt: skip
-        super().__init__()
-        if bias:
-            raise ValueError("expert linears have no bias")
-        tp_size = pg_collection.expt_tp.size()
-        self.num_gemms, self.pg_collection = num_gemms, pg_collection
-        self.axis = 0 if parallel_mode == "column" else 1
-        shape = [output_size, input_size]
-        shape[self.axis] //= tp_size
-        own_groups = (
-            config.expert_model_parallel_size > 1
-            or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
-        )
-        for index in range(num_gemms):
-            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=_device()))
-            stride = 2 if self.axis == 0 and config.gated_linear_unit else 1
-            set_tensor_model_parallel_attributes(weight, tp_size > 1, self.axis, stride)
-            weight.allreduce = not own_groups  # False: gradients are reduced over the experts' own groups
-            self.register_parameter(f"weight{index}", weight)
-
-    @property
-    def weights(self) -> tuple[nn.Parameter, ...]:
-        return tuple(getattr(self, f"weight{index}") for index in range(self.num_gemms))
-
-    def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
-        """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""
-        return quantized_linear(x, self.weights, self.recipe, splits=splits, history=self.history), None
-
-    def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
-
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Each expert's weight as a shard of one tensor over all experts; interchangeable with TEGroupedLinear."""
-        ep, tp, dp = (getattr(self.pg_collection, name) for name in ("ep", "expt_tp", "expt_dp"))
-        num_experts, first, result = ep.size() * self.num_gemms, ep.rank() * self.num_gemms, {}
-        for index, weight in enumerate(self.weights):
-            offsets = (*sharded_offsets, (len(sharded_offsets), first + index, num_experts))
-            part = make_sharded_tensors_for_checkpoint(
-                {f"{index}.weight": weight},
-                "",
-                {f"{index}.weight": self.axis},
-                offsets,
-                tp_group=tp,
-                dp_cp_group=metadata["dp_cp_group"],
-            )
-            replace_prefix_for_sharding(part, f"{index}.", prefix)
-            sharded = part[f"{index}.weight"]
-            sharded.replica_id = (*sharded.replica_id[:2], dp.rank())
-            result[f"{prefix}weight{index}"] = sharded
-        if self.history is not None:
-            num_axes = len(sharded_offsets)
-            result[f"{prefix}fp8.history"] = ShardedTensor.from_rank_offsets(
-                f"{prefix}fp8.history",
-                self.history.history,
-                *sharded_offsets,
-                (num_axes + 2, ep.rank(), ep.size()),
-                replica_id=(0, tp.rank(), dp.rank()),
-                prepend_axis_num=num_axes,
-            )
-        return result
+from megatron_fp8rl.trainer.latent import LatentAttention, LatentSubmodules
+from megatron_fp8rl.trainer.linears import ColumnLinear, GroupedLinear, RMSNorm, RowLinear
+from megatron_fp8rl.trainer.rotary import Rotary, softmax_scale
+from megatron_fp8rl.trainer.routing import Router
 
 
 class Experts(TEGroupedMLP):
@@ -182,58 +46,66 @@ class Experts(TEGroupedMLP):
         return (out * probs[:, None]).to(out.dtype), None
 
 
-class _Provider(LocalSpecProvider):
-    def column_parallel_linear(self) -> type:
-        return ColumnLinear
-
-    def row_parallel_linear(self) -> type:
-        return RowLinear
-
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
-        return RMSNorm
-
-    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:
-        linears = GroupedMLPSubmodules(
-            linear_fc1=partial(GroupedLinear, parallel_mode="column"),
-            linear_fc2=partial(GroupedLinear, parallel_mode="row"),
-        )
-        return partial(Experts, submodules=linears)
-
-
-def _layer_spec(config: TransformerConfig, rope_theta: float) -> ModuleSpec:
-    attention = ModuleSpec(
+def _attention(model: ModelConfig) -> ModuleSpec:
+    core = partial(PackedAttention, rotary=Rotary.of(model), scale=softmax_scale(model))
+    if model.mla is not None:
+        return ModuleSpec(LatentAttention, submodules=LatentSubmodules(core_attention=core, linear_proj=RowLinear))
+    norm = RMSNorm if model.qk_norm else None
+    return ModuleSpec(
         SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
-            core_attention=partial(PackedAttention, rope_theta=rope_theta),
+            core_attention=core,
             linear_proj=RowLinear,
-            q_layernorm=RMSNorm,
-            k_layernorm=RMSNorm,
+            q_layernorm=norm,
+            k_layernorm=norm,
         ),
     )
-    mlp = get_mlp_module_spec_for_backend(
-        _Provider(), num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+
+
+def _feed_forward(model: ModelConfig, is_moe_layer: bool) -> Any:
+    dense = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
+    if not is_moe_layer:
+        return partial(MLP.as_mlp_submodule, submodules=dense)
+    grouped = GroupedMLPSubmodules(
+        linear_fc1=partial(GroupedLinear, parallel_mode="column"),
+        linear_fc2=partial(GroupedLinear, parallel_mode="row"),
     )
+    return partial(
+        MoELayer,
+        submodules=MoESubmodules(
+            experts=partial(Experts, submodules=grouped),
+            shared_experts=partial(SharedExpertMLP, submodules=dense),
+            router=partial(Router, router=model.router),
+        ),
+    )
+
+
+def _layer_spec(model: ModelConfig, is_moe_layer: bool) -> ModuleSpec:
     # Checkpoint names of Transformer Engine, which keeps these norms inside the linear behind them.
-    names = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    if config.num_moe_experts is None:
+    names = {}
+    if model.mla is None:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+    if not is_moe_layer:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention,
+            self_attention=_attention(model),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
+            mlp=_feed_forward(model, is_moe_layer),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
         ),
     )
 
 
-def block_spec(config: TransformerConfig, rope_theta: float, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage, all alike."""
+def block_spec(config: TransformerConfig, model: ModelConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of one pipeline stage."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, rope_theta)] * num_layers, layer_norm=RMSNorm)
+    layers = [_layer_spec(model, model.is_moe_layer(layer)) for layer in range(first, first + num_layers)]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -160,7 +160,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
         chunk: nn.Module = GPTModel(
             config=config,
             transformer_layer_spec=block_spec(config, cfg.model, vp_stage),
-            vocab_size=-(-cfg.model.vocab_size // parallel.tp_size) * parallel.tp_size,  # padded with zeros
+            vocab_size=names.padded_vocab_size(cfg.model, parallel.tp_size),
             max_sequence_length=cfg.model.max_position_embeddings,
             pre_process=is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(parallel.pp_group),
             post_process=is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(parallel.pp_group),
@@ -222,6 +222,15 @@ def named_global_parameters(chunks: Sequence[nn.Module], parallel: Parallel) -> 
             yield _global_name(name, chunk, parallel), parameter
 
 
+def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
+    """(global Megatron name, tensor) of all that a Hugging Face checkpoint holds: parameters, and router biases."""
+    yield from named_global_parameters(chunks, parallel)
+    for chunk in map(_unwrap, chunks):
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                yield _global_name(name, chunk, parallel), buffer
+
+
 @torch.no_grad()
 def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfig, parallel: Parallel) -> None:
     """Fill the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
@@ -258,8 +267,8 @@ def _global_name(local_name: str, chunk: GPTModel, parallel: Parallel) -> str:
 
 
 def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: Parallel) -> None:
-    """Set every parameter to this rank's piece of ``full(global name)``."""
-    for name, parameter in named_global_parameters(chunks, parallel):
+    """Set every parameter and router bias to this rank's piece of ``full(global name)``."""
+    for name, parameter in named_global_tensors(chunks, parallel):
         expert = names.is_expert(name)
         size, rank = (parallel.etp_size, parallel.etp_rank) if expert else (parallel.tp_size, parallel.tp_rank)
         piece = names.shard(name, full(name), model, size, rank)
@@ -272,13 +281,13 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 
 @torch.no_grad()
 def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
-    """Norms 1; matrices normal, narrower by sqrt(2 * layers) where they add to the residual stream (GPT-2)."""
+    """Norms 1; biases 0; matrices normal, narrower by sqrt(2 * layers) where they add to the residual stream (GPT-2)."""
     residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)
 
     def draw(name: str) -> Tensor:
         shape = names.weight(name, cfg.model).shape
         if len(shape) == 1:
-            return torch.ones(shape)
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         # A tied output layer must draw the embedding's numbers.
         canonical = names.weight(name, cfg.model).name
         generator = torch.Generator().manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))

@@ -19,7 +19,13 @@ from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.trainer.forward import Forward, LossFn, MicrobatchResult
-from megatron_fp8rl.trainer.model import build_chunks, finish_fp8_step, load_hf, named_global_parameters
+from megatron_fp8rl.trainer.model import (
+    build_chunks,
+    finish_fp8_step,
+    load_hf,
+    named_global_parameters,
+    named_global_tensors,
+)
 from megatron_fp8rl.trainer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import Microbatch, TrainBatch
@@ -74,6 +80,10 @@ class Policy:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """This rank's parameters under their global names."""
         return named_global_parameters(self.models, self.parallel)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters and router biases under their global names: all that is published and saved."""
+        return named_global_tensors(self.models, self.parallel)
 
     def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Collective: the batch with ``old_logprobs_T``, and with a reference model ``ref_logprobs_T``.

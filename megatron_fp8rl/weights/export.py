@@ -130,7 +130,7 @@ class WeightExporter:
         self._gather = Gather(
             self.plan,
             cfg.model,
-            dict(policy.named_parameters()),
+            dict(policy.named_tensors()),
             scales=cfg.precision.scales,
             rank=self.rank,
             group=self._group,

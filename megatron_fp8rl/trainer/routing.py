@@ -1,0 +1,85 @@
+"""Which experts a token goes to, and with which weights: all routers of :class:`RouterConfig`.
+
+In: router logits on this rank's tokens. Out: for each token the weight of every expert, 0 where it does not go, and
+where it goes. Runs on every trainer rank; no communication but Megatron-Core's for the balancing loss.
+
+Megatron-Core's own choice differs from the published models' in three places: it scores a group of experts by its best
+``top-k / groups per token`` experts, where they take two; it always divides sigmoid scores by their sum, except for one
+expert per token; and it moves the correction bias after every step. Here the bias is a constant part of the policy.
+
+Shapes: T = tokens of this rank, E = experts, K = experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_fp8rl.config import RouterConfig
+
+_SCORED_PER_GROUP = 2  # a group of experts is as good as its two best (DeepSeek-V3)
+
+
+def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, K], experts int64 [T, K]); only the weights are differentiable.
+
+    ``bias_E`` is added to the scores for the choice alone.
+    """
+    logits_TE = logits_TE.float()
+    scores_TE = logits_TE.sigmoid() if router.score == "sigmoid" else logits_TE.softmax(dim=-1)
+    wanted_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+    if router.num_groups > 1:
+        wanted_TE = wanted_TE.masked_fill(~_in_best_groups(wanted_TE, router), float("-inf"))
+    experts_TK = wanted_TE.topk(top_k, dim=-1).indices
+    if router.score == "softmax" and router.normalize:
+        weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=-1)  # the same quotient, without underflow
+    else:
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if router.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_TK * router.scaling_factor, experts_TK
+
+
+def _in_best_groups(wanted_TE: Tensor, router: RouterConfig) -> Tensor:
+    """bool [T, E]: whether the expert belongs to one of the token's ``groups_per_token`` best groups."""
+    groups = wanted_TE.unflatten(1, (router.num_groups, -1))
+    group_scores = groups.topk(_SCORED_PER_GROUP, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(router.groups_per_token, dim=-1).indices
+    chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
+    return chosen.repeat_interleave(groups.shape[-1], dim=1)
+
+
+class Router(TopKRouter):
+    """Megatron-Core's router with the choice of experts above."""
+
+    def __init__(self, config: Any, *, router: RouterConfig, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        self.router = router
+        if router.correction_bias:
+            # Megatron-Core makes this buffer only with a rule that moves it.
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=self.weight.device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Follow the model to another device, but keep the correction bias float32 when the model becomes BF16."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [S, B, E] -> (weights [T, E], whether the token goes there, bool [T, E]), T = S * B."""
+        logits = logits.view(-1, self.num_experts)
+        weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias)
+        weights = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK.to(logits.dtype))
+        goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            wanted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
+            weights = self._apply_aux_loss(weights, scores, wanted, with_padding_mask=False)
+        return weights, goes
