@@ -269,7 +269,7 @@ class ObserveConfig:
     record_rollouts: bool = True
     verify_every: int = 1  # publications between proofs that the engines hold what was sent; 0: never
     eval_every: int = 0  # steps between evaluations on held-out problems; 0: only at start and end
-    eval_prompts: int = 128
+    eval_prompts: int = 128  # held-out problems of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
