@@ -41,7 +41,7 @@ class RMSNorm(nn.Module):
 
 
 def current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.currentcurrent_device()) if torch.cuda.is_available() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 class QuantizableLinear:
