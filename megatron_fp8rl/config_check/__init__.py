@@ -145,11 +145,12 @@ def _check_rollout(found: Findings) -> None:
     if not sizes_are_sound:
         return
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
-    if longest > model.max_position_embeddings:
+    if longest > model.max_sequence_tokens:
+        limit = "positions" if model.max_sequence_tokens == model.max_position_embeddings else "tokens in its window"
         found.refuse(
             "rollout.max_completion_tokens",
-            f"prompt and completion reach {longest} tokens, the model has {model.max_position_embeddings} positions",
-            f"Lower it to {max(1, model.max_position_embeddings - rollout.max_prompt_tokens)} or less, or lower "
+            f"prompt and completion reach {longest} tokens, the model has {model.max_sequence_tokens} {limit}",
+            f"Lower it to {max(1, model.max_sequence_tokens - rollout.max_prompt_tokens)} or less, or lower "
             "--rollout.max_prompt_tokens",
         )
     elif longest > rollout.max_tokens_per_microbatch:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_fp8rl.config_check.findings import Findings
+from megatron_fp8rl.weights.names import to_hf_config
 
 _MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
 
@@ -34,7 +35,16 @@ def check_model(found: Findings) -> bool:
             found.positive("model.ffn_hidden_size")
     else:
         found.positive("model.ffn_hidden_size")
+    _check_family(found)
     return len(found.violations) == before
+
+
+def _check_family(found: Findings) -> None:
+    """Whether a config.json of the family can say what the model is: engines and checkpoints read nothing else."""
+    try:
+        to_hf_config(found.cfg.model)
+    except ValueError as error:
+        found.refuse("model.family", str(error), "Choose the family that has it, or leave the field at its default")
 
 
 def check_degrees(found: Findings, model_is_sound: bool) -> bool:
@@ -52,10 +62,8 @@ def check_degrees(found: Findings, model_is_sound: bool) -> bool:
         return False
     if found.divides("parallel.pipeline", model.num_layers, "layers") and parallel.pipeline > 1:
         found.divides("parallel.virtual_stages", model.num_layers // parallel.pipeline, "layers of a pipeline stage")
-    tensor_is_sound = found.divides("parallel.tensor", model.num_key_value_heads, "key/value heads")
-    if tensor_is_sound and model.vocab_size % parallel.tensor:
-        found.refuse("parallel.tensor", f"does not divide the vocabulary of {model.vocab_size}", "Pad the vocabulary")
-    _check_engine_degree(found)
+    _check_head_degree(found, "parallel.tensor")
+    _check_head_degree(found, "rollout.tensor")
     if model.is_moe:
         found.divides("parallel.expert", model.num_experts, "experts")
         found.divides("parallel.expert_tensor", model.moe_ffn_hidden_size, "columns of an expert")
@@ -79,14 +87,14 @@ def _fits_world(found: Findings, path: str, names: tuple[str, ...]) -> bool:
     return False
 
 
-def _check_engine_degree(found: Findings) -> None:
-    """An engine copies key/value heads when it has more ranks than heads; the trainer does not."""
-    model, degree = found.cfg.model, found.cfg.rollout.tensor
-    if found.divides("rollout.tensor", model.num_attention_heads, "attention heads"):
-        kv_heads = model.num_key_value_heads
-        if kv_heads % degree and degree % kv_heads:
-            found.refuse(
-                "rollout.tensor",
-                f"neither divides the {kv_heads} key/value heads nor is a multiple of them",
-                f"Choose a divisor or a multiple of {kv_heads}",
-            )
+def _check_head_degree(found: Findings, path: str) -> None:
+    """Ranks that outnumber the key/value heads share them, evenly: engines by copies, the trainer by gathering."""
+    kv_heads, degree = found.cfg.model.num_key_value_heads, found.value(path)
+    if not found.divides(path, found.cfg.model.num_attention_heads, "attention heads"):
+        return
+    if kv_heads % degree and degree % kv_heads:
+        found.refuse(
+            path,
+            f"neither divides the {kv_heads} key/value heads nor is a multiple of them",
+            f"Choose a divisor or a multiple of {kv_heads}",
+        )

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
+from megatron_fp8rl.config import FP8_BLOCK, MlaConfig, ModelConfig
 from megatron_fp8rl.config_check.findings import Findings
 
 _TILE = {"delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK, "mxfp8": 32}
@@ -103,7 +103,7 @@ def fp8_dimensions(model: ModelConfig, first_fp8_layer: int = 0) -> list[Dimensi
 
 
 def _attention_dimensions(model: ModelConfig) -> list[Dimension]:
-    """Whole heads go to a rank. The latent projections of multi-head latent attention stay BF16."""
+    """Whole heads go to a rank; the projections into a latent space are whole on every rank."""
 
     def of_heads(matrices: str, field: str, head_dim: int, formula: str) -> Dimension:
         heads = getattr(model, field)
@@ -112,13 +112,7 @@ def _attention_dimensions(model: ModelConfig) -> list[Dimension]:
         )
 
     if model.mla is not None:
-        queries = "num_attention_heads x qk_head_dim"
-        values = of_heads(
-            "columns of o_proj", "num_attention_heads", model.mla.v_head_dim, "num_attention_heads x v_head_dim"
-        )
-        if model.mla.q_lora_rank is not None:
-            return [values]
-        return [of_heads("rows of q_proj", "num_attention_heads", model.mla.qk_head_dim, queries), values]
+        return _latent_dimensions(model.mla, of_heads)
     return [
         of_heads(
             "rows of q_proj and columns of o_proj",
@@ -128,6 +122,25 @@ def _attention_dimensions(model: ModelConfig) -> list[Dimension]:
         ),
         of_heads("rows of k_proj and v_proj", "num_key_value_heads", model.head_dim, "num_key_value_heads x head_dim"),
     ]
+
+
+def _latent_dimensions(mla: MlaConfig, of_heads: Callable[[str, str, int, str], Dimension]) -> list[Dimension]:
+    """kv_a_proj_with_mqa is not among them: it is whole on every rank, where its last block may be cut short."""
+
+    def latent(matrices: str, field: str, size: int) -> Dimension:
+        return Dimension(matrices=matrices, size=size, formula=field, field=f"mla.{field}", degree=None)
+
+    heads = "num_attention_heads"
+    queries = "q_proj" if mla.q_lora_rank is None else "q_b_proj"
+    found = [
+        of_heads(f"rows of {queries}", heads, mla.qk_head_dim, f"{heads} x qk_head_dim"),
+        of_heads("rows of kv_b_proj", heads, mla.qk_nope_head_dim + mla.v_head_dim, f"{heads} x (nope + v)_head_dim"),
+        of_heads("columns of o_proj", heads, mla.v_head_dim, f"{heads} x v_head_dim"),
+        latent("columns of kv_b_proj", "kv_lora_rank", mla.kv_lora_rank),
+    ]
+    if mla.q_lora_rank is not None:
+        found.append(latent("rows of q_a_proj, columns of q_b_proj", "q_lora_rank", mla.q_lora_rank))
+    return found
 
 
 def _refuse_size(found: Findings, dimension: Dimension, tile: int) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, ModelConfig, RunConfig
+from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, ModelConfig, RouterConfig, RunConfig
 from megatron_fp8rl.config_check import check
 
 DENSE = ModelConfig(
@@ -154,22 +154,35 @@ def test_a_size_that_no_degree_tiles_is_the_models_mistake():
 
 
 def test_dense_layers_before_the_experts_are_tiled_by_the_tensor_degree():
-    model = replace(MOE, first_dense_layers=1, ffn_hidden_size=640)
+    router = RouterConfig(score="sigmoid", correction_bias=True)
+    model = replace(MOE, family="glm4_moe", router=router, first_dense_layers=1, ffn_hidden_size=640)
     changes = {"parallel__world_size": 2, "parallel__tensor": 2, "parallel__expert": 2}
     assert fields_of(make(model, **changes)) == ["--parallel.tensor"]
     assert fields_of(make(model, **changes, precision__bf16_first_layers=1)) == []
     assert fields_of(make(replace(model, ffn_hidden_size=0))) == ["--model.ffn_hidden_size"]
 
 
-def test_latent_attention_is_tiled_where_it_is_fp8():
-    mla = MlaConfig(q_lora_rank=96, kv_lora_rank=48, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
-    model = replace(DENSE, num_key_value_heads=8, head_dim=96, mla=mla)
-    assert fields_of(make(model)) == []  # 8 x 64 columns of o_proj tile; the latent projections are BF16
+def test_latent_attention_is_tiled_by_its_heads_and_latent_sizes():
+    mla = MlaConfig(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+    experts = dict(num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256, num_shared_experts=1)
+    router = RouterConfig(score="sigmoid", correction_bias=True)
+    model = replace(
+        DENSE, family="deepseek_v3", qk_norm=None, num_key_value_heads=8, head_dim=96, mla=mla, router=router, **experts
+    )
+    assert fields_of(make(model)) == []  # kv_a_proj_with_mqa has 288 rows: its last block is cut short everywhere
+    # A rank keeps 96 rows of q_b_proj, 128 of kv_b_proj and 64 columns of o_proj.
     assert fields_of(make(model, rollout__tensor=8)) == ["--rollout.tensor"]
-    direct = replace(model, mla=replace(mla, q_lora_rank=None, qk_nope_head_dim=65, qk_rope_head_dim=31))
-    assert fields_of(make(direct)) == []  # 8 x 96 rows of q_proj tile as well
-    odd = replace(direct, num_attention_heads=7, num_key_value_heads=7)
-    assert fields_of(make(odd)) == ["--model.num_attention_heads"]
+    assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=96)))) == ["--model.mla.q_lora_rank"]
+    assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=None)))) == []
+    assert fields_of(make(replace(model, mla=None))) == ["--model.family"]
+
+
+def test_what_a_family_does_not_have_is_refused():
+    (violation,) = check(make(replace(DENSE, qkv_bias=True)), accelerator="cpu")
+    assert violation.field == "--model.family" and "qkv_bias = True" in violation.problem
+    window = replace(DENSE, family="mistral", qk_norm=False, sliding_window=32)
+    (violation,) = check(make(window), accelerator="cpu")
+    assert violation.field == "--rollout.max_completion_tokens" and "32 tokens in its window" in violation.problem
 
 
 def test_untiled_matrices_that_stay_bf16_are_no_mistake():

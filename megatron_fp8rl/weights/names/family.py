@@ -193,10 +193,13 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
     }
     for key, name in family.fields.items():
         owner, _, leaf = name.rpartition(".")
-        config[key] = getattr(getattr(model, owner) if owner else model, leaf)
+        part = getattr(model, owner) if owner else model
+        if part is None:
+            raise ValueError(f"a model of the family {family.model_type} needs {owner}, which is None")
+        config[key] = getattr(part, leaf)
     if "num_key_value_heads" not in family.fields:
         config["num_key_value_heads"] = model.num_attention_heads
-    config |= rope.write(model)
+    config |= rope.write(model, family)
     again = read(family, config, keep_mtp=True, fp8_weights=False)
     again = dataclasses.replace(again, hf_path=model.hf_path)  # a place, not a part of the architecture
     lost = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(again, f.name)]

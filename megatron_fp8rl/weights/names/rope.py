@@ -79,7 +79,7 @@ def _unify_mscale(given: dict[str, Any]) -> list[str]:
     return []
 
 
-def write(model: ModelConfig) -> dict[str, Any]:
+def write(model: ModelConfig, family: Family) -> dict[str, Any]:
     """The keys of config.json that say how ``model`` rotates, for transformers 5 and earlier ones."""
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     config: dict[str, Any] = {"rope_theta": model.rope_theta}
@@ -88,6 +88,6 @@ def write(model: ModelConfig) -> dict[str, Any]:
         stretch = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]}
         parameters |= {"rope_type": scaling.kind, **stretch}
         config["rope_scaling"] = {"rope_type": scaling.kind, "type": scaling.kind, **stretch}
-    if model.rotary_fraction != 1.0:
+    if family.rotary_fraction is not None or model.rotary_fraction != 1.0:
         parameters["partial_rotary_factor"] = config["partial_rotary_factor"] = model.rotary_fraction
     return config | {"rope_parameters": parameters}
