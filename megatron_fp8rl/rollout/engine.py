@@ -136,8 +136,9 @@ def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
 
 
 def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
-    """Command line of a server that accepts connections on an inherited, bound socket."""
-    command = [sys.executable, "-m", "megatron_fp8rl.rollout.server", f"--listen-fd={listen_fd}"]
+    """Command line of a server that accepts connections on an inherited, bound socket and ends with this process."""
+    command = [sys.executable, "-m", "megatron_fp8rl.rollout.server"]
+    command += [f"--listen-fd={listen_fd}", f"--parent-pid={os.getpid()}"]
     for name, value in arguments.items():
         if value is True:
             command.append(f"--{name}")

@@ -4,7 +4,7 @@ In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound 
 take the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included. Which process:
 the replica's; vLLM starts the engine core and the workers from it.
 
-    python -m megatron_fp8rl.rollout.server --listen-fd 7 --model DIR ...
+    python -m megatron_fp8rl.rollout.server --listen-fd 7 --parent-pid 4711 --model DIR ...
 
 The server is vLLM's, assembled from its public parts. What differs from ``vllm serve``: our plugin is registered before
 the engine starts; on a CPU the engine core is forked instead of spawned, so that it does not import everything a second
@@ -29,14 +29,13 @@ _PARENT_POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
-def die_with_parent() -> None:
-    """Kill this process group when the parent process ends, and have forked children end with this process.
+def die_with_parent(parent: int) -> None:
+    """Kill this process group when process ``parent`` is gone, and have forked children end with this process.
 
     The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself. The
     kernel's own signal (PR_SET_PDEATHSIG) follows the parent's *thread*, which suits our children, forked by the main
     thread, but not this process, which may be started by a thread that ends.
     """
-    parent = os.getppid()
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -96,10 +95,11 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
 
 
 def main(argv: list[str]) -> None:
-    die_with_parent()
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--listen-fd", type=int, required=True)
+    ours.add_argument("--parent-pid", type=int, required=True)  # getppid() is too late when the parent has just died
     known, rest = ours.parse_known_args(argv)
+    die_with_parent(known.parent_pid)
     sock = socket.socket(fileno=known.listen_fd)
     gc.disable()  # while importing, when nearly all that is made stays; 3 s of CPU time
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -52,8 +53,8 @@ def test_kv_cache_on_a_cpu_holds_every_sequence():
 
 def test_command_line():
     command = engine.server_command({"a-b": 3, "flag": True, "off": False, "none": None, "j": {"x": [1]}}, listen_fd=7)
-    assert command[1:4] == ["-m", "megatron_fp8rl.rollout.server", "--listen-fd=7"]
-    assert command[4:] == ["--a-b", "3", "--flag", "--j", json.dumps({"x": [1]})]
+    assert command[1:5] == ["-m", "megatron_fp8rl.rollout.server", "--listen-fd=7", f"--parent-pid={os.getpid()}"]
+    assert command[5:] == ["--a-b", "3", "--flag", "--j", json.dumps({"x": [1]})]
 
 
 @pytest.mark.parametrize(("scales", "lever"), [("pow2", "1"), ("fp32", "0")])
