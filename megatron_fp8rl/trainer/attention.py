@@ -106,9 +106,9 @@ class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary: Rotary, scale: float,
-                 pg_collection=None, **unused):  # fmt: skip
+                 window: int | None = None, pg_collection=None, **unused):  # fmt: skip
         super().__init__(config=config)
-        self.rotary, self.softmax_scale = rotary, scale
+        self.rotary, self.softmax_scale, self.window = rotary, scale, window
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -140,8 +140,13 @@ class PackedAttention(MegatronModule):
 
     def _plan(self, packed: PackedSeqParams) -> PackPlan:
         cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
-        lengths = cu_seqlens.diff().tolist()
-        return plan_pack(tuple(n for n in lengths if n), self.cp_group.size(), self.cp_group.rank())
+        lengths = tuple(n for n in cu_seqlens.diff().tolist() if n)
+        if self.window is not None and max(lengths) > self.window:
+            raise ValueError(
+                f"a packed sequence has {max(lengths)} tokens, and attention over a window (model.sliding_window = "
+                f"{self.window}) is computed only for sequences that fit into it; use shorter sequences"
+            )
+        return plan_pack(lengths, self.cp_group.size(), self.cp_group.rank())
 
     def _rotate(self, query: Tensor, key: Tensor, plan: PackPlan) -> tuple[Tensor, Tensor]:
         num_positions = 1 << int(plan.positions_T.max()).bit_length()  # few different tables as lengths vary

@@ -47,8 +47,9 @@ class Experts(TEGroupedMLP):
 
 
 def _attention(model: ModelConfig) -> ModuleSpec:
-    core = partial(PackedAttention, rotary=Rotary.of(model), scale=softmax_scale(model))
+    settings = dict(rotary=Rotary.of(model), scale=softmax_scale(model), window=model.sliding_window)
     if model.mla is not None:
+        core = ModuleSpec(PackedAttention, params=settings)
         return ModuleSpec(LatentAttention, submodules=LatentSubmodules(core_attention=core, linear_proj=RowLinear))
     norm = RMSNorm if model.qk_norm else None
     return ModuleSpec(
@@ -56,7 +57,7 @@ def _attention(model: ModelConfig) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnLinear,
-            core_attention=core,
+            core_attention=partial(PackedAttention, **settings),
             linear_proj=RowLinear,
             q_layernorm=norm,
             k_layernorm=norm,
