@@ -10,6 +10,8 @@ FLOAT32_STORAGE = {"rtol": 2e-7, "atol": 1e-7}
 # 6 %, and a near tie of the router changes an expert. In nats, for weights that give logits a standard deviation of 1:
 # two unrelated models are 1 apart in the mean.
 ENGINE_LOGPROB_MEAN, ENGINE_LOGPROB_MAX = 0.1, 0.5
+# FP8 products against BF16 ones (3 % per operand) through two layers, where experts may change.  (mean, max) in nats
+ENGINE_FP8_LOGPROB = 0.3, 2.0
 # FP32 logits over 50 tokens of unit normals times 16 features: sums of 50 terms of size up to 20, 2^-24 each.
 LOGPROBS_FLOAT32 = {"rtol": 2e-6, "atol": 2e-5}
 # Two float32 programs over four layers, with matrix products in different orders; measured 4e-6, logits are near 1.
@@ -20,7 +22,7 @@ LAYOUT_FLOAT32 = {"rtol": 1e-5, "atol": 1e-5}
 LAYOUT_WEIGHTS = {"rtol": 1e-5, "atol": 2e-6}
 # Another implementation of the same FP32 model: norms, attention and router round in other places.
 TRANSFORMERS_FLOAT32 = {"rtol": 1e-5, "atol": 3e-5}
-# float32 accumulation of some hundred products against float64: atol is in units of the sum of the products' magnitudes.
+# float32 accumulation of some hundred products against float64; atol is in units of the sum of their magnitudes.
 FLOAT32_ACCUMULATION = {"rtol": 0.0, "atol": 2e-6}
 # As above, and the result rounded once to BF16, which has 8 significant bits: half a unit is 2^-8 relative.
 BF16_ROUNDING = {"rtol": 2**-8, "atol": 2e-6}

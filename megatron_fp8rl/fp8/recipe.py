@@ -326,8 +326,8 @@ def quantized_linear(
     """y [T, N] = x W^T on FP8 operands in all three products, differentiable in x and the weights.
 
     x [T, K]; ``weights`` E matrices [N, K]; ``splits`` [E] the tokens of each, in order (all tokens go to one matrix
-    when it is left out). Without a recipe operands stay as they are. y and the gradients have the types of x and of the weights. Only passes that compute gradients
-    enter ``history``.
+    when it is left out). Without a recipe operands stay as they are. y and the gradients have the types of x and of the
+    weights. Only passes that compute gradients enter ``history``.
     """
     rows = Rows(tuple(splits) if splits is not None else (x_TK.shape[0],))
     return _QuantizedLinear.apply(x_TK, recipe or _PLAIN, rows, history, torch.is_grad_enabled(), *weights)

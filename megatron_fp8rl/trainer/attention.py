@@ -131,7 +131,9 @@ class PackedAttention(MegatronModule):
             # torch's attention for BF16 on CPUs is two to three times slower backward, and less exact.
             query, key, value = query.float(), key.float(), value.float()
         if self.cp_group.size() > 1:
-            key, value = (gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value))
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)
+            )
         parts = [self._attend(query, key, value, batch) for batch in plan.batches]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if plan.restore_T is not None:

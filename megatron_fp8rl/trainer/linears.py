@@ -1,7 +1,7 @@
 """Linears that can multiply in FP8, and the norm, in plain torch.
 
-Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. Linears are born BF16;
-``apply_precision`` in ``trainer/model.py`` gives an FP8 recipe to those that the layer table names.
+Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. Linears are born
+BF16; ``apply_precision`` in ``trainer/model.py`` gives an FP8 recipe to those that the layer table names.
 """
 
 from __future__ import annotations

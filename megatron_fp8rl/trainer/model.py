@@ -19,7 +19,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage, is_vp_first_stage, is_vp_last_stage
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -251,7 +256,7 @@ def _unwrap(chunk: nn.Module) -> GPTModel:
 def named_linears(
     chunks: Sequence[nn.Module], parallel: Parallel
 ) -> Iterator[tuple[tuple[str, ...], QuantizableLinear]]:
-    """(global names of its weights, linear) for every linear of this rank that can be FP8; one name, or one per expert."""
+    """(global names of its weights, linear) for each linear of this rank that can be FP8; grouped ones have many."""
     for chunk in map(_unwrap, chunks):
         for prefix, module in chunk.named_modules():
             if isinstance(module, QuantizableLinear):
@@ -281,7 +286,7 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 
 @torch.no_grad()
 def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
-    """Norms 1; biases 0; matrices normal, narrower by sqrt(2 * layers) where they add to the residual stream (GPT-2)."""
+    """Norms 1, biases 0, matrices normal; narrower by sqrt(2 * layers) if they add to the residual stream (GPT-2)."""
     residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)
 
     def draw(name: str) -> Tensor:
@@ -291,7 +296,8 @@ def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parall
         # A tied output layer must draw the embedding's numbers.
         canonical = names.weight(name, cfg.model).name
         generator = torch.Generator().manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))
-        std = residual_std if name.endswith(("linear_proj.weight", "linear_fc2.weight")) else cfg.model.initializer_range
+        adds_to_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        std = residual_std if adds_to_residual else cfg.model.initializer_range
         return torch.randn(shape, generator=generator).mul_(std)
 
     _fill(chunks, draw, cfg.model, parallel)

@@ -103,7 +103,7 @@ class Parallel:
         return carried[0]
 
     def barrier(self, name: str) -> None:
-        """Collective over all trainer ranks: wait for all. Raises RuntimeError that names the ranks that did not come."""
+        """Collective over all trainer ranks: wait for all. Raises RuntimeError that names the ranks that are missing."""
         if self.world_size == 1:
             return
         try:

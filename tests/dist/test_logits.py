@@ -53,7 +53,9 @@ def references(tmp_path_factory):
 
 
 def _name(value) -> str:
-    return value if isinstance(value, str) else "-".join(f"{k}{v}" for k, v in value.items() if k != "world_size") or "one"
+    if isinstance(value, str):
+        return value
+    return "-".join(f"{k}{v}" for k, v in value.items() if k != "world_size") or "one"
 
 
 @pytest.mark.parametrize("kind, layout", LAYOUTS, ids=_name)

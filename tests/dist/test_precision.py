@@ -131,5 +131,6 @@ def test_amax_histories_do_not_depend_on_the_layout_or_recomputation():
                 assert newest[1] == expected[name][1], f"{name}: weight"
                 if name.startswith("decoder.layers.0.self_attention.linear_qkv"):
                     assert newest[0] == expected[name][0], "no FP8 came before this input"
-                message = f"{name}: input, weight, gradient {newest.tolist()} in {cfg.parallel}, {expected[name].tolist()} alone"
+                alone = expected[name].tolist()
+                message = f"{name}: input, weight, gradient {newest.tolist()} in {cfg.parallel}, {alone} alone"
                 torch.testing.assert_close(newest, expected[name], **AMAX_ACROSS_LAYOUTS, msg=message)

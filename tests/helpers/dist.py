@@ -48,7 +48,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline_s: f
     """Call ``fn(*args)`` on every rank, with torchrun's environment variables set; the results, by rank.
 
     ``fn`` is a function at the top level of a module; arguments and results must pickle. Raises RankError when a rank
-    fails, naming the first one that did, and when ``deadline_s`` has passed, with the stack of every rank still running.
+    fails, naming the first one that did, and after ``deadline_s``, with the stack of every rank still running.
     """
     # The store lives here: no rank has to find a free port. torchrun's agent works the same way.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=deadline_s))

@@ -199,7 +199,8 @@ def test_each_expert_has_its_own_history():
     recipe, history = _delayed(experts=3)
     x, weights, grad = _inputs(seed=5)
     quantized_linear(x, weights, recipe, splits=SPLITS, history=history).backward(grad)
-    expected = [[p.detach().abs().max() if p.numel() else 0.0 for p in parts] for parts in (_split(x), weights, _split(grad))]
+    tensors = (_split(x), weights, _split(grad))
+    expected = [[p.detach().abs().max() if p.numel() else 0.0 for p in parts] for parts in tensors]
     assert history.current.tolist() == torch.tensor(expected).tolist()
 
 
