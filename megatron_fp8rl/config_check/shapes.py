@@ -20,8 +20,6 @@ def check_model(found: Findings) -> bool:
     if len(found.violations) > before:
         return False
     found.divides("model.num_key_value_heads", model.num_attention_heads, "attention heads")
-    if model.head_dim % 2:
-        found.refuse("model.head_dim", "is odd, and rotary embedding turns pairs", "Choose an even number")
     if model.family in _MOE_FAMILIES and not model.is_moe:
         found.refuse("model.num_experts", "leaves a mixture-of-experts family without experts", "Set it to 2 or more")
     elif model.family not in _MOE_FAMILIES and model.is_moe:
@@ -33,10 +31,54 @@ def check_model(found: Findings) -> bool:
         found.within("model.first_dense_layers", 0, model.num_layers)
         if model.first_dense_layers:
             found.positive("model.ffn_hidden_size")
+        _check_router(found)
     else:
         found.positive("model.ffn_hidden_size")
+    if model.num_mtp_layers:
+        found.refuse(
+            "model.num_mtp_layers",
+            "asks for multi-token prediction layers, which reinforcement learning does not use",
+            "Set 0; checkpoint_tools keeps them in conversions",
+        )
+    _check_rotation(found)
     _check_family(found)
     return len(found.violations) == before
+
+
+def _check_router(found: Findings) -> None:
+    """Whether the groups of experts can be scored (by their two best) and leave a token enough experts."""
+    model, router = found.cfg.model, found.cfg.model.router
+    if not found.at_least(1, "model.router.num_groups", "model.router.groups_per_token") or router.num_groups == 1:
+        return
+    if not found.divides("model.router.num_groups", model.num_experts, "experts"):
+        return
+    per_group = model.num_experts // router.num_groups
+    found.within("model.router.groups_per_token", 1, router.num_groups)
+    if per_group < 2:
+        found.refuse(
+            "model.router.num_groups",
+            "leaves one expert in a group, and a group is scored by its two best",
+            f"Lower it to {model.num_experts // 2} or less",
+        )
+    elif per_group * router.groups_per_token < model.experts_per_token:
+        found.refuse(
+            "model.router.groups_per_token",
+            f"offers a token {per_group * router.groups_per_token} experts, and it uses {model.experts_per_token}",
+            f"Set it to {-(-model.experts_per_token // per_group)} or more",
+        )
+
+
+def _check_rotation(found: Findings) -> None:
+    """Rotary embedding turns pairs of features."""
+    model = found.cfg.model
+    found.within("model.rotary_fraction", 0, 1, open_low=True)
+    if model.mla is not None and model.mla.qk_rope_head_dim % 2:
+        found.refuse("model.mla.qk_rope_head_dim", "is odd, and rotary embedding turns pairs", "Choose an even number")
+    rotated = int(model.head_dim * model.rotary_fraction)
+    if model.mla is None and rotated % 2:
+        field = "head_dim" if model.rotary_fraction == 1 else "rotary_fraction"
+        problem = f"rotates {rotated} features of a head, and rotary embedding turns pairs"
+        found.refuse(f"model.{field}", problem, "Choose an even number of features")
 
 
 def _check_family(found: Findings) -> None:
@@ -60,9 +102,16 @@ def check_degrees(found: Findings, model_is_sound: bool) -> bool:
         found.refuse("parallel.virtual_stages", "needs a pipeline", "Set --parallel.pipeline to 2 or more, or 1 here")
     if not model_is_sound:
         return False
-    if found.divides("parallel.pipeline", model.num_layers, "layers") and parallel.pipeline > 1:
-        found.divides("parallel.virtual_stages", model.num_layers // parallel.pipeline, "layers of a pipeline stage")
+    if parallel.pipeline * parallel.virtual_stages > model.num_layers:
+        path = "parallel.virtual_stages" if parallel.pipeline <= model.num_layers else "parallel.pipeline"
+        found.refuse(
+            path,
+            f"pipeline x virtual_stages = {parallel.pipeline * parallel.virtual_stages} stages cannot each have one of "
+            f"the {model.num_layers} layers",
+            f"Lower the product to {model.num_layers} or less; it need not divide the layers",
+        )
     _check_head_degree(found, "parallel.tensor")
+    _check_feed_forward_degree(found)
     _check_head_degree(found, "rollout.tensor")
     if model.is_moe:
         found.divides("parallel.expert", model.num_experts, "experts")
@@ -72,6 +121,16 @@ def check_degrees(found: Findings, model_is_sound: bool) -> bool:
             if found.value(path) > 1:
                 found.refuse(path, "splits experts, and the model is dense", "Set 1")
     return len(found.violations) == before
+
+
+def _check_feed_forward_degree(found: Findings) -> None:
+    """The trainer divides the columns of dense feed-forwards and of shared experts."""
+    model, degree = found.cfg.model, found.cfg.parallel.tensor
+    shared = model.num_shared_experts * model.moe_ffn_hidden_size
+    for columns, what in ((model.ffn_hidden_size, "a dense feed-forward"), (shared, "the shared experts")):
+        if columns % degree:
+            found.divides("parallel.tensor", columns, f"columns of {what}")
+            return
 
 
 def _fits_world(found: Findings, path: str, names: tuple[str, ...]) -> bool:

@@ -20,6 +20,9 @@ DENSE = ModelConfig(
 MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256)
 
 
+ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
+
+
 def make(model: ModelConfig = DENSE, **changes) -> RunConfig:
     """A sound run with single fields changed: ``make(parallel__tensor=2)``."""
     cfg = RunConfig(name="run", model=model)
@@ -41,6 +44,7 @@ def fields_of(cfg: RunConfig, accelerator="cpu") -> list[str]:
         make(parallel__world_size=2, parallel__tensor=2, rollout__tensor=2),
         make(MOE, parallel__world_size=8, parallel__tensor=2, parallel__expert=4, parallel__expert_tensor=2),
         make(parallel__world_size=8, parallel__pipeline=2, parallel__virtual_stages=2, parallel__context=2),
+        make(parallel__world_size=3, parallel__pipeline=3),  # 4 layers: 2, 1 and 1
         make(precision__trainer="delayed", precision__bf16_first_layers=1, precision__bf16_last_layers=1),
         make(algo__ratio="detached", algo__clip_low=1.0, algo__clip_high=4.0),
         make(algo__correction="geometric_mask", algo__correction_low=0.999, algo__correction_high=1.002),
@@ -52,8 +56,8 @@ def test_sound_configurations_pass(cfg):
 
 def test_five_mistakes_give_five_violations():
     cfg = make(
-        parallel__pipeline=3,
-        parallel__world_size=3,
+        parallel__pipeline=5,
+        parallel__world_size=5,
         precision__trainer="mxfp8",
         rollout__completions_per_prompt=1,
         algo__clip_low=-0.2,
@@ -69,9 +73,10 @@ def test_five_mistakes_give_five_violations():
     ]
     message = str(ConfigError(violations))
     assert message.startswith(
-        "5 mistakes in the configuration:\n  1. --parallel.pipeline = 3: does not divide the 4 layers"
+        "5 mistakes in the configuration:\n  1. --parallel.pipeline = 5: pipeline x virtual_stages = 5 stages cannot "
+        "each have one of the 4 layers"
     )
-    assert "Choose one of 1, 2, 4." in message
+    assert "Lower the product to 4 or less" in message
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,26 @@ def test_one_mistake_gives_its_violation_alone(changes, field):
     violations = check(make(**changes), accelerator="cpu")
     assert [violation.field for violation in violations] == [field]
     assert violations[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"router": replace(ROUTER, num_groups=3)}, "--model.router.num_groups"),
+        ({"router": replace(ROUTER, num_groups=8)}, "--model.router.num_groups"),
+        ({"router": replace(ROUTER, num_groups=4)}, "--model.router.groups_per_token"),
+        ({"num_mtp_layers": 1}, "--model.num_mtp_layers"),
+        ({"rotary_fraction": 0.55}, "--model.rotary_fraction"),
+    ],
+    ids=str,
+)
+def test_what_a_router_or_a_rotation_cannot_be(changes, field):
+    glm = replace(
+        MOE, family="glm4_moe", qkv_bias=True, qk_norm=True, num_shared_experts=1, experts_per_token=3,
+        rotary_fraction=0.5, router=ROUTER,
+    )  # fmt: skip
+    assert check(make(glm), accelerator="cpu") == []
+    assert fields_of(make(replace(glm, **changes))) == [field]
 
 
 def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can():
