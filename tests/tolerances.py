@@ -30,3 +30,9 @@ BF16_ROUNDING = {"rtol": 2**-8, "atol": 2e-6}
 AMAX_ACROSS_LAYOUTS = {"rtol": 0.03, "atol": 1e-6}
 # Attention in float32 against float64: exponentials and sums over some forty keys; values are near 1.
 ATTENTION_FLOAT32 = {"rtol": 1e-4, "atol": 5e-6}
+# Rotary frequencies in float32 by two orders of the same five operations: 2^-23 relative, once or twice.
+ROTARY_FREQUENCY = {"rtol": 2.5e-7, "atol": 0.0}
+# Their sines at positions up to 64: the relative difference of the frequency times the angle.
+ROTARY_TABLE = {"rtol": 0.0, "atol": 2e-5}
+# Sigmoid or softmax of a float32 logit, a sum of up to four and a quotient, in other orders.
+ROUTER_FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}

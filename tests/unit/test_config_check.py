@@ -18,8 +18,6 @@ DENSE = ModelConfig(
     ffn_hidden_size=512,
 )
 MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256)
-
-
 ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
 
 

@@ -1,0 +1,94 @@
+"""Rotary embedding against transformers' frequencies, and the rotation against complex numbers."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.trainer.rotary import Rotary, rotary_table, softmax_scale
+from megatron_fp8rl.weights import names
+from tests.tolerances import ROTARY_FREQUENCY, ROTARY_TABLE
+
+_SIZES = dict(
+    num_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=64, ffn_hidden_size=64,
+    max_position_embeddings=4096,
+)  # fmt: skip
+
+
+def _llama(**scaling) -> ModelConfig:
+    stretch = RopeScaling(kind="llama3", original_max_position_embeddings=256, **scaling)
+    return ModelConfig(family="llama", head_dim=48, rope_theta=5e5, rope_scaling=stretch, **_SIZES)
+
+
+def _deepseek(**scaling) -> ModelConfig:
+    stretch = RopeScaling(kind="yarn", original_max_position_embeddings=128, **scaling)
+    mla = MlaConfig(q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=10, qk_rope_head_dim=36, v_head_dim=8)
+    return ModelConfig(
+        family="deepseek_v3", head_dim=46, rope_theta=1e4, rope_scaling=stretch, mla=mla, num_experts=2,
+        experts_per_token=1, moe_ffn_hidden_size=8, first_dense_layers=1, num_shared_experts=1,
+        router=RouterConfig(score="sigmoid", correction_bias=True), **_SIZES,
+    )  # fmt: skip
+
+
+def _hf_rotary_module(model: ModelConfig):
+    kind = {"llama": "llama.modeling_llama.Llama", "deepseek_v3": "deepseek_v3.modeling_deepseek_v3.DeepseekV3"}
+    path, _, name = f"transformers.models.{kind[model.family]}RotaryEmbedding".rpartition(".")
+    config = transformers.AutoConfig.for_model(**names.to_hf_config(model))
+    return getattr(__import__(path, fromlist=[name]), name)(config), config
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        _llama(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0),
+        _llama(factor=32.0, low_freq_factor=2.0, high_freq_factor=6.0),
+        _deepseek(factor=40.0, mscale=1.0, mscale_all_dim=1.0),
+        _deepseek(factor=8.0, beta_fast=16.0, beta_slow=2.0, mscale=0.7, mscale_all_dim=1.3),
+        _deepseek(factor=4.0),
+        _deepseek(factor=4.0, beta_fast=1.0, beta_slow=1.0),
+    ],
+    ids=lambda model: f"{model.family}-{model.rope_scaling.factor}-{model.rope_scaling.mscale_all_dim}",
+)
+def test_tables_are_those_of_transformers(model):
+    module, config = _hf_rotary_module(model)
+    assert config.rope_parameters["rope_type"] in ROPE_INIT_FUNCTIONS
+    rotary = Rotary.of(model)
+    frequencies = rotary.frequencies()
+    torch.testing.assert_close(frequencies, module.inv_freq, **ROTARY_FREQUENCY)
+    assert rotary.amplitude == pytest.approx(module.attention_scaling, rel=1e-15)
+    plain = 1.0 / model.rope_theta ** (torch.arange(0, rotary.num_features, 2) / rotary.num_features)
+    assert not torch.allclose(frequencies, plain), "nothing was stretched"
+    cos, sin = module(torch.zeros(1), torch.arange(64)[None])
+    for ours, theirs in zip(rotary_table(64, rotary, torch.float32), (cos, sin)):
+        torch.testing.assert_close(ours, theirs[0, :, : rotary.num_features // 2], **ROTARY_TABLE)
+
+
+def test_softmax_scale_of_latent_attention():
+    model = _deepseek(factor=40.0, mscale=1.0, mscale_all_dim=1.0)
+    assert softmax_scale(model) == pytest.approx(46**-0.5 * (0.1 * math.log(40.0) + 1.0) ** 2)
+    assert softmax_scale(_llama(factor=8.0)) == 48**-0.5
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "neighbours"])
+def test_pairs_turn_like_complex_numbers(interleaved):
+    rotary = Rotary(num_features=6, first_feature=2, theta=100.0, scaling=None, interleaved=interleaved)
+    x = torch.randn(5, 3, 11, generator=torch.Generator().manual_seed(0))
+    cos, sin = (table[:, None] for table in rotary_table(5, rotary, torch.float32))
+    turned = rotary.rotate(x, cos, sin)
+    assert torch.equal(turned[..., :2], x[..., :2]) and torch.equal(turned[..., 8:], x[..., 8:])
+    assert not torch.allclose(turned[1:, :, 2:8], x[1:, :, 2:8])
+    pairs = x[..., 2:8]
+    pairs = (pairs[..., 0::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, dim=-1)
+    angles = torch.outer(torch.arange(5.0), 100.0 ** (-torch.arange(3) / 3))
+    expected = torch.complex(*pairs) * torch.polar(torch.ones(5, 3), angles)[:, None]
+    torch.testing.assert_close(torch.complex(*turned[..., 2:8].chunk(2, dim=-1)), expected, **ROTARY_TABLE)
+
+
+def test_bf16_is_rounded_once():
+    rotary = Rotary(num_features=8, first_feature=0, theta=1e4, scaling=None, interleaved=False)
+    x = torch.randn(16, 2, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    cos, sin = (table.float()[:, None] for table in rotary_table(16, rotary, torch.bfloat16))
+    assert torch.equal(rotary.rotate(x, cos, sin), rotary.rotate(x.float(), cos, sin).bfloat16())

@@ -1,0 +1,79 @@
+"""The choice of experts against transformers' routers and against a loop."""
+
+from itertools import product
+
+import pytest
+import torch
+from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from megatron_fp8rl.config import RouterConfig
+from megatron_fp8rl.trainer.routing import choose_experts
+from tests.tolerances import ROUTER_FLOAT32
+
+TOKENS, HIDDEN, EXPERTS = 200, 16, 12
+
+
+def _random(module: torch.nn.Module) -> torch.nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.normal_(0.0, 0.3, generator=generator)
+    return module
+
+
+def _hidden() -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+def _assert_same(module, top_k: int, router: RouterConfig, bias: torch.Tensor | None) -> None:
+    with torch.no_grad():
+        logits, weights, experts = module(_hidden())
+        if router.score == "softmax":
+            logits = _hidden() @ module.weight.T  # some routers return probabilities
+        ours, chosen = choose_experts(logits, top_k, router, bias)
+    dense = torch.zeros(TOKENS, EXPERTS)
+    expected = dense.scatter(1, experts, weights.float())
+    torch.testing.assert_close(dense.scatter(1, chosen, ours), expected, **ROUTER_FLOAT32)
+    assert len({tuple(sorted(row)) for row in chosen.tolist()}) > 4, "the tokens choose alike"
+
+
+@pytest.mark.parametrize("top_k, groups, normalize", product((1, 3, 4), ((1, 1), (4, 2), (3, 2), (6, 3)), (True, False)))
+def test_same_as_deepseek_v3(top_k, groups, normalize):
+    """Also where the experts of a token divided by its groups are not two."""
+    config = DeepseekV3Config(
+        hidden_size=HIDDEN, n_routed_experts=EXPERTS, num_experts_per_tok=top_k, n_group=groups[0],
+        topk_group=groups[1], norm_topk_prob=normalize, routed_scaling_factor=2.5,
+    )  # fmt: skip
+    module = _random(DeepseekV3TopkRouter(config))
+    router = RouterConfig(
+        score="sigmoid", correction_bias=True, num_groups=groups[0], groups_per_token=groups[1], scaling_factor=2.5,
+        normalize=normalize,
+    )  # fmt: skip
+    _assert_same(module, top_k, router, module.e_score_correction_bias)
+    with pytest.raises(AssertionError):  # the bias matters
+        _assert_same(module, top_k, router, None)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_same_as_qwen3_moe(normalize):
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN, num_experts=EXPERTS, num_experts_per_tok=3, norm_topk_prob=normalize
+    )
+    _assert_same(_random(Qwen3MoeTopKRouter(config)), 3, RouterConfig(normalize=normalize), None)
+
+
+def test_same_as_mixtral():
+    config = MixtralConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=2)
+    _assert_same(_random(MixtralTopKRouter(config)), 2, RouterConfig(), None)
+
+
+def test_gradient_goes_through_the_weights_and_not_through_the_choice():
+    router = RouterConfig(score="sigmoid", correction_bias=True, num_groups=3, groups_per_token=2)
+    logits = torch.randn(7, 6, generator=torch.Generator().manual_seed(2)).double().requires_grad_()
+    weights, experts = choose_experts(logits, 3, router, torch.randn(6))
+    weights[:, 0].sum().backward()
+    chosen = torch.zeros(7, 6, dtype=torch.bool).scatter(1, experts, True)
+    assert (logits.grad[chosen] != 0).all() and (logits.grad[~chosen] == 0).all()
