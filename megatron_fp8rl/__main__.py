@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_fp8rl import cli
+from megatron_fp8rl import cli, doctor
 from megatron_fp8rl.config import RunConfig
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +131,7 @@ COMMANDS = (
     cli.Command(
         name="report", summary="write report.html of a run", run=_report, takes_config=False, options=ReportOptions
     ),
+    doctor.COMMAND,
 )
 
 

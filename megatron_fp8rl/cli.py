@@ -46,6 +46,7 @@ class Command:
     default_config: str | None = None  # used when CONFIG is left out; None makes CONFIG obligatory
     takes_config: bool = True  # False: the command has options of its own only
     options: type | None = None  # frozen dataclass of the command's own options, all with defaults
+    judges_config: bool = False  # True: the command itself names the mistakes of the configuration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +104,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
     else:
         raise UsageError(f"{name} needs a CONFIG. {_known_configs()}")
     cfg, options, overrides = _parse_words(command, load_config(target), rest, target)
-    violations = config_check.check(cfg)
+    violations = [] if command.judges_config else config_check.check(cfg)
     if violations:
         raise ConfigError(violations)
     return Invocation(command=name, config_name=target, cfg=cfg, options=options, overrides=overrides, dry_run=dry_run)
@@ -209,8 +210,10 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
     """Read words into copies of the given dataclass instances; their fields are top-level options."""
     import tyro  # a fifth of a second that configurations used from Python need not pay
 
+    # `--x True` for a field, so that an override can also switch off; a plain `--x` for an option of a command.
+    flags = {"cfg": tyro.conf.FlagConversionOff, "options": tyro.conf.FlagCreatePairsOff}
     fields = [
-        (name, Annotated[type(value), tyro.conf.arg(name="")], dataclasses.field(default=value))
+        (name, Annotated[type(value), tyro.conf.arg(name=""), flags[name]], dataclasses.field(default=value))
         for name, value in defaults.items()
     ]
     return tyro.cli(
@@ -219,8 +222,7 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
         description=summary,
         args=list(words),
         use_underscores=True,  # options read like the fields that they set
-        # `--x True`, so that an override can also switch off; parts of a model that are absent offer no options.
-        config=(tyro.conf.FlagConversionOff, tyro.conf.AvoidSubcommands),
+        config=(tyro.conf.AvoidSubcommands,),  # parts of a model that are absent offer no options
         **how,
     )
 
