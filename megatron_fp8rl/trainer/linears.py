@@ -48,6 +48,7 @@ class QuantizableLinear:
     """What the linears here share: an FP8 recipe, or None, and under delayed scaling a history."""
 
     recipe: Recipe | None = None
+    block_rows: Tensor | None = None  # int64 [N] order of the rows in which FP8 blocks are counted; None: their own
 
     @property
     def history(self) -> AmaxHistory | None:
@@ -85,7 +86,12 @@ class RowLinear(QuantizableLinear, RowParallelLinear):
 
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] in the recipe of ``linear``: [..., N]."""
+    rows = linear.block_rows
+    if rows is not None:
+        weight = weight[rows]
     y = quantized_linear(x.reshape(-1, x.shape[-1]), (weight,), linear.recipe, history=linear.history)
+    if rows is not None:
+        y = y[:, rows.argsort()]
     return y.view(*x.shape[:-1], -1)
 
 

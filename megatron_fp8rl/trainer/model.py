@@ -32,8 +32,9 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.fp8.blockwise import BLOCK
 from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.fp8.recipe import Delayed, finish_step, make_recipe
+from megatron_fp8rl.fp8.recipe import Blockwise, Delayed, finish_step, make_recipe
 from megatron_fp8rl.trainer.layers import block_spec
 from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -194,8 +195,30 @@ def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Paral
         if len(in_fp8) > 1:
             raise ValueError(f"{', '.join(hf_names)} are one linear in the trainer: all are FP8 or none")
         module.recipe = recipe if in_fp8.pop() else None
+        if isinstance(module.recipe, Blockwise) and len(weight_names) == 1:
+            module.block_rows = _block_rows(names.weight(weight_names[0], cfg.model), module, cfg.model, parallel)
         if isinstance(recipe, Delayed):
             module.keep_history(cfg.precision.amax_history_len, getattr(module, "num_gemms", 1))
+
+
+def _block_rows(
+    weight: names.Weight, module: QuantizableLinear, model: ModelConfig, parallel: Parallel
+) -> Tensor | None:
+    """The rows of a linear, Hugging Face tensor by tensor, when its own order would mix tensors in one FP8 block.
+
+    Megatron-Core interleaves q, k and v group by group. The engine's blocks of 128 rows lie within one of them, so the
+    trainer has to count its blocks in the engine's order, unless heads fill whole blocks and the two orders agree.
+    """
+    num_rows = module.weight.shape[0]
+    if weight.axis != 0 or weight.join != "qkv":
+        return None
+    own = torch.arange(num_rows).unsqueeze(1)
+    rows = torch.cat(names.slicing.split(weight, model, own, parallel.tp_size, parallel.tp_rank)).flatten()
+    if num_rows % BLOCK == 0:
+        blocks = rows.view(-1, BLOCK)
+        if (blocks[:, :1] % BLOCK == 0).all() and (blocks.diff(dim=1) == 1).all():
+            return None
+    return rows.to(module.weight.device)
 
 
 def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:

@@ -134,3 +134,41 @@ def test_amax_histories_do_not_depend_on_the_layout_or_recomputation():
                 alone = expected[name].tolist()
                 message = f"{name}: input, weight, gradient {newest.tolist()} in {cfg.parallel}, {alone} alone"
                 torch.testing.assert_close(newest, expected[name], **AMAX_ACROSS_LAYOUTS, msg=message)
+
+
+def _held_and_used(cfg: RunConfig) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(Hugging Face name, weight, what the FP8 linear really multiplies by) of this rank's q, k and v projections."""
+    from megatron_fp8rl.trainer.linears import quantized
+    from megatron_fp8rl.trainer.model import named_linears
+    from megatron_fp8rl.weights import names
+
+    chunks, parallel = _build(cfg)
+    identity = torch.eye(cfg.model.hidden_size, dtype=torch.bfloat16)  # exact in FP8, so the product is the weight
+    layout = (parallel.tp_size, parallel.tp_rank)
+    found = []
+    for (name, *_), module in named_linears(chunks, parallel):
+        if "linear_qkv" in name:
+            used = module._forward_impl(
+                identity, module.weight, sequence_parallel=False, allreduce_dgrad=False, bias=None
+            ).detach().T
+            assert torch.equal(used, quantized(module, identity, module.weight).detach().T)
+            pairs = zip(
+                names.to_hf(name, module.weight.detach(), cfg.model, *layout),
+                names.to_hf(name, used, cfg.model, *layout),
+                strict=True,
+            )
+            found += [(hf_name, held, used_part) for (hf_name, held), (_, used_part) in pairs]
+    return found
+
+
+@pytest.mark.parametrize("head_dim, kv_heads, tensor", [(128, 2, 1), (64, 2, 1), (32, 4, 1), (64, 4, 2), (96, 4, 1)])
+def test_the_trainer_multiplies_by_what_the_exporter_sends(head_dim, kv_heads, tensor):
+    """Also where heads do not fill FP8 blocks, so that q, k and v would share blocks in Megatron-Core's order."""
+    from megatron_fp8rl.fp8.blockwise import dequantize_weight, quantize_weight
+
+    model = replace(DENSE, num_attention_heads=8, head_dim=head_dim, num_key_value_heads=kv_heads)
+    for pairs in run_ranks(tensor, _held_and_used, _run(model, PrecisionConfig(), world_size=tensor, tensor=tensor)):
+        assert len(pairs) == 3 * model.num_layers
+        for hf_name, held, used in pairs:
+            sent = dequantize_weight(*quantize_weight(held, "pow2"))
+            assert torch.equal(used.float(), sent), hf_name
