@@ -52,7 +52,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
         if fleet is not None:
             fleet.wait_until_ready()
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
-        publish = _no_publication
+        publish = partial(_count_version, rollouts)
         if cfg.rollout.replay is None:
             exporter = WeightExporter(policy, fleet, cfg)
             stack.callback(exporter.close)
@@ -112,8 +112,9 @@ def _publish(exporter: WeightExporter, rollouts: RolloutStream, version: int, lo
     rollouts.after_update(version)
 
 
-def _no_publication(version: int, log: StepLog) -> None:
-    """A replayed run has no engines."""
+def _count_version(rollouts: RolloutStream, version: int, log: StepLog) -> None:
+    """Instead of a publication in a replayed run, which has no engines: where the recording goes on."""
+    rollouts.after_update(version)
 
 
 def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, step: int, log: StepLog) -> None:
