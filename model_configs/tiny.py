@@ -22,7 +22,7 @@ from megatron_fp8rl.config import (
 
 
 def tiny_qwen3_moe() -> RunConfig:
-    """Qwen3-MoE with 8 experts, 2 of them per token: 2.1 M parameters, sums and differences of one-digit numbers."""
+    """Qwen3-MoE with 8 experts, 2 of them per token: 2.0 M parameters, sums and differences of one-digit numbers."""
     return RunConfig(
         name="tiny_qwen3_moe",
         model=ModelConfig(
