@@ -1,0 +1,224 @@
+"""A Hugging Face checkpoint folder as a source of rows, checked against the name table before any weight is read.
+
+In:  a folder with config.json and safetensors, sharded or not, in BF16, FP16, FP32 or 128x128 block FP8.
+Out: its architecture, the rows of every tensor of the table, and the names of the files that belong to it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from checkpoint_tools import digests
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.safetensors_file import Entry, Files, read_header
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
+from megatron_fp8rl.fp8.blockwise import dequantize_weight
+from megatron_fp8rl.weights import names
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+SCALE = "_scale_inv"
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)
+_NUMBERED = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+# What belongs to a model besides its weights: tokenizer, chat template, generation defaults, code and license.
+_SIDE_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "LICENSE*")
+_NOT_SIDE_FILES = {"config.json", INDEX, digests.FILE, "state.json", "metadata.json"}
+
+
+@dataclass
+class HfFolder:
+    """An open checkpoint. Build it with :meth:`open`; it pickles without its open files."""
+
+    path: Path
+    config: dict[str, Any]
+    model: ModelConfig
+    entries: dict[str, Entry]  # tensors of the table, and the scales of those that are FP8
+    left_out: dict[str, str]  # tensors that are not converted, and why
+    recorded: dict[str, str]  # digests.json
+    _files: Files = field(default_factory=Files, repr=False)
+    _running: digests.Running | None = field(default=None, repr=False)
+    _scales: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def open(cls, path: str | Path, *, keep_mtp: bool = False) -> HfFolder:
+        """Read headers and check names, types and shapes of all tensors.
+
+        Raises CheckpointError that lists everything that is missing, damaged or unexpected, by name.
+        """
+        path = Path(path)
+        config = read_config(path)
+        try:
+            model = names.from_hf_config(config, keep_mtp=keep_mtp, fp8_weights=True)
+        except ValueError as error:
+            raise CheckpointError(path, str(error)) from error
+        entries, problems, unreadable = read_entries(path)
+        left_out, wrong = _compare(entries, model, unreadable)
+        problems += wrong
+        if problems:
+            raise CheckpointError(path, problems)
+        wanted = {name for base in names.hf_tensors(model) for name in (base, base + SCALE)}
+        kept = {name: entry for name, entry in entries.items() if name in wanted}
+        return cls(path, config, model, kept, left_out, digests.read(path))
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({entry.file for entry in self.entries.values()})
+
+    def is_fp8(self, name: str) -> bool:
+        return self.entries[name].dtype == torch.float8_e4m3fn
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type in which rows come: FP8 is dequantized to BF16."""
+        return torch.bfloat16 if self.is_fp8(name) else self.entries[name].dtype
+
+    def rows(self, name: str, first: int, end: int) -> Tensor:
+        """Rows [first, end) of a tensor. Rows of one tensor have to be asked for in order.
+
+        Raises CheckpointError, after the last row, when a tensor is not the one of digests.json.
+        """
+        entry = self.entries[name]
+        start = first // FP8_BLOCK * FP8_BLOCK if self.is_fp8(name) else first
+        rows = self._files.rows(entry, start, end)
+        if self.recorded:
+            self._digests.add(name, start, rows, entry.shape[0])
+        if not self.is_fp8(name):
+            return rows
+        scale = self._scale(name)[start // FP8_BLOCK : -(-end // FP8_BLOCK)]
+        return dequantize_weight(rows, scale)[first - start :].to(torch.bfloat16)
+
+    @property
+    def _digests(self) -> digests.Running:
+        if self._running is None:
+            self._running = digests.Running(self.path, self.recorded)
+        return self._running
+
+    def _scale(self, name: str) -> Tensor:
+        """Float32 scales of a whole FP8 matrix: a thousandth of its size."""
+        if name not in self._scales:
+            self._scales.clear()
+            stored = self._files.rows(self.entries[name + SCALE])
+            if self.recorded:
+                self._digests.add(name + SCALE, 0, stored, len(stored))
+            self._scales[name] = stored.float()
+        return self._scales[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": Files(), "_running": None, "_scales": {}}
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Content of config.json. Raises CheckpointError when there is none or it is damaged."""
+    file = path / "config.json"
+    if not path.is_dir():
+        raise CheckpointError(path, "there is no such folder")
+    if not file.is_file():
+        raise CheckpointError(path, "config.json is missing; is this a Hugging Face checkpoint?")
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(file, f"damaged: it is not JSON ({error}). Fetch the file again") from error
+
+
+def side_files(path: Path) -> list[Path]:
+    """Files that belong to a model besides config.json and its weights."""
+    found = {file for pattern in _SIDE_FILES for file in path.glob(pattern) if file.is_file()}
+    return sorted(file for file in found if file.name not in _NOT_SIDE_FILES)
+
+
+def has_tokenizer(files: Iterable[Path]) -> bool:
+    return any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in files)
+
+
+def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
+    """(every tensor in a folder's safetensors, what is wrong with the files, tensors of files that cannot be read)."""
+    index = path / INDEX
+    if index.is_file():
+        try:
+            listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(index, f"damaged: {error}. Fetch the file again") from error
+        shards = sorted(set(listed.values()))
+    elif (path / SINGLE).is_file():
+        listed, shards = {}, [SINGLE]
+    else:
+        listed, shards = {}, sorted(file.name for file in path.glob("model-*.safetensors"))
+        if not shards:
+            raise CheckpointError(path, f"neither {SINGLE} nor {INDEX} is there; other formats of weights are not read")
+    entries: dict[str, Entry] = {}
+    unreadable: set[str] = set()
+    problems = _missing_numbers(shards, listed) if not (path / SINGLE).is_file() else []
+    for shard in shards:
+        try:
+            found = read_header(path / shard)
+        except CheckpointError as error:
+            problems += [f"{shard}: {problem}" for problem in error.problems]
+            unreadable |= {name for name, file in listed.items() if file == shard}
+            continue
+        problems += [f"{name}: in {shard} and in {entries[name].file.name}" for name in found if name in entries]
+        entries |= found
+        expected = {name for name, file in listed.items() if file == shard}
+        if listed:
+            problems += [f"{name}: {INDEX} says {shard}, which does not hold it" for name in sorted(expected - set(found))]
+            problems += [f"{name}: in {shard}, but not in {INDEX}" for name in sorted(set(found) - expected)]
+    return entries, problems, unreadable
+
+
+def _missing_numbers(shards: Sequence[str], listed: dict[str, str]) -> list[str]:
+    """Files of a numbered series that are not there, when no index could say so."""
+    series = [match for shard in shards if (match := _NUMBERED.fullmatch(shard))]
+    if listed or not series:
+        return []
+    total, digits = max(int(match[2]) for match in series), len(series[0][1])
+    wanted = {f"model-{i:0{digits}}-of-{total:0{digits}}.safetensors" for i in range(1, total + 1)}
+    return [f"{name}: the file is missing. Fetch it" for name in sorted(wanted - set(shards))]
+
+
+def _compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str]) -> tuple[dict[str, str], list[str]]:
+    """(tensors to leave out and why, problems) of a folder's tensors against the name table."""
+    expected = names.hf_tensors(model)
+    missing = [name for name in expected if name not in entries and name not in unreadable]
+    left_out: dict[str, str] = {}
+    problems = []
+    for name in entries:
+        base = name.removesuffix(SCALE)
+        if base in expected:
+            continue
+        reason = names.reason_to_skip(base, model)
+        if reason is not None:
+            left_out[name] = reason
+            continue
+        near = difflib.get_close_matches(name, missing, n=1, cutoff=0.8)
+        hint = f"; is it {near[0]}, which is missing?" if near else ""
+        problems.append(f"{name}: not a tensor of a {model.family} model of this config.json{hint}")
+    problems += [f"{name}: missing; no file holds it" for name in missing]
+    for name, shape in expected.items():
+        if name in entries:
+            problems += _wrong_with(name, entries, shape)
+    return left_out, problems
+
+
+def _wrong_with(name: str, entries: dict[str, Entry], shape: tuple[int, ...]) -> list[str]:
+    entry, scale = entries[name], entries.get(name + SCALE)
+    if entry.shape != shape:
+        return [f"{name}: shape {entry.shape} in {entry.file.name}, but config.json says {shape}"]
+    if entry.dtype == torch.float8_e4m3fn:
+        blocks = tuple(-(-n // FP8_BLOCK) for n in shape)
+        if len(shape) != 2:
+            return [f"{name}: FP8 of shape {shape}; block FP8 is read for matrices only"]
+        if scale is None:
+            return [f"{name}{SCALE}: missing; {name} is FP8 and means nothing without its scales"]
+        if scale.shape != blocks:
+            return [f"{name}{SCALE}: shape {scale.shape}, but blocks of {FP8_BLOCK} need {blocks}"]
+        return []
+    if entry.dtype not in _PLAIN:
+        return [f"{name}: type {entry.dtype}; read are BF16, FP16, FP32 and block FP8 (E4M3)"]
+    return [f"{name}{SCALE}: scales of a tensor that is {entry.dtype}"] if scale is not None else []
