@@ -10,8 +10,8 @@ FLOAT32_STORAGE = {"rtol": 2e-7, "atol": 1e-7}
 # 6 %, and a near tie of the router changes an expert. In nats, for weights that give logits a standard deviation of 1:
 # two unrelated models are 1 apart in the mean.
 ENGINE_LOGPROB_MEAN, ENGINE_LOGPROB_MAX = 0.1, 0.5
-# FP8 products against BF16 ones (3 % per operand) through two layers, where experts may change.  (mean, max) in nats
-ENGINE_FP8_LOGPROB = 0.3, 2.0
+# FP8 products against BF16 ones (3 % per operand) through two layers. The median: a few tokens change experts.
+ENGINE_FP8_LOGPROB_MEDIAN = 0.2  # nats; measured 0.06 to 0.12
 # FP32 logits over 50 tokens of unit normals times 16 features: sums of 50 terms of size up to 20, 2^-24 each.
 LOGPROBS_FLOAT32 = {"rtol": 2e-6, "atol": 2e-5}
 # Two float32 programs over four layers, with matrix products in different orders; measured 4e-6, logits are near 1.
@@ -36,3 +36,9 @@ ROTARY_FREQUENCY = {"rtol": 2.5e-7, "atol": 0.0}
 ROTARY_TABLE = {"rtol": 0.0, "atol": 2e-5}
 # Sigmoid or softmax of a float32 logit, a sum of up to four and a quotient, in other orders.
 ROUTER_FLOAT32 = {"rtol": 1e-5, "atol": 1e-6}
+# Gradients in float32 in another layout, over the largest number of each tensor: sums of thousands of terms, reordered.
+FAMILY_GRADIENT = {"rtol": 0.0, "atol": 2e-5}
+# Both ends run the same FP8 arithmetic; attention and batch shapes differ. Measured 0.002 to 0.008 nats on small runs.
+MISMATCH_SAME_ARITHMETIC = 0.05
+# One step after a resume in another layout, in BF16 and FP8: sums in another order move roundings (8 bits) here and there.
+RESUMED_METRIC = {"rel": 0.05, "abs": 2e-3}

@@ -83,10 +83,17 @@ def _check_rotation(found: Findings) -> None:
 
 def _check_family(found: Findings) -> None:
     """Whether a config.json of the family can say what the model is: engines and checkpoints read nothing else."""
+    model = found.cfg.model
     try:
-        to_hf_config(found.cfg.model)
+        to_hf_config(model)
     except ValueError as error:
         found.refuse("model.family", str(error), "Choose the family that has it, or leave the field at its default")
+    if model.family == "qwen2" and model.head_dim * model.num_attention_heads != model.hidden_size:
+        found.refuse(  # vLLM 0.25.1 computes it, whatever config.json says
+            "model.head_dim",
+            "is not hidden_size / num_attention_heads, which the engine takes for this family",
+            f"Set {model.hidden_size // model.num_attention_heads}",
+        )
 
 
 def check_degrees(found: Findings, model_is_sound: bool) -> bool:

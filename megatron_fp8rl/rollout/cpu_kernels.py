@@ -42,6 +42,7 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     validate_fp8_block_shape,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from megatron_fp8rl.fp8 import blockwise
@@ -71,6 +72,12 @@ def register(scales: Scales) -> None:
             return EmulatedFp8MoEMethod(self, layer, scales)
 
     register_quantization_config("fp8")(CpuFp8Config)
+    # Some matrices are multiplied without asking a quantization config: Mixtral's router, output heads. vLLM 0.25.1 packs
+    # those too, and a head that is tied to the embedding is not packed again after an update. Drop this when vLLM can
+    # leave weights as loaded.
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
+        method.apply = ReadableLinearMethod.apply
 
 
 @register_weight_loader_v2_supported_method

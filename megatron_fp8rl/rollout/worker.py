@@ -18,8 +18,14 @@ from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.weights.digest import digests
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
-_WEIGHTS = ("weight", "weight_scale_inv")
-_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_MATRICES = ("weight", "weight_scale_inv")
+_WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias")
+_FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+_EXPERT = {"block_sparse_moe": ("w1", "w3", "w2")}  # gate, up and down, by the name of their parent's parent
 
 
 def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
@@ -31,17 +37,25 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
             f"{path}.{name}: the engine's kernel has repacked this weight and dropped it, so it cannot be verified; "
             "start the engine through megatron_fp8rl.rollout.server, which keeps weights readable"
         )
-    return tensor.detach()
+    return _as_sent(tensor.detach()) if name == "weight" else tensor.detach()
+
+
+def _as_sent(weight: Tensor) -> Tensor:
+    """A weight in the type that it travels in: some routers keep an FP32 copy of their BF16 weight."""
+    if weight.dtype != torch.float32:
+        return weight
+    rounded = weight.bfloat16()
+    return rounded if torch.equal(rounded.float(), weight) else weight
 
 
 def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """The matrices that a fused linear stacks, and their stacked scales."""
+    """The matrices that a fused linear stacks, and their stacked scales and biases."""
     parent, _, leaf = path.rpartition(".")
     rows = list(module.output_partition_sizes)
     for kind in _WEIGHTS:
         tensor = _tensor(module, kind, path)
         if tensor is not None:
-            sizes = rows if kind == "weight" else [-(-n // FP8_BLOCK) for n in rows]
+            sizes = [-(-n // FP8_BLOCK) for n in rows] if kind == "weight_scale_inv" else rows
             for name, part in zip(_FUSED[leaf], tensor.split(sizes), strict=True):
                 yield f"{parent}.{name}.{kind}", part
 
@@ -49,20 +63,21 @@ def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     """Gate, up and down of every expert that this worker holds, from ``w13`` [E, 2I, H] and ``w2`` [E, H, I]."""
     parent = path.removesuffix(".routed_experts")
+    gate, up, down = _EXPERT.get(parent.split(".")[-2], ("gate_proj", "up_proj", "down_proj"))
     num_local = module.w13_weight.shape[0]
     experts = list(range(num_local))
     if getattr(module, "expert_map", None) is not None:
         held = [(local, e) for e, local in enumerate(module.expert_map.tolist()) if local >= 0]
         experts = [e for _, e in sorted(held)]
-    for kind in _WEIGHTS:
+    for kind in _MATRICES:
         w13, w2 = _tensor(module, f"w13_{kind}", path), _tensor(module, f"w2_{kind}", path)
         if w13 is None or w2 is None:
             continue
         half = w13.shape[1] // 2
         for local, expert in enumerate(experts):
-            yield f"{parent}.{expert}.gate_proj.{kind}", w13[local, :half]
-            yield f"{parent}.{expert}.up_proj.{kind}", w13[local, half:]
-            yield f"{parent}.{expert}.down_proj.{kind}", w2[local]
+            yield f"{parent}.{expert}.{gate}.{kind}", w13[local, :half]
+            yield f"{parent}.{expert}.{up}.{kind}", w13[local, half:]
+            yield f"{parent}.{expert}.{down}.{kind}", w2[local]
 
 
 def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -70,8 +85,13 @@ def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Raises RuntimeError when a kernel no longer holds a weight in a readable form.
     """
-    for path, module in model.named_modules():  # visits a tied output head once, under the embedding's name
+    vocabularies: set[int] = set()
+    for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
+        if hasattr(module, "shard_indices"):
+            if id(module.weight) in vocabularies:
+                continue  # an output head that is tied, and named by its embedding
+            vocabularies.add(id(module.weight))
         if leaf in _FUSED:
             yield from _fused_parts(module, path)
         elif hasattr(module, "w13_weight"):

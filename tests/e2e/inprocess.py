@@ -135,7 +135,7 @@ def policy_of(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
     """What the exporter needs of a policy, on one rank. Its parameters are copies."""
     parameters = {n: names.from_hf(n, tensors.__getitem__, cfg.model).clone() for n in names.mcore_names(cfg.model)}
     parallel = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    return SimpleNamespace(cfg=cfg, parallel=parallel, named_parameters=lambda: iter(parameters.items()))
+    return SimpleNamespace(cfg=cfg, parallel=parallel, named_tensors=lambda: iter(parameters.items()))
 
 
 def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path) -> Path:
@@ -236,7 +236,7 @@ class InProcessFleet:
 
 def set_weights(policy: SimpleNamespace, tensors: Mapping[str, Tensor]) -> None:
     """What an optimizer step does: new values in the same parameters."""
-    for name, parameter in policy.named_parameters():
+    for name, parameter in policy.named_tensors():
         parameter.copy_(names.from_hf(name, tensors.__getitem__, policy.cfg.model))
 
 

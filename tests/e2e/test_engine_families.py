@@ -1,0 +1,124 @@
+"""Engines of every family that vLLM runs on a CPU: what they hold after an online update, and what they compute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import inprocess
+import pytest
+import torch
+
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RopeScaling, RouterConfig, RunConfig
+from megatron_fp8rl.weights import names
+from megatron_fp8rl.weights.export import WeightExporter
+from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
+
+LLAMA = ModelConfig(
+    family="llama",
+    num_layers=2,
+    hidden_size=128,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    vocab_size=97,  # vLLM pads it to 128
+    ffn_hidden_size=256,
+    rope_theta=10_000.0,
+    rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16),
+)
+MIXTRAL = replace(
+    LLAMA,
+    family="mixtral",
+    rope_scaling=None,
+    ffn_hidden_size=0,
+    num_experts=6,
+    experts_per_token=2,
+    moe_ffn_hidden_size=128,
+)
+GLM = replace(
+    MIXTRAL,
+    family="glm4_moe",
+    ffn_hidden_size=256,
+    num_shared_experts=1,
+    first_dense_layers=1,
+    qkv_bias=True,
+    qk_norm=True,
+    rotary_fraction=0.5,
+    router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=2.5),
+)
+MODELS = {
+    "llama": LLAMA,
+    "mistral": replace(LLAMA, family="mistral", rope_scaling=None, tie_embeddings=True),
+    # vLLM's Qwen2 does not read head_dim.
+    "qwen2": replace(LLAMA, family="qwen2", hidden_size=256, rope_scaling=None, qkv_bias=True),
+    "mixtral": MIXTRAL,
+    "glm4_moe": GLM,
+}
+
+
+CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in ("qwen2", "mixtral", "glm4_moe")]
+
+
+def random_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint, of sizes that leave nothing without effect on the logits."""
+    generator = torch.Generator().manual_seed(1)
+    dtypes = {part: w.dtype for w in names.weights(model).values() for part, _ in w.parts}
+    tensors = {}
+    for name, shape in names.hf_tensors(model).items():
+        scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.2
+        tensor = torch.randn(shape, generator=generator) * scale + (1.0 if "norm" in name else 0.0)
+        tensors[name] = tensor.to(getattr(torch, dtypes[name]))
+    return tensors
+
+
+def update_and_score(family: str, rollout: str, folder: Path) -> dict:
+    """Publish random weights to an engine, which proves that it holds them; its log-probabilities after that."""
+    precision = PrecisionConfig(trainer="bf16", rollout=rollout)
+    settings = RolloutConfig(bucket_bytes=100_000, update_deadline_s=60.0)
+    cfg = RunConfig(name=family, model=MODELS[family], precision=precision, rollout=settings)
+    weights = random_weights(cfg.model)
+    inprocess.write_checkpoint(cfg, weights, folder)
+    llm = inprocess.build_engine(cfg, folder, load_format="dummy")
+    exporter = WeightExporter(inprocess.policy_of(cfg, weights), inprocess.InProcessFleet(llm), cfg)
+    result = {"report": exporter.publish(1)}
+    exporter.close()
+    result["online"] = inprocess.prompt_logprobs(llm)
+    result["held"] = sorted(llm.collective_rpc("weight_digests")[0]["digests"])
+    result["sent"] = sorted(t.name for bucket in exporter.plan.buckets for t in bucket.tensors)
+    del llm, exporter
+    inprocess.free_engines()
+    result["fresh"] = inprocess.prompt_logprobs(inprocess.build_engine(cfg, folder, load_format="auto"))
+    return result
+
+
+def reference_logprobs(model: ModelConfig, folder: Path) -> torch.Tensor:
+    """The same by transformers, which loads the weights from a checkpoint."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    folder.mkdir()
+    save_file(random_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(names.to_hf_config(model)))
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
+    scored = []
+    for prompt in inprocess.PROMPTS:
+        with torch.no_grad():
+            logits = reference(torch.tensor([prompt])).logits[0, :-1].float()
+        scored.append(logits.log_softmax(-1).gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0])
+    return torch.cat(scored)
+
+
+@pytest.mark.parametrize(("family", "rollout"), CASES)
+def test_engine_holds_and_computes_what_was_published(family, rollout, tmp_path):
+    result = inprocess.call(update_and_score, family, rollout, tmp_path / "engine")
+    assert result["held"] == result["sent"]  # under the checkpoint's names, each verified by its digest
+    assert torch.equal(result["online"], result["fresh"])
+    assert (result["report"].num_fp8_tensors > 0) == (rollout == "blockwise")
+    reference = reference_logprobs(MODELS[family], tmp_path / "reference")
+    assert reference.std() > 0.5
+    difference = (result["online"] - reference).abs()
+    if rollout == "bf16":
+        assert difference.mean() < ENGINE_LOGPROB_MEAN and difference.max() < ENGINE_LOGPROB_MAX
+    else:
+        assert difference.median() < ENGINE_FP8_LOGPROB_MEDIAN
