@@ -22,7 +22,7 @@ setup(
     version=VERSION,
     description="FP8 reinforcement learning for dense and mixture-of-experts language models",
     python_requires=f"=={PINS['python']}.*",
-    packages=find_packages(include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "model_configs.*"]),
+    packages=find_packages(include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools"]),
     install_requires=PINS["core"],
     extras_require={name: extra(name) for name in PINS["extras"]},
     entry_points={

@@ -1,0 +1,68 @@
+"""``python -m checkpoint_tools COMMAND ...``: the command line of the checkpoint tools.
+
+A command is a module of this package with ``Options``, a dataclass that tyro reads from the words of the command line,
+and ``run(options)``, which returns the exit status. Modules are imported when they are asked for, so that help answers
+at once. Exit status 2 stands for a mistake of the user or a checkpoint that is refused; the message names the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+from checkpoint_tools.errors import CheckpointError
+
+COMMANDS = {  # module and command in one name, and one line of help
+    "hf_to_megatron": "Hugging Face checkpoint (also block FP8) to a Megatron-Core checkpoint for every parallel layout",
+    "megatron_to_hf": "Megatron-Core checkpoint of any layout, or a run's newest one, to a Hugging Face checkpoint",
+    "hf_to_fp8": "quantize a Hugging Face checkpoint to the block FP8 that vLLM and transformers load",
+    "verify": "prove a conversion: digest of every tensor, and logits against transformers",
+    "inspect": "list tensors with shapes, types and sizes, and count parameters; reads no weights",
+    "diff": "compare two checkpoints of any kind, tensor by tensor",
+}
+
+_PROGRAM = "python -m checkpoint_tools"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(overview())
+        return 0 if words else 2
+    name, rest = words[0], words[1:]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        print(f"{_PROGRAM}: unknown command {name!r}{hint}. Commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    import tyro
+
+    module = importlib.import_module(f"checkpoint_tools.{name}")
+    options = tyro.cli(
+        module.Options,
+        prog=f"{_PROGRAM} {name}",
+        description=COMMANDS[name],
+        args=rest,
+        use_underscores=True,
+        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
+    )
+    try:
+        return module.run(options)
+    except (CheckpointError, FileNotFoundError, ValueError) as error:
+        print(f"{_PROGRAM} {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def overview() -> str:
+    """The help of the program."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"usage: {_PROGRAM} COMMAND ...", "", "commands:"]
+    lines += [f"  {name:<{width}}{summary}" for name, summary in COMMANDS.items()]
+    return "\n".join([*lines, "", f"{_PROGRAM} COMMAND --help lists the options of one."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
