@@ -42,14 +42,11 @@ def deepseek_v3() -> ModelConfig:
 
 
 def grpo_deepseek_v3() -> RunConfig:
-    """DeepSeek-V3 on 256 H200: trainer on 128 (TP8, EP128), 16 engines of 8.
-
-    61 layers are a prime number, so the trainer has no pipeline; two experts of every layer lie on each rank.
-    """
+    """DeepSeek-V3 on 256 H200: trainer on 128 (TP4 x PP4, EP32), 16 engines of 8."""
     return base.grpo(
         "grpo_deepseek_v3",
         deepseek_v3(),
-        parallel=ParallelConfig(world_size=128, tensor=8, expert=128),
+        parallel=ParallelConfig(world_size=128, tensor=4, pipeline=4, expert=32),
         rollout=base.rollout(replicas=16, tensor=8, prompts=256),
         optim=base.optim("full"),
     )

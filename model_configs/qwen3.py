@@ -41,7 +41,7 @@ def qwen3_30b_a3b() -> ModelConfig:
 
 
 def qwen3_235b_a22b() -> ModelConfig:
-    """Qwen/Qwen3-235B-A22B. An expert is 1536 wide, twelve FP8 blocks; 94 layers divide over 2 pipeline stages only."""
+    """Qwen/Qwen3-235B-A22B. An expert is 1536 wide, twelve FP8 blocks: it tiles over 1, 2, 3, 4, 6 or 12 ranks."""
     return replace(
         qwen3_30b_a3b(), num_layers=94, hidden_size=4096, num_attention_heads=64, moe_ffn_hidden_size=1536
     )
@@ -81,14 +81,11 @@ def grpo_qwen3_30b_a3b_16gpu() -> RunConfig:
 
 
 def grpo_qwen3_235b_a22b() -> RunConfig:
-    """Qwen3-235B-A22B on 64 H200: trainer on 48 (TP4 x PP2, experts EP8 x ETP3), 4 engines of 4.
-
-    48 is no multiple of a larger power of two times 3, so each expert is divided in 3, which 1536 columns allow.
-    """
+    """Qwen3-235B-A22B on 64 H200: trainer on 48 (TP4 x PP3, EP16), 4 engines of 4."""
     return base.grpo(
         "grpo_qwen3_235b_a22b",
         qwen3_235b_a22b(),
-        parallel=ParallelConfig(world_size=48, tensor=4, pipeline=2, expert=8, expert_tensor=3),
+        parallel=ParallelConfig(world_size=48, tensor=4, pipeline=3, expert=16),
         rollout=base.rollout(replicas=4, tensor=4, prompts=128),
         optim=base.optim("full"),
     )

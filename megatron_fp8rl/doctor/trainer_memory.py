@@ -66,11 +66,10 @@ def num_microbatches(cfg: RunConfig) -> int:
     return max(1, math.ceil(tokens / cfg.parallel.data / rollout.max_tokens_per_microbatch))
 
 
-def layers_in_flight(cfg: RunConfig, stage: int) -> float:
-    """Layers, over all microbatches, whose activations a rank of ``stage`` holds at once."""
+def layers_in_flight(cfg: RunConfig, stage: int, layers: int) -> float:
+    """Layers, over all microbatches, whose activations a rank of ``stage`` holds at once; ``layers`` are its own."""
     parallel, microbatches = cfg.parallel, num_microbatches(cfg)
     behind = parallel.pipeline - stage - 1
-    layers = cfg.model.num_layers / parallel.pipeline
     if parallel.virtual_stages == 1:
         return layers * min(behind + 1, microbatches)
     chunks = 2 * behind + (parallel.virtual_stages - 1) * parallel.pipeline + 1
@@ -142,7 +141,7 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
 
 def _activations(cfg: RunConfig, layers: list[LayerBytes], stage: int) -> Part:
     mean = sum(layer.kept for layer in layers) / len(layers)
-    in_flight = layers_in_flight(cfg, stage)
+    in_flight = layers_in_flight(cfg, stage, len(layers))
     return Part(
         name="activations",
         num_bytes=int(mean * in_flight),
