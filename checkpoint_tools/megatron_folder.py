@@ -23,10 +23,11 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.keys import Place, places
 from checkpoint_tools.torch_dist import METADATA, Piece, PieceReader, StoredTensor, problems_of, read_metadata
 from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.data.checkpoint_dir import STATE_FILE as STATE
+from megatron_fp8rl.data.checkpoint_dir import latest
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.names.table import Weight
 
-STATE = "state.json"
 _PREFIXES = ("", "model.", "module.")  # of keys, as different programs save them
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
 _NOT_WEIGHTS = ("fp8.history", "_extra_state")
@@ -132,10 +133,8 @@ def resolve(path: Path) -> Path:
         raise CheckpointError(path, "there is no such folder")
     if (path / METADATA).exists() or (path / STATE).exists() or any(path.glob("*.distcp")):
         return path
-    from megatron_fp8rl.trainer import checkpoint
-
     for folder in (path, path / "checkpoints"):
-        newest = checkpoint.latest(folder)
+        newest = latest(folder)
         if newest is not None:
             return newest
     raise CheckpointError(

@@ -95,28 +95,42 @@ def _require_whole(file: Path, found: Mapping[str, Entry], data_offset: int, siz
         raise CheckpointError(file, f"{what}: {size} bytes instead of the {position} of its header. {_REMEDY}")
 
 
-def write_header(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
-    """Make a file of full size whose tensors are still to be written, at the places that are returned.
+def plan_file(file: Path, tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Entry]:
+    """Where the tensors of a file that is to be written will lie, in their order."""
+    length, position = len(_header_of(tensors)), 0
+    places = {}
+    for name, (dtype, shape) in tensors.items():
+        places[name] = Entry(file, dtype, tuple(shape), 8 + length + position)
+        position += places[name].num_bytes
+    return places
 
-    The space is reserved, so that a disk that is too small is found before the work and not after it. Raises OSError.
-    """
+
+def _header_of(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    places: dict[str, int] = {}
     for name, (dtype, shape) in tensors.items():
         end = position + math.prod(shape) * dtype.itemsize
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [position, end]}
-        places[name], position = position, end
+        position = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return text + b" " * (-len(text) % _ALIGNMENT_BYTES)
+
+
+def write_header(places: Mapping[str, Entry]) -> None:
+    """Make a file of :func:`plan_file` of full size, its tensors still to be written. One of that size stays as it is.
+
+    The space is reserved, so that a disk that is too small is found before the work and not after it. Raises OSError.
+    """
+    file = next(iter(places.values())).file
+    text = _header_of({name: (entry.dtype, entry.shape) for name, entry in places.items()})
+    size = 8 + len(text) + sum(entry.num_bytes for entry in places.values())
+    if file.exists() and file.stat().st_size == size:
+        return
     with open(file, "wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.flush()
-        os.posix_fallocate(stream.fileno(), 0, 8 + len(text) + position)
+        os.posix_fallocate(stream.fileno(), 0, size)
         os.fsync(stream.fileno())
-    return {
-        name: Entry(file, dtype, tuple(shape), 8 + len(text) + places[name]) for name, (dtype, shape) in tensors.items()
-    }
 
 
 class Files:

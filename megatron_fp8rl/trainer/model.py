@@ -35,6 +35,7 @@ from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.fp8.blockwise import BLOCK
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.fp8.recipe import Blockwise, Delayed, finish_step, make_recipe
+from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
 from megatron_fp8rl.trainer.layers import block_spec
 from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -263,9 +264,13 @@ def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Ite
 def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfig, parallel: Parallel) -> None:
     """Fill the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
 
-    Only the tensors of this rank's layers and experts are read. Raises FileNotFoundError or KeyError for what is
-    missing and ValueError for a wrong shape, each by name.
+    Only the tensors of this rank's layers and experts are read. A folder that checkpoint_tools converted for Megatron-Core
+    is as good; reading it is collective. Raises FileNotFoundError or KeyError for what is missing and ValueError for a
+    wrong shape, each by name.
     """
+    if not callable(source) and is_distributed(source):
+        load_distributed([_unwrap(chunk) for chunk in chunks], source, cfg.model)
+        return
     get = source if callable(source) else _open_checkpoint(Path(source))
     _fill(chunks, lambda name: names.from_hf(name, get, cfg.model), cfg.model, parallel)
 

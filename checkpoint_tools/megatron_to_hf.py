@@ -1,0 +1,182 @@
+"""Megatron-Core distributed checkpoint of any layout -> Hugging Face checkpoint.
+
+In:  a folder that hf_to_megatron made, a checkpoint of a run, a run (its newest complete checkpoint), or a folder of
+     another program together with a config.json.
+Out: safetensors in shards with their index, config.json, generation_config.json, tokenizer and digests.
+Runs in worker processes; no GPU. The model is never built: rows go from file to file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+from checkpoint_tools import digests
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.hf_files import HfWriter, create_shards, plan_shards, write_rest
+from checkpoint_tools.hf_folder import has_tokenizer, read_config, side_files
+from checkpoint_tools.hf_to_megatron import DType
+from checkpoint_tools.megatron_folder import STATE, MegatronFolder, read_state, resolve
+from checkpoint_tools.output import fingerprint, output_folder
+from checkpoint_tools.report import say_converted
+from checkpoint_tools.strips import clip, segments, strips
+from checkpoint_tools.torch_dist import METADATA
+from checkpoint_tools.work import Bucket, WorkOptions, fill_buckets, run_buckets
+from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.weights import names
+from megatron_fp8rl.weights.names.table import Weight
+
+_MODEL_DIR = "model"  # of a run: config.json and tokenizer that its engines started with
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(WorkOptions):
+    source: tyro.conf.Positional[Path]
+    """Checkpoint folder, or folder of a run, whose newest complete checkpoint is taken."""
+    target: tyro.conf.Positional[Path]
+    """Folder to make."""
+    hf_config: Path | None = None
+    """Folder with config.json and tokenizer; needed when the source does not have them itself."""
+    dtype: DType = "keep"
+    """Type of the weights. keep is that of the checkpoint: BF16, unless it was trained or converted in FP32."""
+    shard_gb: float = 5.0
+    """Largest shard, in GB of 10^9 bytes."""
+    skip_crc: bool = False
+    """Do not compare pieces with their CRC-32, for checkpoints that were saved without."""
+
+
+def run(options: Options) -> int:
+    """The command."""
+    path = resolve(options.source)
+    from_hf = _architecture(options.hf_config) if options.hf_config is not None else None
+    source = MegatronFolder.open(path, from_hf, check_crc=not options.skip_crc)
+    with say_converted(path, options.target) as said:
+        config_dir = find_config_dir(path, options.hf_config)
+        said.num_bytes = convert(source, options.target, options, config_dir, options.dtype, options.shard_gb)
+        said.num_tensors = len(names.hf_tensors(source.model))
+        said.has_tokenizer = config_dir is not None and has_tokenizer(side_files(config_dir))
+    return 0
+
+
+def convert(
+    source: MegatronFolder,
+    target: Path,
+    work: WorkOptions,
+    config_dir: Path | None,
+    dtype: DType = "keep",
+    shard_gb: float = 5.0,
+) -> int:
+    """Convert, verify and rename; returns the bytes of the weights.
+
+    ``config_dir`` has config.json and tokenizer. Raises CheckpointError as :func:`output_folder` does, and when a piece
+    or a tensor is damaged.
+    """
+    weights = names.weights(source.model)
+    types = {name: _dtype_of(weight, source, dtype) for name, weight in weights.items()}
+    where = {hf_name: (types[w.name], shape) for w in weights.values() for hf_name, shape in _parts(w).items()}
+    tensors = {name: where[name] for name in names.hf_tensors(source.model)}
+    sizes = [(w.name, sum(torch.Size(s).numel() for s in _parts(w).values()) * types[w.name].itemsize) for w in weights.values()]
+    buckets, total = fill_buckets(sizes), sum(size for _, size in sizes)
+    decides = {
+        "command": "megatron_to_hf",
+        "source": [str(source.path.resolve()), fingerprint([source.path / METADATA, *source.path.glob(STATE)])],
+        "model": repr(source.model),
+        "config": str(config_dir and config_dir.resolve()),
+        "dtype": [dtype, shard_gb],
+    }
+    with output_folder(target, decides, overwrite=work.overwrite, num_bytes=total) as output:
+        shards = plan_shards(output.partial, tensors, int(shard_gb * 1e9))
+        create_shards(shards)
+        entries = {name: entry for shard in shards for name, entry in shard.items()}
+        job = ToHf(source, HfWriter(entries, work.memory_bytes), types)
+        run_buckets(job, buckets, output, workers=work.workers, label="megatron_to_hf")
+        done = {name: value for bucket in buckets for name, value in output.done[bucket.index]["digests"].items()}
+        digests.write(output.partial, {name: done[name] for name in tensors}, source=source.path.name)
+        config = _config(source.model, config_dir, {entry.dtype for entry in entries.values()})
+        write_rest(output.partial, shards, config, side_files(config_dir) if config_dir else [])
+        output.commit()
+    return total
+
+
+def _parts(weight: Weight) -> dict[str, tuple[int, ...]]:
+    """Hugging Face tensors that a parameter becomes."""
+    return dict(weight.parts) | dict.fromkeys(weight.copies, weight.shape)
+
+
+def _dtype_of(weight: Weight, source: MegatronFolder, dtype: DType) -> torch.dtype:
+    if dtype == "keep":
+        return source.dtype(weight)
+    return torch.float32 if weight.dtype == "float32" else getattr(torch, dtype)
+
+
+@dataclass
+class ToHf:
+    """The job: a bucket of parameters becomes rows of the shards."""
+
+    source: MegatronFolder
+    writer: HfWriter
+    types: dict[str, torch.dtype]  # by Megatron name
+
+    def run(self, bucket: Bucket) -> dict[str, Any]:
+        """{digests by Hugging Face name}, on disk and read back."""
+        written = digests.Running(self.source.path)
+        for name in bucket.names:
+            self._write(names.weights(self.source.model)[name], written)
+        self.writer.verify(written.done)
+        self.source.reader.forget()
+        return {"digests": written.done}
+
+    def _write(self, weight: Weight, written: digests.Running) -> None:
+        model, files = self.source.model, ", ".join(self.source.files_of(weight))
+        stored = digests.Running(f"{self.source.path}: {files}", self.source.recorded)
+        whole = segments(weight, model)
+        for first, end in strips(weight.shape, self.writer.memory_bytes):
+            rows = self.source.rows(weight, first, end)
+            for segment in clip(whole, first, end):
+                part = rows[segment.offset : segment.offset + segment.size]
+                name, shape = weight.parts[segment.part]
+                if self.source.recorded:
+                    stored.add(name, segment.start, part, shape[0])
+                part = part.to(self.types[weight.name])
+                for copy in (name, *weight.copies):
+                    self.writer.write(copy, segment.start, part)
+                    written.add(copy, segment.start, part, shape[0])
+
+
+def find_config_dir(path: Path, given: Path | None = None) -> Path | None:
+    """The folder with config.json and tokenizer: given, the checkpoint itself, or where its run had them."""
+    if given is not None:
+        return given
+    config = read_state(path).get("config", {})
+    hf_path = config.get("model", {}).get("hf_path")
+    run_dir = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+    candidates = [path, *([Path(hf_path)] if hf_path else []), run_dir / _MODEL_DIR]
+    return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+
+
+def _architecture(folder: Path) -> ModelConfig:
+    return names.from_hf_config(read_config(folder), fp8_weights=True)
+
+
+def _config(model: ModelConfig, config_dir: Path | None, dtypes: set[torch.dtype]) -> Mapping[str, Any]:
+    """Content of config.json: the given one when it is of this model, so that nothing in it is lost."""
+    config: dict[str, Any] = {}
+    if config_dir is not None:
+        config = read_config(config_dir)
+        config.pop("quantization_config", None)
+        theirs = names.from_hf_config(config, keep_mtp=model.num_mtp_layers > 0)
+        if _architecture_only(theirs) != _architecture_only(model):
+            raise CheckpointError(config_dir, f"config.json is of another model: {theirs} instead of {model}")
+        if model.num_mtp_layers == 0 and config.get("num_nextn_predict_layers"):
+            config["num_nextn_predict_layers"] = 0  # engines would look for their weights
+    widest = torch.bfloat16 if torch.bfloat16 in dtypes else next(iter(dtypes))
+    return {**(config or names.to_hf_config(model)), "dtype": str(widest).removeprefix("torch.")}
+
+
+def _architecture_only(model: ModelConfig) -> ModelConfig:
+    return replace(model, hf_path=None, initializer_range=0.0, max_position_embeddings=0)

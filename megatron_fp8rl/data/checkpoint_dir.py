@@ -1,0 +1,48 @@
+"""Which folders are complete checkpoints. Pure; reads the names and sizes of files and no weights.
+
+In: the folder where a run keeps its checkpoints. Out: those that are whole. Any process; neither torch nor Megatron-Core.
+
+    step_00000040/       complete, or it would not have this name; state.json lists the sizes of its files
+    .partial_00000080/   being written, or left by a run that was killed
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+STATE_FILE = "state.json"
+PARTIAL_PREFIX = ".partial_"
+_COMPLETE = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
+
+
+def complete(folder: Path) -> list[Path]:
+    """Folders with the name of a complete checkpoint, oldest first."""
+    if not folder.is_dir():
+        return []
+    found = [(match, path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
+    return [path for _, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
+
+
+def missing_part(path: Path) -> str | None:
+    """What keeps a folder from being a whole checkpoint; None when it is one."""
+    try:
+        files = json.loads((path / STATE_FILE).read_text())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{STATE_FILE} cannot be read ({error})"
+    for name, size in files.items():
+        file = path / name
+        if not file.is_file():
+            return f"file {name} is missing"
+        if file.stat().st_size != size:
+            return f"file {name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def latest(folder: str | Path) -> Path | None:
+    """The newest complete checkpoint in ``folder``, damaged and partial ones ignored; None when there is none."""
+    for path in reversed(complete(Path(folder))):
+        if missing_part(path) is None:
+            return path
+    return None

@@ -1,0 +1,75 @@
+"""Weights from a distributed checkpoint (torch_dist) that holds nothing else, or nothing else of interest.
+
+In: a folder that checkpoint_tools made, or a checkpoint of a run. Out: the model chunks of this rank, filled. Runs on
+every trainer rank; each reads its own pieces, in whatever layout they were written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+
+from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, missing_part
+
+_NO_PART_OF_THE_MODEL = ("hf_path", "initializer_range", "max_position_embeddings", "num_mtp_layers")
+
+
+def is_distributed(folder: str | Path) -> bool:
+    """Whether a folder holds a distributed checkpoint."""
+    return (Path(folder) / ".metadata").is_file()
+
+
+@torch.no_grad()
+def load_distributed(models: Sequence[GPTModel], folder: str | Path, model: ModelConfig) -> None:
+    """Collective: fill the model chunks of this rank from a distributed checkpoint of any layout.
+
+    Raises ValueError when the folder is not whole or holds another model, KeyError when a weight is missing.
+    """
+    folder = Path(folder)
+    _require_model(folder, model)
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "singleton_local_shards": False,
+    }
+    wanted = {
+        f"model{index}": {name: part for name, part in chunk.sharded_state_dict(metadata=metadata).items() if _is_weight(part)}
+        for index, chunk in enumerate(models)
+    }
+    loaded = dist_checkpointing.load(wanted, str(folder))
+    for index, chunk in enumerate(models):
+        found: dict[str, Any] = loaded[f"model{index}"]
+        lost = [name for name, _ in chunk.named_parameters() if name not in found and name != "output_layer.weight"]
+        if lost:
+            raise KeyError(f"{folder}: {', '.join(lost)} were not loaded")
+        chunk.load_state_dict(found, strict=False)
+
+
+def _is_weight(part: Any) -> bool:
+    """Not an object of extra state, and not the history of delayed scaling: those belong to a run that trains."""
+    return isinstance(part, ShardedTensor | ShardedTensorFactory) and not part.key.endswith("fp8.history")
+
+
+def _require_model(folder: Path, model: ModelConfig) -> None:
+    state_file = folder / STATE_FILE
+    if not state_file.is_file():
+        return  # of another program: Megatron-Core compares names and shapes
+    if (missing := missing_part(folder)) is not None:
+        raise ValueError(f"{folder} is not whole: {missing}. Convert or fetch it again")
+    theirs = json.loads(state_file.read_text())["config"]["model"]
+    ours = json.loads(json.dumps(dataclasses.asdict(model)))
+    differing = [
+        f"model.{key} is {theirs[key]!r} there and {value!r} here"
+        for key, value in ours.items()
+        if key not in _NO_PART_OF_THE_MODEL and key in theirs and theirs[key] != value
+    ]
+    if differing:
+        raise ValueError(f"{folder} holds another model: " + "; ".join(differing))
