@@ -87,7 +87,7 @@ def write(model: ModelConfig, family: Family) -> dict[str, Any]:
     if scaling is not None:
         stretch = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]}
         parameters |= {"rope_type": scaling.kind, **stretch}
-        config["rope_scaling"] = {"rope_type": scaling.kind, "type": scaling.kind, **stretch}
+        config["rope_scaling"] = {"rope_type": scaling.kind, **stretch}
     if family.rotary_fraction is not None or model.rotary_fraction != 1.0:
         parameters["partial_rotary_factor"] = config["partial_rotary_factor"] = model.rotary_fraction
     return config | {"rope_parameters": parameters}
