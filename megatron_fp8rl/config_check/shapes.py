@@ -5,10 +5,7 @@ from __future__ import annotations
 import math
 
 from megatron_fp8rl.config_check.findings import Findings
-from megatron_fp8rl.weights.names import to_hf_config
-
-_MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe")
-
+from megatron_fp8rl.weights.names import FAMILIES, to_hf_config
 
 def check_model(found: Findings) -> bool:
     """Whether the architecture is consistent in itself."""
@@ -20,10 +17,11 @@ def check_model(found: Findings) -> bool:
     if len(found.violations) > before:
         return False
     found.divides("model.num_key_value_heads", model.num_attention_heads, "attention heads")
-    if model.family in _MOE_FAMILIES and not model.is_moe:
+    has_experts = FAMILIES[model.family].has_experts
+    if has_experts and not model.is_moe:
         found.refuse("model.num_experts", "leaves a mixture-of-experts family without experts", "Set it to 2 or more")
-    elif model.family not in _MOE_FAMILIES and model.is_moe:
-        families = " or ".join(_MOE_FAMILIES)
+    elif model.is_moe and not has_experts:
+        families = " or ".join(name for name, family in FAMILIES.items() if family.has_experts)
         found.refuse("model.num_experts", "gives a dense family experts", f"Set 0, or --model.family {families}")
     elif model.is_moe:
         found.positive("model.moe_ffn_hidden_size")

@@ -97,8 +97,8 @@ class Family:
     mtp: tuple[Row, ...] = field(default=())  # what a multi-token prediction layer has besides a decoder layer
 
     @property
-    def has_mtp(self) -> bool:
-        return bool(self.mtp)
+    def has_experts(self) -> bool:
+        return "num_experts" in self.fields.values()
 
 
 def read(family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weights: bool) -> ModelConfig:

@@ -1,0 +1,68 @@
+"""The worked example of docs/adding_a_model.md does what the page says: its code makes a family that works."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+
+from tests.helpers.dist import run_ranks
+from tests.helpers.logits import assert_logits_equal, reference_logits, trainer_logits
+from tests.tolerances import LOGITS_FLOAT32
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding_a_model.md"
+
+
+def code_for(path: str) -> str:
+    """The block of the page that begins with the name of the file that it belongs to."""
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = [code for name, code in blocks if name == path]
+    return code
+
+
+def registered() -> tuple[str, dict]:
+    """Register the family of the page in this process; (model type, options of the page's test case)."""
+    from megatron_fp8rl.weights import names
+
+    namespace: dict = {"CASES": {}}
+    exec(code_for("megatron_fp8rl/weights/names/seed_oss.py"), namespace)
+    exec(code_for("tests/unit/weights/test_families.py"), namespace)
+    names.FAMILIES["seed_oss"] = namespace["SEED_OSS"]
+    return namespace["CASES"]["seed_oss"]
+
+
+def convert_and_compare(folder: str) -> dict:
+    """Names and logits of a random model of the family, in a process of its own."""
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    from megatron_fp8rl.weights import names
+
+    family, options = registered()
+    sizes = dict(
+        vocab_size=131, hidden_size=48, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=20, max_position_embeddings=64,
+    )  # fmt: skip
+    model = names.from_hf_config(AutoConfig.for_model(family, **sizes | options).to_dict())
+    expected = reference_logits(model, folder)
+    saved = json.loads((Path(folder) / "config.json").read_text())
+    tensors = load_file(Path(folder) / "model.safetensors")
+    back: dict[str, torch.Tensor] = {}
+    for name in names.mcore_names(model):
+        back |= dict(names.to_hf(name, names.from_hf(name, tensors.__getitem__, model), model))
+    logits = trainer_logits(model, dict(world_size=1), folder)
+    return {
+        "qkv_bias": model.qkv_bias,
+        "same_config": names.from_hf_config(saved) == model,
+        "same_tensors": back.keys() == tensors.keys() and all(torch.equal(back[n], t) for n, t in tensors.items()),
+        "expected": expected,
+        "logits": logits,
+    }
+
+
+def test_the_family_of_the_page_works(tmp_path):
+    (result,) = run_ranks(1, convert_and_compare, str(tmp_path))
+    assert result["qkv_bias"] and result["same_config"] and result["same_tensors"]
+    assert_logits_equal(result["logits"], result["expected"], **LOGITS_FLOAT32)
