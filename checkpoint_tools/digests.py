@@ -1,6 +1,6 @@
 """SHA-256 of every tensor, beside the checkpoint: what a safetensors file cannot tell about itself.
 
-In:  rows of tensors as they are read or written, in order. Out: a digest of each tensor, compared with the recorded one.
+In:  rows of tensors as they are read or written, in order. Out: a digest of each, compared with the recorded one.
 
 ``digests.json`` lies in every folder that these tools write. A digest is taken of a tensor's bytes in C order, little
 endian, under its Hugging Face name; type and shape are in the header of the file.
@@ -40,7 +40,9 @@ def read(folder: Path) -> dict[str, str]:
             raise ValueError(f"format {content['format']}, algorithm {content['algorithm']}")
         return dict(content["tensors"])
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(file, f"cannot be read ({error}); restore it, or delete it to go without digests") from error
+        raise CheckpointError(
+            file, f"cannot be read ({error}); restore it, or delete it to go without digests"
+        ) from error
 
 
 class Running:

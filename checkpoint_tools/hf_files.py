@@ -84,9 +84,7 @@ class HfWriter:
         return self.__dict__ | {"_files": Files(writable=True)}
 
 
-def write_rest(
-    folder: Path, shards: list[dict[str, Entry]], config: Mapping[str, Any], side_files: list[Path]
-) -> None:
+def write_rest(folder: Path, shards: list[dict[str, Entry]], config: Mapping[str, Any], side_files: list[Path]) -> None:
     """Everything besides the weights: index, config.json, generation_config.json, tokenizer."""
     if len(shards) > 1:
         total = sum(entry.num_bytes for shard in shards for entry in shard.values())
@@ -96,7 +94,9 @@ def write_rest(
     for file in side_files:
         shutil.copyfile(file, folder / file.name)
     if not (folder / "generation_config.json").exists():
-        special = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+        special = {
+            key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None
+        }
         write_json(folder / "generation_config.json", special)
 
 

@@ -95,6 +95,10 @@ class HfFolder:
         scale = self._scale(name)[start // FP8_BLOCK : -(-end // FP8_BLOCK)]
         return dequantize_weight(rows, scale)[first - start :].to(torch.bfloat16)
 
+    def stored(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
+        """Rows of a tensor, scales included, as the file has them; not compared with digests.json."""
+        return self._files.rows(self.entries[name], first, end)
+
     @property
     def _digests(self) -> digests.Running:
         if self._running is None:
@@ -167,7 +171,9 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
         entries |= found
         expected = {name for name, file in listed.items() if file == shard}
         if listed:
-            problems += [f"{name}: {INDEX} says {shard}, which does not hold it" for name in sorted(expected - set(found))]
+            problems += [
+                f"{name}: {INDEX} says {shard}, which does not hold it" for name in sorted(expected - set(found))
+            ]
             problems += [f"{name}: in {shard}, but not in {INDEX}" for name in sorted(set(found) - expected)]
     return entries, problems, unreadable
 

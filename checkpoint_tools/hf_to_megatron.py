@@ -213,7 +213,9 @@ def _complete(output: Output, source: HfFolder, job: ToMegatron, num_buckets: in
         source=source.path.name,
     )
     _write_model_files(output.partial, source)
-    files = sorted(file for file in output.partial.iterdir() if not file.name.startswith(".") or file.name == ".metadata")
+    files = sorted(
+        file for file in output.partial.iterdir() if not file.name.startswith(".") or file.name == ".metadata"
+    )
     state = {
         "format": _FORMAT,
         "step": 0,

@@ -82,7 +82,7 @@ class MegatronFolder:
             low, high = max(first, offsets[0]), min(end, offsets[0] + sizes[0])
             if low >= high:
                 continue
-            index = tuple(i - o for i, o in zip(place.index, piece.offsets))
+            index = tuple(i - o for i, o in zip(place.index, piece.offsets[:num_stacked], strict=True))
             rows = self.reader.rows(weight.name, piece, stored.dtype, index, low - offsets[0], high - offsets[0])
             box = result[low - first : high - first]
             for axis in range(1, len(sizes)):
@@ -121,7 +121,8 @@ def _indices(piece: Piece, num_stacked: int) -> Iterator[tuple[int, ...]]:
 
 def is_megatron(path: Path) -> bool:
     """Whether a folder is a distributed checkpoint, or a run or a collection of checkpoints that has one."""
-    return (path / METADATA).exists() or any(True for _ in path.glob("step_*/.metadata")) or (path / "checkpoints").is_dir()
+    inside = (METADATA, "*.distcp", f"step_*/{METADATA}", "checkpoints")
+    return any(True for pattern in inside for _ in path.glob(pattern))
 
 
 def resolve(path: Path) -> Path:
@@ -139,7 +140,7 @@ def resolve(path: Path) -> Path:
             return newest
     raise CheckpointError(
         path,
-        "neither a distributed checkpoint (.metadata), nor a run with a complete checkpoint (checkpoints/step_*/state.json)",
+        "neither a distributed checkpoint (.metadata) nor a run with a complete one (checkpoints/step_*/state.json)",
     )
 
 
@@ -162,7 +163,8 @@ def model_of(path: Path) -> ModelConfig:
         return ModelConfig(**(saved | parts | {"hf_path": None}))
     except (KeyError, TypeError) as error:
         raise CheckpointError(
-            path, f"{STATE} does not say which model this is ({error}); name a folder with its config.json by --hf_config"
+            path,
+            f"{STATE} does not say which model this is ({error}); name a folder with its config.json by --hf_config",
         ) from error
 
 

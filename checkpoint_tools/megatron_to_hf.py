@@ -80,7 +80,10 @@ def convert(
     types = {name: _dtype_of(weight, source, dtype) for name, weight in weights.items()}
     where = {hf_name: (types[w.name], shape) for w in weights.values() for hf_name, shape in _parts(w).items()}
     tensors = {name: where[name] for name in names.hf_tensors(source.model)}
-    sizes = [(w.name, sum(torch.Size(s).numel() for s in _parts(w).values()) * types[w.name].itemsize) for w in weights.values()]
+    sizes = [
+        (w.name, sum(torch.Size(s).numel() for s in _parts(w).values()) * types[w.name].itemsize)
+        for w in weights.values()
+    ]
     buckets, total = fill_buckets(sizes), sum(size for _, size in sizes)
     decides = {
         "command": "megatron_to_hf",

@@ -1,7 +1,8 @@
 """A folder that appears under its name only when it is complete, and that an interrupted program goes on to fill.
 
-In:  the name of the folder, and what decides its content. Out: a partial folder beside it, with a journal of the buckets
-     of work that are done; in the end the folder. The process of the command; its workers write into the partial folder.
+In:  the name of the folder, and what decides its content. Out: a partial folder beside it, with a journal of the
+     buckets of work that are done; in the end the folder. Runs in the process of the command; its workers write into
+     the partial folder.
 
     .NAME.partial/.journal    one line for what decides the content, one for every finished bucket
     .NAME.partial/.lock       held while a program writes
@@ -58,9 +59,7 @@ class Output:
 
 
 @contextmanager
-def output_folder(
-    path: str | Path, decides: Mapping[str, Any], *, overwrite: bool, num_bytes: int
-) -> Iterator[Output]:
+def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bool, num_bytes: int) -> Iterator[Output]:
     """Open the partial folder of ``path``: what an interrupted run left if ``decides`` (JSON) is the same, else empty.
 
     ``num_bytes`` of weights are to be written. Raises CheckpointError when the folder exists and is not to be replaced,

@@ -16,8 +16,8 @@ from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.weights.names import slicing
 from megatron_fp8rl.weights.names.table import Weight
 
-# A strip, what it is made of, its bytes on the way to a file, and FP8 values in float32 beside their scales.
-BYTES_PER_ELEMENT = 16
+# A strip, what it is made of, its bytes on the way to a file, and FP8 blocks in float32 while they are scaled.
+BYTES_PER_ELEMENT = 24
 MIN_MEMORY_BYTES = 64 << 20
 
 

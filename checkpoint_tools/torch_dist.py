@@ -160,9 +160,11 @@ class _Layout(pickle.Unpickler):
 def _require_rows(layout: Any, sizes: tuple[int, ...]) -> None:
     offset, size, stride = layout
     expected = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-    differs = any(n > 1 and have != want for n, have, want in zip(sizes, stride, expected))
+    differs = any(n > 1 and have != want for n, have, want in zip(sizes, stride, expected, strict=True))
     if offset != 0 or tuple(size) != sizes or differs:
-        raise ValueError(f"a tensor of shape {tuple(size)}, strides {tuple(stride)} where rows of {sizes} were expected")
+        raise ValueError(
+            f"a tensor of shape {tuple(size)}, strides {tuple(stride)} where rows of {sizes} were expected"
+        )
 
 
 @dataclass
@@ -174,14 +176,12 @@ class PieceReader:
     _files: Files = field(default_factory=Files)
     _data: dict[tuple[str, int], int] = field(default_factory=dict)  # (file, position) -> where the numbers begin
 
-    def rows(
-        self, name: str, piece: Piece, dtype: torch.dtype, index: tuple[int, ...], first: int, end: int
-    ) -> Tensor:
-        """Rows [first, end) of ``piece[index]``. Raises CheckpointError with ``name`` and the file when it is damaged."""
+    def rows(self, name: str, piece: Piece, dtype: torch.dtype, index: tuple[int, ...], first: int, end: int) -> Tensor:
+        """Rows [first, end) of ``piece[index]``. Raises CheckpointError with ``name`` and the file when damaged."""
         where = self._begin(name, piece, dtype)
         sizes = piece.sizes[len(index) :]
         number = 0  # of the row, over the stacked axes
-        for position, size in zip(index, piece.sizes):
+        for position, size in zip(index, piece.sizes[: len(index)], strict=True):
             number = number * size + position
         row_bytes = math.prod(sizes[1:]) * dtype.itemsize
         offset = where + (number * sizes[0] + first) * row_bytes

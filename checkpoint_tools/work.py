@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -55,7 +55,9 @@ class WorkOptions:
         try:
             value = int(float(text[:-1]) * (1 << _UNITS[text[-1]])) if text[-1:] in _UNITS else int(text)
         except ValueError as error:
-            raise ValueError(f"--max_memory {self.max_memory!r}: expected a number of bytes, or one with K, M or G") from error
+            raise ValueError(
+                f"--max_memory {self.max_memory!r}: expected a number of bytes, or one with K, M or G"
+            ) from error
         if value < MIN_MEMORY_BYTES:
             raise ValueError(f"--max_memory {self.max_memory!r}: at least {MIN_MEMORY_BYTES >> 20}M are needed")
         return value
@@ -89,12 +91,16 @@ def run_buckets(job: Job, buckets: Sequence[Bucket], output: Output, *, workers:
     total = sum(bucket.num_bytes for bucket in buckets)
     progress = Progress(label, total, total - sum(bucket.num_bytes for bucket in pending))
     with progress:
-        for bucket, result in _results(job, pending, workers):
+        for bucket, result in results(job, pending, workers):
             output.record(bucket.index, result)
             progress.advance(bucket.num_bytes)
 
 
-def _results(job: Job, buckets: Sequence[Bucket], workers: int) -> Iterable[tuple[Bucket, dict[str, Any]]]:
+def results(job: Job, buckets: Sequence[Bucket], workers: int) -> Iterator[tuple[Bucket, dict[str, Any]]]:
+    """What each bucket gives, as soon as it is there: in this process with one worker, else in processes of their own.
+
+    Raises the first error of a bucket, and CheckpointError when a worker was killed.
+    """
     if workers <= 1 or len(buckets) <= 1:
         for bucket in buckets:
             yield bucket, job.run(bucket)
@@ -139,7 +145,9 @@ def _run_in_worker(bucket: Bucket) -> dict[str, Any]:
 class Progress:
     """Bytes, speed and time left: a bar on a terminal, a line every few seconds elsewhere; on stderr."""
 
-    def __init__(self, label: str, total_bytes: int, done_bytes: int = 0, *, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, label: str, total_bytes: int, done_bytes: int = 0, *, clock: Callable[[], float] = time.monotonic
+    ):
         self._label, self._total, self._done, self._resumed = label, total_bytes, done_bytes, done_bytes
         self._clock = clock
         self._bar: Any = None

@@ -1,6 +1,6 @@
 """Which folders are complete checkpoints. Pure; reads the names and sizes of files and no weights.
 
-In: the folder where a run keeps its checkpoints. Out: those that are whole. Any process; neither torch nor Megatron-Core.
+In: the folder where a run keeps its checkpoints. Out: those that are whole. Any process; no torch, no Megatron-Core.
 
     step_00000040/       complete, or it would not have this name; state.json lists the sizes of its files
     .partial_00000080/   being written, or left by a run that was killed

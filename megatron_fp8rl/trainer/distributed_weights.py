@@ -41,7 +41,9 @@ def load_distributed(models: Sequence[GPTModel], folder: str | Path, model: Mode
         "singleton_local_shards": False,
     }
     wanted = {
-        f"model{index}": {name: part for name, part in chunk.sharded_state_dict(metadata=metadata).items() if _is_weight(part)}
+        f"model{index}": {
+            name: part for name, part in chunk.sharded_state_dict(metadata=metadata).items() if _is_weight(part)
+        }
         for index, chunk in enumerate(models)
     }
     loaded = dist_checkpointing.load(wanted, str(folder))
