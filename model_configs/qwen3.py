@@ -33,6 +33,7 @@ def qwen3_30b_a3b() -> ModelConfig:
         num_key_value_heads=4,
         head_dim=128,
         vocab_size=151936,
+        ffn_hidden_size=6144,  # named in config.json; no layer is dense
         num_experts=128,
         experts_per_token=8,
         moe_ffn_hidden_size=768,
@@ -43,7 +44,12 @@ def qwen3_30b_a3b() -> ModelConfig:
 def qwen3_235b_a22b() -> ModelConfig:
     """Qwen/Qwen3-235B-A22B. An expert is 1536 wide, twelve FP8 blocks: it tiles over 1, 2, 3, 4, 6 or 12 ranks."""
     return replace(
-        qwen3_30b_a3b(), num_layers=94, hidden_size=4096, num_attention_heads=64, moe_ffn_hidden_size=1536
+        qwen3_30b_a3b(),
+        num_layers=94,
+        hidden_size=4096,
+        num_attention_heads=64,
+        ffn_hidden_size=12288,
+        moe_ffn_hidden_size=1536,
     )
 
 

@@ -54,6 +54,7 @@ LIGHT = (
     "megatron_fp8rl.types",
     "megatron_fp8rl.config_check",
     "megatron_fp8rl.cli",
+    "megatron_fp8rl.doctor",
     "model_configs",
 )
 

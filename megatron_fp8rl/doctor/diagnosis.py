@@ -10,6 +10,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from megatron_fp8rl import config_check
@@ -106,6 +107,7 @@ def _look(
     if check_degrees(questions, check_model(questions)):
         trainer, engine = judge.trainer(cfg), engine_memory.worker(cfg, gpu.memory_bytes)
         findings += judge.of_trainer(mended, trainer) + judge.of_engine(mended, engine)
+        findings += _of_tiles(cfg, {finding.subject for finding in findings})
     findings += _of_machines(cfg, judge.options) + precision.findings(cfg, gpu) + _of_start(cfg)
     return findings, trainer, engine
 
@@ -214,6 +216,30 @@ class _Judge:
 
 def _engine_finding(engine: EngineEstimate, severity: Severity, problem: str, change: Change) -> Finding:
     return Finding(severity=severity, subject=engine.estimate.title, problem=problem, change=change)
+
+
+def _of_tiles(cfg: RunConfig, refused: set[str]) -> list[Finding]:
+    """Matrices of the table that do not tile, for options that are not refused already."""
+    kinds = tiling.matrices(cfg)
+    degrees, found = tiling.common_degrees(kinds), []
+    for option in degrees:
+        if option == "rollout.tensor":
+            spoiled = [kind.name for kind in kinds if not kind.engine_tiles]
+        else:
+            spoiled = [kind.name for kind in kinds if kind.trainer_option == option and not kind.trainer_tiles]
+        if spoiled and f"--{option}" not in refused:
+            present = attrgetter(option)(cfg)
+            best = max((degree for degree in degrees[option] if degree <= present), default=0)
+            found.append(
+                Finding(
+                    severity="error",
+                    subject=f"--{option}",
+                    problem=f"{present}: FP8 blocks of a rank are not blocks of the whole matrix: {', '.join(spoiled)}",
+                    remedy=f"Degrees that tile: {', '.join(map(str, degrees[option])) or 'none'}",
+                    change=((option, best),) if best else (),
+                )
+            )
+    return found
 
 
 def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:

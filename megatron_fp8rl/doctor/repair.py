@@ -69,7 +69,12 @@ def mend_all(cfg: RunConfig, accelerator: Accelerator) -> Change:
         steps = [change for violation in violations if (change := mend(cfg, violation, accelerator))]
         if not steps:
             break
-        step = min(steps, key=lambda change: len(config_check.check(apply(cfg, change), accelerator=accelerator)))
+
+        def cost(change: Change, now: RunConfig = cfg) -> tuple[int, bool]:
+            left = len(config_check.check(apply(now, change), accelerator=accelerator))
+            return left, change[0][0] == "parallel.world_size"  # rather another degree than another number of GPUs
+
+        step = min(steps, key=cost)
         cfg = apply(cfg, step)
         changes |= dict(step)
     return tuple(changes.items())

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, RunConfig
 from megatron_fp8rl.doctor.parameters import Entry, engine_shape, entries
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights.names import slicing
@@ -18,7 +18,6 @@ from megatron_fp8rl.weights.names.table import Weight
 
 TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 _MAX_DEGREE = 64
-_BF16 = "BF16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +72,7 @@ def _matrix(cfg: RunConfig, pattern: str, shape: tuple[int, ...], members: list[
         shape=shape,
         trainer_shape=on_trainer,
         trainer_tile=trainer_tile,
-        trainer_tiles=_tiles(weight, on_trainer, shape, trainer_tile)
-        and slicing.problem(weight, model, degree) is None,
+        trainer_tiles=_trainer_tiles(weight, part, model, degree, trainer_tile),
         trainer_degrees=tuple(_trainer_degrees(weight, part, model, trainer_tile)) if weight.cut != "none" else (),
         trainer_option=option if weight.cut != "none" else "",
         engine_shape=on_engine,
@@ -86,27 +84,39 @@ def _matrix(cfg: RunConfig, pattern: str, shape: tuple[int, ...], members: list[
 
 
 def trainer_part_shape(weight: Weight, part: int, model: ModelConfig, ranks: int) -> tuple[int, ...]:
-    """Shape of one Hugging Face part of a Megatron weight on a tensor-parallel rank, rounded up."""
+    """Shape of one Hugging Face part of a Megatron weight on the tensor-parallel rank that has most of it."""
     shape = list(weight.parts[part][1])
-    if weight.cut != "none":
+    if weight.cut != "none" and slicing.problem(weight, model, ranks) is None:
+        held = (slicing.part_range(weight, model, part, ranks, rank) for rank in range(ranks))
+        shape[weight.axis] = max(stop - start for start, stop in held)
+    elif weight.cut != "none":
         shape[weight.axis] = -(-shape[weight.axis] // ranks)
     return tuple(shape)
 
 
+def _trainer_tiles(weight: Weight, part: int, model: ModelConfig, ranks: int, tile: int) -> bool:
+    """Whether a rank's blocks are blocks of the whole matrix: more ranks than query groups share the rows of a group."""
+    if slicing.problem(weight, model, ranks) is not None:
+        return False
+    whole = weight.parts[part][1]
+    if weight.cut == "none" or tile < FP8_BLOCK:
+        return _tiles(weight, trainer_part_shape(weight, part, model, ranks), whole, tile)
+    held = [piece for rank in range(ranks) for piece in slicing.slices(weight, model, ranks, rank) if piece.part == part]
+    edges = {edge for piece in held for edge in (piece.start, piece.stop)}
+    return all(edge % tile == 0 or edge == whole[weight.axis] for edge in edges)
+
+
 def _tiles(weight: Weight, shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:
     """Whether the edges of shards are edges of tiles; per-tensor and MX scales need whole tiles throughout."""
-    axes = range(len(shard)) if tile < 128 else [axis for axis, size in enumerate(shard) if size != whole[axis]]
+    axes = range(len(shard)) if tile < FP8_BLOCK else [axis for axis, size in enumerate(shard) if size != whole[axis]]
     return all(shard[axis] % tile == 0 for axis in axes)
 
 
 def _trainer_degrees(weight: Weight, part: int, model: ModelConfig, tile: int) -> Iterator[int]:
-    size = weight.parts[part][1][weight.axis]
-    for ranks in range(1, min(_MAX_DEGREE, size) + 1):
+    for ranks in range(1, _MAX_DEGREE + 1):
         whole_heads = weight.is_expert or model.num_attention_heads % ranks == 0
-        if size % ranks == 0 and whole_heads and slicing.problem(weight, model, ranks) is None:
-            shard = trainer_part_shape(weight, part, model, ranks)
-            if _tiles(weight, shard, weight.parts[part][1], tile):
-                yield ranks
+        if whole_heads and _trainer_tiles(weight, part, model, ranks, tile):
+            yield ranks
 
 
 def _engine_divides(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, ranks: int) -> bool:

@@ -1,0 +1,144 @@
+"""Runs of real models: published dimensions and parameter counts, no mistakes, and room on the GPUs they are made for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl import cli, config_check
+from megatron_fp8rl.doctor import diagnose, parameters
+from megatron_fp8rl.weights import names
+from model_configs import deepseek, llama, mixtral, qwen3
+
+# Fields of the config.json files that the publishers keep beside the weights (Hugging Face: meta-llama/Llama-3.1-8B,
+# Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3).
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "hidden_act": "silu",
+    "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                     "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "initializer_range": 0.02,
+}  # fmt: skip
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000,
+    "rope_scaling": None, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+    "use_sliding_window": False, "sliding_window": None, "max_window_layers": 36, "initializer_range": 0.02,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "rope_scaling": None,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "hidden_act": "silu",
+    "attention_bias": False, "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": None,
+    "initializer_range": 0.02,
+}  # fmt: skip
+QWEN3_235B_A22B = QWEN3_30B_A3B | {
+    "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536, "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0, "sliding_window": None, "hidden_act": "silu", "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+}  # fmt: skip
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "num_hidden_layers": 61, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+    "norm_topk_prob": True, "routed_scaling_factor": 2.5, "first_k_dense_replace": 3, "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1, "vocab_size": 129280, "max_position_embeddings": 163840, "rms_norm_eps": 1e-06,
+    "rope_theta": 10000, "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+
+# Parameters: the totals that the hub shows for the safetensors files where it shows them to the unit (Llama, Qwen,
+# Mixtral); what model cards and reports round to ("30.5B in total and 3.3B activated", "235B ... 22B", "46.7B ... 12.9B",
+# arXiv:2401.04088; "671B total parameters with 37B activated", arXiv:2412.19437).
+MODELS = {
+    "llama31_8b": (llama.llama31_8b, LLAMA_31_8B, 8_030_261_248, "8.03", "8.03"),
+    "qwen3_8b": (qwen3.qwen3_8b, QWEN3_8B, 8_190_735_360, "8.19", "8.19"),
+    "qwen3_30b_a3b": (qwen3.qwen3_30b_a3b, QWEN3_30B_A3B, 30_532_122_624, "30.5", "3.35"),
+    "qwen3_235b_a22b": (qwen3.qwen3_235b_a22b, QWEN3_235B_A22B, 235_093_634_560, "235.1", "22.2"),
+    "mixtral_8x7b": (mixtral.mixtral_8x7b, MIXTRAL_8X7B, 46_702_792_704, "46.7", "12.9"),
+    # The report's 671 B are without the prediction layer; the unit count is arithmetic over the published dimensions.
+    "deepseek_v3": (deepseek.deepseek_v3, DEEPSEEK_V3, 671_026_419_200, "671.0", "37.6"),
+}
+RUNS = [name for name in cli.config_functions() if name.startswith("grpo_")]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_dimensions_are_the_published_ones(name):
+    make, published, *_ = MODELS[name]
+    assert names.from_hf_config(published) == replace(make(), hf_path=None)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameter_counts_are_the_published_ones(name):
+    make, _, total, total_shown, active_shown = MODELS[name]
+    found = parameters.count(make())
+    assert found.total == total
+    digits = len(total_shown.partition(".")[2])
+    assert f"{found.total / 1e9:.{digits}f}" == total_shown
+    assert f"{found.active / 1e9:.{len(active_shown.partition('.')[2])}f}" == active_shown
+
+
+def test_deepseek_total_is_the_sum_of_its_parts():
+    """By hand, from the report's dimensions: 61 layers of latent attention, 3 dense, 58 with 256 + 1 experts."""
+    h, heads = 7168, 128
+    attention = h * 1536 + 1536 + 1536 * heads * 192 + h * 576 + 512 + 512 * heads * 256 + heads * 128 * h
+    dense, expert = 3 * h * 18432, 3 * h * 2048
+    router = 256 * h + 256
+    total = 61 * (attention + 2 * h) + 3 * dense + 58 * (257 * expert + router) + 2 * 129280 * h + h
+    assert parameters.count(deepseek.deepseek_v3()).total == total
+
+
+@pytest.mark.parametrize("name", ["qwen3_8b", "qwen3_30b_a3b", "mixtral_8x7b", "deepseek_v3"])
+def test_counts_are_sums_over_the_checkpoints_tensors(name):
+    """The quick algebra against the table that conversions use, tensor by tensor."""
+    model = replace(MODELS[name][0](), num_layers=5)
+    listed = sum(math.prod(shape) for shape in names.hf_tensors(model).values())
+    assert parameters.count(model).total == listed
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("accelerator", ["cpu", "hopper", "blackwell"])
+def test_runs_have_no_mistakes(name, accelerator):
+    cfg = cli.config_functions()[name]()
+    assert cfg.name == name
+    assert config_check.check(cfg, accelerator=accelerator) == []
+
+
+GPUS = {
+    "grpo_llama31_8b": 8,
+    "grpo_qwen3_8b": 8,
+    "grpo_qwen3_30b_a3b": 8,
+    "grpo_qwen3_30b_a3b_16gpu": 16,
+    "grpo_mixtral_8x7b": 16,
+    "grpo_qwen3_235b_a22b": 64,
+    "grpo_deepseek_v3": 256,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_fit_the_gpus_that_they_name(name):
+    function = cli.config_functions()[name]
+    found = diagnose(function())
+    assert found.num_gpus == GPUS[name]
+    assert f"on {GPUS[name]} H200" in function.__doc__
+    assert [f for f in found.findings if f.severity == "error"] == []
+    # The only thing missing is a checkpoint to start from; packages depend on the machine that tests.
+    warnings = {f.subject for f in found.findings if f.severity == "warning"}
+    assert warnings - {p.name for p in found.packages} - {"python"} == {"--model.hf_path"}
+    assert found.trainer.share < 0.92 and found.engine.full_sequences >= 32
