@@ -255,9 +255,10 @@ def _repair_token_splits() -> None:
 
 
 def _repair_optimizer_state() -> None:
-    """With torch's AdamW (no Transformer Engine or Apex) the distributed optimizer's checkpoints fail in three ways:
-    ``state_dict`` asserts before the first step, loading misses ``step``, and loading shares one ``step`` tensor among
-    all parameters, which AdamW then advances once for each of them. 0.19; drop when upstream tests torch.optim.AdamW.
+    """With torch's AdamW (no Transformer Engine or Apex) the distributed optimizer's checkpoints fail in four ways:
+    ``state_dict`` asserts before the first step, and on ranks without parameters (of experts, when all layers of a stage
+    are dense); loading misses ``step``, and shares one ``step`` tensor among all parameters, which AdamW then advances
+    once for each of them. 0.19; drop when upstream tests torch.optim.AdamW.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -270,7 +271,14 @@ def _repair_optimizer_state() -> None:
                 if not self.optimizer.state[param]:
                     state = {key: torch.zeros_like(param) for key in self.optimizer_state_keys}
                     self.optimizer.state[param] = state | {"step": torch.zeros(())}
-        return save(self)
+        if self.optimizer.state:
+            return save(self)
+        step = max(group.get("step", 0) for group in self.optimizer.param_groups)
+        self.optimizer.state["no parameter"] = {"step": torch.tensor(float(step))}
+        try:
+            return save(self)
+        finally:
+            del self.optimizer.state["no parameter"]
 
     def load_state_dict(self, state_dict):
         load(self, state_dict)

@@ -134,6 +134,17 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         return norm
 
+    def set_num_updates(self, num_updates: int) -> None:
+        """Tell Adam how many updates it has made, before a checkpoint is written.
+
+        A checkpoint takes this number from its first rank, where Adam does not count the updates of experts when all
+        layers of the first pipeline stage are dense.
+        """
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            for group in part.optimizer.param_groups:
+                if not group["params"]:
+                    group["step"] = num_updates
+
     def _describe_non_finite(self, norm: float) -> str:
         """Collective: which gradients of which ranks are not finite."""
         rank = self._parallel.rank
