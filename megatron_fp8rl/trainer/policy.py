@@ -88,15 +88,15 @@ class Policy:
     def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Collective: the batch with ``old_logprobs_T``, and with a reference model ``ref_logprobs_T``.
 
-        FP32 [T] on the trainer's device for every microbatch, on every rank of the data-parallel replica, at
+        FP32 [T] beside the tokens of every microbatch, on every rank of the data-parallel replica, at
         ``rollout.temperature``; 0 outside the loss mask. They come from the current weights under the recipe that
         trains, and change no state: neither weights nor FP8 scaling history.
         """
         old = self._forward.logprobs(self.chunks, batch.microbatches)
-        filled = [replace(mb, old_logprobs_T=values) for mb, values in zip(batch.microbatches, old, strict=True)]
+        filled = [replace(mb, old_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in zip(batch.microbatches, old, strict=True)]
         if self.reference is not None:
             ref = self._forward.logprobs(self.reference, batch.microbatches)
-            filled = [replace(mb, ref_logprobs_T=values) for mb, values in zip(filled, ref, strict=True)]
+            filled = [replace(mb, ref_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in zip(filled, ref, strict=True)]
         return replace(batch, microbatches=tuple(filled))
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
