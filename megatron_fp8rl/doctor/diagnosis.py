@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -77,7 +77,7 @@ def diagnose(
     findings, trainer, engine = _look(cfg, repair.apply(cfg, mended), judge)
     findings += packages.findings(config_check.local_accelerator() != "cpu")
     findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.severity))
-    begin = partial(_command, config_name, overrides)
+    begin = partial(_command, config_name, [*overrides, *_option_words(options)])
     has_model = check_model(Findings(cfg))
     return Diagnosis(
         cfg=cfg,
@@ -130,6 +130,12 @@ def _cure(cfg: RunConfig, mended: Change, findings: list[Finding], judge: _Judge
 def gpus_wanted(cfg: RunConfig) -> int:
     """GPUs of trainer and engines, each with its own."""
     return cfg.parallel.world_size + cfg.rollout.num_replicas * cfg.rollout.tensor
+
+
+def _option_words(options: DoctorOptions) -> list[str]:
+    """The machines that the user named, for commands to repeat."""
+    named = [(f.name, getattr(options, f.name), f.default) for f in fields(options) if f.name != "json"]
+    return [word for name, value, default in named if value != default for word in (f"--{name}", str(value))]
 
 
 def _command(config_name: str, overrides: Sequence[str], change: Change) -> str:

@@ -54,7 +54,7 @@ class Bytes:
 
 def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float = 1.0) -> Estimate:
     """The estimate of the pipeline stage with the largest total."""
-    stages = [_stage(cfg, gpu, capacity_bytes, routing_imbalance, stage) for stage in range(cfg.parallel.pipeline)]
+    stages = [estimate_stage(cfg, gpu, capacity_bytes, routing_imbalance, stage) for stage in range(cfg.parallel.pipeline)]
     return max(stages, key=lambda estimate: estimate.total_bytes)
 
 
@@ -89,7 +89,8 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
     return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)
 
 
-def _stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float, stage: int) -> Estimate:
+def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float, stage: int) -> Estimate:
+    """Peak memory of a rank of one pipeline stage; all its ranks need the same when routing is balanced."""
     tokens = Tokens.of(cfg, routing_imbalance)
     layout = TrainerLayout.from_config(cfg.parallel)
     held = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]

@@ -1,0 +1,59 @@
+"""What the doctor says of weights, gradients and optimizer states, against what Megatron-Core allocates on each rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.doctor import trainer_memory
+from megatron_fp8rl.doctor.hardware import GPUS
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import DENSE, MOE, continue_training, run_config
+
+
+def _measure(cfg):
+    """On a rank: (pipeline rank, bytes of weights, of main gradients, of master weights and moments)."""
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
+    continue_training(policy, 1)
+    parameters = [parameter for model in policy.models for parameter in model.parameters()]
+    optimizer = policy.optimizer.megatron
+    states = 0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups:
+            for master in group["params"]:
+                moments = [t for t in part.optimizer.state[master].values() if torch.is_tensor(t) and t.numel() > 1]
+                states += sum(t.numel() * t.element_size() for t in (master, *moments))
+    return (
+        policy.parallel.pp_rank,
+        sum(p.numel() * p.element_size() for p in parameters),
+        sum(p.main_grad.numel() * p.main_grad.element_size() for p in parameters),
+        states,
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(MOE, {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
+        pytest.param(MOE, {"tensor": 2, "expert": 2, "expert_tensor": 2}, id="tp2-ep2-etp2"),
+        pytest.param(replace(DENSE, tie_embeddings=True), {"pipeline": 2}, id="tied-pp2-dp2"),
+    ],
+)
+def test_states_are_those_that_megatron_allocates(model, layout):
+    cfg = run_config(model=model, params="bf16", world_size=4, **layout)
+    gpu = GPUS["h200"]
+    ranks = run_ranks(4, _measure, cfg)
+    for stage in range(cfg.parallel.pipeline):
+        expected = trainer_memory.estimate_stage(cfg, gpu, gpu.memory_bytes, 1.0, stage)
+        on_stage = [rank for rank in ranks if rank[0] == stage]
+        for _, weights, gradients, _ in on_stage:
+            assert weights == expected.part("weights").num_bytes
+            assert gradients == expected.part("gradients").num_bytes
+        # Shards are cut where the buffer says, not where tensors end, so that ranks differ; the mean is exact.
+        states = sum(rank[3] for rank in on_stage) / len(on_stage)
+        assert states == pytest.approx(expected.part("optimizer states").num_bytes, abs=1)
