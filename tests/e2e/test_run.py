@@ -1,0 +1,144 @@
+"""Whole runs through the command line, as a user starts them: the demo in short form, a resume, a failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.tolerances import MISMATCH_SAME_ARITHMETIC, RESUMED_METRIC
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 400
+BRIEF = {
+    "--observe.display": "plain",
+    "--observe.eval_prompts": "8",
+    "--rollout.prompts_per_step": "16",
+    "--data.sft_steps": "20",
+    "--num_steps": "4",
+    "--checkpoint.every_steps": "2",
+    "--checkpoint.keep": "3",
+}
+
+
+def _start(command: str, config: str, run_dir: Path, **overrides: str) -> subprocess.Popen[str]:
+    options = BRIEF | {"--output_dir": str(run_dir)} | {f"--{key.replace('__', '.')}": v for key, v in overrides.items()}
+    words = [word for pair in options.items() for word in pair]
+    return subprocess.Popen(
+        [sys.executable, "-m", "megatron_fp8rl", command, config, *words],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        pytest.fail(f"the run did not end within {DEADLINE_S} s:\n{output[-3000:]}")
+    return process.returncode, output
+
+
+def _lines(run_dir: Path, name: str = "metrics.jsonl") -> dict[int, dict]:
+    return {line["step"]: line for line in map(json.loads, (run_dir / name).read_text().splitlines())}
+
+
+def _rollouts(run_dir: Path, step: int) -> list[dict]:
+    lines = map(json.loads, (run_dir / "rollouts.jsonl").read_text().splitlines())
+    return [rollout for line in lines if line["step"] == step for rollout in line["rollouts"]]
+
+
+def tiny_num_parameters() -> int:
+    """By hand: embedding and head, final norm, and two layers of attention, norms, router and eight experts."""
+    attention = 128 * (4 + 2 + 2) * 128 + 4 * 128 * 128
+    experts = 8 * 3 * 128 * 256
+    return 2 * 128 * 128 + 128 + 2 * (attention + 2 * 128 + 2 * 128 + 8 * 128 + experts)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("runs") / "brief run"
+    status, output = _finish(_start("train", "tiny_qwen3_moe", run_dir))
+    assert status == 0, output[-3000:]
+    return run_dir
+
+
+def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
+    steps = _lines(finished_run)
+    assert list(steps) == [0, 1, 2, 3, 4]
+    for step, line in steps.items():
+        assert line["publish/version/max"] == step
+        assert line["publish/num_fp8_tensors/sum"] == 2 * (4 + 8 * 3)  # layers x (q k v o + experts x gate up down)
+        if step:
+            assert line["rollout/num_completions/sum"] == 16 * 8
+            assert 0 < line["mismatch/abs_logprob_diff/mean"] < MISMATCH_SAME_ARITHMETIC
+            assert line["train/grad_norm/max"] > 0
+            assert line["loss/update_ratio/max"] == 1  # the only update of its batch
+    checksums = [line["checksum"] for line in _lines(finished_run, "details.jsonl").values()]
+    assert len(set(checksums)) == 5, "every update changes the published weights"
+
+
+def test_a_run_leaves_a_report_and_a_checkpoint_that_transformers_loads(finished_run: Path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    page = (finished_run / "report.html").read_text()
+    assert not re.search(r"""(?:src|href)=["']https?:""", page), "the report needs nothing from elsewhere"
+    assert page.count("data:image/") >= 8
+    model = AutoModelForCausalLM.from_pretrained(finished_run / "hf")
+    assert model.num_parameters() == tiny_num_parameters()
+    assert AutoTokenizer.from_pretrained(finished_run / "hf").decode([4]) != ""
+    assert json.loads((finished_run / "done.json").read_text())["step"] == 4
+
+
+def test_a_run_that_resumes_in_another_layout_samples_and_learns_the_same(finished_run: Path, tmp_path: Path):
+    resumed = tmp_path / "resumed"
+    shutil.copytree(finished_run, resumed)
+    for checkpoint in (resumed / "checkpoints").iterdir():
+        if checkpoint.name != "step_00000002":
+            shutil.rmtree(checkpoint)
+    status, output = _finish(
+        _start("train", "tiny_qwen3_moe", resumed, parallel__world_size="2", parallel__expert="2", num_steps="3")
+    )
+    assert status == 0, output[-3000:]
+    before, after = _lines(finished_run), _lines(resumed)
+    assert list(after) == [0, 1, 2, 3]
+    assert after[2] == before[2], "the line of the step before the resume is kept"
+    # The engines hold the same bytes and get the same prompts and seeds, so they sample the same completions.
+    sampled = [[r["completion"]["token_ids"] for r in _rollouts(run_dir, 3)] for run_dir in (finished_run, resumed)]
+    assert sampled[0] == sampled[1]
+    for key in ("train/loss/mean", "train/grad_norm/max", "mismatch/abs_logprob_diff/mean", "loss/entropy/mean"):
+        assert after[3][key] == pytest.approx(before[3][key], **RESUMED_METRIC), key
+
+
+def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: Path, tmp_path: Path):
+    run_dir = tmp_path / "killed"
+    process = _start(
+        "rl", "tiny_qwen3_moe", run_dir,
+        model__hf_path=str(finished_run / "warm_start" / "hf"), num_steps="200", checkpoint__every_steps="1",
+    )  # fmt: skip
+    deadline = time.monotonic() + DEADLINE_S
+    while not (run_dir / "metrics.jsonl").exists() or len(_lines(run_dir)) < 3:
+        assert process.poll() is None and time.monotonic() < deadline, "the run ended before it began"
+        time.sleep(0.2)
+    server = subprocess.run(
+        ["pgrep", "-P", str(process.pid), "-f", "rollout.server"], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(int(server[0]), signal.SIGKILL)
+    status, output = _finish(process)
+    assert status != 0
+    failure = json.loads((run_dir / "failure.json").read_text())
+    assert "rollout-0" in failure["message"], failure["message"]
+    assert (run_dir / "report.html").exists() and not (run_dir / "done.json").exists()
+    assert any((run_dir / "checkpoints").glob("step_*/state.json"))
