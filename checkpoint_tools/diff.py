@@ -1,9 +1,10 @@
 """Two checkpoints, tensor by tensor: which names, types and shapes differ, which numbers, where and by how much.
 
-In:  two folders of any kind (Hugging Face in any supported type, distributed Megatron, a run). Out: a list of
-     differences, in the order of the model.
+In:  two folders of any kind (Hugging Face in any supported type, distributed Megatron, a run).
+Out: a list of differences, in the order of the model.
 
-Rows are read a strip at a time, so ``memory_mib`` bounds memory whatever the size of the checkpoints. Exit status 0: equal; 1: different; 2: a checkpoint is refused.
+Rows are read a strip at a time, so ``memory_mib`` bounds memory whatever the size of the checkpoints. Exit status 0:
+equal; 1: different; 2: a checkpoint is refused.
 """
 
 from __future__ import annotations
@@ -174,7 +175,8 @@ def run(options: Options) -> int:
     if options.json:
         content = {
             "a": str(a.path), "b": str(b.path), "equal": result.is_equal, "num_compared": result.num_compared,
-            "num_numbers": result.num_numbers, "config": configs, "differences": [asdict(d) for d in result.differences],
+            "num_numbers": result.num_numbers, "config": configs,
+            "differences": [asdict(difference) for difference in result.differences],
         }  # fmt: skip
         print(json.dumps(content, indent=1))
     else:
@@ -186,7 +188,9 @@ def _text(a: View, b: View, result: Comparison, configs: list[str], max_shown: i
     lines = [f"a: {a.path}", f"b: {b.path}"]
     lines += [f"config.json: {line}" for line in configs]
     if result.is_equal:
-        return "\n".join([*lines, f"equal: {result.num_compared:,} tensors, {result.num_numbers:,} numbers, bit for bit"])
+        return "\n".join(
+            [*lines, f"equal: {result.num_compared:,} tensors, {result.num_numbers:,} numbers, bit for bit"]
+        )
     for difference in result.differences[:max_shown]:
         where = f", first at {list(difference.first)}" if difference.first else ""
         lines.append(f"{difference.kind}: {difference.name}: {difference.detail}{where}")

@@ -178,7 +178,9 @@ def lines(contents: Contents, *, every: bool = False, pattern: str | None = None
     """
     groups: dict[tuple, list[Tensor]] = {}
     for tensor in contents.tensors:
-        is_listed = not tensor.name.startswith(_OPTIMIZER) if pattern is None else fnmatch.fnmatchcase(tensor.name, pattern)
+        is_listed = (
+            not tensor.name.startswith(_OPTIMIZER) if pattern is None else fnmatch.fnmatchcase(tensor.name, pattern)
+        )
         if is_listed:
             kind = tensor.name if every else _NUMBER.sub("#", tensor.name)
             groups.setdefault((kind, tensor.dtype, tensor.shape), []).append(tensor)
@@ -197,8 +199,9 @@ def lines(contents: Contents, *, every: bool = False, pattern: str | None = None
 
 def _with_ranges(kind: str, members: Sequence[str]) -> str:
     """``model.layers.{0-3}.mlp.gate.weight`` for the numbers that occur; gaps are shown as such."""
-    for column in zip(*(map(int, _NUMBER.findall(name)) for name in members)) if "#" in kind else ():
-        kind = kind.replace("#", _ranges(sorted(set(column))), 1)
+    numbers = [[int(number) for number in _NUMBER.findall(name)] for name in members]
+    for position in range(kind.count("#")):
+        kind = kind.replace("#", _ranges(sorted({found[position] for found in numbers})), 1)
     return kind
 
 
@@ -228,9 +231,8 @@ def summary(contents: Contents) -> list[str]:
         found.append(f"{count(contents.model).active:,} parameters are active for a token")
     others = [t for t in tensors if not is_weight(t.name)]
     if others:
-        found.append(
-            f"{len(others):,} tensors are no parameters (scales, optimizer): {sum(t.num_bytes for t in others) / _GIB:.3f} GiB"
-        )
+        size = sum(t.num_bytes for t in others) / _GIB
+        found.append(f"{len(others):,} tensors are no parameters (scales, optimizer): {size:.3f} GiB")
     return found
 
 
@@ -280,6 +282,8 @@ def _text(table: Sequence[Line]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     right = {1, 4, 5}
     return "\n".join(
-        "  ".join(cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        "  ".join(
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
     )

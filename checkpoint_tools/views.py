@@ -1,7 +1,8 @@
 """Two checkpoints of any kind as the same thing: tensors by name, read a few rows at a time.
 
-In:  a Hugging Face folder, a distributed Megatron checkpoint, or the folder of a run. Out: a :class:`View`. Under Hugging
-Face names both kinds have the same tensors, so a conversion can be compared with what it was made of.
+In:  a Hugging Face folder, a distributed Megatron checkpoint, or the folder of a run. Out: a :class:`View`.
+
+Under Hugging Face names both kinds have the same tensors, so a conversion can be compared with what it was made of.
 """
 
 from __future__ import annotations

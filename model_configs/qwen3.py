@@ -65,7 +65,7 @@ def grpo_qwen3_8b() -> RunConfig:
 
 
 def grpo_qwen3_30b_a3b() -> RunConfig:
-    """Qwen3-30B-A3B on 8 H200: trainer on 6 (PP3 x EP2, since 4 cannot hold the optimizer), an engine on each other 2."""
+    """Qwen3-30B-A3B on 8 H200: trainer on 6 (PP3 x EP2; 4 cannot hold the optimizer), an engine on each other 2."""
     return base.grpo(
         "grpo_qwen3_30b_a3b",
         qwen3_30b_a3b(),

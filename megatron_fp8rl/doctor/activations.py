@@ -1,13 +1,14 @@
 """Bytes that the backward pass of one trainer rank needs, layer by layer.
 
 The counting follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv:2205.05198), section 4, for what the layers here differ in: no dropout, grouped or latent attention without a score
-matrix (FlashAttention keeps the output and one FP32 log-sum per head), SwiGLU, experts, and linears that keep their input
-in FP8 (one byte, and the scales) where they multiply in FP8. All of it is BF16 otherwise; with FP32 parameters, FP32.
+(arXiv:2205.05198), section 4, for what the layers here differ in: no dropout, grouped or latent attention without a
+score matrix (FlashAttention keeps the output and one FP32 log-sum per head), SwiGLU, experts, and linears that keep
+their input in FP8 (one byte, and the scales) where they multiply in FP8. All of it is BF16 otherwise; with FP32
+parameters, FP32.
 
 Symbols: t = tokens of a microbatch on one context-parallel rank; s = t / tensor parallel, the tokens of a rank between
-the linears (sequence parallelism); r = s x experts per token x expert tensor parallel, the copies of tokens that a rank's
-experts receive when routing is balanced; h = hidden size; f = feed-forward width on this rank. Pure; no torch.
+the linears (sequence parallelism); r = s x experts per token x expert tensor parallel, the copies of tokens that a
+rank's experts receive when routing is balanced; h = hidden size; f = feed-forward width on this rank. Pure; no torch.
 """
 
 from __future__ import annotations

@@ -258,7 +258,8 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
             Finding(
                 severity="error",
                 subject="--rollout.num_replicas",
-                problem=f"trainer {cfg.parallel.world_size} + engines {engines} = {wanted} GPUs, and there are {options.num_gpus}",
+                problem=f"trainer {cfg.parallel.world_size} + engines {engines} = {wanted} GPUs, and there are "
+                f"{options.num_gpus}",
                 remedy="" if spare > 0 else "The trainer leaves no room for an engine: lower --parallel.world_size",
                 change=(("rollout.num_replicas", spare),) if spare > 0 else (),
             )
@@ -279,9 +280,7 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
     ):
         if degree > node:
             problem = f"{degree} ranks are on more than one node of {node}; the group {why}"
-            found.append(
-                Finding(severity="warning", subject=f"--{option}", problem=problem, change=((option, node),))
-            )
+            found.append(Finding(severity="warning", subject=f"--{option}", problem=problem, change=((option, node),)))
     if cfg.model.is_moe and cfg.parallel.expert * cfg.parallel.expert_tensor > node:
         ranks = cfg.parallel.expert * cfg.parallel.expert_tensor
         problem = f"tokens travel between nodes of {node}: experts are spread over {ranks} ranks"

@@ -3,10 +3,10 @@
 In: a RunConfig and a GPU. Out: an :class:`EngineEstimate`. Pure; vLLM is not imported.
 
     weights        FP8 bytes, one FP32 scale per 128x128 block, BF16 for the rest; see ``parameters.on_engine_worker``
-    activations    of the profile run with max_num_batched_tokens tokens: the widest place of one layer, and the sampler's
-                   FP32 logits, probabilities and log-probabilities of max_num_sequences rows
-    KV cache       2 x layers x key/value heads x head_dim per token (heads are copied when ranks outnumber them), or the
-                   latent and the rotated key of latent attention, on every rank; vLLM takes all that is left of
+    activations    of the profile run with max_num_batched_tokens tokens: the widest place of one layer, and the
+                   sampler's FP32 logits, probabilities and log-probabilities of max_num_sequences rows
+    KV cache       2 x layers x key/value heads x head_dim per token (heads are copied when ranks outnumber them), or
+                   the latent and the rotated key of latent attention, on every rank; vLLM takes all that is left of
                    gpu_memory_utilization, unless rollout.kv_cache_bytes says otherwise
     CUDA graphs    an allowance: they share one pool whose size is that of the largest captured batch
 """
@@ -80,7 +80,11 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
             Part(name="latent projections", num_bytes=weights.absorbed, formula="BF16 copies of kv_b_proj for decoding")
         )
     parts += [
-        Part(name="activations", num_bytes=activations, formula=f"{batched_tokens(cfg)} tokens at a time, and the sampler"),
+        Part(
+            name="activations",
+            num_bytes=activations,
+            formula=f"{batched_tokens(cfg)} tokens at a time, and the sampler",
+        ),
         Part(name="CUDA graphs", num_bytes=graphs, formula="allowance" if graphs else "rollout.enforce_eager"),
         Part(name="communication, CUDA", num_bytes=context, formula="allowance"),
         Part(name="KV cache", num_bytes=max(kv_bytes, 0), formula=f"{source}; {per_token} B a token"),
@@ -113,9 +117,9 @@ def batched_tokens(cfg: RunConfig) -> int:
 def _activation_bytes(cfg: RunConfig) -> int:
     """Widest place of one layer in BF16, and the sampler.
 
-    Residual, its normed sum and the layer's output; beside them the attention projections, or gate, up, their product and
-    its FP8 copy. Experts hold gate and up, or their output, for each copy of a token (vLLM's ``cache13``), their product,
-    and its FP8 copy.
+    Residual, its normed sum and the layer's output; beside them the attention projections, or gate, up, their product
+    and its FP8 copy. Experts hold gate and up, or their output, for each copy of a token (vLLM's ``cache13``), their
+    product, and its FP8 copy.
     """
     model, tensor, tokens = cfg.model, cfg.rollout.tensor, batched_tokens(cfg)
     stream = 3 * model.hidden_size * 2

@@ -62,7 +62,7 @@ def installed_version(name: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def requirements() -> tuple[tuple[Requirement, str], ...]:
-    """(requirement, extra) of all pins: requirements.toml in a working tree, else what the installed package declares."""
+    """(requirement, extra) of all pins: requirements.toml of a working tree, else what the package itself declares."""
     if _PINS.is_file():
         pins = tomllib.loads(_PINS.read_text())
         listed = [(line, "") for line in pins["core"]] + [(line, "engine") for line in pins["engine"]]
@@ -100,9 +100,7 @@ def packages(version: Callable[[str], str | None] = installed_version) -> list[P
             extra=earlier.extra if earlier and earlier.extra in ("", "engine") else extra,
         )
     for name in _OPTIONAL:
-        found[name] = Package(
-            name=name, requirement=name, wanted="optional", installed=version(name), extra="gpu"
-        )
+        found[name] = Package(name=name, requirement=name, wanted="optional", installed=version(name), extra="gpu")
     return list(found.values())
 
 
@@ -119,7 +117,7 @@ _REASONS = {
 
 
 def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed_version) -> list[Finding]:
-    """What is missing, differs or is known to clash. ``on_gpu_node``: this machine has a GPU, so this is what will run."""
+    """What is missing, differs or is known to clash. ``on_gpu_node``: this machine has a GPU, so this will run."""
     severity: Severity = "error" if on_gpu_node else "warning"
     listed = packages(version)
     found = []
@@ -134,7 +132,9 @@ def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed
                     command=f"python -m pip install '{package.requirement}'",
                 )
             )
-    missing = [p.requirement for p in listed if p.extra in ("engine", "gpu") and p.state == "missing" and not p.is_optional]
+    missing = [
+        p.requirement for p in listed if p.extra in ("engine", "gpu") and p.state == "missing" and not p.is_optional
+    ]
     if missing:
         where = "" if on_gpu_node else "; this machine has no GPU, so the nodes that train may have another environment"
         found.append(
@@ -167,7 +167,11 @@ def _interpreter(severity: Severity) -> list[Finding]:
     if wanted is None or running == wanted:
         return []
     problem = f"this is Python {running}, and the pins are chosen for {wanted}"
-    return [Finding(severity=severity, subject="python", problem=problem, command=f"FP8RL_PYTHON=python{wanted} make install")]
+    return [
+        Finding(
+            severity=severity, subject="python", problem=problem, command=f"FP8RL_PYTHON=python{wanted} make install"
+        )
+    ]
 
 
 def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding:

@@ -1,8 +1,8 @@
 """How many parameters a model has, and how many of them lie on one trainer rank and on one engine worker.
 
-In: a RunConfig. Out: counts and bytes, exact: they are sums over the name tables of ``weights/names``, the same that the
-trainer, the exporter and the checkpoint tools use. Experts are counted once and multiplied, so that a model of 60,000
-tensors takes a few milliseconds. Pure; no torch.
+In: a RunConfig. Out: counts and bytes, exact: they are sums over the name tables of ``weights/names``, the same that
+the trainer, the exporter and the checkpoint tools use. Experts are counted once and multiplied, so that a model of
+60,000 tensors takes a few milliseconds. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ def count(model: ModelConfig) -> ParameterCount:
         if entry.weight.name in (blocks.EMBEDDING, blocks.OUTPUT_LAYER):
             embedding += entry.numel
         if entry.layer < model.num_layers:
-            active += entry.numel * model.experts_per_token // model.num_experts if entry.weight.is_expert else entry.numel
+            active += (
+                entry.numel * model.experts_per_token // model.num_experts if entry.weight.is_expert else entry.numel
+            )
     return ParameterCount(total=total, active=active, embedding=embedding, expert=expert)
 
 

@@ -1,7 +1,7 @@
 """Which change of one or two fields would mend a configuration.
 
-In: a configuration and what is wrong with it. Out: words for the command line, found by trying: every candidate is judged
-by the same checks as the configuration itself, so that a command that is printed is known to help. Pure.
+In: a configuration and what is wrong with it. Out: words for the command line, found by trying: every candidate is
+judged by the same checks as the configuration itself, so that a command that is printed is known to help. Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def apply(cfg: RunConfig, change: Change) -> RunConfig:
 
 
 def words(overrides: Sequence[str], change: Change) -> str:
-    """``overrides`` and ``change`` as they are typed on the command line; a field that is set again loses its old value."""
+    """``overrides`` and ``change`` as they are typed; a field that is set again loses its old value."""
     fields = {path for path, _ in change}
     kept: list[str] = []
     is_old = False  # the words that follow are values of a field that is set again

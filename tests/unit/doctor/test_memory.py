@@ -100,7 +100,9 @@ def test_activations_of_a_bf16_layer():
     """Bytes per token, all tensors listed by hand: h 512, q 512, kv 256, f 1024."""
     cfg = run(precision=BF16)
     stream = 2 * 512 * 2  # inputs of two norms
-    attention = 512 * 2 + (512 + 256 + 256) * 2 + (512 + 256) * 2 + 512 * 2 + 8 * 4  # normed, qkv, rotated, output, sums
+    attention = (
+        512 * 2 + (512 + 256 + 256) * 2 + (512 + 256) * 2 + 512 * 2 + 8 * 4
+    )  # normed, qkv, rotated, output, sums
     feed_forward = 512 * 2 + 2048 * 2 + 1024 * 2
     found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
     assert found.kept == 4096 * (stream + attention + feed_forward)
