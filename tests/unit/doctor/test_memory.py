@@ -225,3 +225,14 @@ def test_latent_attention_and_its_absorbed_copies():
         mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
     )  # fmt: skip
     assert on_engine_worker(run(model, rollout__tensor=2)).absorbed == 4 * (8 * 128 * 128) // 2 * 2
+
+
+def test_a_published_recipe_fits_the_gpu_that_it_is_published_for():
+    """Qwen3-30B-A3B on 16 H100: TP1, EP16, one sequence of 4096 tokens, no recompute (Megatron-Bridge's recipe in FP8).
+
+    It is known to fit 80 GB without much to spare; the estimate must not deny it, nor find it half empty.
+    """
+    rollout = RolloutConfig(max_tokens_per_microbatch=4096, max_prompt_tokens=512, max_completion_tokens=3584)
+    cfg = run(qwen3_30b_a3b(), parallel=ParallelConfig(world_size=16, expert=16), rollout=rollout)
+    h100 = GPUS["h100"]
+    assert 0.7 < trainer_memory.worst_rank(cfg, h100, h100.memory_bytes).share <= 1.0
