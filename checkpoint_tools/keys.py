@@ -4,9 +4,9 @@ In:  a parameter of the name table. Out: its key there, and its place in the ten
 
 Megatron-Core stacks what is alike: the layers of a model along one axis, the experts of a layer along another. So
 ``decoder.layers.3.mlp.experts.7.linear_fc1.weight`` is ``[3, 7]`` of the tensor [layers, experts, 2 * ffn, hidden]
-under the key ``decoder.layers.mlp.experts.experts.linear_fc1.weight``. Layers of a model whose first layers are dense are unlike and keep a key each. Norms
-have the names of Transformer Engine, which keeps them inside the linear behind them. These are the keys that the
-trainer's own checkpoints have.
+under the key ``decoder.layers.mlp.experts.experts.linear_fc1.weight``. Layers of a model whose first layers are dense
+are unlike and keep a key each. Norms have the names of Transformer Engine, which keeps them inside the linear behind
+them. These are the keys that the trainer's own checkpoints have.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Options(WorkOptions):
     num_tokens: int = 64
     """Random tokens whose logits are compared."""
     tolerance: float = 1e-4
-    """Largest difference of a logit, in units of the logits' standard deviation, or absolutely where that is below 1."""
+    """Largest difference of a logit, in units of the logits' standard deviation, absolutely where that is below 1."""
     seed: int = 0
     """Of the random tokens."""
 

@@ -71,13 +71,13 @@ class Job(Protocol):
         ...
 
 
-def fill_buckets(sizes: Iterable[tuple[str, int]], bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
-    """Buckets of at most ``bucket_bytes``, or of one larger tensor, from (name, bytes) in order."""
+def fill_buckets(sizes: Iterable[tuple[str, int]]) -> list[Bucket]:
+    """Buckets of at most ``BUCKET_BYTES``, or of one larger tensor, from (name, bytes) in order."""
     buckets: list[Bucket] = []
     members: list[str] = []
     total = 0
     for name, num_bytes in sizes:
-        if members and total + num_bytes > bucket_bytes:
+        if members and total + num_bytes > BUCKET_BYTES:
             buckets.append(Bucket(len(buckets), tuple(members), total))
             members, total = [], 0
         members.append(name)

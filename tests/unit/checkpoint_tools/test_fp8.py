@@ -1,0 +1,168 @@
+"""FP8 checkpoints: the bytes that the exporter publishes, and a config.json that names what is not FP8."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from checkpoint_tools import __main__ as program
+from checkpoint_tools import hf_to_fp8, hf_to_megatron, verify
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.hf_folder import HfFolder
+from checkpoint_tools.work import WorkOptions
+from megatron_fp8rl.config import MlaConfig, ModelConfig, RouterConfig
+from megatron_fp8rl.fp8.blockwise import dequantize_weight
+from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.weights import names
+from megatron_fp8rl.weights.digest import digests
+from megatron_fp8rl.weights.gather import Gather
+from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
+from tests.helpers.checkpoints import random_tensors, read_tensors, write_folder
+
+_COMMON = dict(num_layers=3, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=131)
+MODELS = {
+    "llama": ModelConfig(family="llama", ffn_hidden_size=384, tie_embeddings=True, **_COMMON),
+    "qwen2": ModelConfig(family="qwen2", qkv_bias=True, ffn_hidden_size=384, **_COMMON),
+    "qwen3_moe": ModelConfig(
+        family="qwen3_moe", num_experts=6, experts_per_token=2, moe_ffn_hidden_size=128, **_COMMON
+    ),
+    "mixtral": ModelConfig(family="mixtral", num_experts=6, experts_per_token=2, moe_ffn_hidden_size=128, **_COMMON),
+    "deepseek_v3": ModelConfig(
+        family="deepseek_v3",
+        num_experts=6,
+        experts_per_token=2,
+        moe_ffn_hidden_size=128,
+        ffn_hidden_size=384,
+        num_shared_experts=1,
+        first_dense_layers=1,
+        mla=MlaConfig(q_lora_rank=128, kv_lora_rank=96, qk_nope_head_dim=48, qk_rope_head_dim=16, v_head_dim=64),
+        router=RouterConfig(score="sigmoid", correction_bias=True),
+        **_COMMON | dict(num_key_value_heads=4),
+    ),
+}
+
+
+def quantized(model: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, **options) -> tuple[Path, dict]:
+    """(FP8 folder, tensors that it was made of)"""
+    tensors = random_tensors(model, dtype)
+    source = write_folder(folder / "hf", tensors, names.to_hf_config(model))
+    chosen = hf_to_fp8.Options(source=source, target=folder / "fp8", workers=1, shard_gb=0.0005, **options)
+    hf_to_fp8.convert(HfFolder.open(source), folder / "fp8", chosen)
+    return folder / "fp8", tensors
+
+
+def published(model: ModelConfig, tensors: dict, options: hf_to_fp8.Options) -> dict[str, torch.Tensor]:
+    """What the exporter of one trainer rank hands to the transport, by name."""
+    planned = plan(model, LayerTable.build(model, options.precision), TrainerLayout(), EngineLayout())
+    parameters = {name: names.from_hf(name, tensors.__getitem__, model) for name in names.mcore_names(model)}
+    cpu = torch.device("cpu")
+    gather = Gather(planned, model, parameters, scales=options.scales, rank=0, group=None, device=cpu)
+    sent: dict[str, torch.Tensor] = {}
+    for bucket in planned.buckets:
+        parts = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in bucket.tensors}
+        gather.assemble(bucket, gather.collect(bucket, gather.pack(bucket)), parts)
+        sent |= parts
+    return sent
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("family", MODELS)
+def test_bytes_are_those_that_the_exporter_publishes(family, scales, tmp_path):
+    model = MODELS[family]
+    folder, tensors = quantized(model, tmp_path, scales=scales, bf16_last_layers=1)
+    options = hf_to_fp8.Options(source=folder, target=folder, scales=scales, bf16_last_layers=1)
+    expected = published(model, tensors, options)
+    found = read_tensors(folder)
+    assert found.keys() == expected.keys()
+    assert digests([found[name] for name in expected]) == digests(list(expected.values()))
+    assert sum(tensor.dtype == torch.float8_e4m3fn for tensor in found.values()) > 5
+    assert len(list(folder.glob("*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_config_names_every_module_that_is_not_fp8(family, tmp_path):
+    folder, _ = quantized(MODELS[family], tmp_path, bf16_first_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    said = config["quantization_config"]
+    assert said["quant_method"] == "fp8" and said["weight_block_size"] == [128, 128]
+    assert config["dtype"] == "bfloat16"
+    found = read_tensors(folder)
+    matrices = {
+        name.removesuffix(".weight") for name, tensor in found.items() if tensor.ndim == 2 and "scale" not in name
+    }
+    in_fp8 = {name.removesuffix(".weight") for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert set(said["modules_to_not_convert"]) == matrices - in_fp8
+    assert all(f"{name}.weight_scale_inv" in found for name in in_fp8)
+    routers = {name for name in matrices if name.endswith((".mlp.gate", ".block_sparse_moe.gate"))}
+    assert bool(routers) == MODELS[family].is_moe and routers <= set(said["modules_to_not_convert"])
+    assert not any(name.startswith("model.layers.0.") for name in in_fp8)
+
+
+def test_fp32_weights_are_rounded_to_bf16_first(tmp_path):
+    """The exporter quantizes BF16; so does the tool, whatever the source is."""
+    folder, tensors = quantized(MODELS["llama"], tmp_path, torch.float32)
+    options = hf_to_fp8.Options(source=folder, target=folder)
+    expected = published(MODELS["llama"], tensors, options)
+    found = read_tensors(folder)
+    assert digests([found[name] for name in expected]) == digests(list(expected.values()))
+
+
+def test_fp8_is_read_back_as_what_its_bytes_stand_for(tmp_path):
+    """The folder is read back as what its bytes stand for."""
+    folder, _ = quantized(MODELS["qwen3_moe"], tmp_path)
+    stored, source = read_tensors(folder), HfFolder.open(folder)
+    name = "model.layers.1.mlp.experts.3.gate_proj.weight"
+    expected = dequantize_weight(stored[name], stored[f"{name}_scale_inv"]).bfloat16()
+    assert torch.equal(source.rows(name, 0, len(expected)), expected)
+    source = HfFolder.open(folder)
+    # Rows from the middle of a block need the block's scale, and no row twice in the digest.
+    assert torch.equal(torch.cat([source.rows(name, a, b) for a, b in ((0, 50), (50, 100), (100, 128))]), expected)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_verify_proves_fp8_and_names_a_changed_block(scales, tmp_path, capsys):
+    folder, _ = quantized(MODELS["qwen3_moe"], tmp_path, scales=scales)
+    words = ["verify", str(tmp_path / "hf"), str(folder), "--workers", "1"]
+    assert program.main(words) == 0
+    assert "FP8 rounds; equal bytes of what the source rounds to are the proof" in capsys.readouterr().out
+    name = "model.layers.1.mlp.experts.3.gate_proj.weight"
+    entry = HfFolder.open(folder).entries[name]
+    content = bytearray(entry.file.read_bytes())
+    content[entry.offset + 77] ^= 1
+    entry.file.write_bytes(content)
+    assert program.main(words) == 1
+    said = capsys.readouterr().out
+    assert f"different: {name}\n" in said and "1 of " in said
+
+
+def test_verify_names_what_differs_after_a_conversion(tmp_path, capsys):
+    model = MODELS["llama"]
+    tensors = random_tensors(model)
+    source = write_folder(tmp_path / "hf", tensors, names.to_hf_config(model))
+    hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", WorkOptions(workers=1))
+    words = ["verify", str(tmp_path / "other"), str(tmp_path / "megatron"), "--workers", "1", "--logits", "no"]
+    changed = tensors | {"model.layers.2.self_attn.k_proj.weight": tensors["model.layers.1.self_attn.k_proj.weight"]}
+    write_folder(tmp_path / "other", changed, names.to_hf_config(model))
+    assert program.main(words) == 1
+    assert capsys.readouterr().out.splitlines()[0] == "different: model.layers.2.self_attn.k_proj.weight"
+    wider = replace(model, vocab_size=132)
+    write_folder(tmp_path / "wider", random_tensors(wider), names.to_hf_config(wider))
+    with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight: \(131, 256\) instead of \(132, 256\)"):
+        verify.run(verify.Options(source=tmp_path / "wider", converted=tmp_path / "megatron"))
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path):
+    model = MODELS["llama"]
+    tensors = random_tensors(model)
+    for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+        bad = tensors | {name: tensors[name].clone()}
+        bad[name].view(-1)[130] = float("inf")
+        source = write_folder(tmp_path / name / "hf", bad, names.to_hf_config(model))
+        options = hf_to_fp8.Options(source=source, target=tmp_path / name / "fp8", workers=1)
+        with pytest.raises(CheckpointError, match=f"{name}: holds NaN or infinity"):
+            hf_to_fp8.convert(HfFolder.open(source), options.target, options)
+        assert not options.target.exists()

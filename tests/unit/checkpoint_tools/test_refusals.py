@@ -1,0 +1,260 @@
+"""Damaged, incomplete and misnamed checkpoints are refused by the name of the file or tensor; no half result is left."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoint_tools import __main__ as program
+from checkpoint_tools import hf_to_fp8, hf_to_megatron, megatron_to_hf
+from checkpoint_tools.errors import CheckpointError
+from checkpoint_tools.hf_folder import HfFolder
+from checkpoint_tools.megatron_folder import MegatronFolder
+from checkpoint_tools.work import WorkOptions
+from megatron_fp8rl.weights import names
+from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
+
+HERE = WorkOptions(workers=1)
+MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+EXPERT = "model.layers.1.mlp.experts.2.down_proj.weight"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory) -> Path:
+    """hf (two files), megatron, and back (with digests)."""
+    folder = tmp_path_factory.mktemp("healthy")
+    source = write_folder(folder / "hf", random_tensors(MODEL), names.to_hf_config(MODEL))
+    hf_to_megatron.convert(HfFolder.open(source), folder / "megatron", HERE)
+    megatron_to_hf.convert(MegatronFolder.open(folder / "megatron"), folder / "back", HERE, folder / "megatron")
+    return folder
+
+
+@pytest.fixture
+def copy(healthy: Path, tmp_path: Path) -> Path:
+    shutil.copytree(healthy, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def file_of(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def rewrite(folder: Path, name: str, change) -> None:
+    """Apply ``change`` to the tensors of the file that holds ``name``."""
+    file = file_of(folder, name)
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def edit_json(file: Path, change) -> None:
+    content = json.loads(file.read_text())
+    change(content)
+    file.write_text(json.dumps(content))
+
+
+def cut(file: Path, num_bytes: int) -> None:
+    file.write_bytes(file.read_bytes()[:-num_bytes])
+
+
+def rename_tensor(folder: Path) -> None:
+    def change(tensors):
+        tensors["model.layers.1.mlp.experts.2.downproj.weight"] = tensors.pop(EXPERT)
+
+    rewrite(folder, EXPERT, change)
+    edit_json(
+        folder / INDEX,
+        lambda index: index["weight_map"].update(
+            {"model.layers.1.mlp.experts.2.downproj.weight": index["weight_map"].pop(EXPERT)}
+        ),
+    )
+
+
+HF_DAMAGES = {
+    "truncated": (lambda f: cut(f / FIRST, 5), rf"{FIRST}: truncated: \d+ bytes instead of the \d+"),
+    "no_header": (lambda f: (f / FIRST).write_bytes(b"\0" * 4), rf"{FIRST}: truncated: 4 bytes do not hold its header"),
+    "header": (
+        lambda f: (f / FIRST).write_bytes((b := (f / FIRST).read_bytes())[:8] + b"#" + b[9:]),
+        rf"{FIRST}: damaged: its header cannot be read",
+    ),
+    "longer": (lambda f: (f / FIRST).open("ab").write(b"\0"), rf"{FIRST}: damaged: \d+ bytes instead of"),
+    "missing_shard": (lambda f: (f / SECOND).unlink(), rf"{SECOND}: the file is missing"),
+    "missing_shard_without_index": (
+        lambda f: ((f / SECOND).unlink(), (f / INDEX).unlink()),
+        rf"{SECOND}: the file is missing",
+    ),
+    "swapped_shards": (
+        lambda f: ((f / FIRST).rename(f / "x"), (f / SECOND).rename(f / FIRST), (f / "x").rename(f / SECOND)),
+        rf"{INDEX} says {FIRST}, which does not hold it",
+    ),
+    "missing_tensor": (lambda f: rewrite(f, EXPERT, lambda t: t.pop(EXPERT)), rf"{EXPERT}: {INDEX} says"),
+    "misnamed_tensor": (
+        rename_tensor,
+        r"model.layers.1.mlp.experts.2.downproj.weight: not a tensor of a qwen3_moe model.*"
+        rf"is it {re.escape(EXPERT)}, which is missing\?",
+    ),
+    "misshaped_tensor": (
+        lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT][1:].clone()})),
+        rf"{EXPERT}: shape \(\d+, \d+\) in model-\S+, but config.json says",
+    ),
+    "integers": (
+        lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT].to(torch.int32)})),
+        rf"{EXPERT}: type torch.int32; read are",
+    ),
+    "fp8_without_scale": (
+        lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
+        rf"{EXPERT}_scale_inv: missing",
+    ),
+    "index": (lambda f: (f / INDEX).write_text("{"), rf"{INDEX}:\n  damaged"),
+    "config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
+    "no_weights": (lambda f: [p.unlink() for p in f.glob("model*")], "neither model.safetensors nor"),
+    "unknown_family": (
+        lambda f: edit_json(f / "config.json", lambda c: c.update(model_type="gpt_neox")),
+        "model_type 'gpt_neox'.* is not supported",
+    ),
+    "unsupported_field": (
+        lambda f: edit_json(f / "config.json", lambda c: c.update(attention_bias=True)),
+        "attention_bias = True is not supported",
+    ),
+    "layers": (
+        lambda f: edit_json(f / "config.json", lambda c: c.update(num_hidden_layers=MODEL.num_layers + 1)),
+        rf"model.layers.{MODEL.num_layers}.self_attn.q_proj.weight: missing; no file holds it",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HF_DAMAGES)
+def test_damaged_hugging_face_folders(kind, copy):
+    damage, message = HF_DAMAGES[kind]
+    damage(copy / "hf")
+    with pytest.raises(CheckpointError, match=message) as refused:
+        HfFolder.open(copy / "hf")
+    assert str(copy / "hf") in str(refused.value)
+
+
+def test_all_problems_are_named_at_once(copy):
+    rename_tensor(copy / "hf")
+    other = "model.layers.0.input_layernorm.weight"
+    rewrite(copy / "hf", other, lambda t: t.update({other: t[other][1:].clone()}))
+    with pytest.raises(CheckpointError) as refused:
+        HfFolder.open(copy / "hf")
+    assert len(refused.value.problems) == 3
+    assert {"downproj", other, EXPERT} == {
+        part for part in ("downproj", other, EXPERT) if part in "\n".join(refused.value.problems)
+    }
+
+
+def flip(file: Path, position: int) -> None:
+    content = bytearray(file.read_bytes())
+    content[position] ^= 0x10
+    file.write_bytes(content)
+
+
+def tensor_position(file: Path, name: str) -> int:
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    return 8 + length + json.loads(content[8 : 8 + length])[name]["data_offsets"][0] + 100
+
+
+@pytest.mark.parametrize("command", ["hf_to_megatron", "hf_to_fp8"])
+def test_a_flipped_bit_in_a_tensor_is_found_by_its_digest(command, copy, tmp_path):
+    source = copy / "back"
+    flip(source / "model.safetensors", tensor_position(source / "model.safetensors", EXPERT))
+    target = tmp_path / "target"
+    with pytest.raises(CheckpointError, match=rf"{EXPERT}: damaged: SHA-256 \w+... instead of \w+"):
+        if command == "hf_to_megatron":
+            hf_to_megatron.convert(HfFolder.open(source), target, HERE)
+        else:
+            options = hf_to_fp8.Options(source=source, target=target, workers=1)
+            hf_to_fp8.convert(HfFolder.open(source), target, options)
+    assert not target.exists()
+
+
+def test_a_flipped_bit_in_a_megatron_file_is_found_by_its_crc(copy, tmp_path):
+    """Also in checkpoints of runs, which record no digests."""
+    (copy / "megatron" / "digests.json").unlink()
+    edit_json(copy / "megatron" / "state.json", lambda state: state["files"].pop("digests.json"))
+    file = copy / "megatron" / "__0_0.distcp"
+    folder = MegatronFolder.open(copy / "megatron")
+    name = "decoder.layers.1.mlp.experts.2.linear_fc2.weight"
+    (piece,) = folder._pieces(*folder.found[name])
+    flip(file, piece.position + piece.length // 2)
+    with pytest.raises(CheckpointError, match=rf"__0_0.distcp:\n  {name}: damaged piece at byte {piece.position}"):
+        megatron_to_hf.convert(folder, tmp_path / "target", HERE, copy / "megatron")
+    assert not (tmp_path / "target").exists()
+
+
+def test_exchanged_pieces_are_found_by_digests(copy, tmp_path):
+    """Each piece is whole, but they are not where they belong: only the digests know."""
+    folder = MegatronFolder.open(copy / "megatron")
+    one, other = (f"decoder.layers.1.mlp.experts.{expert}.linear_fc2.weight" for expert in (1, 2))
+    folder.found[one], folder.found[other] = folder.found[other], folder.found[one]
+    with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.experts.1.down_proj.weight: damaged: SHA-256"):
+        megatron_to_hf.convert(folder, tmp_path / "target", HERE, copy / "megatron")
+
+
+MEGATRON_DAMAGES = {
+    "truncated": (lambda f: cut(f / "__0_0.distcp", 7), r"__0_0.distcp: truncated or damaged: \d+ bytes instead of"),
+    "missing": (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp: the file is missing"),
+    "no_metadata": (lambda f: (f / ".metadata").unlink(), ".metadata: the file is missing"),
+    "metadata": (lambda f: cut(f / ".metadata", 100), r".metadata: truncated or damaged"),
+    "state": (lambda f: (f / "state.json").write_text("{"), "state.json:\n  damaged"),
+    "without_sizes": (
+        lambda f: (cut(f / "__0_0.distcp", 7), edit_json(f / "state.json", lambda s: s.update(files={}))),
+        r"__0_0.distcp: truncated: \d+ bytes instead of",
+    ),
+    "broken_metadata": (
+        lambda f: (cut(f / ".metadata", 100), edit_json(f / "state.json", lambda s: s.update(files={}))),
+        r".metadata:\n  damaged",
+    ),
+    "other_model": (
+        lambda f: edit_json(f / "state.json", lambda s: s["config"]["model"].update(num_experts=5)),
+        r"has shape \(\d+, 4, .*but the model needs \(\d+, 5,",
+    ),
+    "more_layers": (
+        lambda f: edit_json(f / "state.json", lambda s: s["config"]["model"].update(qk_norm=False)),
+        "decoder.layers.self_attention.q_layernorm.weight: not a parameter of a qwen3_moe model",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MEGATRON_DAMAGES)
+def test_damaged_megatron_folders(kind, copy):
+    damage, message = MEGATRON_DAMAGES[kind]
+    damage(copy / "megatron")
+    with pytest.raises(CheckpointError, match=message):
+        MegatronFolder.open(copy / "megatron")
+
+
+def test_existing_results_are_replaced_only_on_demand(copy, capsys):
+    words = ["megatron_to_hf", str(copy / "megatron"), str(copy / "back"), "--workers", "1"]
+    assert program.main(words) == 2
+    assert "exists already" in capsys.readouterr().err
+    (copy / "back" / "model.safetensors").write_bytes(b"old")
+    assert program.main([*words, "--overwrite"]) == 0
+    assert_same_tensors(read_tensors(copy / "back"), read_tensors(copy / "hf"))
+    assert sorted(path.name for path in copy.iterdir()) == ["back", "hf", "megatron"]
+
+
+def test_matrices_that_an_engine_cannot_hold_are_refused(copy, tmp_path, capsys):
+    words = ["hf_to_fp8", str(copy / "hf"), str(tmp_path / "fp8"), "--tensor", "4", "--workers", "1"]
+    assert program.main(words) == 2
+    said = capsys.readouterr().err
+    assert "_proj.weight: an engine rank keeps" in said and "lower --tensor or keep its layer BF16" in said
+    assert not (tmp_path / "fp8").exists()
+
+
+def test_too_little_memory_is_refused(copy, tmp_path, capsys):
+    words = ["hf_to_megatron", str(copy / "hf"), str(tmp_path / "m"), "--max_memory", "1M"]
+    assert program.main(words) == 2
+    assert "--max_memory '1M': at least 64M are needed" in capsys.readouterr().err
