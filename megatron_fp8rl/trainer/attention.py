@@ -138,7 +138,7 @@ class PackedAttention(MegatronModule):
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if plan.restore_T is not None:
             out = out.index_select(0, plan.restore_T.to(out.device))
-        return out.to(dtype).view(num_tokens, -1)
+        return out.to(dtype).reshape(num_tokens, -1)
 
     def _plan(self, packed: PackedSeqParams) -> PackPlan:
         cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
