@@ -1,4 +1,4 @@
-"""Damaged, incomplete and misnamed checkpoints are refused by the name of the file or tensor; no half result is left."""
+"""Damaged, incomplete and misnamed checkpoints are refused by file or tensor name; no half result is left."""
 
 from __future__ import annotations
 
