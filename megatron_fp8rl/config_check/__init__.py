@@ -160,8 +160,10 @@ def _check_rollout(found: Findings) -> None:
             f"Set it to {longest} or more",
         )
     if rollout.kv_cache_bytes is not None:
-        heads = max(1, model.num_key_value_heads // rollout.tensor)
-        per_token = 2 * model.num_layers * heads * model.head_dim * (1 if rollout.kv_cache_dtype == "fp8" else 2)
+        per_layer = 2 * max(1, model.num_key_value_heads // rollout.tensor) * model.head_dim
+        if model.mla is not None:  # one latent vector for all heads, on every rank
+            per_layer = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+        per_token = model.num_layers * per_layer * (1 if rollout.kv_cache_dtype == "fp8" else 2)
         if rollout.kv_cache_bytes < longest * per_token:
             found.refuse(
                 "rollout.kv_cache_bytes",

@@ -127,6 +127,8 @@ def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
             # Half of the cores: OpenMP threads that share a core with the trainer's wait for each other.
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * num_workers))),
             "OMP_WAIT_POLICY": "PASSIVE",
+            # vLLM 0.25.1 has no kernel for latent attention on a CPU; told so, it projects keys and values up first.
+            "VLLM_MLA_DISABLE": "1",
             # Binding asserts a NUMA node per worker.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Allows the "uni" executor behind the asynchronous front end.

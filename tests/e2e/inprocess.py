@@ -36,6 +36,7 @@ from megatron_fp8rl.weights import names
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the calling process
     "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_MLA_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",

@@ -10,7 +10,15 @@ import inprocess
 import pytest
 import torch
 
-from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RopeScaling, RouterConfig, RunConfig
+from megatron_fp8rl.config import (
+    MlaConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RolloutConfig,
+    RopeScaling,
+    RouterConfig,
+    RunConfig,
+)
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.export import WeightExporter
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
@@ -47,6 +55,21 @@ GLM = replace(
     rotary_fraction=0.5,
     router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=2.5),
 )
+DEEPSEEK = replace(
+    GLM,
+    family="deepseek_v3",
+    num_key_value_heads=4,
+    head_dim=96,
+    qkv_bias=False,
+    qk_norm=False,
+    rotary_fraction=1.0,
+    # vLLM takes the product of the first two numbers for the longest sequence.
+    rope_scaling=RopeScaling(
+        kind="yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7
+    ),
+    mla=MlaConfig(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+    router=RouterConfig(score="sigmoid", correction_bias=True, num_groups=3, groups_per_token=1, scaling_factor=2.5),
+)
 MODELS = {
     "llama": LLAMA,
     "mistral": replace(LLAMA, family="mistral", rope_scaling=None, tie_embeddings=True),
@@ -54,10 +77,10 @@ MODELS = {
     "qwen2": replace(LLAMA, family="qwen2", hidden_size=256, rope_scaling=None, qkv_bias=True),
     "mixtral": MIXTRAL,
     "glm4_moe": GLM,
+    "deepseek_v3": DEEPSEEK,
 }
-
-
-CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in ("qwen2", "mixtral", "glm4_moe")]
+FP8_FAMILIES = ("qwen2", "mixtral", "glm4_moe", "deepseek_v3")
+CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for family in FP8_FAMILIES]
 
 
 def random_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
