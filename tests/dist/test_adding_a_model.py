@@ -28,7 +28,7 @@ def registered() -> tuple[str, dict]:
 
     namespace: dict = {"CASES": {}}
     exec(code_for("megatron_fp8rl/weights/names/seed_oss.py"), namespace)
-    exec(code_for("tests/unit/weights/test_families.py"), namespace)
+    exec(code_for("tests/unit/weights/test_family_tables.py"), namespace)
     names.FAMILIES["seed_oss"] = namespace["SEED_OSS"]
     return namespace["CASES"]["seed_oss"]
 
