@@ -256,9 +256,9 @@ def _repair_token_splits() -> None:
 
 def _repair_optimizer_state() -> None:
     """With torch's AdamW (no Transformer Engine or Apex) the distributed optimizer's checkpoints fail in four ways:
-    ``state_dict`` asserts before the first step, and on ranks without parameters (of experts, when all layers of a stage
-    are dense); loading misses ``step``, and shares one ``step`` tensor among all parameters, which AdamW then advances
-    once for each of them. 0.19; drop when upstream tests torch.optim.AdamW.
+    ``state_dict`` asserts before the first step, and on ranks without parameters (of experts, when all layers of a
+    stage are dense); loading misses ``step``, and shares one ``step`` tensor among all parameters, which AdamW then
+    advances once for each of them. 0.19; drop when upstream tests torch.optim.AdamW.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 

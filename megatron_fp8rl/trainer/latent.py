@@ -54,11 +54,19 @@ class LatentAttention(MultiLatentAttention):
         **kwargs: Any,
     ):
         super().__init__(
-            config, submodules, layer_number, attn_mask_type, attention_type="self", pg_collection=pg_collection, **kwargs
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            attention_type="self",
+            pg_collection=pg_collection,
+            **kwargs,
         )
         del self.rotary_pos_emb  # core attention rotates
         heads, hidden, tp_group = config.num_attention_heads, config.hidden_size, self.pg_collection.tp
-        settings = dict(config=config, init_method=config.init_method, gather_output=False, bias=False, tp_group=tp_group)
+        settings = dict(
+            config=config, init_method=config.init_method, gather_output=False, bias=False, tp_group=tp_group
+        )
         if config.q_lora_rank is None:
             self.linear_q_proj = ColumnLinear(hidden, heads * self.q_head_dim, **settings)
         else:

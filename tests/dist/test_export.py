@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import (
+    MlaConfig,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RolloutConfig,
+    RouterConfig,
+    RunConfig,
+)
 from megatron_fp8rl.fp8.blockwise import quantize_weight
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.rollout.wire import BucketInfo, read_file, unpack
@@ -29,8 +37,15 @@ MODELS = {
     "moe": ModelConfig(
         family="qwen3_moe", num_experts=4, experts_per_token=2, moe_ffn_hidden_size=256, head_dim=128, **_COMMON
     ),
+    # 96 rows of kv_a_proj_with_mqa fill a part of a block; tensor parallel 2 leaves 64 columns of o_proj.
+    "latent": ModelConfig(
+        family="deepseek_v3", ffn_hidden_size=256, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128,
+        num_shared_experts=2, first_dense_layers=1, head_dim=64, **_COMMON | dict(num_layers=3, num_key_value_heads=4),
+        mla=MlaConfig(q_lora_rank=128, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=32, v_head_dim=32),
+        router=RouterConfig(score="sigmoid", correction_bias=True),
+    ),
 }
-ENGINE_TENSOR = {"dense": 1, "tied": 1, "moe": 2}
+ENGINE_TENSOR = {"dense": 1, "tied": 1, "moe": 2, "latent": 1}
 LAYOUTS = [
     ("dense", dict(world_size=2, tensor=2)),
     ("dense", dict(world_size=2, pipeline=2, virtual_stages=2)),
@@ -45,6 +60,8 @@ LAYOUTS = [
     ("moe", dict(world_size=2)),
     ("moe", dict(world_size=2, tensor=2, expert=2)),
     ("moe", dict(world_size=4, tensor=2, pipeline=2, expert=2)),
+    ("latent", dict(world_size=2, pipeline=2)),
+    ("latent", dict(world_size=2, tensor=2, expert=2)),
 ]
 
 

@@ -127,7 +127,8 @@ def _assert_close(model: ModelConfig, ranks: list[dict], expected: dict, what: s
     assert found.keys() == wanted.keys() if what == "weight" else found.keys() <= wanted.keys()
     for name, tensor in found.items():
         scale = wanted[name].abs().max().clamp(min=1e-6) if what == "gradient" else 1.0
-        message = f"{what} of {name}: off by {(tensor - wanted[name]).abs().max():.2e} of {wanted[name].abs().max():.2e}"
+        off, largest = (tensor - wanted[name]).abs().max(), wanted[name].abs().max()
+        message = f"{what} of {name}: off by {off:.2e} of {largest:.2e}"
         torch.testing.assert_close(tensor / scale, wanted[name] / scale, **tolerance, msg=message)
 
 

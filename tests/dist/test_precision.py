@@ -8,6 +8,7 @@ import torch
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.fp8.layers import LayerTable
 from tests.helpers.dist import run_ranks
+from tests.helpers.families import MODELS as FAMILIES
 from tests.tolerances import AMAX_ACROSS_LAYOUTS
 
 MOE = ModelConfig(
@@ -45,13 +46,26 @@ def _fp8_weights(cfg: RunConfig) -> set[str]:
     return {
         hf_name
         for name, parameter in named_global_parameters(chunks, parallel)
-        if getattr(owners[id(parameter)], "recipe", None) is not None
+        if getattr(owners[id(parameter)], "recipe", None) is not None and parameter.ndim == 2
         for hf_name in names.hf_names_of(name, cfg.model)
     }
 
 
-@pytest.mark.parametrize("model", [MOE, DENSE], ids=["moe", "dense"])
-@pytest.mark.parametrize("trainer, first, last", [("blockwise", 0, 0), ("delayed", 1, 2), ("bf16", 0, 0)])
+@pytest.mark.parametrize(
+    "model, trainer, first, last",
+    [
+        (MOE, "blockwise", 0, 0),
+        (MOE, "delayed", 1, 2),
+        (MOE, "bf16", 0, 0),
+        (DENSE, "blockwise", 0, 0),
+        (DENSE, "delayed", 1, 2),
+        (FAMILIES["deepseek_v3"], "blockwise", 0, 1),
+        (FAMILIES["deepseek_v3-direct-queries"], "delayed", 1, 0),
+        (FAMILIES["glm4_moe"], "blockwise", 0, 0),
+        (FAMILIES["mixtral"], "blockwise", 0, 0),
+    ],
+    ids=lambda value: value.family if isinstance(value, ModelConfig) else None,
+)
 def test_the_layer_table_decides_which_linears_are_fp8(model, trainer, first, last):
     from megatron_fp8rl.weights import names
 

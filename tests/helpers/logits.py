@@ -59,14 +59,17 @@ def _local_positions(packed, cp_size: int, cp_rank: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def float32_run(model: ModelConfig, layout: dict) -> RunConfig:
+def float32_run(model: ModelConfig, layout: dict, trainer: str = "bf16") -> RunConfig:
+    """A run of float32 parameters; with a recipe as ``trainer`` its products are those of FP8 operands."""
     return RunConfig(
         name="logits", model=model, parallel=ParallelConfig(**layout),
-        precision=PrecisionConfig(trainer="bf16", rollout="bf16", params="fp32"),
+        precision=PrecisionConfig(trainer=trainer, rollout="bf16", params="fp32"),
     )  # fmt: skip
 
 
-def trainer_logits(model: ModelConfig, layout: dict, folder: str, parallel=None) -> list[torch.Tensor] | None:
+def trainer_logits(
+    model: ModelConfig, layout: dict, folder: str, parallel=None, trainer: str = "bf16"
+) -> list[torch.Tensor] | None:
     """Packed logits [T, vocab] of each microbatch, on ranks of the last stage; load_hf and the schedules included."""
     import torch.distributed as dist
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -75,7 +78,7 @@ def trainer_logits(model: ModelConfig, layout: dict, folder: str, parallel=None)
     from megatron_fp8rl.trainer.model import build_chunks, load_hf
     from megatron_fp8rl.trainer.parallel import Parallel
 
-    cfg = float32_run(model, layout)
+    cfg = float32_run(model, layout, trainer)
     parallel = parallel or Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)
     load_hf(chunks, folder, cfg, parallel)
@@ -106,9 +109,17 @@ def trainer_logits(model: ModelConfig, layout: dict, folder: str, parallel=None)
     return whole
 
 
+def unpacked(packed: list[torch.Tensor], reference: list[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    """Packed logits cut into those of each sequence of ``reference``, without padding."""
+    found = []
+    for full, pack in zip(packed, reference, strict=True):
+        starts = torch.tensor([0] + [-(-s.shape[0] // ALIGNMENT) * ALIGNMENT for s in pack]).cumsum(0)
+        found.append([full[start : start + len(logits)] for start, logits in zip(starts, pack)])
+    return found
+
+
 def assert_logits_equal(trainer: list[torch.Tensor], reference: list[list[torch.Tensor]], **tolerance: float) -> None:
     """Compare packed logits with those of each sequence alone; padding is left out."""
-    for full, pack in zip(trainer, reference, strict=True):
-        starts = torch.tensor([0] + [-(-s.shape[0] // ALIGNMENT) * ALIGNMENT for s in pack]).cumsum(0)
-        for start, logits in zip(starts, pack):
-            torch.testing.assert_close(full[start : start + len(logits)], logits, **tolerance)
+    for ours, theirs in zip(unpacked(trainer, reference), reference, strict=True):
+        for logits, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(logits, expected, **tolerance)
