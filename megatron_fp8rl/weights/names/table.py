@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -36,8 +37,9 @@ class Row:
     copies: tuple[str, ...] = ()  # further Hugging Face names of the same tensor
 
 
+@functools.lru_cache(maxsize=8)
 def sizes(model: ModelConfig) -> dict[str, int]:
-    """What the shape keys and units of a :class:`Row` mean for ``model``."""
+    """What the shape keys and units of a :class:`Row` mean for ``model``; read only."""
     heads = model.num_attention_heads
     found = {
         "vocab": model.vocab_size,

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.config import MlaConfig, ModelConfig, PrecisionConfig, RopeScaling, RouterConfig
+from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights import names
+from megatron_fp8rl.weights.plan import EngineLayout, PlanError, TrainerLayout, plan
 
 # As their authors published them; keys that say nothing about the architecture are left out of some.
 LLAMA31_8B = {
@@ -263,6 +265,22 @@ def test_deepseek_v3_in_full():
     )
     assert names.from_hf_config(DEEPSEEK_V3, fp8_weights=True) == expected
     assert [expected.is_moe_layer(layer) for layer in (0, 2, 3, 60)] == [False, False, True, True]
+
+
+def test_deepseek_v3_travels_in_blocks_that_its_matrices_fill_but_for_one():
+    """At 8-way tensor parallelism of both ends every rank quantizes what it holds; 576 rows make 4 blocks and a half."""
+    model = replace(names.from_hf_config(DEEPSEEK_V3, fp8_weights=True), num_layers=4)
+    trainer = TrainerLayout(world_size=64, tensor=8, expert=64)
+    made = plan(model, LayerTable.build(model, PrecisionConfig()), trainer, EngineLayout(tensor=8, expert=8))
+    assert {t.quantize for t in made.transfers if t.is_fp8} == {"at_source"}
+    shapes = {t.name: t.shape for bucket in made.buckets for t in bucket.tensors}
+    latent = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
+    assert (shapes[latent], shapes[f"{latent}_scale_inv"]) == ((576, 7168), (5, 56))
+    assert shapes["model.layers.3.mlp.experts.255.down_proj.weight_scale_inv"] == (56, 16)
+    # A fused matrix in an engine has scales of whole blocks, so the first part of one may not end within a block.
+    narrow = replace(model, mla=replace(model.mla, q_lora_rank=1500))
+    with pytest.raises(PlanError, match="self_attn.q_a_proj.weight: an engine rank keeps 1500"):
+        plan(narrow, LayerTable.build(narrow, PrecisionConfig()), TrainerLayout(), EngineLayout())
 
 
 REFUSED = [
