@@ -8,6 +8,8 @@ Runs in worker processes; no GPU. The model is never built: rows go from file to
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +33,7 @@ from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.names.table import Weight
 
+_LINKS = ".source"  # in the partial folder
 _MODEL_DIR = "model"  # of a run: config.json and tokenizer that its engines started with
 
 
@@ -93,6 +96,8 @@ def convert(
         "dtype": [dtype, shard_gb],
     }
     with output_folder(target, decides, overwrite=work.overwrite, num_bytes=total) as output:
+        links = output.partial / _LINKS
+        source = _hold(source, links)
         shards = plan_shards(output.partial, tensors, int(shard_gb * 1e9))
         create_shards(shards)
         entries = {name: entry for shard in shards for name, entry in shard.items()}
@@ -102,8 +107,29 @@ def convert(
         digests.write(output.partial, {name: done[name] for name in tensors}, source=source.path.name)
         config = _config(source.model, config_dir, {entry.dtype for entry in entries.values()})
         write_rest(output.partial, shards, config, side_files(config_dir) if config_dir else [])
+        shutil.rmtree(links, ignore_errors=True)
         output.commit()
     return total
+
+
+def _hold(source: MegatronFolder, links: Path) -> MegatronFolder:
+    """Give the files of the checkpoint second names, so that a running job that removes it does not take them away.
+
+    Another filesystem cannot have such names; the checkpoint is then read where it is. Raises CheckpointError when the
+    job was faster.
+    """
+    links.mkdir(exist_ok=True)
+    try:
+        for name in {piece.file for _, stored in source.found.values() for piece in stored.pieces}:
+            (links / name).unlink(missing_ok=True)
+            os.link(source.path / name, links / name)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            source.path, f"{error.filename} is gone; a newer checkpoint may be there: try again"
+        ) from error
+    except OSError:
+        return source
+    return replace(source, reader=replace(source.reader, folder=links, called=source.path))
 
 
 def _parts(weight: Weight) -> dict[str, tuple[int, ...]]:

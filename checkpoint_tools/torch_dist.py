@@ -173,6 +173,7 @@ class PieceReader:
 
     folder: Path
     check_crc: bool = True
+    called: Path | None = None  # the folder's name in errors, when it is another one
     _files: Files = field(default_factory=Files)
     _data: dict[tuple[str, int], int] = field(default_factory=dict)  # (file, position) -> where the numbers begin
 
@@ -191,9 +192,9 @@ class PieceReader:
     def _begin(self, name: str, piece: Piece, dtype: torch.dtype) -> int:
         known = piece.file, piece.position
         if known not in self._data:
-            file = self.folder / piece.file
+            file = (self.called or self.folder) / piece.file
             try:
-                with open(file, "rb") as stream:
+                with open(self.folder / piece.file, "rb") as stream:
                     self._data[known] = self._open(_View(stream, piece.position, piece.length), piece, dtype)
             except FileNotFoundError as error:
                 raise CheckpointError(file, f"the file is missing; it holds {name}") from error
@@ -227,7 +228,7 @@ class PieceReader:
         self._data.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "check_crc": self.check_crc, "_files": Files(), "_data": {}}
+        return self.__dict__ | {"_files": Files(), "_data": {}}
 
 
 def append(stream: BinaryIO, data: Tensor | list, file: str, offsets: Iterable[int]) -> Piece:

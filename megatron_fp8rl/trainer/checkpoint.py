@@ -19,7 +19,6 @@ import dataclasses
 import json
 import os
 import random
-import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,12 +31,13 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_fp8rl.data.checkpoint_dir import PARTIAL_PREFIX, STATE_FILE, complete, latest, missing_part
 from megatron_fp8rl.trainer.policy import Policy
 
-_COMPLETE = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
-_PARTIAL_PREFIX = ".partial_"
-_STATE_FILE = "state.json"
 _FORMAT = 1
+
+
+__all__ = ["CheckpointError", "latest", "restore", "save"]
 
 
 class CheckpointError(RuntimeError):
@@ -54,10 +54,10 @@ def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -
     """
     folder = Path(folder)
     state = _describe(policy, step, extra)
-    partial = folder / f"{_PARTIAL_PREFIX}{step:08d}"
+    partial = folder / f"{PARTIAL_PREFIX}{step:08d}"
     if policy.parallel.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_PARTIAL_PREFIX}*"):
+        for left in folder.glob(f"{PARTIAL_PREFIX}*"):
             shutil.rmtree(left)
         partial.mkdir()
     policy.parallel.barrier("checkpoint folder")
@@ -71,14 +71,6 @@ def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -
     return policy.parallel.broadcast_object(final)
 
 
-def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``, damaged and partial ones ignored; None when there is none."""
-    for path in reversed(_complete(Path(folder))):
-        if _missing(path) is None:
-            return path
-    return None
-
-
 def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     """Collective: load a checkpoint of any parallel layout into ``policy``; returns (step, extra).
 
@@ -88,9 +80,11 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     Raises CheckpointError when the folder is not complete, or its model is not the model of ``policy``.
     """
     path = Path(path)
-    if (missing := _missing(path)) is not None:
+    if (missing := missing_part(path)) is not None:
         raise CheckpointError(f"{path} is not a complete checkpoint: {missing}. Choose another, or start without one")
-    state = json.loads((path / _STATE_FILE).read_text())
+    state = json.loads((path / STATE_FILE).read_text())
+    if state.get("weights_only"):
+        raise CheckpointError(f"{path} holds weights and nothing to resume from. Start from it: model.hf_path = {path}")
     _require_same_model(path, state, policy)
     same_layout = state["config"]["parallel"] == dataclasses.asdict(policy.cfg.parallel)
     loaded = dist_checkpointing.load(_sharded_state(policy, with_rng=same_layout, is_loading=True), str(path))
@@ -202,11 +196,11 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
     for path in files:
         _sync(path)
     state = {**state, "files": {str(path.relative_to(partial)): path.stat().st_size for path in files}}
-    state_file = partial / _STATE_FILE
+    state_file = partial / STATE_FILE
     state_file.write_text(json.dumps(state, indent=1))
     _sync(state_file)
     _sync(partial)
-    missing = _missing(partial) if ".metadata" in state["files"] else "file .metadata is missing"
+    missing = missing_part(partial) if ".metadata" in state["files"] else "file .metadata is missing"
     if missing is not None:
         raise CheckpointError(f"{partial} did not reach the disk whole: {missing}. Check its free space and quota")
     final, attempt = folder / f"step_{step:08d}", 1
@@ -227,33 +221,10 @@ def _sync(path: Path) -> None:
 
 def _prune(folder: Path, keep: int) -> None:
     """Remove all but the newest ``keep``; each gets a partial name first, so that a kill leaves no half of one."""
-    for path in _complete(folder)[:-keep]:
-        doomed = folder / f"{_PARTIAL_PREFIX}{path.name}"
+    for path in complete(folder)[:-keep]:
+        doomed = folder / f"{PARTIAL_PREFIX}{path.name}"
         os.rename(path, doomed)
         shutil.rmtree(doomed)
-
-
-def _complete(folder: Path) -> list[Path]:
-    """Folders with the name of a complete checkpoint, oldest first."""
-    if not folder.is_dir():
-        return []
-    found = [(match, path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda item: (int(item[0][1]), int(item[0][2] or 0)))]
-
-
-def _missing(path: Path) -> str | None:
-    """What keeps a folder from being a whole checkpoint; None when it is one."""
-    try:
-        files = json.loads((path / _STATE_FILE).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return f"{_STATE_FILE} cannot be read ({error})"
-    for name, size in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"file {name} is missing"
-        if file.stat().st_size != size:
-            return f"file {name} has {file.stat().st_size} bytes instead of {size}"
-    return None
 
 
 def _require_same_model(path: Path, state: dict[str, Any], policy: Policy) -> None:

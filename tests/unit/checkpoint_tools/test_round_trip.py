@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,6 +156,22 @@ def test_digests_are_those_of_the_bytes(tmp_path):
     assert recorded == digests.read(tmp_path / "megatron")
     for name, tensor in tensors.items():
         assert recorded[name] == hashlib.sha256(tensor.view(torch.uint8).numpy().tobytes()).hexdigest(), name
+
+
+def test_a_run_may_remove_the_checkpoint_that_is_being_converted(tmp_path, monkeypatch):
+    source = write_folder(tmp_path / "hf", random_tensors(TINY), names.to_hf_config(TINY))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
+    hf_to_megatron.convert(HfFolder.open(source), checkpoint, HERE)
+    convert_bucket = megatron_to_hf.ToHf.run
+
+    def removed_first(self, bucket):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        return convert_bucket(self, bucket)
+
+    monkeypatch.setattr(megatron_to_hf.ToHf, "run", removed_first)
+    megatron_to_hf.convert(MegatronFolder.open(tmp_path / "run"), tmp_path / "back", HERE, source)
+    assert not checkpoint.exists()
+    assert_same_tensors(read_tensors(tmp_path / "back"), read_tensors(source))
 
 
 def test_several_workers_do_what_one_does(tmp_path, monkeypatch):
