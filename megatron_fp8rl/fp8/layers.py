@@ -6,8 +6,9 @@ ask :class:`LayerTable`; nothing else decides. A weight is named by its Hugging 
 FP8:  the attention projections q, k, v, o (of latent attention q_a, q_b, kv_a, kv_b, o) and the feed-forward
       projections gate, up, down of dense layers, of every expert and of shared experts, in all layers but the BF16 edge
       layers. That is what the FP8 checkpoints of DeepSeek-V3 and Qwen3 hold.
-BF16: embedding, output head, norms, biases, router, what multi-token prediction layers have besides a decoder layer, and
-      every matrix of the first and last layers that ``PrecisionConfig.bf16_first_layers`` and ``bf16_last_layers`` name.
+BF16: embedding, output head, norms, biases, router, what multi-token prediction layers have besides a decoder layer,
+      and every matrix of the first and last layers that ``PrecisionConfig.bf16_first_layers`` and ``bf16_last_layers``
+      name.
 """
 
 from __future__ import annotations

@@ -72,9 +72,9 @@ def register(scales: Scales) -> None:
             return EmulatedFp8MoEMethod(self, layer, scales)
 
     register_quantization_config("fp8")(CpuFp8Config)
-    # Some matrices are multiplied without asking a quantization config: Mixtral's router, output heads. vLLM 0.25.1 packs
-    # those too, and a head that is tied to the embedding is not packed again after an update. Drop this when vLLM can
-    # leave weights as loaded.
+    # Some matrices are multiplied without asking a quantization config: Mixtral's router, output heads. vLLM 0.25.1
+    # packs those too, and a head that is tied to the embedding is not packed again after an update. Drop this when vLLM
+    # can leave weights as loaded.
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
         method.apply = ReadableLinearMethod.apply

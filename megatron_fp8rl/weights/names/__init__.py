@@ -2,8 +2,8 @@
 
 Pure functions over plain tensors; no ranks. A *global* Megatron name counts layers and experts over the whole model and
 spells norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). One short file per family says
-what is special about it; the functions here are the same for all families. torch is imported inside the functions that touch tensors,
-so that checks of a configuration can ask for names and shapes on a machine without it.
+what is special about it; the functions here are the same for all families. torch is imported inside the functions that
+touch tensors, so that checks of a configuration can ask for names and shapes on a machine without it.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
     name = config.get("model_type")
     if name not in FAMILIES:
         raise ValueError(
-            f"config.json: model_type {name!r} (architectures {config.get('architectures')}) is not supported; supported "
-            f"are {', '.join(sorted(FAMILIES))}. Needed is a file of its own in megatron_fp8rl/weights/names: see "
-            "docs/adding_a_model.md"
+            f"config.json: model_type {name!r} (architectures {config.get('architectures')}) is not supported; "
+            f"supported are {', '.join(sorted(FAMILIES))}. Needed is a file of its own in megatron_fp8rl/weights/names: "
+            "see docs/adding_a_model.md"
         )
     return family.read(FAMILIES[name], config, keep_mtp=keep_mtp, fp8_weights=fp8_weights)
 
@@ -89,7 +89,7 @@ def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def mcore_names(model: ModelConfig) -> list[str]:
-    """Global names of all Megatron parameters, and of the buffers that a checkpoint holds. Without a tied output layer."""
+    """Global names of all Megatron parameters and of the buffers that a checkpoint holds; no tied output layer."""
     return list(weights(model))
 
 
@@ -159,7 +159,7 @@ def from_hf(global_name: str, get: Callable[[str], Tensor], model: ModelConfig) 
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the model configuration says {shape}")
         if tensor.dtype.itemsize == 1:
-            raise ValueError(f"{name}: {tensor.dtype} needs its scales; dequantize it before it is given a Megatron name")
+            raise ValueError(f"{name}: {tensor.dtype} needs its scales; dequantize it first")
         return tensor
 
     full = slicing.join(w, model, [read(name, shape) for name, shape in w.parts])

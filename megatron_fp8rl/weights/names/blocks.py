@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.weights.names.table import Row
 
@@ -46,9 +48,8 @@ def attention(model: ModelConfig) -> tuple[Row, ...]:
     """Grouped-query attention, with the biases and norms that ``model`` asks for."""
 
     def qkv(kind: str, *columns: str) -> Row:
-        parts = tuple(
-            (f"{H}self_attn.{name}_proj.{kind}", (size, *columns)) for name, size in (("q", "q"), ("k", "kv"), ("v", "kv"))
-        )
+        rows_of = {"q": "q", "k": "kv", "v": "kv"}
+        parts = tuple((f"{H}self_attn.{x}_proj.{kind}", (rows, *columns)) for x, rows in rows_of.items())
         return Row(f"{M}self_attention.linear_qkv.{kind}", parts, "rows", "qkv")
 
     rows = [qkv("weight", "hidden")]
@@ -92,21 +93,27 @@ def latent_attention(model: ModelConfig) -> tuple[Row, ...]:
     )
 
 
-def feed_forward(mcore: str, hf: str, size: str, layers: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> tuple[Row, ...]:  # fmt: skip
-    """A SwiGLU feed-forward of ``size`` under the prefixes ``mcore`` and ``hf``. ``names`` are its gate, up and down."""
+Projections = tuple[str, str, str]  # names of gate, up and down
+_PROJECTIONS: Projections = ("gate_proj", "up_proj", "down_proj")
+
+
+def feed_forward(
+    mcore: str, hf: str, size: str, layers: Literal["dense", "moe"], names: Projections = _PROJECTIONS
+) -> tuple[Row, ...]:
+    """A SwiGLU feed-forward of ``size`` under the prefixes ``mcore`` and ``hf``."""
     gate, up, down = (f"{H}{hf}.{name}.weight" for name in names)
     fc1 = ((gate, (size, "hidden")), (up, (size, "hidden")))
     fc2 = ((down, ("hidden", size)),)
     return (
-        Row(f"{M}{mcore}.linear_fc1.weight", fc1, "rows", "gate_up", layers),  # type: ignore[arg-type]
-        Row(f"{M}{mcore}.linear_fc2.weight", fc2, "columns", "copy", layers),  # type: ignore[arg-type]
+        Row(f"{M}{mcore}.linear_fc1.weight", fc1, "rows", "gate_up", layers),
+        Row(f"{M}{mcore}.linear_fc2.weight", fc2, "columns", "copy", layers),
     )
 
 
 DENSE = feed_forward("mlp", "mlp", "ffn", "dense")
 
 
-def experts(model: ModelConfig, prefix: str = "mlp", **names: tuple[str, str, str]) -> tuple[Row, ...]:
+def experts(model: ModelConfig, prefix: str = "mlp", names: Projections = _PROJECTIONS) -> tuple[Row, ...]:
     """Router, routed experts and shared experts, in the layers that have them."""
     router = Row(M + "mlp.router.weight", ((f"{H}{prefix}.gate.weight", ("experts", "hidden")),), layers="moe")
     bias = Row(
@@ -116,7 +123,7 @@ def experts(model: ModelConfig, prefix: str = "mlp", **names: tuple[str, str, st
         dtype="float32",
     )
     rows = (router, bias) if model.router.correction_bias else (router,)
-    rows += feed_forward("mlp.experts.{expert}", prefix + ".experts.{expert}", "expert_ffn", "moe", **names)
+    rows += feed_forward("mlp.experts.{expert}", prefix + ".experts.{expert}", "expert_ffn", "moe", names)
     if model.num_shared_experts:
         rows += feed_forward("mlp.shared_experts", prefix + ".shared_experts", "shared_ffn", "moe")
     return rows

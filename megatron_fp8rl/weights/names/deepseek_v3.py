@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention, sigmoid routing over groups with a correction bias, shared experts, first dense layers."""
+"""DeepSeek-V3: latent attention, sigmoid routing over groups with a correction bias, shared experts."""
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.weights.names import blocks

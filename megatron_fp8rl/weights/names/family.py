@@ -44,16 +44,17 @@ _WHEN_NULL = {
     "num_nextn_predict_layers": 0,
 }
 
-# Fields that leave the function of the model alone: how it was trained or saved, how it generates, what its tokens mean.
+# Keys that leave the function of the model alone: how it was trained or saved, how it generates, its tokens.
 _IGNORED = frozenset(
     """
     _name_or_path architectures auto_map dtype torch_dtype transformers_version torchscript use_bfloat16 use_cache
     attention_dropout attn_implementation _attn_implementation aux_loss_alpha chunk_size_feed_forward ep_size
-    experts_implementation     output_attentions output_hidden_states output_router_logits pretraining_tp return_dict router_aux_loss_coef
-    router_jitter_noise seq_aux bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id mask_token_id
-    unk_token_id decoder_start_token_id prefix id2label label2id num_labels problem_type task_specific_params
-    tokenizer_class max_window_layers is_encoder_decoder is_decoder cross_attention_hidden_size temperature top_k top_p
-    do_sample max_length min_length max_new_tokens num_beams repetition_penalty length_penalty
+    experts_implementation output_attentions output_hidden_states output_router_logits pretraining_tp return_dict
+    router_aux_loss_coef router_jitter_noise seq_aux bos_token_id eos_token_id pad_token_id sep_token_id
+    cls_token_id mask_token_id unk_token_id decoder_start_token_id prefix id2label label2id num_labels problem_type
+    task_specific_params tokenizer_class max_window_layers is_encoder_decoder is_decoder cross_attention_hidden_size
+    temperature top_k top_p do_sample max_length min_length max_new_tokens num_beams repetition_penalty
+    length_penalty
     """.split()
 )
 

@@ -29,7 +29,7 @@ DENSE = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
 ROUTED = {f"mlp.experts.{e}.{x}_proj" for e in range(2) for x in ("gate", "up", "down")}
 SHARED = {f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")}
 # As the weight_scale_inv of DeepSeek-V3's published checkpoint.
-LATENT = {"self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"}  # fmt: skip  # noqa: E501
+LATENT = {f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
 MIXTRAL = {f"block_sparse_moe.experts.{e}.w{i}" for e in range(2) for i in (1, 2, 3)}
 EXPECTED = {  # by layer; the last of four is for multi-token prediction
     "qwen2": [QKVO | DENSE] * 3,

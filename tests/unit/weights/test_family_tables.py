@@ -15,7 +15,7 @@ from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
 
-# Odd on purpose: one key/value head, a head size unrelated to the hidden size, three layers, six experts, odd vocabulary.
+# Odd on purpose: one key/value head, heads unrelated to the hidden size, three layers, six experts, odd vocabulary.
 COMMON = {
     "vocab_size": 131,
     "hidden_size": 48,

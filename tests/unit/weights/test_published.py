@@ -268,7 +268,7 @@ def test_deepseek_v3_in_full():
 
 
 def test_deepseek_v3_travels_in_blocks_that_its_matrices_fill_but_for_one():
-    """At 8-way tensor parallelism of both ends every rank quantizes what it holds; 576 rows make 4 blocks and a half."""
+    """At 8-way tensor parallelism at both ends every rank quantizes what it holds; 576 rows are 4 blocks and a half."""
     model = replace(names.from_hf_config(DEEPSEEK_V3, fp8_weights=True), num_layers=4)
     trainer = TrainerLayout(world_size=64, tensor=8, expert=64)
     made = plan(model, LayerTable.build(model, PrecisionConfig()), trainer, EngineLayout(tensor=8, expert=8))
@@ -314,8 +314,10 @@ def test_what_is_not_computed_is_refused_by_name_with_what_it_needs(config, chan
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'gemma3' \(architectures \['Gemma3ForCausalLM'\]\) .*supported are deepseek_v3, glm4_moe, llama.*adding_a_model.md"):  # fmt: skip  # noqa: E501
+    with pytest.raises(ValueError) as error:
         names.from_hf_config({"model_type": "gemma3", "architectures": ["Gemma3ForCausalLM"]})
+    parts = ("'gemma3' (architectures ['Gemma3ForCausalLM'])", "supported are deepseek_v3, glm4_moe, llama")
+    assert all(part in str(error.value) for part in (*parts, "adding_a_model.md"))
 
 
 def test_all_mistakes_of_a_config_are_named_at_once():
