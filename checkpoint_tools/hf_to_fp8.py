@@ -22,6 +22,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_files import HfWriter, create_shards, plan_shards, write_rest
 from checkpoint_tools.hf_folder import HfFolder, has_tokenizer, side_files
 from checkpoint_tools.output import fingerprint, output_folder
+from checkpoint_tools.published import check_files
 from checkpoint_tools.report import say_converted
 from checkpoint_tools.strips import strips
 from checkpoint_tools.work import Bucket, WorkOptions, fill_buckets, run_buckets
@@ -67,6 +68,7 @@ def run(options: Options) -> int:
     source = HfFolder.open(options.source, keep_mtp=options.keep_mtp)
     with say_converted(options.source, options.target) as said:
         said.left_out(source.left_out)
+        said.checked(source, check_files(source.files, options))
         transfers, said.num_bytes = convert(source, options.target, options)
         said.num_tensors = len(transfers)
         said.notes.append(f"{sum(t.is_fp8 for t in transfers)} matrices are FP8, scales {options.scales}")

@@ -24,6 +24,8 @@ from checkpoint_tools.hf_folder import HfFolder, has_tokenizer, side_files
 from checkpoint_tools.keys import extra_state, object_key, place
 from checkpoint_tools.megatron_folder import STATE
 from checkpoint_tools.output import Output, fingerprint, output_folder
+from checkpoint_tools.published import check_files
+from checkpoint_tools.report import say_converted
 from checkpoint_tools.strips import Segment, clip, segments, strips
 from checkpoint_tools.torch_dist import Piece, PieceReader, StoredTensor, append, write_metadata
 from checkpoint_tools.work import Bucket, WorkOptions, fill_buckets, run_buckets
@@ -50,11 +52,10 @@ class Options(WorkOptions):
 
 def run(options: Options) -> int:
     """The command."""
-    from checkpoint_tools.report import say_converted
-
     source = HfFolder.open(options.source, keep_mtp=options.keep_mtp)
     with say_converted(options.source, options.target) as said:
         said.left_out(source.left_out)
+        said.checked(source, check_files(source.files, options))
         said.num_bytes = convert(source, options.target, options, dtype=options.dtype)
         said.num_tensors = len(names.hf_tensors(source.model))
         said.has_tokenizer = has_tokenizer(side_files(source.path))

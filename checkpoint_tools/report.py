@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from checkpoint_tools import digests
+from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.work import rate_of
 
 
@@ -26,6 +28,15 @@ class Converted:
         for reason, count in Counter(reasons.values()).items():
             example = next(name for name, why in reasons.items() if why == reason)
             self.notes.append(f"left out: {count} tensors ({example}{', ...' if count > 1 else ''}): {reason}")
+
+    def checked(self, source: HfFolder, num_published: int) -> None:
+        """Say against what the bytes of the source were compared: digests.json, the Hub's digests, or nothing."""
+        if source.recorded:
+            self.notes.append(f"source: every tensor has the digest that {digests.FILE} records")
+        elif num_published:
+            self.notes.append(f"source: {num_published} of {len(source.files)} files have the digest of the Hub")
+        else:
+            self.notes.append(f"source: no digests are known, so a flipped bit could not be seen ({digests.FILE})")
 
 
 @contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import re
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,6 +204,34 @@ def test_exchanged_pieces_are_found_by_digests(copy, tmp_path):
     folder.found[one], folder.found[other] = folder.found[other], folder.found[one]
     with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.experts.1.down_proj.weight: damaged: SHA-256"):
         megatron_to_hf.convert(folder, tmp_path / "target", HERE, copy / "megatron")
+
+
+def _in_the_cache(folder: Path, file: Path, digest: str) -> None:
+    blobs = folder / "blobs"
+    blobs.mkdir(exist_ok=True)
+    file.rename(blobs / digest)
+    file.symlink_to(blobs / digest)
+
+
+def _in_a_folder(folder: Path, file: Path, digest: str) -> None:
+    notes = folder / ".cache" / "huggingface" / "download"
+    notes.mkdir(parents=True, exist_ok=True)
+    (notes / f"{file.name}.metadata").write_text(f"{'0' * 40}\n{digest}\n{time.time()}\n")
+
+
+@pytest.mark.parametrize("download", [_in_the_cache, _in_a_folder])
+def test_a_flipped_bit_in_a_download_is_found_by_the_hubs_digest(download, copy, tmp_path, capsys):
+    source = copy / "hf"
+    for file in (source / FIRST, source / SECOND):
+        download(source, file, hashlib.sha256(file.read_bytes()).hexdigest())
+    words = ["hf_to_megatron", str(source), str(tmp_path / "target"), "--workers", "1"]
+    assert program.main(words) == 0
+    assert "source: 2 of 2 files have the digest of the Hub" in capsys.readouterr().out
+    before = (source / SECOND).stat()
+    flip((source / SECOND).resolve(), 5000)
+    os.utime(source / SECOND, ns=(before.st_atime_ns, before.st_mtime_ns))  # a disk that forgets leaves no date
+    assert program.main([*words, "--overwrite"]) == 2
+    assert re.search(rf"{SECOND}: damaged: SHA-256 \w+... instead of \w+... on the Hub", capsys.readouterr().err)
 
 
 MEGATRON_DAMAGES = {
