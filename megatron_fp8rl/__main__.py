@@ -113,7 +113,9 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 
 
 COMMANDS = (
-    cli.Command(name="train", summary="warm start if the configuration has one, then reinforcement learning", run=_train),
+    cli.Command(
+        name="train", summary="warm start if the configuration has one, then reinforcement learning", run=_train
+    ),
     cli.Command(
         name="demo",
         summary="train the tiny mixture of experts: a first run on any machine",

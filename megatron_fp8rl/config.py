@@ -57,7 +57,7 @@ class RouterConfig:
     """How a token chooses its experts and weighs what they return."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
-    correction_bias: bool = False  # an FP32 buffer per expert is added to the scores for the choice, not for the weights
+    correction_bias: bool = False  # an FP32 buffer per expert is added to the scores, for the choice alone
     num_groups: int = 1  # of experts; a token chooses experts from its best groups only
     groups_per_token: int = 1
     scaling_factor: float = 1.0  # of the weights

@@ -17,7 +17,7 @@ from megatron_fp8rl.algo.advantages import to_samples
 from megatron_fp8rl.algo.loss import grpo_loss
 from megatron_fp8rl.algo.mismatch import mismatch_metrics
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.packing import Alignment, pack
+from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.scoring import ScorePool
@@ -28,7 +28,6 @@ from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
-from megatron_fp8rl.types import Sample, TrainBatch
 from megatron_fp8rl.weights.export import WeightExporter
 from megatron_fp8rl.weights.save import save_hf
 
@@ -73,7 +72,10 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
                 log.groups(groups)
                 samples = to_samples(groups, cfg, version=step - 1)
                 log.samples(samples)
-                batches = _pack(cfg, parallel, samples)
+                with span("pack"):
+                    batches = pack_for(
+                        cfg, samples, data_rank=parallel.dp_rank, num_updates=cfg.algo.updates_per_step
+                    )
                 if batches:
                     with span("old_logprobs"):
                         batches = [policy.with_old_logprobs(batch) for batch in batches]
@@ -88,20 +90,6 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
                 save(step)
         if cfg.checkpoint.export_hf:
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
-
-
-def _pack(cfg: RunConfig, parallel: Parallel, samples: list[Sample]) -> tuple[TrainBatch, ...]:
-    """This rank's share of the step's samples, one batch for each optimizer update."""
-    with span("pack"):
-        return pack(
-            samples,
-            data_size=parallel.dp_size,
-            data_rank=parallel.dp_rank,
-            max_tokens=cfg.rollout.max_tokens_per_microbatch,
-            alignment=Alignment.of(cfg.parallel),
-            num_microbatches_multiple=parallel.pp_size if cfg.parallel.virtual_stages > 1 else 1,
-            num_updates=cfg.algo.updates_per_step,
-        )
 
 
 def _publish(exporter: WeightExporter, rollouts: RolloutStream, version: int, log: StepLog) -> None:

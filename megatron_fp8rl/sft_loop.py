@@ -16,14 +16,14 @@ from pathlib import Path
 
 from megatron_fp8rl.algo.loss import sft_loss
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.packing import Alignment, pack
+from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.observe.observer import Observer
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
-from megatron_fp8rl.types import Sample, TrainBatch
+from megatron_fp8rl.types import Sample
 from megatron_fp8rl.weights.save import save_hf
 
 WARM_START, HF = "warm_start", "hf"
@@ -47,12 +47,12 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path) -> Path:
     with Observer(cfg, parallel.rank == 0, path.parent, title=f"{cfg.name}: warm start") as observer:
         for step in range(1, cfg.num_steps + 1):
             with observer.step(step) as log:
-                batch = _batch(cfg, parallel, source.samples(step - 1))
+                (batch,) = pack_for(cfg, source.samples(step - 1), data_rank=parallel.dp_rank)
                 with span("update"):
                     log.updates([policy.update(batch, sft_loss)], [batch])
                 if step % EVALUATE_EVERY == 0 or step == cfg.num_steps:
                     with span("evaluate"):
-                        pass_rate = expected_pass_rate(policy, _batch(cfg, parallel, held_out))
+                        pass_rate = expected_pass_rate(policy, held_out)
                     log.update({"sft/expected_pass_rate/mean": pass_rate})
                     if cfg.data.sft_stop_pass_rate is not None and pass_rate >= cfg.data.sft_stop_pass_rate:
                         break
@@ -60,13 +60,14 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path) -> Path:
     return path
 
 
-def expected_pass_rate(policy: Policy, batch: TrainBatch) -> float:
+def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:
     """Collective: the chance that a sampled completion is the reference answer, averaged over the samples.
 
     The product of the probabilities of an answer's tokens is the probability of sampling that answer at
     ``rollout.temperature``, so this needs one forward pass and has no sampling noise. Other answers that would earn a
     reward too are not counted.
     """
+    (batch,) = pack_for(policy.cfg, samples, data_rank=policy.parallel.dp_rank)
     scored = policy.with_old_logprobs(batch)
     log_probability: dict[str, float] = defaultdict(float)
     for mb in scored.microbatches:
@@ -89,16 +90,3 @@ def _supervised(cfg: RunConfig) -> RunConfig:
         precision=replace(cfg.precision, trainer="bf16"),
         algo=replace(cfg.algo, updates_per_step=1, kl_coef=0.0),
     )
-
-
-def _batch(cfg: RunConfig, parallel: Parallel, samples: Sequence[Sample]) -> TrainBatch:
-    """This rank's share of the samples, for one optimizer update."""
-    (batch,) = pack(
-        samples,
-        data_size=parallel.dp_size,
-        data_rank=parallel.dp_rank,
-        max_tokens=cfg.rollout.max_tokens_per_microbatch,
-        alignment=Alignment.of(cfg.parallel),
-        num_microbatches_multiple=parallel.pp_size if cfg.parallel.virtual_stages > 1 else 1,
-    )
-    return batch

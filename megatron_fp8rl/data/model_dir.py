@@ -22,8 +22,8 @@ def model_dir(cfg: RunConfig) -> Path:
 def write_model_dir(cfg: RunConfig) -> Path:
     """Make sure that :func:`model_dir` exists, and return it.
 
-    The tokenizer is the one that ``data.tokenizer`` names; a checkpoint in ``model.hf_path`` brings its own files and is
-    left as it is.
+    The tokenizer is the one that ``data.tokenizer`` names. A checkpoint in ``model.hf_path`` brings its own files and
+    is left as it is.
     """
     folder = model_dir(cfg)
     if cfg.model.hf_path is not None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_fp8rl.config import ParallelConfig
+from megatron_fp8rl.config import ParallelConfig, RunConfig
 from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
 
 # FP8 GEMMs of Transformer Engine and cuBLAS want every dimension, the tokens of a rank included, in multiples of 16.
@@ -47,6 +47,22 @@ class Alignment:
         """
         sequence = 2 * parallel.context if parallel.context > 1 else 1
         return cls(sequence=sequence, microbatch=_FP8_TOKEN_MULTIPLE * parallel.tensor * parallel.context)
+
+
+def pack_for(
+    cfg: RunConfig, samples: Sequence[Sample], *, data_rank: int, num_updates: int = 1
+) -> tuple[TrainBatch, ...]:
+    """:func:`pack` with the limits and multiples that a run's configuration asks for."""
+    return pack(
+        samples,
+        data_size=cfg.parallel.data,
+        data_rank=data_rank,
+        max_tokens=cfg.rollout.max_tokens_per_microbatch,
+        alignment=Alignment.of(cfg.parallel),
+        # The interleaved schedule takes its microbatches in rounds of one per pipeline rank.
+        num_microbatches_multiple=cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
+        num_updates=num_updates,
+    )
 
 
 def pack(
