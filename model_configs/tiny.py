@@ -61,9 +61,9 @@ def tiny_qwen3_moe() -> RunConfig:
             sft_lr=4e-3,
             sft_wrong_answers=0.45,
         ),
-        checkpoint=CheckpointConfig(every_steps=30),
+        checkpoint=CheckpointConfig(every_steps=40),
         observe=ObserveConfig(eval_prompts=128),
-        num_steps=60,
+        num_steps=80,
     )
 
 
