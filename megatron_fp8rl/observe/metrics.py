@@ -64,7 +64,6 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/mixed_versions/mean", "Fraction of the completions that more than one version sampled."),
         Metric("rollout/staleness/mean", "Mean age of the completions in publications when they are trained on."),
         Metric("rollout/staleness/max", "Greatest age of a completion in publications when it is trained on."),
-        Metric("rollout/num_refills/sum", "Extra rounds of prompts that replaced groups without variance."),
     ),
     "Mismatch between trainer and engine": (
         Metric(
@@ -113,18 +112,13 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
     "Training": (
         Metric("train/loss/mean", "Loss, normalised over all loss tokens of all ranks."),
         Metric("train/grad_norm/max", "Largest global gradient norm of the step's updates, before clipping."),
-        Metric("train/grad_norm/mean", "Mean global gradient norm of the step's updates, before clipping."),
         Metric("train/lr/mean", "Learning rate."),
         Metric("train/entropy/mean", "Mean entropy of the trainer's distribution over the vocabulary, in nats."),
         Metric("train/num_tokens/sum", "Loss tokens of the step over all ranks."),
         Metric("train/num_sequences/sum", "Sequences with a loss token over all ranks."),
         Metric("train/num_microbatches/sum", "Microbatches of one data-parallel rank."),
         Metric("train/num_updates/sum", "Optimizer updates of the step."),
-        Metric("train/skipped_updates/sum", "Updates that were skipped because a gradient was not finite."),
-        Metric("train/packing/mean", "Fraction of the packed positions that hold a token rather than padding."),
         Metric("train/tokens_per_s/mean", "Loss tokens per second of the span `update`."),
-        Metric("train/aux_loss/mean", "Load-balancing loss of the router, before its coefficient."),
-        Metric("train/zero_grads/mean", "Fraction of the gradient's entries that are exactly zero."),
     ),
     "Publication of weights": (
         Metric("publish/total/s", "Seconds from the first export to the engines' readiness."),
@@ -144,7 +138,6 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("time/mismatch/s", "Seconds of measuring the mismatch."),
         Metric("time/update/s", "Seconds of forward, backward and optimizer."),
         Metric("time/publish/s", "Seconds of publishing the weights."),
-        Metric("time/verify/s", "Seconds of proving that the engines hold what was sent; part of publish."),
         Metric("time/checkpoint/s", "Seconds of writing a checkpoint."),
         Metric("time/evaluate/s", "Seconds of evaluation on held-out problems."),
         Metric("time/<span>/s", "Seconds of any other span of the program, inner spans included."),
