@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -36,9 +36,9 @@ from megatron_fp8rl.weights.plan import EngineLayout, PlanError, TrainerLayout, 
 
 @dataclass(frozen=True, kw_only=True)
 class Options(WorkOptions):
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Hugging Face checkpoint folder."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Folder to make."""
     scales: Scales = "pow2"
     """Powers of two, which every kernel uses exactly, or full FP32 scales."""

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -39,9 +39,9 @@ _MODEL_DIR = "model"  # of a run: config.json and tokenizer that its engines sta
 
 @dataclass(frozen=True, kw_only=True)
 class Options(WorkOptions):
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """Checkpoint folder, or folder of a run, whose newest complete checkpoint is taken."""
-    target: tyro.conf.Positional[Path]
+    target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
     """Folder to make."""
     hf_config: Path | None = None
     """Folder with config.json and tokenizer; needed when the source does not have them itself."""

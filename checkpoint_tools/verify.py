@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import tyro
@@ -38,9 +38,9 @@ _POW2_MANTISSA = 0x007FFFFF
 
 @dataclass(frozen=True, kw_only=True)
 class Options(WorkOptions):
-    source: tyro.conf.Positional[Path]
+    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
     """The Hugging Face checkpoint that was converted."""
-    converted: tyro.conf.Positional[Path]
+    converted: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="CONVERTED")]
     """What was made of it."""
     logits: Literal["auto", "yes", "no"] = "auto"
     """Compare logits. auto does when the model fits into the free memory in FP32."""

@@ -26,6 +26,7 @@ from checkpoint_tools.strips import MIN_MEMORY_BYTES
 
 BUCKET_BYTES = 256 << 20  # of weights between two lines of the journal
 _PLAIN_EVERY_S = 5.0
+_MEANINGFUL = 0.01  # share of the bytes after which a speed says something about the rest
 _UNITS = {"K": 10, "M": 20, "G": 30}
 
 
@@ -45,7 +46,7 @@ class WorkOptions:
     workers: int = min(8, os.cpu_count() or 1)
     """Processes that convert at the same time."""
     max_memory: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "512M"
-    """Memory for tensors in each worker (K, M, G; at least 64M), besides some 400M of Python and PyTorch."""
+    """Memory for tensors in each worker (K, M, G; at least 64M), besides some 600M of Python and PyTorch."""
     overwrite: bool = False
     """Replace a folder of the output's name."""
 
@@ -182,13 +183,10 @@ class Progress:
         if now - self._last >= _PLAIN_EVERY_S:
             self._last = now
             rate = (self._done - self._resumed) / max(now - self._start, 1e-9)
-            left_s = (self._total - self._done) / rate
-            print(
-                f"{self._label}: {_gigabytes(self._done)} of {_gigabytes(self._total)}, {rate / 1e6:.0f} MB/s, "
-                f"{left_s:.0f} s left",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"{self._label}: {_gigabytes(self._done)} of {_gigabytes(self._total)}, {rate / 1e6:.0f} MB/s"
+            if self._done - self._resumed > _MEANINGFUL * self._total:
+                said += f", {(self._total - self._done) / rate:.0f} s left"
+            print(said, file=sys.stderr, flush=True)
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
