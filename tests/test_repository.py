@@ -160,3 +160,9 @@ def test_documents_name_options_and_metrics_that_exist():
             if meaning(key) is None:
                 wrong.append(f"{place}: {key}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_test_files_have_names_of_their_own():
+    """pytest imports them by their bare names, so two of one name cannot be collected together."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
