@@ -162,3 +162,15 @@ def test_linear_against_float64(scales, dtype):
     assert y.dtype == dtype
     tolerance = BF16_ROUNDING if dtype == torch.bfloat16 else FLOAT32_ACCUMULATION
     torch.testing.assert_close(y.double(), exact, rtol=tolerance["rtol"], atol=tolerance["atol"] * magnitude.item())
+
+
+def test_every_e4m3_number_is_read_as_torch_reads_it():
+    data = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(3, 1)
+    for columns in (256, 200):  # whole blocks, and a shorter one
+        scale = torch.tensor([[0.3, 7.0]])
+        expected = data[:, :columns].float() * scale.repeat_interleave(128, 1)[:, :columns]
+        found = blockwise.dequantize_weight(data[:, :columns], scale)
+        assert torch.equal(found.isnan(), expected.isnan()) and found.isnan().any()
+        assert torch.equal(found.nan_to_num(7e7), expected.nan_to_num(7e7))
+        numbers = ~expected.isnan()
+        assert torch.equal(found[numbers].signbit(), expected[numbers].signbit())  # of zeros, too
