@@ -273,11 +273,13 @@ def _check_storage(found: Findings) -> None:
     cfg = found.cfg
     if cfg.model.hf_path is not None:
         folder = Path(cfg.model.hf_path)
-        if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        # checkpoint_tools puts config.json and the tokenizer beside a distributed checkpoint.
+        has_weights = any(folder.glob("*.safetensors")) or (folder / ".metadata").is_file()
+        if not (folder / "config.json").is_file() or not has_weights:
             found.refuse(
                 "model.hf_path",
                 "is not a Hugging Face checkpoint: config.json or *.safetensors are missing",
-                "Name the folder that holds both",
+                "Name the folder that holds both, or one that checkpoint_tools converted",
             )
     try:
         run_dir = Path(cfg.run_dir)
