@@ -61,6 +61,8 @@ class HfFolder:
         except ValueError as error:
             raise CheckpointError(path, str(error)) from error
         entries, problems, unreadable = read_entries(path)
+        if problems and not (path / INDEX).is_file():
+            raise CheckpointError(path, problems)  # what the files hold besides is not known
         left_out, wrong = _compare(entries, model, unreadable)
         problems += wrong
         if problems:

@@ -77,9 +77,14 @@ def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bo
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise CheckpointError(path, "another program is writing it; wait for it, or stop it first") from error
-            done = _resume(partial, json.loads(json.dumps(decides)))
-            _require_space(partial, num_bytes)
-            yield Output(path, partial, done)
+            output = Output(path, partial, _resume(partial, json.loads(json.dumps(decides))))
+            try:
+                _require_space(partial, num_bytes)
+                yield output
+            except BaseException:
+                if not output.done:
+                    shutil.rmtree(partial, ignore_errors=True)  # there is nothing to go on from
+                raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -87,7 +92,7 @@ def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bo
         raise CheckpointError(
             path,
             f"the disk is full: {num_bytes / 1e9:.2f} GB are needed in all, {free / 1e9:.2f} GB are free. Nothing was "
-            f"written under this name; make room and run the same command again, it goes on from {partial}",
+            "written under this name; make room and run the same command again, it goes on from what is done",
         ) from error
 
 

@@ -213,7 +213,9 @@ def compare_logits(source: HfFolder, converted: MegatronFolder, num_tokens: int,
 @torch.no_grad()
 def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     return model(tokens[None], use_cache=False).logits[0]
 
