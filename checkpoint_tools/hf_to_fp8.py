@@ -25,7 +25,7 @@ from checkpoint_tools.output import fingerprint, output_folder
 from checkpoint_tools.published import check_files
 from checkpoint_tools.report import say_converted
 from checkpoint_tools.strips import strips
-from checkpoint_tools.work import Bucket, WorkOptions, fill_buckets, run_buckets
+from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import FP8_BLOCK, PrecisionConfig
 from megatron_fp8rl.fp8.blockwise import Scales, quantize_weight
 from megatron_fp8rl.fp8.layers import LayerTable
@@ -69,15 +69,15 @@ def run(options: Options) -> int:
     with say_converted(options.source, options.target) as said:
         said.left_out(source.left_out)
         said.checked(source, check_files(source.files, options))
-        transfers, said.num_bytes = convert(source, options.target, options)
+        transfers, said.volume = convert(source, options.target, options)
         said.num_tensors = len(transfers)
         said.notes.append(f"{sum(t.is_fp8 for t in transfers)} matrices are FP8, scales {options.scales}")
         said.has_tokenizer = has_tokenizer(side_files(source.path))
     return 0
 
 
-def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Transfer], int]:
-    """Quantize, verify and rename; returns what was written, and the bytes of it.
+def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Transfer], Volume]:
+    """Quantize, verify and rename; returns what was written, and how much.
 
     Raises CheckpointError as :func:`output_folder` does, when a tensor is damaged or holds NaN or infinity, and
     when an engine could not hold an FP8 matrix.
@@ -103,12 +103,12 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
         entries = {name: entry for shard in shards for name, entry in shard.items()}
         transfers = {t.name: t for t in planned.transfers}
         job = ToFp8(source, HfWriter(entries, options.memory_bytes), transfers, options.scales)
-        run_buckets(job, buckets, output, workers=options.workers, label="hf_to_fp8")
+        volume = run_buckets(job, buckets, output, workers=options.workers, label="hf_to_fp8")
         done = {name: value for bucket in buckets for name, value in output.done[bucket.index]["digests"].items()}
         digests.write(output.partial, {name: done[name] for name in wire}, source=source.path.name)
         write_rest(output.partial, shards, _config(source, options.precision), side_files(source.path))
         output.commit()
-    return planned.transfers, total
+    return planned.transfers, volume
 
 
 def _with_our_options(problem: str) -> str:

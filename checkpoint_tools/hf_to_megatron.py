@@ -28,7 +28,7 @@ from checkpoint_tools.published import check_files
 from checkpoint_tools.report import say_converted
 from checkpoint_tools.strips import Segment, clip, segments, strips
 from checkpoint_tools.torch_dist import Piece, PieceReader, StoredTensor, append, write_metadata
-from checkpoint_tools.work import Bucket, WorkOptions, fill_buckets, run_buckets
+from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.names.table import Weight
@@ -56,14 +56,14 @@ def run(options: Options) -> int:
     with say_converted(options.source, options.target) as said:
         said.left_out(source.left_out)
         said.checked(source, check_files(source.files, options))
-        said.num_bytes = convert(source, options.target, options, dtype=options.dtype)
+        said.volume = convert(source, options.target, options, dtype=options.dtype)
         said.num_tensors = len(names.hf_tensors(source.model))
         said.has_tokenizer = has_tokenizer(side_files(source.path))
     return 0
 
 
-def convert(source: HfFolder, target: Path, work: WorkOptions, *, dtype: DType = "keep") -> int:
-    """Convert, verify and rename; returns the bytes of the weights.
+def convert(source: HfFolder, target: Path, work: WorkOptions, *, dtype: DType = "keep") -> Volume:
+    """Convert, verify and rename; returns how much was written.
 
     Raises CheckpointError as :func:`output_folder` does, and when a tensor is damaged.
     """
@@ -81,10 +81,10 @@ def convert(source: HfFolder, target: Path, work: WorkOptions, *, dtype: DType =
     total = sum(sizes.values())
     with output_folder(target, decides, overwrite=work.overwrite, num_bytes=total) as output:
         job.partial = output.partial
-        run_buckets(job, buckets, output, workers=work.workers, label="hf_to_megatron")
+        volume = run_buckets(job, buckets, output, workers=work.workers, label="hf_to_megatron")
         _complete(output, source, job, len(buckets))
         output.commit()
-    return total
+    return volume
 
 
 def _dtypes(source: HfFolder, dtype: DType) -> dict[str, torch.dtype]:

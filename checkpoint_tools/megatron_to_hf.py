@@ -28,7 +28,7 @@ from checkpoint_tools.output import fingerprint, output_folder
 from checkpoint_tools.report import say_converted
 from checkpoint_tools.strips import clip, segments, strips
 from checkpoint_tools.torch_dist import METADATA
-from checkpoint_tools.work import Bucket, WorkOptions, fill_buckets, run_buckets
+from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.names.table import Weight
@@ -60,7 +60,7 @@ def run(options: Options) -> int:
     source = MegatronFolder.open(path, from_hf, check_crc=not options.skip_crc)
     with say_converted(path, options.target) as said:
         config_dir = find_config_dir(path, options.hf_config)
-        said.num_bytes = convert(source, options.target, options, config_dir, options.dtype, options.shard_gb)
+        said.volume = convert(source, options.target, options, config_dir, options.dtype, options.shard_gb)
         said.num_tensors = len(names.hf_tensors(source.model))
         said.has_tokenizer = config_dir is not None and has_tokenizer(side_files(config_dir))
     return 0
@@ -73,8 +73,8 @@ def convert(
     config_dir: Path | None,
     dtype: DType = "keep",
     shard_gb: float = 5.0,
-) -> int:
-    """Convert, verify and rename; returns the bytes of the weights.
+) -> Volume:
+    """Convert, verify and rename; returns how much was written.
 
     ``config_dir`` has config.json and tokenizer. Raises CheckpointError as :func:`output_folder` does, and when a piece
     or a tensor is damaged.
@@ -102,14 +102,14 @@ def convert(
         create_shards(shards)
         entries = {name: entry for shard in shards for name, entry in shard.items()}
         job = ToHf(source, HfWriter(entries, work.memory_bytes), types)
-        run_buckets(job, buckets, output, workers=work.workers, label="megatron_to_hf")
+        volume = run_buckets(job, buckets, output, workers=work.workers, label="megatron_to_hf")
         done = {name: value for bucket in buckets for name, value in output.done[bucket.index]["digests"].items()}
         digests.write(output.partial, {name: done[name] for name in tensors}, source=source.path.name)
         config = _config(source.model, config_dir, {entry.dtype for entry in entries.values()})
         write_rest(output.partial, shards, config, side_files(config_dir) if config_dir else [])
         shutil.rmtree(links, ignore_errors=True)
         output.commit()
-    return total
+    return volume
 
 
 def _hold(source: MegatronFolder, links: Path) -> MegatronFolder:

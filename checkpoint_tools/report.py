@@ -11,7 +11,7 @@ from pathlib import Path
 
 from checkpoint_tools import digests
 from checkpoint_tools.hf_folder import HfFolder
-from checkpoint_tools.work import rate_of
+from checkpoint_tools.work import Volume, rate_of
 
 
 @dataclass
@@ -19,7 +19,7 @@ class Converted:
     """What a command tells about its result."""
 
     num_tensors: int = 0
-    num_bytes: int = 0
+    volume: Volume = field(default_factory=lambda: Volume(0, 0))
     has_tokenizer: bool = True
     notes: list[str] = field(default_factory=list)
 
@@ -46,7 +46,7 @@ def say_converted(source: Path, target: Path) -> Iterator[Converted]:
     yield said
     seconds = time.monotonic() - start
     print(f"{source} -> {target}")
-    print(f"  {said.num_tensors} tensors, {rate_of(said.num_bytes, seconds)}, each read back from the disk and equal")
+    print(f"  {said.num_tensors} tensors, {rate_of(said.volume, seconds)}, each read back from the disk and equal")
     for note in said.notes:
         print(f"  {note}")
     if not said.has_tokenizer:

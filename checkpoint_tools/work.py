@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import tyro
 
@@ -86,15 +86,23 @@ def fill_buckets(sizes: Iterable[tuple[str, int]]) -> list[Bucket]:
     return [*buckets, Bucket(len(buckets), tuple(members), total)] if members else buckets
 
 
-def run_buckets(job: Job, buckets: Sequence[Bucket], output: Output, *, workers: int, label: str) -> None:
+class Volume(NamedTuple):
+    """Bytes of weights in a result, and those of them that were written by this run of the command."""
+
+    total_bytes: int
+    new_bytes: int
+
+
+def run_buckets(job: Job, buckets: Sequence[Bucket], output: Output, *, workers: int, label: str) -> Volume:
     """Run what the journal does not have yet. The first error of a bucket ends the work; what is done stays."""
     pending = [bucket for bucket in buckets if bucket.index not in output.done]
-    total = sum(bucket.num_bytes for bucket in buckets)
-    progress = Progress(label, total, total - sum(bucket.num_bytes for bucket in pending))
+    volume = Volume(sum(bucket.num_bytes for bucket in buckets), sum(bucket.num_bytes for bucket in pending))
+    progress = Progress(label, volume.total_bytes, volume.total_bytes - volume.new_bytes)
     with progress:
         for bucket, result in results(job, pending, workers):
             output.record(bucket.index, result)
             progress.advance(bucket.num_bytes)
+    return volume
 
 
 def results(job: Job, buckets: Sequence[Bucket], workers: int) -> Iterator[tuple[Bucket, dict[str, Any]]]:
@@ -157,7 +165,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self._start = self._last = self._clock()
         if self._resumed:
-            print(f"{self._label}: goes on after {_gigabytes(self._resumed)} of an interrupted run", file=sys.stderr)
+            print(f"{self._label}: goes on after {gigabytes(self._resumed)} of an interrupted run", file=sys.stderr)
         if sys.stderr.isatty():
             from rich import progress
             from rich.console import Console
@@ -183,7 +191,7 @@ class Progress:
         if now - self._last >= _PLAIN_EVERY_S:
             self._last = now
             rate = (self._done - self._resumed) / max(now - self._start, 1e-9)
-            said = f"{self._label}: {_gigabytes(self._done)} of {_gigabytes(self._total)}, {rate / 1e6:.0f} MB/s"
+            said = f"{self._label}: {gigabytes(self._done)} of {gigabytes(self._total)}, {rate / 1e6:.0f} MB/s"
             if self._done - self._resumed > _MEANINGFUL * self._total:
                 said += f", {(self._total - self._done) / rate:.0f} s left"
             print(said, file=sys.stderr, flush=True)
@@ -192,14 +200,14 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def summary(self) -> str:
-        """What was done since the start, for the last line of a command."""
-        return rate_of(self._done - self._resumed, self._clock() - self._start)
+
+def rate_of(volume: Volume, seconds: float) -> str:
+    """How much in which time, for the last lines of a command."""
+    speed = f"{seconds:.1f} s ({volume.new_bytes / 1e6 / max(seconds, 1e-9):.0f} MB/s)"
+    if volume.new_bytes < volume.total_bytes:
+        return f"{gigabytes(volume.total_bytes)}, {gigabytes(volume.new_bytes)} of them now in {speed}"
+    return f"{gigabytes(volume.total_bytes)} in {speed}"
 
 
-def rate_of(num_bytes: int, seconds: float) -> str:
-    return f"{_gigabytes(num_bytes)} in {seconds:.1f} s ({num_bytes / 1e6 / max(seconds, 1e-9):.0f} MB/s)"
-
-
-def _gigabytes(num_bytes: int) -> str:
+def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"

@@ -131,8 +131,8 @@ def dequantize_weight(data_NK: Tensor, scale_inv: Tensor) -> Tensor:
 def _float32_of(data: Tensor) -> Tensor:
     """Float32 of E4M3 numbers, contiguous.
 
-    On CPUs torch converts one number at a time. Moved up by seven bits, exponent and mantissa of E4M3 are those of an FP16
-    number 2^(15 - 7) times smaller, and FP16 is converted by vector instructions; only NaN has other bits.
+    On CPUs torch converts one number at a time. Moved up by seven bits, exponent and mantissa of E4M3 are those of an
+    FP16 number 2^(15 - 7) times smaller, and FP16 is converted by vector instructions; only NaN has other bits.
     """
     if data.device.type != "cpu":
         return data.float()
