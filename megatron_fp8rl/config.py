@@ -143,7 +143,8 @@ class PrecisionConfig:
     bf16_last_layers: int = 0
     amax_history_len: int = 16  # delayed scaling: steps of history
     amax_algorithm: Literal["max", "most_recent"] = "max"
-    params: Literal["bf16", "fp32"] = "bf16"  # storage of the trainer's parameters; fp32 is for numerical tests
+    params: Literal["bf16", "fp32", "fp8"] = "bf16"  # storage of the trainer's parameters; fp32 is for numerical tests
+    kernels: Literal["auto", "emulated", "te"] = "auto"  # auto: Transformer Engine on a GPU, emulated without one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +165,7 @@ class OptimConfig:
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
     moe_aux_loss_coef: float = 0.0
     logprob_chunk_tokens: int = 4096  # tokens of logits that are held in FP32 at a time
+    offload: tuple[Literal["params", "gradients", "optimizer"], ...] = ()  # to host memory while the engines sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +174,14 @@ class RolloutConfig:
 
     num_replicas: int = 1
     tensor: int = 1  # tensor parallel degree of one replica
+    expert: int = 1  # expert parallel degree of one replica: 1, or as large as ``tensor``
+    placement: Literal["colocated", "separate"] = "colocated"  # on the trainer's GPUs, or on those behind them
+    sleep_level: Literal[0, 1, 2] = 0  # while training, engines keep their memory (0), or move (1) or drop (2) weights
+    linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU
+    moe_backend: Literal["auto", "deep_gemm", "triton", "flashinfer_cutlass"] = "auto"  # of FP8 experts
+    attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
+    torch_compile: bool = True  # False: CUDA graphs without torch.compile, which starts a minute sooner
+    weight_update: Literal["direct", "reload"] = "direct"  # into the kernels' tensors, or through vLLM's loaders
     prompts_per_step: int = 32
     completions_per_prompt: int = 8
     max_prompt_tokens: int = 64
@@ -188,7 +198,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.85
     max_num_sequences: int = 256  # decoded at a time by one replica
     enforce_eager: bool = False
-    transport: Literal["shm", "gloo"] = "shm"  # how weights travel: shared memory on one host, gloo across hosts
+    transport: Literal["auto", "shm", "gloo", "ipc", "nccl"] = "shm"  # how weights travel
     bucket_bytes: int = 256 << 20  # of weights in flight
     start_deadline_s: float = 600.0
     request_deadline_s: float = 600.0
