@@ -66,7 +66,8 @@ def check_tiling(found: Findings) -> None:
                 _refuse_size(found, dimension, tile)
     whole = [d for d in dimensions if all(d.size % tile == 0 for _, tile, _, _ in ends)]
     for end, tile, degrees, option_of in ends:
-        _check_shards(found, whole, end, tile, degrees, option_of)
+        fused = _fused_rows(cfg.model) if end == "trainer" and len(whole) == len(dimensions) else []
+        _check_shards(found, whole + fused, end, tile, degrees, option_of)
 
 
 def fp8_dimensions(model: ModelConfig, first_fp8_layer: int = 0) -> list[Dimension]:
@@ -124,6 +125,24 @@ def _attention_dimensions(model: ModelConfig) -> list[Dimension]:
     ]
 
 
+def _fused_rows(model: ModelConfig) -> list[Dimension]:
+    """Rows of Megatron's matrix of queries, keys and values.
+
+    More ranks than query groups share the rows of a group evenly, so that their edges may lie anywhere in it. Up to as many ranks as groups the rows of q, k and v alone say whether they tile.
+    """
+    if model.mla is not None:
+        return []
+    return [
+        Dimension(
+            matrices="rows of q_proj, k_proj and v_proj in one matrix, group by group",
+            size=(model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim,
+            formula="(num_attention_heads + 2 x num_key_value_heads) x head_dim",
+            field="num_key_value_heads",
+            degree="tensor",
+        )
+    ]
+
+
 def _latent_dimensions(mla: MlaConfig, of_heads: Callable[[str, str, int, str], Dimension]) -> list[Dimension]:
     """kv_a_proj_with_mqa is not among them: it is whole on every rank, where its last block may be cut short."""
 
@@ -176,6 +195,7 @@ def _check_shards(
             ranks
             for ranks in range(1, largest + 1)
             if all((size := d.per_rank(ranks)) is not None and size % tile == 0 for d in concerned)
+            and (option == "parallel.expert_tensor" or found.cfg.model.num_attention_heads % ranks == 0)
         ]
         remedy = f"Degrees that tile: {', '.join(map(str, fitting))}" if fitting else f"No degree tiles at {tile}"
         details = "; ".join(

@@ -155,6 +155,25 @@ def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can():
     assert violation.remedy == "Degrees that tile: 1, 2"
 
 
+def test_more_ranks_than_query_groups_are_judged_by_their_share_of_a_group():
+    # 8 groups of four query heads, a key and a value head of 128 are 768 rows each: four ranks have 192 rows, two 384.
+    model = replace(
+        DENSE, hidden_size=512, num_attention_heads=32, num_key_value_heads=8, head_dim=128, ffn_hidden_size=8192
+    )
+    (violation,) = check(make(model, parallel__world_size=32, parallel__tensor=32), accelerator="cpu")
+    assert (violation.field, violation.value) == ("--parallel.tensor", 32)
+    assert "(num_attention_heads + 2 x num_key_value_heads) x head_dim = 6144, of which one rank has 192" in (
+        violation.problem
+    )
+    assert violation.remedy == "Degrees that tile: 1, 2, 4, 8, 16"
+    for cfg in (
+        make(model, parallel__world_size=16, parallel__tensor=16),
+        make(model, rollout__tensor=32),  # an engine copies whole key/value heads
+        make(model, parallel__world_size=32, parallel__tensor=32, precision__trainer="tensorwise"),
+    ):
+        assert check(cfg, accelerator="cpu") == []
+
+
 def test_the_engine_is_judged_by_its_own_degree_also_where_the_trainer_is_bf16():
     cfg = make(MOE, rollout__tensor=4, precision__trainer="bf16")
     (violation,) = check(cfg, accelerator="cpu")
