@@ -26,6 +26,7 @@ from torch import Tensor
 
 BLOCK = 128
 E4M3_MAX = 448.0
+_VLLM_LEAST_AMAX = 1e-4  # of a block, in vllm.utils.deep_gemm.per_block_cast_to_fp8
 
 Scales = Literal["pow2", "fp32"]
 
@@ -61,8 +62,9 @@ def scale_of(amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
         exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - fmt.max_exponent
         scale = (exponent.clamp_(1, 254) << 23).view(torch.float32)
     else:
+        # By a tensor: on a GPU torch divides by a number through its rounded reciprocal, which is not the quotient.
         # Not below the smallest normal number, which keeps 1 / scale finite.
-        scale = (amax / fmt.max).clamp_(min=torch.finfo(torch.float32).tiny)
+        scale = (amax / torch.full_like(amax, fmt.max)).clamp_(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     return torch.where(amax == 0, 1.0, scale)
 
@@ -109,7 +111,19 @@ def _row_blocks(x: Tensor) -> Tensor:
 
 
 def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix in 128x128 blocks: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb])."""
+    """Quantize a matrix in 128x128 blocks: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb]).
+
+    On a GPU one kernel reads the matrix once and writes the same bytes; torch makes several passes over it.
+    """
+    if weight_NK.is_cuda and weight_NK.dtype in (torch.bfloat16, torch.float32):
+        from megatron_fp8rl.fp8 import kernels  # imports Triton
+
+        return kernels.quantize_weight(weight_NK, scales)
+    return quantize_weight_in_torch(weight_NK, scales)
+
+
+def quantize_weight_in_torch(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """:func:`quantize_weight` by torch alone, on any device: the definition that its kernel has to meet."""
     num_rows, num_columns = weight_NK.shape
     blocks = _weight_blocks(weight_NK)
     scale = scale_of(blocks.abs().amax(dim=(1, 3)), scales)
@@ -126,6 +140,28 @@ def dequantize_weight(data_NK: Tensor, scale_inv: Tensor) -> Tensor:
     if num_columns % BLOCK:
         return values.mul_(scale_NKb.repeat_interleave(BLOCK, 1)[:, :num_columns])
     return values.view(num_rows, -1, BLOCK).mul_(scale_NKb.unsqueeze(-1)).view(num_rows, num_columns)
+
+
+def canonical(data_NK: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """The one form that vLLM's conversion for DeepGEMM gives to E4M3 blocks with power-of-two scales.
+
+    data_NK float8_e4m3fn [N, K] and scale_inv float32 [Nb, Kb], powers of two; returns the same types and shapes.
+    The same values have several forms: a block whose largest magnitude is at most 224 may also have doubled values
+    and half the scale. vLLM chooses the smallest scale, as for a largest magnitude of at least 1e-4; below that the
+    values are rounded to the grid of that scale.
+    """
+    num_rows, num_columns = data_NK.shape
+    padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
+    magnitude = F.pad(data_NK.view(torch.uint8) & 0x7F, padding).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    # Bytes of magnitudes are in their order, and NaN is the largest.
+    amax = magnitude.amax(dim=(1, 3)).view(torch.float8_e4m3fn).float() * scale_inv
+    scale = scale_of(amax.clamp(min=_VLLM_LEAST_AMAX), "pow2")
+    if torch.equal(scale, scale_inv):
+        return data_NK, scale_inv
+    shift_NKb = (scale_inv / scale).bfloat16().repeat_interleave(BLOCK, 0)[:num_rows]
+    # Four significant bits times a power of two: BF16 holds every product, and the conversion rounds once.
+    values = data_NK.bfloat16().mul_(shift_NKb.repeat_interleave(BLOCK, 1)[:, :num_columns])
+    return values.to(torch.float8_e4m3fn), scale
 
 
 def _float32_of(data: Tensor) -> Tensor:
