@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import FP8_BLOCK
+from megatron_fp8rl.rollout.probe import Probe
 from megatron_fp8rl.weights.digest import digests
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
@@ -106,7 +107,7 @@ def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{kind}", tensor
 
 
-class WorkerExtension:
+class WorkerExtension(Probe):
     """Methods that vLLM adds to its worker; each is a target of ``collective_rpc``."""
 
     def weight_digests(self) -> dict[str, Any]:

@@ -1,0 +1,77 @@
+"""The per-layer probe on a running engine: equal ends differ by rounding alone, and a damaged weight is named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_weights import publish, random_weights
+from tests.helpers.dist import run_ranks
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.observe.operations import (
+    compare,
+    first_beyond_rounding,
+    num_other_experts,
+    operation_names,
+    table,
+)
+from megatron_fp8rl.rollout.client import EngineError
+from megatron_fp8rl.rollout.probe import load_probe, record_prefill
+
+PROMPT = [(7 * i) % 90 + 3 for i in range(45)]
+DAMAGED = {  # a weight of the checkpoint -> the operation that multiplies by it
+    "": None,
+    "model.layers.1.self_attn.k_proj.weight": "layer.1.qkv",
+    "model.layers.0.mlp.experts.3.down_proj.weight": "layer.0.experts",
+    "model.layers.1.post_attention_layernorm.weight": "layer.1.post_norm",
+}
+
+
+def trainer_side(cfg: RunConfig, weights: dict[str, torch.Tensor], recording: Path) -> dict[str, tuple]:
+    """Runs on a trainer rank: the probe of every damage, on one model."""
+    from megatron_fp8rl.trainer.model import build_chunks, load_hf
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.probe import TrainerProbe
+
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    chunks = build_chunks(cfg, parallel)
+    engine, found = load_probe(recording), {}
+    for name in DAMAGED:
+        changed = weights | ({name: weights[name] * 1.25} if name else {})
+        load_hf(chunks, changed.__getitem__, cfg, parallel)
+        probe = TrainerProbe(chunks, cfg, parallel)
+        found[name] = probe.record(PROMPT), probe.replay(engine)
+    parallel.close()
+    return found
+
+
+def test_the_operation_that_differs_is_named(fleet, tmp_path):
+    cfg = replace(fleet.cfg, precision=replace(fleet.cfg.precision, trainer="blockwise"))
+    weights = random_weights(cfg, 7)
+    publish(fleet, weights, version=41)
+    recording = tmp_path / "engine.safetensors"
+    engine = fleet.sync(record_prefill(fleet.clients[0], PROMPT, recording), 60.0)
+    assert list(sorted(engine)) == sorted(operation_names(cfg.model))
+    assert engine["layer.0.qkv"].shape == (len(PROMPT), 8 * 128) and engine["logits"].shape == (1, 128)
+
+    (found,) = run_ranks(1, trainer_side, cfg, weights, recording)
+    for name, expected in DAMAGED.items():
+        rows = compare(engine, *found[name], cfg.model)
+        worst = first_beyond_rounding(rows)
+        assert (worst.name if worst else None) == expected, f"{name}\n{table(rows)}"
+        beyond = [row.name for row in rows if row.is_beyond_rounding]
+        assert len(beyond) <= 1, beyond  # what follows inherits the difference and has none of its own
+    sound = {row.name: row for row in compare(engine, *found[""], cfg.model)}
+    assert sound["embedding"].total_max == sound["layer.0.input"].own_max == 0
+    router = "layer.1.router"
+    assert num_other_experts(engine[router], found[""][1][router], cfg.model.experts_per_token) <= 1
+
+
+def test_a_probe_without_its_prefill_says_so(fleet, tmp_path):
+    client = fleet.clients[0]
+    with pytest.raises(EngineError, match="no prefill of the whole prompt was seen"):
+        fleet.sync(client.collective_rpc("start_probe", num_tokens=9), 30.0)
+        fleet.sync(client.collective_rpc("finish_probe", path=str(tmp_path / "none")), 30.0)
