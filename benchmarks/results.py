@@ -1,0 +1,100 @@
+"""Rows of a benchmark that add up over several invocations, and what a GPU can do at best.
+
+A benchmark writes one JSON line per row as soon as it has it, so that a run which is cut short loses nothing, and makes
+its table from the newest row of every key.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+FOLDER = Path("runs/benchmarks")
+
+# Bytes per second of device memory, from the vendor's data sheets, by a word of the name that the driver reports.
+_PEAK_BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "B200": 8.0e12, "A100": 2.04e12}
+
+
+class Results:
+    """Rows in a file of JSON lines. ``keys`` are the fields that tell one measurement from another."""
+
+    def __init__(self, path: Path | str, keys: Sequence[str]):
+        self.path = Path(path)
+        self._keys = tuple(keys)
+
+    def rows(self) -> list[Row]:
+        """The newest row of each key, in the order in which the keys first came."""
+        if not self.path.exists():
+            return []
+        newest: dict[tuple, Row] = {}
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            newest[self.key(row)] = row
+        return list(newest.values())
+
+    def add(self, row: Row) -> None:
+        """Append a row, and print it as ``RESULT {...}``."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(row)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        print("RESULT", text, flush=True)
+
+    def has(self, row: Row) -> bool:
+        """Whether there is a row of this key that is not a failure."""
+        return any(self.key(found) == self.key(row) and "error" not in found for found in self.rows())
+
+    def key(self, row: Row) -> tuple:
+        return tuple(json.dumps(row.get(name), sort_keys=True) for name in self._keys)
+
+
+def num_gpus() -> int:
+    """GPUs that this process may use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def require_gpus(needed: int, what: str) -> None:
+    """Exit with status 2 when this machine has fewer GPUs than ``what`` needs."""
+    found = num_gpus()
+    if found < needed:
+        print(f"{what} needs {needed} GPU{'s' if needed > 1 else ''}; this machine has {found}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def peak_bandwidth(device_name: str) -> float | None:
+    """Bytes per second of the memory of a GPU by its data sheet; None for one that is not listed."""
+    return next((value for word, value in _PEAK_BANDWIDTH.items() if word in device_name), None)
+
+
+def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 10) -> float:
+    """Bytes per second that a copy within the current GPU's memory reads and writes together; best of ``rounds``."""
+    import torch
+
+    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = min(timed(lambda: target.copy_(source)) for _ in range(rounds))
+    del source, target
+    torch.cuda.empty_cache()
+    return 2 * num_bytes / seconds
+
+
+def timed(work: Any) -> float:
+    """Seconds of ``work()``, what it started on the GPU included."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

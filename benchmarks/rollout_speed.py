@@ -1,0 +1,322 @@
+"""How fast engines sample, and how much context they hold, in BF16, FP8 and FP8 with an FP8 cache.
+
+    python -m benchmarks.rollout_speed --model qwen3_8b --precision bf16 fp8 fp8_kv --shape short long
+    python -m benchmarks.rollout_speed --model qwen3_8b --precision fp8 --linear deep_gemm cutlass triton --shape long
+
+Engines start as a run starts them (rollout/fleet.py, rollout/engine.py), on dummy weights, and are asked as a run asks
+them: over HTTP, a seed per request, log-probabilities of the sampled tokens. One engine serves all shapes of a
+combination of kernels. What was measured is not measured again unless ``--again`` says so; the table is made of all
+rows in ``--results``. Variables VLLM_* of the environment reach the engines and become part of a row's key.
+
+The roofline counts what a decode step has to read: all matrices that it needs once (of a mixture of experts those that
+the batch is expected to reach) and the cache of every sequence, at half its final length on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.results import FOLDER, Results, Row, copy_bandwidth, num_gpus, peak_bandwidth, require_gpus
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from model_configs import qwen3, tiny
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.fleet import Fleet
+
+MODELS = {
+    "qwen3_8b": qwen3.qwen3_8b,
+    "qwen3_30b_a3b": qwen3.qwen3_30b_a3b,
+    "tiny": lambda: tiny.tiny_qwen3().model,
+}
+KEYS = ("model", "precision", "linear", "moe", "attention", "compile", "environment", "shape", "device")
+# Variables that say where files lie or what is logged, or choose a sampler that processed_logprobs rules out.
+_NOT_KERNELS = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_LOGGING_LEVEL", "VLLM_USE_FLASHINFER_SAMPLER")
+_WARM_TOKENS = 16  # sampled before the clock runs: kernels compile, caches fill
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Tokens in, tokens out, and how many sequences at once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    num_sequences: int
+
+
+SHAPES = {"short": Shape(512, 1024, 256), "long": Shape(2048, 3072, 128), "tiny": Shape(16, 8, 8)}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One engine: a model in a precision on certain kernels."""
+
+    model: str
+    precision: str  # bf16, fp8, fp8_kv
+    linear: str
+    moe: str
+    attention: str
+    compile: bool
+
+    @property
+    def name(self) -> str:
+        parts = [self.model, self.precision, self.linear, self.moe, self.attention]
+        return "-".join([*parts, "compiled" if self.compile else "graphs"])
+
+
+def plan_cells(options: argparse.Namespace) -> Iterator[Cell]:
+    """All combinations that differ: BF16 has no FP8 linears to choose for, a dense model no experts."""
+    seen = set()
+    for model, precision, linear, moe, attention, compiled in itertools.product(
+        options.model, options.precision, options.linear, options.moe, options.attention, options.compile
+    ):
+        if precision == "bf16":
+            linear = "auto"
+            moe = "auto" if moe == "deep_gemm" else moe
+        if not MODELS[model]().is_moe:
+            moe = "auto"
+        cell = Cell(model, precision, linear, moe, attention, compiled == "on")
+        if cell not in seen:
+            seen.add(cell)
+            yield cell
+
+
+def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
+    """The run whose engine serves ``shapes``."""
+    rollout = RolloutConfig(
+        max_prompt_tokens=max(s.prompt_tokens for s in shapes),
+        max_completion_tokens=max(s.completion_tokens for s in shapes),
+        max_num_sequences=max(s.num_sequences for s in shapes),
+        kv_cache_dtype="fp8" if cell.precision == "fp8_kv" else "auto",
+        linear_backend=cell.linear,
+        moe_backend=cell.moe,
+        attention_backend=cell.attention,
+        torch_compile=cell.compile,
+        gpu_memory_utilization=0.9,
+        request_deadline_s=1200.0,
+    )
+    rollout_precision = "bf16" if cell.precision == "bf16" else "blockwise"
+    return RunConfig(
+        name="rollout_speed",
+        model=MODELS[cell.model](),
+        precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision),
+        rollout=rollout,
+        output_dir=str(FOLDER / "rollout_speed" / cell.name),
+    )
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Bytes that one decode step reads, and the tokens per second that a bandwidth allows."""
+
+    weight_bytes: float
+    kv_bytes_per_token: int
+    kv_bytes: float
+    tokens_per_s: float
+
+
+def roofline(model: ModelConfig, precision: str, shape: Shape, bandwidth: float) -> Roofline:
+    """The limit of reading; arithmetic, prefill, sampling and launches come on top. ``bandwidth`` in bytes/s."""
+    fp8_bytes = 2.0 if precision == "bf16" else 1.0 + 4 / 128**2
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
+    if model.is_moe:
+        reached = 1 - (1 - model.experts_per_token / model.num_experts) ** shape.num_sequences
+        ffn = 3 * model.hidden_size * model.moe_ffn_hidden_size * model.num_experts * reached
+        router_bytes = 2 * model.hidden_size * model.num_experts
+    else:
+        ffn, router_bytes = 3 * model.hidden_size * model.ffn_hidden_size, 0
+    head_bytes = 2 * model.vocab_size * model.hidden_size
+    weight_bytes = model.num_layers * ((attention + ffn) * fp8_bytes + router_bytes) + head_bytes
+    element_bytes = 1 if precision == "fp8_kv" else 2
+    kv_token = 2 * model.num_layers * model.num_key_value_heads * model.head_dim * element_bytes
+    kv_bytes = shape.num_sequences * (shape.prompt_tokens + shape.completion_tokens / 2) * kv_token
+    tokens_per_s = shape.num_sequences * bandwidth / (weight_bytes + kv_bytes)
+    return Roofline(weight_bytes, kv_token, kv_bytes, tokens_per_s)
+
+
+def read_log(text: str) -> Row:
+    """What vLLM's log says about an engine: tokens of KV cache, GiB of weights, the kernels that it chose."""
+    capacity = re.findall(r"KV cache size: ([\d,]+) tokens", text)
+    loaded = re.findall(r"Model loading took ([\d.]+) GiB", text)
+    patterns = (r"Selected (\w+) for \w+", r"Using '?([\w ]+?)'? (?:Fp8|Unquantized) MoE backend")
+    patterns += (r"Using (?:AttentionBackendEnum\.)?(\w+) attention backend",)
+    chosen = [name for pattern in patterns for name in dict.fromkeys(re.findall(pattern, text))]
+    return {
+        "kv_tokens": int(capacity[-1].replace(",", "")) if capacity else None,
+        "weights_gib": float(loaded[-1]) if loaded else None,
+        "kernels": chosen,
+    }
+
+
+def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed: int) -> float:
+    """Seconds to sample exactly ``max_tokens`` for every sequence, on prompts that no other seed has."""
+    import random
+
+    from megatron_fp8rl.rollout.client import Sampling
+
+    draw = random.Random(seed)
+    lowest = min(100, vocab_size // 4)  # leave the special tokens alone
+    prompts = [
+        [draw.randrange(lowest, vocab_size) for _ in range(shape.prompt_tokens)] for _ in range(shape.num_sequences)
+    ]
+    sampling = Sampling(
+        temperature=1.0, top_p=1.0, top_k=0, max_tokens=max_tokens, stop_token_ids=(), stop_strings=()
+    )
+    (client,) = fleet.clients
+
+    async def everything() -> int:
+        answers = await asyncio.gather(
+            *(client.generate(prompt, 1, 1000 * seed + i, sampling=sampling) for i, prompt in enumerate(prompts))
+        )
+        return sum(len(completion.token_ids) for (completion,) in answers)
+
+    started = time.perf_counter()
+    num_tokens = fleet.sync(everything(), fleet.cfg.rollout.request_deadline_s)
+    seconds = time.perf_counter() - started
+    if num_tokens != shape.num_sequences * max_tokens:
+        raise RuntimeError(f"{num_tokens} tokens were sampled instead of {shape.num_sequences} x {max_tokens}")
+    return seconds
+
+
+def measure(cell: Cell, shapes: dict[str, Shape], common: Row, bandwidth: float) -> Iterator[Row]:
+    """Start one engine and time each shape on it. A kernel that cannot start is a row too."""
+    from megatron_fp8rl.data.model_dir import write_model_dir
+    from megatron_fp8rl.rollout.client import EngineError
+    from megatron_fp8rl.rollout.fleet import Fleet
+
+    cfg = run_config(cell, list(shapes.values()))
+    row = {**asdict(cell), **common}
+    started = time.perf_counter()
+    try:
+        with Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir) as fleet:
+            row |= {"start_s": round(time.perf_counter() - started, 1), **read_log(_log(cfg))}
+            for seed, (name, shape) in enumerate(shapes.items(), 1):
+                warm = min(_WARM_TOKENS, shape.completion_tokens)
+                sample(fleet, shape, cfg.model.vocab_size, max_tokens=warm, seed=10 * seed)
+                seconds = sample(fleet, shape, cfg.model.vocab_size, max_tokens=shape.completion_tokens, seed=seed)
+                limit = roofline(cfg.model, cell.precision, shape, bandwidth)
+                tokens_per_s = shape.num_sequences * shape.completion_tokens / seconds
+                yield row | {
+                    "shape": name,
+                    "seconds": round(seconds, 2),
+                    "tokens_per_s": round(tokens_per_s, 1),
+                    "roofline_tokens_per_s": round(limit.tokens_per_s),
+                    "of_roofline": round(tokens_per_s / limit.tokens_per_s, 3),
+                    "read_gb_per_step": round((limit.weight_bytes + limit.kv_bytes) / 1e9, 2),
+                }
+    except (EngineError, RuntimeError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w(Error|Exception): ", line)]
+        yield from (row | {"shape": name, "error": (lines or [str(error)])[0][-300:]} for name in shapes)
+
+
+def _log(cfg: RunConfig) -> str:
+    return (Path(cfg.run_dir) / "logs" / "rollout-0.log").read_text(encoding="utf-8", errors="replace")
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as docs/measured.md shows them, fastest first within a model and shape."""
+    shown = []
+    for row in sorted(rows, key=lambda r: (r["model"], r["shape"], -(r.get("tokens_per_s") or 0.0))):
+        chosen = f"{row['linear']} / {row['moe']} / {row['attention']}" + ("" if row["compile"] else ", no compile")
+        chosen += "".join(f", {name}={value}" for name, value in row["environment"].items())
+        if "error" in row:
+            numbers = dict.fromkeys(("tokens/s", "of roofline", "KV tokens", "start s"), "-")
+            numbers["tokens/s"] = f"failed: {row['error'][:80]}"
+        else:
+            numbers = {
+                "tokens/s": f"{row['tokens_per_s']:,.0f}",
+                "of roofline": f"{row['of_roofline']:.0%} of {row['roofline_tokens_per_s']:,}",
+                "KV tokens": f"{row['kv_tokens']:,}" if row["kv_tokens"] else "-",
+                "start s": f"{row['start_s']:.0f}",
+            }
+        kernels = ", ".join(row.get("kernels", ()))
+        head = {"model": row["model"], "shape": row["shape"], "precision": row["precision"]}
+        shown.append(head | {"asked: linear / experts / attention": chosen} | numbers | {"kernels that ran": kernels})
+    return shown
+
+
+def write_section(rows: Sequence[Row]) -> None:
+    from benchmarks import record
+
+    shapes = "; ".join(
+        f"{name}: {s.num_sequences} sequences, {s.prompt_tokens} in, {s.completion_tokens} out"
+        for name, s in SHAPES.items()
+        if any(row["shape"] == name for row in rows)
+    )
+    notes = (
+        f"Shapes: {shapes}. tokens/s: sampled tokens over the whole time, prefill included. Dummy weights, one GPU, "
+        "90 % of its memory. The roofline reads every needed matrix and the cache once per step at the bandwidth of "
+        "the data sheet. Start: from the fleet's start to the first answer, on files that are cached or not as found."
+    )
+    record.section("rollout_speed", "Rollout throughput", table(rows), notes=notes)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_speed", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3_8b", "qwen3_30b_a3b"])
+    parser.add_argument("--precision", nargs="+", choices=["bf16", "fp8", "fp8_kv"], default=["bf16", "fp8", "fp8_kv"])
+    parser.add_argument("--linear", nargs="+", choices=["auto", "deep_gemm", "cutlass", "triton"], default=["auto"])
+    moe = ["auto", "deep_gemm", "triton", "flashinfer_cutlass"]
+    parser.add_argument("--moe", nargs="+", choices=moe, default=["auto"])
+    attention = ["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"]
+    parser.add_argument("--attention", nargs="+", choices=attention, default=["auto"])
+    parser.add_argument("--compile", nargs="+", choices=["on", "off"], default=["on"], help="torch.compile")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["short", "long"])
+    parser.add_argument("--quick", action="store_true", help="qwen3_8b in FP8, short, no torch.compile; tiny on a CPU")
+    parser.add_argument("--again", action="store_true", help="measure also what --results has already")
+    parser.add_argument("--budget-s", type=float, default=570.0, help="start no engine that may not end before")
+    parser.add_argument("--cell-s", type=float, default=150.0, help="what one engine with all shapes may take")
+    parser.add_argument("--results", type=Path, default=FOLDER / "rollout_speed.jsonl")
+    options = parser.parse_args(argv)
+    if options.quick:
+        on_gpu = num_gpus() > 0
+        options.model, options.shape = (["qwen3_8b"], ["short"]) if on_gpu else (["tiny"], ["tiny"])
+        options.precision, options.compile = ["fp8"], ["off"]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    bandwidth, device = 1e10, "cpu"
+    if options.model != ["tiny"]:
+        require_gpus(1, "benchmarks.rollout_speed")
+    if num_gpus():
+        import torch
+
+        device = torch.cuda.get_device_name()
+        copied = copy_bandwidth()
+        bandwidth = peak_bandwidth(device) or copied
+        print(f"{device}: copies at {copied / 1e12:.2f} TB/s, roofline at {bandwidth / 1e12:.2f} TB/s", flush=True)
+    started = time.monotonic()
+    results = Results(options.results, KEYS)
+    environment = {n: v for n, v in sorted(os.environ.items()) if n.startswith("VLLM_") and n not in _NOT_KERNELS}
+    common = {"environment": environment, "device": device, "unix_s": round(time.time())}
+    for cell in plan_cells(options):
+        wanted = {
+            name: SHAPES[name]
+            for name in options.shape
+            if options.again or not results.has({**asdict(cell), **common, "shape": name})
+        }
+        if not wanted:
+            continue
+        if time.monotonic() - started > options.budget_s - options.cell_s:
+            print(f"SKIPPED {cell.name}: {options.budget_s:.0f} s are nearly over; run the same command again")
+            continue
+        for row in measure(cell, wanted, common, bandwidth):
+            results.add(row)
+    if device != "cpu":
+        write_section(results.rows())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

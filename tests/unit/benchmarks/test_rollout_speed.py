@@ -1,0 +1,68 @@
+"""What the throughput benchmark computes besides times: limits, cells, what a log says, rows that add up."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import rollout_speed as speed
+from benchmarks.results import Results
+from model_configs import qwen3
+
+
+def test_roofline_of_a_dense_model_is_its_matrices_and_its_cache():
+    """Qwen3-8B has 8.19 G parameters, 0.62 G of them an embedding that no step reads; 147,456 bytes of cache a token."""
+    limit = speed.roofline(qwen3.qwen3_8b(), "bf16", speed.SHAPES["long"], 4.8e12)
+    assert limit.weight_bytes == pytest.approx(2 * (8_190_735_360 - 151936 * 4096), rel=1e-4)
+    assert limit.kv_bytes_per_token == 2 * 36 * 8 * 128 * 2
+    step_s = (limit.weight_bytes + 128 * (2048 + 1536) * 147456) / 4.8e12
+    assert limit.tokens_per_s == pytest.approx(128 / step_s)
+
+
+def test_fp8_halves_what_it_covers_and_no_more():
+    model, shape = qwen3.qwen3_8b(), speed.SHAPES["short"]
+    bf16, fp8, both = (speed.roofline(model, p, shape, 1.0) for p in ("bf16", "fp8", "fp8_kv"))
+    head = 2 * 151936 * 4096
+    assert fp8.weight_bytes - head == pytest.approx((bf16.weight_bytes - head) / 2, rel=1e-3)
+    assert (fp8.kv_bytes, both.kv_bytes) == (bf16.kv_bytes, bf16.kv_bytes / 2)
+
+
+def test_a_small_batch_reads_only_the_experts_that_it_reaches():
+    model = qwen3.qwen3_30b_a3b()
+    one = speed.roofline(model, "bf16", speed.Shape(1, 1, 1), 1.0)
+    everyone = speed.roofline(model, "bf16", speed.Shape(1, 1, 4096), 1.0)
+    expert_bytes = 2 * 3 * 2048 * 768 * 48
+    assert everyone.weight_bytes - one.weight_bytes == pytest.approx((128 - 8) * expert_bytes, rel=1e-6)
+
+
+def test_cells_that_would_be_the_same_engine_run_once():
+    words = ["--model", "qwen3_8b", "--precision", "bf16", "fp8", "--linear", "deep_gemm", "cutlass"]
+    cells = list(speed.plan_cells(speed.parse([*words, "--moe", "auto", "triton"])))
+    assert [(c.precision, c.linear, c.moe) for c in cells] == [
+        ("bf16", "auto", "auto"),
+        ("fp8", "deep_gemm", "auto"),
+        ("fp8", "cutlass", "auto"),
+    ]
+
+
+def test_log_lines_of_vllm_are_read():
+    log = """
+INFO [cuda.py:477] Using AttentionBackendEnum.FLASH_ATTN attention backend out of potential backends: [...]
+INFO [__init__.py:543] Selected DeepGemmFp8BlockScaledMMKernel for Fp8LinearMethod
+INFO [fp8.py:405] Using TRITON Fp8 MoE backend out of potential backends: ['TRITON', 'DEEPGEMM'].
+INFO [model_runner.py:303] Model loading took 29.13 GiB and 6.1 seconds
+INFO [kv_cache_utils.py:2146] GPU KV cache size: 1,234,560 tokens
+"""
+    found = speed.read_log(log)
+    assert found["kv_tokens"] == 1_234_560 and found["weights_gib"] == 29.13
+    assert found["kernels"] == ["DeepGemmFp8BlockScaledMMKernel", "TRITON", "FLASH_ATTN"]
+    assert speed.read_log("")["kv_tokens"] is None
+
+
+def test_rows_of_several_invocations_merge_by_key(tmp_path, capsys):
+    results = Results(tmp_path / "deep" / "rows.jsonl", ("model", "shape"))
+    results.add({"model": "a", "shape": "short", "error": "no such kernel"})
+    results.add({"model": "b", "shape": "short", "tokens_per_s": 1.0})
+    assert not results.has({"model": "a", "shape": "short"})  # a failure is tried again
+    Results(results.path, ("model", "shape")).add({"model": "a", "shape": "short", "tokens_per_s": 2.0})
+    assert [(row["model"], row["tokens_per_s"]) for row in results.rows()] == [("a", 2.0), ("b", 1.0)]
+    assert capsys.readouterr().out.count("RESULT {") == 3
