@@ -4,20 +4,20 @@ In: query, key and value of one packed microbatch, as Megatron-Core's SelfAttent
 embedding. Out: attention outputs in the same order. Runs on every trainer rank.
 
 Queries and keys are rotated here because positions are known here: a packed token's position follows from the sequence
-lengths, and one table serves all layers.
+lengths, and one table serves all layers. What depends on the lengths alone is made once for a microbatch, on the device.
 
-Sequences of similar length are attended together, as a batch. Under context parallelism each sequence is cut into
-2 * cp chunks of which rank r holds chunks r and 2 * cp - 1 - r; keys and values are gathered, queries stay.
+On a GPU one kernel of variable length attends to all sequences. On a CPU, and for shapes that no such kernel takes,
+sequences of similar length are attended together, as a batch. Under context parallelism keys and values are gathered,
+queries stay.
 
-Shapes: T = packed tokens of this rank, L = longest sequence of a batch, H = query heads, G = key and value heads,
-D = features of a query or key head, V = features of a value head.
+Shapes: T = packed tokens of this rank, H = query heads, G = key and value heads, D = features of a query or key head,
+V = features of a value head.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -26,80 +26,9 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_fp8rl.trainer import fused_attention
+from megatron_fp8rl.trainer.pack_plan import Batch, PackedSequences, PackPlan, lengths_of, plan_pack
 from megatron_fp8rl.trainer.rotary import Rotary, rotary_table
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Sequences of similar length, as rows of the packed tensors. Shorter ones repeat a row at their end."""
-
-    query_rows: Tensor  # int64 [n, Lq] rows of this rank's tokens
-    key_rows: Tensor  # int64 [n, L] rows of the gathered tokens
-    mask: Tensor | None  # bool [n, 1, Lq, L]; None is the causal mask of equal lengths
-
-
-@dataclass(frozen=True)
-class PackPlan:
-    """How to batch the sequences of one microbatch."""
-
-    positions_T: Tensor  # int64 [T] within the sequence, of this rank's tokens
-    batches: tuple[Batch, ...]
-    restore_T: Tensor | None  # int64 [T] row of each token in the concatenated batches; None when already in order
-
-
-def _zigzag(length: int, cp_size: int, rank: int) -> Tensor:
-    """Positions of one sequence that a context-parallel rank holds, int64 [length / cp_size]."""
-    chunks = torch.arange(length).chunk(2 * cp_size)
-    return torch.cat([chunks[rank], chunks[2 * cp_size - 1 - rank]]) if cp_size > 1 else torch.arange(length)
-
-
-def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
-    """Indices of sequences whose lengths differ by less than a factor of sqrt(2)."""
-    groups: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        groups.setdefault(math.ceil(2 * math.log2(length)), []).append(index)
-    return list(groups.values())
-
-
-@functools.lru_cache(maxsize=32)
-def plan_pack(lengths: tuple[int, ...], cp_size: int, cp_rank: int) -> PackPlan:
-    """Plan for sequences of these padded lengths; each must be a multiple of 2 * cp_size under context parallelism."""
-    if cp_size > 1 and any(length % (2 * cp_size) for length in lengths):
-        raise ValueError(f"packed sequences of {lengths} tokens do not divide into {2 * cp_size} chunks each")
-    starts = torch.tensor((0, *lengths)).cumsum(0).tolist()
-    num_local = starts[-1] // cp_size
-    # Row in the gathered tensors (rank after rank) of every packed position.
-    gathered = torch.empty(starts[-1], dtype=torch.int64)
-    for rank in range(cp_size):
-        held = torch.cat([start + _zigzag(n, cp_size, rank) for start, n in zip(starts, lengths)])
-        gathered[held] = torch.arange(num_local) + rank * num_local
-    positions = [_zigzag(n, cp_size, cp_rank) for n in lengths]
-    batches, order = [], []
-    for group in _groups(lengths):
-        longest = max(lengths[i] for i in group)
-        # Clamping repeats a sequence's last row; no query of the sequence sees it, and its own output is dropped.
-        offsets_L = torch.arange(longest)
-        n = torch.tensor([lengths[i] for i in group])[:, None]
-        start = torch.tensor([starts[i] for i in group])[:, None]
-        key_rows = gathered[start + torch.minimum(offsets_L, n - 1)]
-        local_L = torch.arange(longest // cp_size)
-        query_rows = start // cp_size + torch.minimum(local_L, n // cp_size - 1)
-        mask = None
-        if cp_size > 1:
-            query_positions = torch.stack([_fit(positions[i], longest // cp_size) for i in group])
-            mask = (offsets_L <= query_positions[..., None])[:, None]
-        batches.append(Batch(query_rows, key_rows, mask))
-        order.append(torch.where(local_L < n // cp_size, query_rows, -1).flatten())
-    rows = torch.cat(order)
-    restore = torch.empty(num_local, dtype=torch.int64)
-    restore[rows[rows >= 0]] = torch.arange(rows.numel())[rows >= 0]
-    in_order = rows.numel() == num_local and torch.equal(restore, torch.arange(num_local))
-    return PackPlan(torch.cat(positions), tuple(batches), None if in_order else restore)
-
-
-def _fit(x: Tensor, length: int) -> Tensor:
-    """x filled up to ``length`` with its last value."""
-    return F.pad(x, (0, length - x.numel()), value=int(x[-1]))
 
 
 class PackedAttention(MegatronModule):
@@ -110,6 +39,8 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.rotary, self.softmax_scale, self.window = rotary, scale, window
         self.cp_group = pg_collection.cp
+        self.layer = layer_number - 1  # of the whole model, from 0
+        self.amax: Tensor | None = None  # float32 [3], raised to the largest |q|, |k| and |v| while trainer/kv_scales asks
 
     def forward(
         self,
@@ -124,8 +55,11 @@ class PackedAttention(MegatronModule):
         """query [T, H, D], key [T, G, D] and value [T, G, V] -> [T, H * V]."""
         if packed_seq_params is None or attention_bias is not None:
             raise ValueError("attention takes packed sequences without bias; pass PackedSeqParams(qkv_format='thd')")
-        plan = self._plan(packed_seq_params)
-        query, key = self._rotate(query, key, plan)
+        plan = self._plan(packed_seq_params, query.device)
+        cos, sin = _cos_and_sin(plan, self.rotary, query.dtype)
+        query, key = self.rotary.rotate(query, cos, sin), self.rotary.rotate(key, cos, sin)
+        if self.amax is not None:
+            self._observe((query, key, value), packed_seq_params)
         num_tokens, dtype = query.shape[0], query.dtype
         if query.device.type == "cpu":
             # torch's attention for BF16 on CPUs is two to three times slower backward, and less exact.
@@ -134,36 +68,55 @@ class PackedAttention(MegatronModule):
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)
             )
-        parts = [self._attend(query, key, value, batch) for batch in plan.batches]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if plan.restore_T is not None:
-            out = out.index_select(0, plan.restore_T.to(out.device))
+        out = self._attend(query, key, value, plan)
         return out.to(dtype).reshape(num_tokens, -1)
 
-    def _plan(self, packed: PackedSeqParams) -> PackPlan:
-        cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
-        lengths = tuple(n for n in cu_seqlens.diff().tolist() if n)
+    def _plan(self, packed: PackedSeqParams, device: torch.device) -> PackPlan:
+        lengths = lengths_of(packed)
         if self.window is not None and max(lengths) > self.window:
             raise ValueError(
                 f"a packed sequence has {max(lengths)} tokens, and attention over a window (model.sliding_window = "
                 f"{self.window}) is computed only for sequences that fit into it; use shorter sequences"
             )
-        return plan_pack(lengths, self.cp_group.size(), self.cp_group.rank())
+        return plan_pack(lengths, self.cp_group.size(), self.cp_group.rank(), device)
 
-    def _rotate(self, query: Tensor, key: Tensor, plan: PackPlan) -> tuple[Tensor, Tensor]:
-        num_positions = 1 << int(plan.positions_T.max()).bit_length()  # few different tables as lengths vary
-        table = rotary_table(num_positions, self.rotary, query.dtype)
-        cos, sin = (x[plan.positions_T].to(query.device).float()[:, None] for x in table)
-        return self.rotary.rotate(query, cos, sin), self.rotary.rotate(key, cos, sin)
+    @torch.no_grad()
+    def _observe(self, tensors: tuple[Tensor, Tensor, Tensor], packed: PackedSeqParams) -> None:
+        """Raise the largest magnitudes, of tokens and not of padding. Nothing is read back from the device."""
+        largest = torch.stack([torch.linalg.vector_norm(x, math.inf, dim=(1, 2)) for x in tensors]).float()  # [3, T]
+        if isinstance(packed, PackedSequences) and packed.is_token_T is not None:
+            largest = largest.masked_fill(~packed.is_token_T, 0.0)
+        torch.maximum(self.amax, largest.amax(dim=1), out=self.amax)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackPlan) -> Tensor:
+        """[T, H, V] of this rank's queries over the gathered keys and values."""
+        if query.device.type == "cuda":
+            segments = plan.segments
+            if fused_attention.supports(query, key, value, segments):
+                if segments.key_rows is not None:
+                    key, value = (x.index_select(0, segments.key_rows) for x in (key, value))
+                return fused_attention.attend(query, key, value, segments, self.softmax_scale)
+        batches = plan.batches
+        parts = [self._attend_batch(query, key, value, batch) for batch in batches.parts]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if batches.restore_T is None else out.index_select(0, batches.restore_T)
+
+    def _attend_batch(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
         """[n * Lq, H, V], in the order of the batch's sequences."""
         q, k, v = (
-            x.index_select(0, rows.flatten().to(x.device)).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+            x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
             for x, rows in ((query, batch.query_rows), (key, batch.key_rows), (value, batch.key_rows))
         )
-        mask = None if batch.mask is None else batch.mask.to(q.device)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.softmax_scale, enable_gqa=True
+            q, k, v, attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.softmax_scale, enable_gqa=True
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+@functools.lru_cache(maxsize=4)
+def _cos_and_sin(plan: PackPlan, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every token and pair, float32 [T, 1, R / 2]. Shared by the layers of a microbatch."""
+    num_positions = 1 << (max(plan.lengths) - 1).bit_length()  # few different tables as lengths vary
+    tables = rotary_table(num_positions, rotary, dtype, plan.device)
+    cos, sin = (table.index_select(0, plan.positions_T).float()[:, None] for table in tables)
+    return cos, sin

@@ -21,13 +21,13 @@ from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
+from megatron_fp8rl.trainer.pack_plan import PackedSequences
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import Microbatch, TrainBatch
 
@@ -60,7 +60,7 @@ class _Input:
     positions: Tensor  # int64 [1, T / cp]
     loss_rows_N: Tensor  # int64 [N] local positions that carry loss
     targets_N: Tensor  # int64 [N]
-    packed: PackedSeqParams
+    packed: PackedSequences
     order_T: Tensor | None  # packed position of every token of all context-parallel ranks; None for one rank
 
     @property
@@ -197,13 +197,16 @@ class Forward:
             )
         order_T = None
         tokens_t, positions_t, targets_t, mask_t = mb.tokens_T, mb.positions_T, mb.targets_T, mb.loss_mask_T
+        is_token_t = is_token(mb)
         if cp_size > 1:
             parts = [zigzag_indices(mb.cu_seqlens_S, cp_size, rank) for rank in range(cp_size)]
             own = parts[self.parallel.cp_rank]
-            tokens_t, positions_t, targets_t, mask_t = (x[own] for x in (tokens_t, positions_t, targets_t, mask_t))
+            tokens_t, positions_t, targets_t, mask_t, is_token_t = (
+                x[own] for x in (tokens_t, positions_t, targets_t, mask_t, is_token_t)
+            )
             order_T = torch.cat(parts).to(self.parallel.device)
         rows_N = mask_t.nonzero()[:, 0]
-        device, cu_seqlens = self.parallel.device, mb.cu_seqlens_S.to(self.parallel.device)
+        device = self.parallel.device
         return _Input(
             index=index,
             microbatch=to_device(mb, device),
@@ -211,13 +214,7 @@ class Forward:
             positions=positions_t[None].to(device),
             loss_rows_N=rows_N.to(device),
             targets_N=targets_t[rows_N].to(device),
-            packed=PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_kv=cu_seqlens,
-                max_seqlen_q=mb.max_seqlen,
-                max_seqlen_kv=mb.max_seqlen,
-            ),
+            packed=PackedSequences.of(mb.cu_seqlens_S, device, is_token_t),
             order_T=order_T,
         )
 
@@ -227,3 +224,13 @@ def to_device(mb: Microbatch, device: torch.device) -> Microbatch:
     tensors = {field.name: value for field in fields(mb) if isinstance(value := getattr(mb, field.name), Tensor)}
     moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
     return replace(mb, **moved) if any(moved[name] is not tensors[name] for name in tensors) else mb
+
+
+def is_token(mb: Microbatch) -> Tensor:
+    """bool [T] False where a position only fills space: after the last token of its sequence."""
+    num_sequences = mb.cu_seqlens_S.numel() - 1
+    predicts_T = torch.where(mb.completion_positions_T >= 0, mb.positions_T, -1)
+    # The last position that predicts a token has that token, the last, behind it; filler sequences have none.
+    last_S = torch.full((num_sequences,), -1).scatter_reduce(0, mb.sequence_ids_T, predicts_T, "amax")
+    last_S = torch.where(last_S >= 0, last_S + 1, -1)
+    return mb.positions_T <= last_S[mb.sequence_ids_T]

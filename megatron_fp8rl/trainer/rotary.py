@@ -117,7 +117,13 @@ def _llama3(periods: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def rotary_table(num_positions: int, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(cosines, sines) of every position and pair, [num_positions, R / 2], rounded to ``dtype``."""
+def rotary_table(
+    num_positions: int, rotary: Rotary, dtype: torch.dtype, device: torch.device = torch.device("cpu")
+) -> tuple[Tensor, Tensor]:
+    """(cosines, sines) of every position and pair, [num_positions, R / 2], rounded to ``dtype``.
+
+    Computed on the host whatever the device: cosines of a GPU differ in the last bit.
+    """
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * rotary.frequencies()
-    return (angles.cos() * rotary.amplitude).to(dtype), (angles.sin() * rotary.amplitude).to(dtype)
+    cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
+    return cos.to(device, dtype), sin.to(device, dtype)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_fp8rl.trainer.attention import PackedAttention, plan_pack
+from megatron_fp8rl.trainer.attention import PackedAttention
+from megatron_fp8rl.trainer.pack_plan import plan_pack
 from megatron_fp8rl.trainer.rotary import Rotary, rotary_table
 from tests.tolerances import ATTENTION_FLOAT32
 
@@ -116,6 +117,38 @@ def test_ranks_of_context_parallelism_share_every_position_once(cp_size):
         start = sum(lengths[:index]) // cp_size
         held = torch.cat([plan.positions_T[start : start + length // cp_size] for plan in plans])
         assert sorted(held.tolist()) == list(range(length))
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_segments_of_context_parallel_ranks_see_what_causal_attention_sees(cp_size):
+    lengths, generator = (16, 8, 40, 8), torch.Generator().manual_seed(3)
+    query, key, value = (torch.randn(sum(lengths), h, DIM, generator=generator) for h in (HEADS, GROUPS, GROUPS))
+    plans = [plan_pack(lengths, cp_size, rank) for rank in range(cp_size)]
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    local = [n // cp_size for n in lengths]
+    rows = [plan.positions_T + starts.repeat_interleave(torch.tensor(local)) for plan in plans]
+    gathered = torch.cat(rows)  # the packed position of every gathered row
+    expected = torch.empty(sum(lengths), HEADS * DIM)
+    for start, n in zip(starts.tolist(), lengths):
+        part = slice(start, start + n)
+        expected[part] = _segment(query[part], key[part], value[part])
+    for plan, own in zip(plans, rows):
+        segments = plan.segments
+        keys = gathered if segments.key_rows is None else gathered[segments.key_rows]
+        outputs = []
+        for (q0, q1), (k0, k1) in zip(segments.cu_queries.unfold(0, 2, 1), segments.cu_keys.unfold(0, 2, 1)):
+            outputs.append(_segment(query[own[q0:q1]], key[keys[k0:k1]], value[keys[k0:k1]]))
+            assert q1 - q0 <= segments.max_queries and k1 - k0 <= segments.max_keys
+        torch.testing.assert_close(torch.cat(outputs), expected[own], **ATTENTION_FLOAT32)
+    assert sum(plan.segments.cu_keys[-1] for plan in plans) >= sum(lengths)
+
+
+def _segment(query, key, value):
+    """Attention whose last query sees the last key."""
+    key, value = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / DIM**0.5
+    hidden = torch.ones(scores.shape[-2:]).triu(1 + key.shape[0] - query.shape[0]).bool()
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), value).flatten(1)
 
 
 def test_sequences_that_do_not_divide_are_refused():

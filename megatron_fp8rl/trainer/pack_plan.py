@@ -1,0 +1,197 @@
+"""How attention goes over the sequences of one packed microbatch, computed once for all layers.
+
+In: padded sequence lengths and this rank's place among the context-parallel ranks. Out: positions, and rows to read, on
+the device that attends. Runs on every trainer rank; lengths are known on the host, so nothing waits for a GPU.
+
+Under context parallelism each sequence is cut into 2 * cp chunks of which rank r holds chunks r and 2 * cp - 1 - r. Keys
+and values are gathered, rank after rank; queries stay.
+
+Two plans for two kinds of kernel: batches of sequences of similar length for a rectangular kernel, and segments for one
+of variable length. A segment is a run of queries and the keys up to the last query's own: a whole sequence, or one chunk
+and all that comes before its end.
+
+Shapes: T = packed tokens of this rank, L = longest sequence of a batch, K = keys of all segments.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """Megatron-Core's parameters, with what would have to be read back from the device otherwise."""
+
+    lengths: tuple[int, ...] = ()  # padded, of the whole microbatch
+    is_token_T: Tensor | None = None  # bool [T] False at padding, of this rank's tokens
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, device: torch.device, is_token_T: Tensor | None = None) -> PackedSequences:
+        """From the starts of the padded sequences and their end, int32 [S + 1] on the host."""
+        lengths = tuple(n for n in cu_seqlens.diff().tolist() if n)
+        on_device = cu_seqlens.to(device)
+        return cls(
+            qkv_format="thd",
+            cu_seqlens_q=on_device,
+            cu_seqlens_kv=on_device,
+            max_seqlen_q=max(lengths),
+            max_seqlen_kv=max(lengths),
+            lengths=lengths,
+            is_token_T=None if is_token_T is None else is_token_T.to(device),
+        )
+
+
+def lengths_of(packed: PackedSeqParams) -> tuple[int, ...]:
+    """Padded lengths of the sequences; waits for the device unless they came as :class:`PackedSequences`."""
+    if isinstance(packed, PackedSequences):
+        return packed.lengths
+    cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
+    return tuple(n for n in cu_seqlens.diff().tolist() if n)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of similar length, as rows of the packed tensors. Shorter ones repeat a row at their end."""
+
+    query_rows: Tensor  # int64 [n, Lq] rows of this rank's tokens
+    key_rows: Tensor  # int64 [n, L] rows of the gathered tokens
+    mask: Tensor | None  # bool [n, 1, Lq, L]; None is the causal mask of equal lengths
+
+
+@dataclass(frozen=True)
+class Batches:
+    """All sequences, for a rectangular kernel."""
+
+    parts: tuple[Batch, ...]
+    restore_T: Tensor | None  # int64 [T] row of each token in the concatenated batches; None when already in order
+
+
+@dataclass(frozen=True)
+class Segments:
+    """All sequences, for a kernel of variable length: the last query of a segment sees its last key (bottom right)."""
+
+    cu_queries: Tensor  # int32 [n + 1] starts of the segments in this rank's queries, and T
+    cu_keys: Tensor  # int32 [n + 1] starts of the segments in the keys, and K
+    max_queries: int
+    max_keys: int
+    key_rows: Tensor | None  # int64 [K] rows of the gathered tokens; None when keys are in order, and as many as queries
+
+    @property
+    def is_square(self) -> bool:
+        """Whether every segment has as many queries as keys."""
+        return self.key_rows is None
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: a plan is a key of caches
+class PackPlan:
+    """How to attend to the sequences of one microbatch."""
+
+    lengths: tuple[int, ...]
+    cp_size: int
+    cp_rank: int
+    device: torch.device
+    positions_T: Tensor  # int64 [T] within the sequence, of this rank's tokens
+
+    @cached_property
+    def batches(self) -> Batches:
+        """For a rectangular kernel."""
+        lengths, cp_size = self.lengths, self.cp_size
+        starts, gathered = _starts(lengths), _gathered_rows(lengths, cp_size)
+        positions = [_zigzag(n, cp_size, self.cp_rank) for n in lengths]
+        parts, order = [], []
+        for group in _groups(lengths):
+            longest = max(lengths[i] for i in group)
+            # Clamping repeats a sequence's last row; no query of the sequence sees it, and its own output is dropped.
+            offsets_L = torch.arange(longest)
+            n = torch.tensor([lengths[i] for i in group])[:, None]
+            start = torch.tensor([starts[i] for i in group])[:, None]
+            key_rows = gathered[start + torch.minimum(offsets_L, n - 1)]
+            local_L = torch.arange(longest // cp_size)
+            query_rows = start // cp_size + torch.minimum(local_L, n // cp_size - 1)
+            mask = None
+            if cp_size > 1:
+                query_positions = torch.stack([_fit(positions[i], longest // cp_size) for i in group])
+                mask = (offsets_L <= query_positions[..., None])[:, None].to(self.device)
+            parts.append(Batch(query_rows.to(self.device), key_rows.to(self.device), mask))
+            order.append(torch.where(local_L < n // cp_size, query_rows, -1).flatten())
+        rows = torch.cat(order)
+        num_local = starts[-1] // cp_size
+        restore = torch.empty(num_local, dtype=torch.int64)
+        restore[rows[rows >= 0]] = torch.arange(rows.numel())[rows >= 0]
+        in_order = rows.numel() == num_local and torch.equal(restore, torch.arange(num_local))
+        return Batches(tuple(parts), None if in_order else restore.to(self.device))
+
+    @cached_property
+    def segments(self) -> Segments:
+        """For a kernel of variable length."""
+        if self.cp_size == 1:
+            queries = keys = self.lengths
+            key_rows = None
+        else:
+            chunks = [n // (2 * self.cp_size) for n in self.lengths]
+            held = (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)  # in the order of a rank's tokens
+            queries = [chunk for chunk in chunks for _ in held]
+            keys = [chunk * (index + 1) for chunk in chunks for index in held]
+            gathered = _gathered_rows(self.lengths, self.cp_size)
+            starts = [start for start in _starts(self.lengths)[:-1] for _ in held]
+            key_rows = torch.cat([gathered[start : start + n] for start, n in zip(starts, keys, strict=True)])
+        return Segments(
+            cu_queries=torch.tensor(_starts(queries), dtype=torch.int32).to(self.device),
+            cu_keys=torch.tensor(_starts(keys), dtype=torch.int32).to(self.device),
+            max_queries=max(queries),
+            max_keys=max(keys),
+            key_rows=None if key_rows is None else key_rows.to(self.device),
+        )
+
+
+@functools.lru_cache(maxsize=32)
+def plan_pack(lengths: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device = CPU) -> PackPlan:
+    """Plan for sequences of these padded lengths; each must be a multiple of 2 * cp_size under context parallelism."""
+    if cp_size > 1 and any(length % (2 * cp_size) for length in lengths):
+        raise ValueError(f"packed sequences of {lengths} tokens do not divide into {2 * cp_size} chunks each")
+    positions_T = torch.cat([_zigzag(n, cp_size, cp_rank) for n in lengths])
+    return PackPlan(lengths, cp_size, cp_rank, device, positions_T.to(device))
+
+
+def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:
+    return torch.tensor((0, *lengths)).cumsum(0).tolist()
+
+
+def _zigzag(length: int, cp_size: int, rank: int) -> Tensor:
+    """Positions of one sequence that a context-parallel rank holds, int64 [length / cp_size]."""
+    chunks = torch.arange(length).chunk(2 * cp_size)
+    return torch.cat([chunks[rank], chunks[2 * cp_size - 1 - rank]]) if cp_size > 1 else torch.arange(length)
+
+
+def _gathered_rows(lengths: tuple[int, ...], cp_size: int) -> Tensor:
+    """Row in the gathered tensors (rank after rank) of every packed position, int64 [T * cp_size]."""
+    starts = _starts(lengths)
+    num_local = starts[-1] // cp_size
+    gathered = torch.empty(starts[-1], dtype=torch.int64)
+    for rank in range(cp_size):
+        held = torch.cat([start + _zigzag(n, cp_size, rank) for start, n in zip(starts, lengths)])
+        gathered[held] = torch.arange(num_local) + rank * num_local
+    return gathered
+
+
+def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
+    """Indices of sequences whose lengths differ by less than a factor of sqrt(2)."""
+    groups: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        groups.setdefault(math.ceil(2 * math.log2(length)), []).append(index)
+    return list(groups.values())
+
+
+def _fit(x: Tensor, length: int) -> Tensor:
+    """x filled up to ``length`` with its last value."""
+    return F.pad(x, (0, length - x.numel()), value=int(x[-1]))
