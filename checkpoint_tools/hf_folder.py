@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,23 @@ class HfFolder:
     _scales: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, path: str | Path, *, keep_mtp: bool = False) -> HfFolder:
+    def open(cls, path: str | Path, *, keep_mtp: bool | None = False) -> HfFolder:
         """Read headers and check names, types and shapes of all tensors.
 
-        Raises CheckpointError that lists everything that is missing, damaged or unexpected, by name.
+        ``keep_mtp`` None keeps multi-token prediction layers where the files have them: transformers writes none, and
+        leaves their number in config.json as it was. Raises CheckpointError that lists everything that is missing, damaged or unexpected, by name.
         """
         path = Path(path)
         config = read_config(path)
         try:
-            model = names.from_hf_config(config, keep_mtp=keep_mtp, fp8_weights=True)
+            model = names.from_hf_config(config, keep_mtp=keep_mtp is not False, fp8_weights=True)
         except ValueError as error:
             raise CheckpointError(path, str(error)) from error
         entries, problems, unreadable = read_entries(path)
         if problems and not (path / INDEX).is_file():
             raise CheckpointError(path, problems)  # what the files hold besides is not known
+        if keep_mtp is None and not _has_mtp(entries.keys() | unreadable, model):
+            model = replace(model, num_mtp_layers=0)
         left_out, wrong = _compare(entries, model, unreadable)
         problems += wrong
         if problems:
@@ -188,6 +191,12 @@ def _missing_numbers(shards: Sequence[str], listed: dict[str, str]) -> list[str]
     total, digits = max(int(match[2]) for match in series), len(series[0][1])
     wanted = {f"model-{i:0{digits}}-of-{total:0{digits}}.safetensors" for i in range(1, total + 1)}
     return [f"{name}: the file is missing. Fetch it" for name in sorted(wanted - set(shards))]
+
+
+def _has_mtp(stored: Iterable[str], model: ModelConfig) -> bool:
+    """Whether any tensor of the multi-token prediction layers is there."""
+    mtp = names.hf_tensors(model).keys() - names.hf_tensors(replace(model, num_mtp_layers=0)).keys()
+    return not mtp.isdisjoint(stored)
 
 
 def _compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str]) -> tuple[dict[str, str], list[str]]:

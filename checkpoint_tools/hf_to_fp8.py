@@ -86,7 +86,8 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
     try:
         planned = plan(source.model, table, TrainerLayout(), EngineLayout(tensor=options.tensor))
     except PlanError as error:
-        raise CheckpointError(source.path, [_with_our_options(problem) for problem in error.problems]) from error
+        problems = [_with_our_options(problem, options.tensor) for problem in error.problems]
+        raise CheckpointError(source.path, problems) from error
     wire = {t.name: (getattr(torch, t.dtype), t.shape) for bucket in planned.buckets for t in bucket.tensors}
     sizes = {t.name: sum(_size(wire[name]) for name in _outputs(t)) for t in planned.transfers}
     buckets, total = fill_buckets(sizes.items()), sum(sizes.values())
@@ -111,10 +112,12 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
     return planned.transfers, volume
 
 
-def _with_our_options(problem: str) -> str:
+def _with_our_options(problem: str, tensor: int) -> str:
     """A refusal of the plan, whose remedies are fields of a run, in the options of this command."""
-    fields = "precision.bf16_first_layers, bf16_last_layers"
-    return problem.replace("rollout.tensor", "--tensor").replace(fields, "--bf16_first_layers, --bf16_last_layers")
+    fields, lower = "precision.bf16_first_layers, bf16_last_layers", "lower rollout.tensor or "
+    problem = problem.replace(fields, "--bf16_first_layers, --bf16_last_layers")
+    # One rank keeps it whole, but fuses it with its neighbours: the blocks of the next would begin within its last.
+    return problem.replace("rollout.tensor", "--tensor") if tensor > 1 else problem.replace(lower, "")
 
 
 def _outputs(transfer: Transfer) -> tuple[str, ...]:

@@ -96,11 +96,15 @@ def _read_hf(path: Path) -> Contents:
     model, notes = None, []
     config = hf_folder.read_config(path)
     try:
-        model = names.from_hf_config(config, keep_mtp=True, fp8_weights=True)
+        said = names.from_hf_config(config, keep_mtp=True, fp8_weights=True)
     except ValueError as error:
         notes.append(f"names and shapes are not checked: {error}")
-    if model is not None:
-        notes += _left_out(hf_folder.HfFolder.open(path, keep_mtp=True))
+    else:
+        folder = hf_folder.HfFolder.open(path, keep_mtp=None)
+        model = folder.model
+        notes += _left_out(folder)
+        if said.num_mtp_layers > model.num_mtp_layers:
+            notes.append("config.json counts multi-token prediction layers, of which no file holds a tensor")
     tensors = tuple(
         Tensor(
             name=name,

@@ -54,7 +54,7 @@ class Options(WorkOptions):
 
 def run(options: Options) -> int:
     """The command."""
-    source, converted = HfFolder.open(options.source, keep_mtp=True), open_converted(options.converted)
+    source, converted = HfFolder.open(options.source, keep_mtp=None), open_converted(options.converted)
     source = _same_architecture(source, converted)
     wrong, num_tensors = compare_tensors(source, converted, options)
     for name in wrong[:_MAX_NAMED]:
@@ -79,7 +79,7 @@ def run(options: Options) -> int:
 
 def open_converted(path: Path) -> HfFolder | MegatronFolder:
     """Either kind of checkpoint. Raises CheckpointError when it is neither, or not whole."""
-    return MegatronFolder.open(path) if is_megatron(path) else HfFolder.open(path, keep_mtp=True)
+    return MegatronFolder.open(path) if is_megatron(path) else HfFolder.open(path, keep_mtp=None)
 
 
 def _same_architecture(source: HfFolder, converted: HfFolder | MegatronFolder) -> HfFolder:

@@ -285,6 +285,15 @@ def test_matrices_that_an_engine_cannot_hold_are_refused(copy, tmp_path, capsys)
     assert not (tmp_path / "fp8").exists()
 
 
+def test_a_matrix_that_no_degree_helps_is_refused_with_what_does(tmp_path, capsys):
+    odd = replace(MODEL, moe_ffn_hidden_size=200)
+    source = write_folder(tmp_path / "hf", random_tensors(odd), names.to_hf_config(odd))
+    assert program.main(["hf_to_fp8", str(source), str(tmp_path / "fp8"), "--workers", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "experts.0.gate_proj.weight: an engine rank keeps 200 of axis 0" in said
+    assert "multiple of 128; keep its layer BF16 (--bf16_first_layers" in said and "lower" not in said
+
+
 def test_too_little_memory_is_refused(copy, tmp_path, capsys):
     words = ["hf_to_megatron", str(copy / "hf"), str(tmp_path / "m"), "--max_memory", "1M"]
     assert program.main(words) == 2

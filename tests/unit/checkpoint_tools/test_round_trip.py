@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from checkpoint_tools import __main__ as program
 from checkpoint_tools import digests, hf_to_megatron, megatron_to_hf
+from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder, side_files
 from checkpoint_tools.megatron_folder import MegatronFolder
 from checkpoint_tools.work import WorkOptions
@@ -132,6 +134,27 @@ def test_prediction_layers_are_kept_or_left_out_by_choice(keep, tmp_path):
     back = there_and_back(source, tmp_path, keep_mtp=keep)
     assert_same_tensors(read_tensors(back), {n: t for n, t in tensors.items() if keep or n not in extra})
     assert json.loads((back / "config.json").read_text())["num_nextn_predict_layers"] == int(keep)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_prediction_layers_that_only_config_json_has_are_not_missed(family, tmp_path, capsys):
+    """transformers saves a fine-tuned model without them, and leaves their number in config.json."""
+    model = FAMILIES[family]
+    config = names.to_hf_config(model) | {"num_nextn_predict_layers": 1}
+    tensors = random_tensors(model)
+    source = write_folder(tmp_path / "hf", tensors, config)
+    back = there_and_back(source, tmp_path)
+    assert_same_tensors(read_tensors(back), tensors)
+    for converted in (tmp_path / "megatron", back):
+        words = ["verify", str(source), str(converted), "--logits", "no", "--workers", "1"]
+        assert program.main(words) == 0
+    assert program.main(["inspect", str(source)]) == 0
+    assert "of which no file holds a tensor" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"model.layers.3.eh_proj.weight: missing"):
+        HfFolder.open(source, keep_mtp=True)
+    part = write_folder(tmp_path / "part", tensors | {"model.layers.3.enorm.weight": torch.ones(40)}, config)
+    with pytest.raises(CheckpointError, match=r"model.layers.3.eh_proj.weight: missing"):
+        HfFolder.open(part, keep_mtp=None)
 
 
 def test_tokenizer_and_other_files_travel_along(tmp_path):
