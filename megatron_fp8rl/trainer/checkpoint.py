@@ -61,8 +61,9 @@ def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -
             shutil.rmtree(left)
         partial.mkdir()
     policy.parallel.barrier("checkpoint folder")
-    policy.optimizer.set_num_updates(policy.step)
-    dist_checkpointing.save(_sharded_state(policy, with_rng=True), str(partial))
+    with policy.offload.resident():
+        policy.optimizer.set_num_updates(policy.step)
+        dist_checkpointing.save(_sharded_state(policy, with_rng=True), str(partial))
     policy.parallel.barrier("checkpoint shards")
     final = None
     if policy.parallel.rank == 0:
@@ -86,6 +87,7 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     if state.get("weights_only"):
         raise CheckpointError(f"{path} holds weights and nothing to resume from. Start from it: model.hf_path = {path}")
     _require_same_model(path, state, policy)
+    policy.offload.restore()
     same_layout = state["config"]["parallel"] == dataclasses.asdict(policy.cfg.parallel)
     loaded = dist_checkpointing.load(_sharded_state(policy, with_rng=same_layout, is_loading=True), str(path))
     for index, model in enumerate(policy.models):

@@ -26,6 +26,7 @@ from megatron_fp8rl.trainer.model import (
     named_global_parameters,
     named_global_tensors,
 )
+from megatron_fp8rl.trainer.offload import Offload
 from megatron_fp8rl.trainer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import Microbatch, TrainBatch
@@ -41,10 +42,12 @@ class Policy:
     optimizer: Optimizer
     reference: list[torch.nn.Module] | None  # frozen weights of the start; None without algo.kl_coef
     step: int = 0  # optimizer updates so far, over resumes
+    offload: Offload = field(init=False, repr=False)  # what of the policy is in GPU memory now
     _forward: Forward = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._forward = Forward(self.cfg, self.parallel)
+        self.offload = Offload(self)
 
     @classmethod
     def build(cls, cfg: RunConfig, parallel: Parallel) -> Policy:
@@ -92,6 +95,7 @@ class Policy:
         ``rollout.temperature``; 0 outside the loss mask. They come from the current weights under the recipe that
         trains, and change no state: neither weights nor FP8 scaling history.
         """
+        self.offload.require("params")
         old = self._forward.logprobs(self.chunks, batch.microbatches)
         filled = [replace(mb, old_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in zip(batch.microbatches, old, strict=True)]
         if self.reference is not None:
@@ -108,6 +112,7 @@ class Policy:
 
         Raises NonFiniteError on all ranks, with the weights unchanged, when the loss or a gradient is not finite.
         """
+        self.offload.require("params", "gradients", "optimizer")
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.zero_gradients()

@@ -1,0 +1,105 @@
+"""Offloaded training state: memory goes and comes back, and no bit of training changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import AlgoConfig
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
+
+PARTS = ("params", "gradients", "optimizer")
+
+
+def _build(cfg):
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    return Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
+
+
+def _grad_bytes(policy):
+    buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return [(b.param_data.untyped_storage().nbytes(), b.grad_data.untyped_storage().nbytes()) for b in buffers]
+
+
+def _train(cfg, folder, offload):
+    """Metrics and weights of four updates; with ``offload``, everything leaves after each and a checkpoint is saved."""
+    from megatron_fp8rl.trainer import checkpoint
+
+    policy = _build(replace(cfg, optim=replace(cfg.optim, offload=PARTS if offload else ())))
+    sizes = _grad_bytes(policy)
+    metrics = []
+    for step in range(4):
+        metrics += continue_training(policy, 1)[0]
+        if offload:
+            policy.offload.release("gradients", "optimizer")
+            assert all(grads == 0 < params for params, grads in _grad_bytes(policy))
+            policy.offload.release("params")
+            assert policy.offload.away == PARTS and not any(map(sum, _grad_bytes(policy)))
+        if step == 1:
+            checkpoint.save(folder, step, policy, {})
+        if offload:
+            assert policy.offload.away == PARTS
+            with pytest.raises(RuntimeError, match="params.* offloaded"):
+                policy.offload.require("params")
+            for p in policy.models[0].parameters():
+                assert p.untyped_storage().nbytes() == 0
+            policy.offload.restore()
+            assert policy.offload.away == () and _grad_bytes(policy) == sizes
+            assert not any(b.grad_data.any() for chunk in policy.chunks for b in chunk.buffers)
+    return metrics, weight_pieces(policy)
+
+
+def _resume(cfg, folder):
+    from megatron_fp8rl.trainer import checkpoint
+
+    policy = _build(replace(cfg, optim=replace(cfg.optim, offload=PARTS)))
+    policy.offload.release(*PARTS)
+    checkpoint.restore(checkpoint.latest(folder), policy)
+    assert policy.offload.away == ()
+    return continue_training(policy, 2)[0], weight_pieces(policy)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        run_config(model=DENSE, params="bf16"),
+        run_config(model=MOE, params="bf16", world_size=2, expert=2),
+        run_config(model=DENSE, params="fp32", algo=AlgoConfig(kl_coef=0.1)),
+    ],
+    ids=["bf16", "moe_ep2", "fp32_reference"],
+)
+def test_offloading_changes_no_bit(cfg, tmp_path):
+    world = cfg.parallel.world_size
+    plain = run_ranks(world, _train, cfg, tmp_path / "plain", False)
+    moved = run_ranks(world, _train, cfg, tmp_path / "moved", True)
+    for (metrics, weights), (moved_metrics, moved_weights) in zip(plain, moved, strict=True):
+        assert metrics == moved_metrics
+        for name, (_, weight) in weights.items():
+            assert torch.equal(weight, moved_weights[name][1]), name
+    # The checkpoint of a policy that was away is that of one that was not.
+    resumed = run_ranks(world, _resume, cfg, tmp_path / "moved")
+    for (metrics, weights), (resumed_metrics, resumed_weights) in zip(plain, resumed, strict=True):
+        assert metrics[2:] == resumed_metrics
+        for name, (_, weight) in weights.items():
+            assert torch.equal(weight, resumed_weights[name][1]), name
+
+
+def _restores_only_what_left(cfg):
+    policy = _build(replace(cfg, optim=replace(cfg.optim, offload=("gradients",))))
+    policy.offload.release(*PARTS)
+    assert policy.offload.away == ("gradients",)
+    assert all(params > 0 for params, _ in _grad_bytes(policy))
+    policy.offload.release("gradients")  # again: nothing happens
+    policy.offload.restore("optimizer")
+    assert policy.offload.away == ("gradients",)
+    with pytest.raises(RuntimeError, match="gradients of the policy are offloaded"):
+        continue_training(policy, 1)
+
+
+def test_only_what_is_named_moves():
+    run_ranks(1, _restores_only_what_left, run_config(model=DENSE))
