@@ -29,6 +29,7 @@ LAYERS = {
     "weights.names": 1,
     "weights.plan": 1,
     "weights.digest": 1,
+    "weights.digest_kernel": 1,
     "cli": 2,
     "trainer": 2,
     "rollout": 2,

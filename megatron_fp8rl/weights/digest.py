@@ -101,9 +101,18 @@ def _digest_group(tensors: Sequence[Tensor]) -> list[str]:
     return [_finish(end - start, t) for t, start, end in zip(tensors, totals, totals[1:])]
 
 
+def _digest_on_gpu(tensors: Sequence[Tensor]) -> list[str]:
+    from megatron_fp8rl.weights import digest_kernel  # imports Triton
+
+    totals = digest_kernel.sums([t.detach().contiguous() for t in tensors])
+    return [_finish(total, tensor) for total, tensor in zip(totals, tensors, strict=True)]
+
+
 def digests(tensors: Iterable[Tensor]) -> list[str]:
-    """:func:`digest` of each tensor. Small tensors are hashed together: a thousand experts cost a few kernels."""
+    """:func:`digest` of each tensor. On a GPU one kernel reads all of them; elsewhere small ones are hashed together."""
     tensors = list(tensors)
+    if tensors and all(t.is_cuda and t.device == tensors[0].device for t in tensors):
+        return _digest_on_gpu(tensors)
     result: list[str] = [""] * len(tensors)
     group: list[int] = []
     group_bytes = 0

@@ -1,0 +1,59 @@
+"""The digest kernel in Triton's interpreter, against digest.py's own sums. Runs itself in a process of its own, for the
+interpreter has to be chosen before Triton is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_fp8rl.weights import digest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "1 skipped" in done.stdout
+
+
+def by_kernel(tensors: list[torch.Tensor]) -> list[str]:
+    from megatron_fp8rl.weights import digest_kernel
+
+    # The interpreter reports that 64-bit products wrap, which is what they are for.
+    return [digest._finish(total, t) for total, t in zip(digest_kernel.sums(tensors), tensors, strict=True)]
+
+
+@in_interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_sums_of_every_length_near_words_tiles_and_chunks():
+    generator = torch.Generator().manual_seed(1)
+    lengths = [0, 1, 7, 8, 9, 15, 16, 1000, 8 * 1024 - 1, 8 * 1024, 8 * 1024 + 3]
+    lengths += [8 * 16384 + extra for extra in (-8, -1, 0, 1, 8)] + [8 * 16384 * 3 + 5]
+    tensors = [torch.randint(0, 256, (n,), generator=generator, dtype=torch.uint8) for n in lengths]
+    assert by_kernel(tensors) == digest.digests(tensors)
+
+
+@in_interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_dtypes_and_views_that_begin_anywhere():
+    generator = torch.Generator().manual_seed(2)
+    buffer = torch.randint(0, 256, (40_000,), generator=generator, dtype=torch.uint8)
+    tensors = [
+        torch.randn(33, 129, generator=generator).bfloat16(),
+        torch.randn(5, 7, generator=generator),
+        torch.randn(128, 64, generator=generator).to(torch.float8_e4m3fn),
+        buffer[3:20_000],
+        buffer[8:20_000],
+        torch.zeros(100, dtype=torch.int64),
+        torch.full((9,), -1, dtype=torch.int64),
+    ]
+    assert by_kernel(tensors) == digest.digests(tensors)
