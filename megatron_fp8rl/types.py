@@ -14,11 +14,14 @@ gradient) and ``ref_`` (the reference model's).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+
+KVScales: TypeAlias = dict[int, tuple[float, float, float]]
+"""Layer of the model -> what queries, keys and values are divided by before they become E4M3, exact in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

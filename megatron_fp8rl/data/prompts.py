@@ -121,6 +121,13 @@ class PromptStream:
         self.position += count
         return prompts
 
+    def upcoming(self, count: int) -> list[Prompt]:
+        """What :meth:`next_prompts` will return; the position stays."""
+        position = self.position
+        prompts = self.next_prompts(count)
+        self.position = position
+        return prompts
+
     def eval_prompts(self, count: int) -> list[Prompt]:
         """Held-out prompts, shared out by weight; never a training question, and the same for every seed.
 

@@ -18,6 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.trainer import kv_scales
 from megatron_fp8rl.trainer.forward import Forward, LossFn, MicrobatchResult
 from megatron_fp8rl.trainer.model import (
     build_chunks,
@@ -29,7 +30,7 @@ from megatron_fp8rl.trainer.model import (
 from megatron_fp8rl.trainer.offload import Offload
 from megatron_fp8rl.trainer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.types import Microbatch, TrainBatch
+from megatron_fp8rl.types import KVScales, Microbatch, TrainBatch
 
 
 @dataclass(kw_only=True)
@@ -44,6 +45,8 @@ class Policy:
     step: int = 0  # optimizer updates so far, over resumes
     offload: Offload = field(init=False, repr=False)  # what of the policy is in GPU memory now
     _forward: Forward = field(init=False, repr=False)
+    _kv_amax: Tensor | None = field(default=None, init=False, repr=False)  # since the last call of kv_scales
+    _kv_scales: KVScales | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._forward = Forward(self.cfg, self.parallel)
@@ -96,12 +99,36 @@ class Policy:
         trains, and change no state: neither weights nor FP8 scaling history.
         """
         self.offload.require("params")
-        old = self._forward.logprobs(self.chunks, batch.microbatches)
+        old = self._logprobs(batch.microbatches)
         filled = [replace(mb, old_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in zip(batch.microbatches, old, strict=True)]
         if self.reference is not None:
             ref = self._forward.logprobs(self.reference, batch.microbatches)
             filled = [replace(mb, ref_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in zip(filled, ref, strict=True)]
         return replace(batch, microbatches=tuple(filled))
+
+    def calibrate_kv(self, batch: TrainBatch) -> None:
+        """Collective: measure keys and values of a batch before there are log-probabilities to compute."""
+        self._logprobs(batch.microbatches)
+
+    def kv_scales(self) -> KVScales | None:
+        """Collective: scales of the engines' FP8 KV cache, from all that ran since the last call; None for BF16 caches.
+
+        Measured by :meth:`with_old_logprobs` and :meth:`calibrate_kv`; the last scales again when neither has run.
+        Raises ValueError, on all ranks, when a query, key or value was not finite.
+        """
+        if self._kv_amax is not None:
+            amax = kv_scales.over_all_ranks(self._kv_amax, self.parallel.world_size)
+            self._kv_amax, self._kv_scales = None, kv_scales.scales(amax)
+        return self._kv_scales
+
+    def _logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, ...]:
+        """Collective: of the current weights; on the way, with an FP8 KV cache, the magnitudes that it has to hold."""
+        if self.cfg.rollout.kv_cache_dtype != "fp8" or self.cfg.rollout.replay is not None:
+            return self._forward.logprobs(self.chunks, microbatches)
+        with kv_scales.measured(self.chunks, self.cfg.model.num_layers, self.parallel.device) as amax:
+            logprobs = self._forward.logprobs(self.chunks, microbatches)
+        self._kv_amax = amax if self._kv_amax is None else torch.maximum(self._kv_amax, amax)
+        return logprobs
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
         """Collective: one optimizer update; returns metrics, equal on all ranks.

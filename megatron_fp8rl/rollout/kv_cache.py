@@ -1,0 +1,69 @@
+"""The scales of an engine's FP8 KV cache: set between two policies, and read back.
+
+In: a model as vLLM holds it, and scales by layer from the trainer (trainer/kv_scales.py). Out: the scales that its
+attention divides and multiplies by from now on. Runs in every engine worker; scales are of whole tensors, so all
+tensor-parallel workers hold the same.
+
+vLLM keeps each scale twice: in a buffer that GPU kernels read when they run, so that filling it in place reaches captured
+CUDA graphs, and as a float of the host, which the CPU's kernel reads. Both are set. FlashInfer multiplies the floats into
+constants at its first call and keeps them, so it is refused.
+
+What the cache holds was written under the old scales. Nothing of it may be left: call this while the engine is paused.
+Pausing ends all requests and drops the prefix cache. vLLM resets scales to 1 when the weights are reloaded and when a
+sleeping cache wakes up, so they are set after either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
+    """vLLM's attention modules by layer: those with a KV cache and its scales."""
+    layers = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "_k_scale_float") and hasattr(module, "kv_cache_dtype"):
+            found = _LAYER.search(path)
+            if found is None:
+                raise ValueError(f"attention {path!r} has an FP8 KV cache and no layer number in its name")
+            layers[int(found[1])] = module
+    return layers
+
+
+@torch.inference_mode()
+def set_kv_scales(model: nn.Module, scales: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+    """Set (query, key, value) of every layer; returns what the kernels' buffers hold afterwards.
+
+    Raises ValueError when the layers are others than the model's, and RuntimeError for a cache that has no such scales.
+    """
+    layers = attention_layers(model)
+    if set(layers) != set(scales):
+        raise ValueError(f"KV scales came for layers {sorted(scales)}, and the engine has {sorted(layers)}")
+    held = {}
+    for index, layer in layers.items():
+        _require_scales(index, layer)
+        for name, value in zip(("q", "k", "v"), scales[index], strict=True):
+            getattr(layer, f"_{name}_scale").fill_(value)
+            setattr(layer, f"_{name}_scale_float", value)
+        held[index] = torch.stack([layer._q_scale, layer._k_scale, layer._v_scale]).tolist()
+    return held
+
+
+def _require_scales(index: int, layer: nn.Module) -> None:
+    if layer.kv_cache_dtype not in ("fp8", "fp8_e4m3"):
+        raise RuntimeError(
+            f"layer {index} keeps its KV cache as {layer.kv_cache_dtype!r}, which has no scales; start the engine with "
+            "rollout.kv_cache_dtype = 'fp8'"
+        )
+    backend = layer.attn_backend.get_name()
+    if backend.startswith("FLASHINFER"):
+        raise RuntimeError(
+            f"layer {index}: {backend} keeps the first KV scales that it sees; set rollout.attention_backend to "
+            "FLASH_ATTN or TRITON_ATTN"
+        )

@@ -1,0 +1,102 @@
+"""Scales of an FP8 key and value cache, measured while the trainer computes log-probabilities.
+
+In: model chunks that run forward. Out: for every layer of the model the factors by which an engine divides queries, keys
+and values before it rounds them to E4M3. Runs on every trainer rank.
+
+The trainer sees the very tokens that the engine sampled, under the weights that are published next but one update. What
+is measured is the largest magnitude after rotary embedding, where the engine quantises; padding does not count.
+
+    scale = MARGIN * largest magnitude / 448
+
+E4M3 is a floating-point format: its relative precision is the same over 15 binades, so that a margin of 2 gives one of
+them away at the bottom, where numbers are 2^-15 of the largest, and costs nothing else. At the top it buys room for
+tokens that are larger than all that were measured; without room they would be clipped, by an error that has no bound.
+A scale describes how the cache is written and read, never what it means: scales may be of older tokens than the weights.
+
+Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron_fp8rl.trainer.attention import PackedAttention
+from megatron_fp8rl.types import KVScales, Prompt, Sample
+
+MARGIN = 2.0
+_LARGEST_E4M3 = 448.0
+_TENSORS = ("query", "key", "value")
+
+
+@contextmanager
+def measured(chunks: Sequence[nn.Module], num_layers: int, device: torch.device) -> Iterator[Tensor]:
+    """The largest magnitudes of what runs within the block, float32 [num_layers, 3] on ``device``; grows in place.
+
+    Of this rank's layers, heads and tokens; 0 for layers of other pipeline stages. Nothing waits for the device.
+    """
+    amax = torch.zeros(num_layers, len(_TENSORS), device=device)
+    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedAttention)]
+    for layer in layers:
+        layer.amax = amax[layer.layer]
+    try:
+        yield amax
+    finally:
+        for layer in layers:
+            layer.amax = None
+
+
+def over_all_ranks(amax: Tensor, world_size: int) -> list[list[float]]:
+    """Collective over all trainer ranks: the maxima of the whole model and batch.
+
+    One reduction does: ranks hold slices of the same heads, of the same tokens, other tokens, or, with zeros for the
+    rest, other layers.
+    """
+    if world_size > 1:
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+    return amax.tolist()
+
+
+def scales(amax: list[list[float]]) -> KVScales:
+    """Scales by layer. Raises ValueError that names the layer and the tensor of a magnitude that is not finite."""
+    for layer, row in enumerate(amax):
+        for name, value in zip(_TENSORS, row, strict=True):
+            if not math.isfinite(value):
+                raise ValueError(
+                    f"the largest {name} of layer {layer} is {value}, so the FP8 KV cache has no scale for it; lower "
+                    "optim.lr and resume from the last checkpoint"
+                )
+    rows = torch.tensor(amax) * (MARGIN / _LARGEST_E4M3)  # float32, as engines keep them
+    rows = torch.where(rows > 0, rows, 1.0)  # nothing but zeros: any scale does
+    return {layer: tuple(row) for layer, row in enumerate(rows.tolist())}
+
+
+def metrics(by_layer: KVScales) -> dict[str, float]:
+    """The largest key and the largest value that the scales were made for."""
+    keys, values = (max(row[i] for row in by_layer.values()) * _LARGEST_E4M3 / MARGIN for i in (1, 2))
+    return {"publish/kv_amax_key/max": keys, "publish/kv_amax_value/max": values}
+
+
+def as_samples(prompts: Sequence[Prompt]) -> list[Sample]:
+    """Prompts as training sequences whose last token is the completion, so that they can be packed and run."""
+    samples = []
+    for prompt in prompts:
+        tokens = prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2
+        last = len(tokens) - 1
+        samples.append(
+            Sample(
+                name=prompt.prompt_id,
+                environment=prompt.environment,
+                token_ids=tokens,
+                num_prompt_tokens=last,
+                loss_mask=(False,) * last + (True,),
+                rollout_logprobs=(0.0,) * len(tokens),
+                advantages=(0.0,) * len(tokens),
+            )
+        )
+    return samples
