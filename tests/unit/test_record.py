@@ -1,0 +1,77 @@
+"""Sections of docs/measured.md: one is replaced, the rest stays as it was."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import record
+
+FILE = """# Title
+
+<!-- begin a -->
+old a
+<!-- end a -->
+
+Between.
+
+<!-- begin b -->
+<!-- end b -->
+"""
+
+
+def test_one_section_is_replaced(tmp_path):
+    path = tmp_path / "measured.md"
+    path.write_text(FILE)
+    record.replace("b", "new b", path=path)
+    record.replace("a", "new a", path=path)
+    record.replace("a", "newer a", path=path)
+    expected = FILE.replace("old a", "newer a").replace("begin b -->\n", "begin b -->\nnew b\n")
+    assert path.read_text() == expected
+    assert [p.name for p in tmp_path.iterdir()] == ["measured.md"]
+
+
+def test_a_section_without_markers_is_appended(tmp_path):
+    path = tmp_path / "measured.md"
+    path.write_text(FILE)
+    record.replace("c", "text", path=path)
+    assert path.read_text() == FILE + "\n<!-- begin c -->\ntext\n<!-- end c -->\n"
+    record.replace("c", "other", path=tmp_path / "new.md")
+    assert (tmp_path / "new.md").read_text() == "<!-- begin c -->\nother\n<!-- end c -->\n"
+
+
+def test_a_lost_marker_is_named(tmp_path):
+    path = tmp_path / "measured.md"
+    path.write_text(FILE.replace("<!-- end a -->\n", ""))
+    with pytest.raises(ValueError, match="section a has one of its markers only"):
+        record.replace("a", "x", path=path)
+    assert "old a" in path.read_text()
+
+
+def test_rows_become_a_table():
+    rows = [{"name": "x|y", "n": 12345, "share": 0.123456}, {"name": "z", "n": 1, "ok": True, "share": 2e6}]
+    assert record.table(rows).splitlines() == [
+        "| name | n | share | ok |",
+        "| --- | ---: | ---: | ---: |",
+        "| x\\|y | 12,345 | 0.1235 |  |",
+        "| z | 1 | 2,000,000 | yes |",
+    ]
+
+
+def test_a_section_says_how_it_was_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/some/where/benchmarks/publish.py", "--model", "a b"])
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    record.section("a", "Title", [{"x": 1}], notes="A note.", path=tmp_path / "measured.md")
+    text = (tmp_path / "measured.md").read_text()
+    assert text.startswith("<!-- begin a -->\n## Title\n\n| x |\n| ---: |\n| 1 |\n\nA note.\n\nMeasured 20")
+    assert "PyTorch 2." in text
+    command = "`python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.publish --model 'a b'`"
+    assert text.endswith(f"{command}\n<!-- end a -->\n") and "/some/where" not in text
+
+
+def test_the_document_has_a_section_for_every_benchmark_that_it_lists():
+    text = Path(record.MEASURED).read_text()
+    listed = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
+    assert listed and all(f"<!-- begin {name} -->" in text and f"<!-- end {name} -->" in text for name in listed)
