@@ -142,6 +142,16 @@ def digest(tensor: Tensor) -> str:
     return digests([tensor])[0]
 
 
+def sum_words(words: Tensor, places: Tensor) -> Tensor:
+    """The sum of the formula over int64 ``words`` at ``places`` (counted from 0), modulo 2^64: int64 scalar."""
+    return _mix_tensor_(words + (places + 1) * _signed(_GOLDEN)).sum()
+
+
+def digest_of_sum(total: int, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
+    """The digest of a tensor of this dtype and shape whose words have the sum ``total``."""
+    return f"{_mix_int(((total & _MASK) + _header(dtype, shape)) & _MASK):016x}"
+
+
 def combine(named_digests: Mapping[str, str]) -> str:
     """One digest of many, independent of their order: 16 hexadecimal digits."""
     text = "\n".join(f"{name} {named_digests[name]}" for name in sorted(named_digests))

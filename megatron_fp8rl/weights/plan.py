@@ -80,18 +80,25 @@ class TrainerLayout:
         chunk = next(chunk for chunk, end in enumerate(ends) if layer < end)
         return chunk % self.pipeline
 
-    def shards(self, weight: Weight, model: ModelConfig) -> list[int]:
-        """The ranks that hold the parts of a parameter, in order; the lowest rank among replicas."""
+    def holders(self, weight: Weight, model: ModelConfig) -> list[list[int]]:
+        """For each part of a parameter, in order, all ranks that hold it: its replicas, in ascending order."""
         pattern, layer, expert = split_indices(weight.name)
         if layer >= 0:
             stage = self.stage(layer, model.num_layers)
         else:
             stage = 0 if pattern.startswith("embedding.") else self.pipeline - 1
-        first = stage * self.ranks_per_stage
+        ranks = range(stage * self.ranks_per_stage, (stage + 1) * self.ranks_per_stage)
         if expert < 0:
-            return [first + t for t in range(self.tensor if weight.cut != "none" else 1)]
+            if weight.cut == "none":
+                return [list(ranks)]
+            return [list(ranks[t :: self.tensor]) for t in range(self.tensor)]
         owner = expert // (model.num_experts // self.expert)
-        return [first + owner * self.expert_tensor + t for t in range(self.expert_tensor)]
+        step = self.expert * self.expert_tensor
+        return [list(ranks[owner * self.expert_tensor + t :: step]) for t in range(self.expert_tensor)]
+
+    def shards(self, weight: Weight, model: ModelConfig) -> list[int]:
+        """The ranks that hold the parts of a parameter, in order; the lowest rank among replicas."""
+        return [ranks[0] for ranks in self.holders(weight, model)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +110,7 @@ class EngineLayout:
 
     @classmethod
     def from_config(cls, rollout: RolloutConfig) -> EngineLayout:
-        return cls(tensor=rollout.tensor)
+        return cls(tensor=rollout.tensor, expert=rollout.expert)
 
 
 Range = tuple[int, int]  # [start, stop)
@@ -307,6 +314,8 @@ def _check_layouts(model: ModelConfig, trainer: TrainerLayout, engine: EngineLay
     wrong = slicing.problem(qkv, model, trainer.tensor) if qkv is not None else None
     if wrong:
         problems.append(wrong)
+    if model.is_moe and model.num_experts % engine.expert:
+        problems.append(f"{model.num_experts} experts cannot be divided over {engine.expert} engine ranks")
     if engine.expert not in (1, engine.tensor):
         problems.append(f"an engine spreads experts over 1 or all {engine.tensor} ranks, not over {engine.expert}")
     return problems
