@@ -1,5 +1,7 @@
 """FP8 training on machines without FP8 tensor cores: the arithmetic of Transformer Engine's recipes in plain torch.
 
+It is also what ``trainer/te_linear.py`` is measured against, which runs the same recipes on Transformer Engine's kernels.
+
 :func:`quantized_linear` is y = x W^T for one matrix or for one matrix per expert. It quantizes the two operands of each
 of its three products and multiplies the quantized values with float32 accumulation:
 
@@ -103,6 +105,10 @@ class AmaxHistory(nn.Module):
     checkpoints. ``current`` [3, E] gathers the maxima over the microbatches of the running step.
     """
 
+    is_filled: tuple[bool, bool, bool] = (False, False, False)
+    """By tensor: no scale needs the magnitude of what is quantized, for the newest entry has one for every expert.
+    False is always safe, and all that is known after loading."""
+
     def __init__(self, length: int, num_experts: int, device: torch.device | None = None):
         super().__init__()
         self.register_buffer("history", torch.zeros(length, 3, num_experts, device=device))
@@ -113,6 +119,10 @@ class AmaxHistory(nn.Module):
         for name, buffer in self.named_buffers(recurse=False):
             setattr(self, name, buffer.to(fn(buffer).device))
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.is_filled = (False, False, False)
 
     def record(self, tensor: int, amax_E: Tensor) -> None:
         torch.maximum(self.current[tensor], amax_E, out=self.current[tensor])
@@ -178,7 +188,8 @@ class Tensorwise:
         return round_to_grid_(scaled, torch.ones((), device=x.device), fmt)
 
     @staticmethod
-    def _scale(amax_E: Tensor, fmt: Format) -> Tensor:
+    def scale(amax_E: Tensor, fmt: Format) -> Tensor:
+        """What values are multiplied by before they are rounded, float32; 1 for a tensor of zeros."""
         scale = torch.where(amax_E == 0, 1.0, fmt.max / amax_E)
         return scale.clamp_(max=torch.finfo(torch.float32).max)
 
@@ -186,7 +197,7 @@ class Tensorwise:
         self, x_PK: Tensor, rows: Rows, fmt: Format, tensor: int, history: AmaxHistory | None, record: bool
     ) -> Operand:
         amax_E = self._amax(rows.amax(x_PK).float(), tensor, history, record)
-        scale_E = self._scale(amax_E, fmt)
+        scale_E = self.scale(amax_E, fmt)
         return Operand(self._round(x_PK, rows.spread(scale_E), fmt), scale_E.reciprocal())
 
     def input(self, x_PK: Tensor, rows: Rows, history: AmaxHistory | None, record: bool) -> Operand:
@@ -194,7 +205,7 @@ class Tensorwise:
 
     def weight(self, weight_ENK: Tensor, history: AmaxHistory | None, record: bool) -> Operand:
         amax_E = self._amax(weight_ENK.abs().amax(dim=(1, 2)).float(), WEIGHT, history, record)
-        scale_E = self._scale(amax_E, E4M3)
+        scale_E = self.scale(amax_E, E4M3)
         return Operand(self._round(weight_ENK, scale_E[:, None, None], E4M3), scale_E.reciprocal())
 
     def grad_output(self, grad_PN: Tensor, rows: Rows, history: AmaxHistory | None, record: bool) -> Operand:
@@ -222,9 +233,20 @@ class Delayed(Tensorwise):
         assert history is not None, "delayed scaling needs the history of its linear"
         if record:
             history.record(tensor, amax_E)
-        past = history.history[:, tensor]
-        past_E = past.amax(dim=0) if self.algorithm == "max" else past[0]
+        past_E = self.past_amax(history, tensor)
         return torch.where(past_E > 0, past_E, amax_E)
+
+    def past_amax(self, history: AmaxHistory, tensor: int) -> Tensor:
+        """The magnitude that the scale comes from, float32 [E]; 0 for what has no history."""
+        past = history.history[:, tensor]
+        return past.amax(dim=0) if self.algorithm == "max" else past[0]
+
+
+@dataclass(frozen=True)
+class Mxfp8:
+    """Powers of two for every 32 numbers, along rows and along columns. Only Blackwell's tensor cores multiply in it."""
+
+    grad_format: Format
 
 
 class Plain:
@@ -245,12 +267,12 @@ class Plain:
         return Operand(grad_PN), Operand(x_PK)
 
 
-Recipe = Plain | Blockwise | Tensorwise | Delayed
+Recipe = Plain | Blockwise | Tensorwise | Delayed | Mxfp8
 _PLAIN = Plain()
 
 
-def make_recipe(precision: PrecisionConfig) -> Recipe | None:
-    """The emulated recipe of ``precision.trainer``; None for bf16. Raises ValueError for one that needs a GPU."""
+def make_recipe(precision: PrecisionConfig, *, is_emulated: bool = True) -> Recipe | None:
+    """The recipe of ``precision.trainer``; None for bf16. Raises ValueError for one that is not emulated."""
     grad_format = {"e4m3": E4M3, "e5m2": E5M2}[precision.gradients]
     match precision.trainer:
         case "bf16":
@@ -261,6 +283,8 @@ def make_recipe(precision: PrecisionConfig) -> Recipe | None:
             return Tensorwise(grad_format)
         case "delayed":
             return Delayed(grad_format, precision.amax_algorithm)
+        case "mxfp8" if not is_emulated:
+            return Mxfp8(grad_format)
     raise ValueError(f"precision.trainer = {precision.trainer!r} is not emulated: it needs a GPU that multiplies in it")
 
 
@@ -347,3 +371,7 @@ def finish_step(histories: Iterable[AmaxHistory], all_reduce_max: Callable[[Tens
     for history, part in zip(histories, flat.split([history.current.numel() for history in histories])):
         history.current.copy_(part.view_as(history.current))
         history.roll()
+    # One look at the device for all linears, so that no forward pass has to wait for one of its own.
+    filled = torch.stack([(history.history[0] > 0).all(dim=1) for history in histories]).tolist()
+    for history, flags in zip(histories, filled):
+        history.is_filled = tuple(flags)

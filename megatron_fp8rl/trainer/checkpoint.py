@@ -33,6 +33,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_fp8rl.data.checkpoint_dir import PARTIAL_PREFIX, STATE_FILE, complete, latest, missing_part
 from megatron_fp8rl.trainer.policy import Policy
+from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
 
 _FORMAT = 1
 
@@ -96,6 +97,7 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
         if _keeps_reference(policy):
             model.load_state_dict(loaded[f"reference{index}"])
     policy.optimizer.megatron.load_state_dict(loaded["optimizer"])
+    forget_quantized_weights()
     if same_layout:
         _set_random_state(loaded["rng"])
     policy.step = state["updates"]

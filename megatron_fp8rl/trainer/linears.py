@@ -1,7 +1,8 @@
-"""Linears that can multiply in FP8, and the norm, in plain torch.
+"""Linears that can multiply in FP8, and the norm: in plain torch, or on a GPU with Transformer Engine's kernels.
 
 Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. Linears are born
-BF16; ``apply_precision`` in ``trainer/model.py`` gives an FP8 recipe to those that the layer table names.
+BF16; ``apply_precision`` in ``trainer/model.py`` gives an FP8 recipe to those that the layer table names, and its kernels
+to all.
 """
 
 from __future__ import annotations
@@ -24,10 +25,14 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron_fp8rl.fp8.recipe import AmaxHistory, Recipe, quantized_linear
+from megatron_fp8rl.trainer.kernels import Kernels
+from megatron_fp8rl.trainer.weight_cache import WeightCache
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm with float32 statistics, rounded once to the type of the input."""
+
+    kernels: Kernels = "emulated"
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
@@ -37,6 +42,10 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.kernels == "te" and x.numel():
+            from megatron_fp8rl.trainer.te_norm import te_rms_norm
+
+            return te_rms_norm(x, self.weight, self.eps)
         return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
 
 
@@ -48,6 +57,8 @@ class QuantizableLinear:
     """What the linears here share: an FP8 recipe, or None, and under delayed scaling a history."""
 
     recipe: Recipe | None = None
+    kernels: Kernels = "emulated"
+    cache: WeightCache | None = None  # of quantized weights, for Transformer Engine's kernels
     block_rows: Tensor | None = None  # int64 [N] order of the rows in which FP8 blocks are counted; None: their own
 
     @property
@@ -86,13 +97,30 @@ class RowLinear(QuantizableLinear, RowParallelLinear):
 
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] in the recipe of ``linear``: [..., N]."""
-    rows = linear.block_rows
-    if rows is not None:
-        weight = weight[rows]
-    y = quantized_linear(x.reshape(-1, x.shape[-1]), (weight,), linear.recipe, history=linear.history)
-    if rows is not None:
-        y = y[:, rows.argsort()]
-    return y.view(*x.shape[:-1], -1)
+    x_TK, rows = x.reshape(-1, x.shape[-1]), linear.block_rows
+    if linear.kernels == "te":
+        y = _on_transformer_engine(linear, x_TK, (weight,), None)
+    elif rows is None:
+        y = quantized_linear(x_TK, (weight,), linear.recipe, history=linear.history)
+    else:
+        y = quantized_linear(x_TK, (weight[rows],), linear.recipe, history=linear.history)[:, rows.argsort()]
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _on_transformer_engine(
+    linear: QuantizableLinear, x_TK: Tensor, weights: tuple[Tensor, ...], splits: list[int] | None
+) -> Tensor:
+    from megatron_fp8rl.trainer.te_linear import te_linear
+
+    return te_linear(
+        x_TK,
+        weights,
+        linear.recipe,
+        splits=splits,
+        history=linear.history,
+        cache=linear.cache,
+        block_rows=linear.block_rows,
+    )
 
 
 class ReplicatedLinear(QuantizableLinear, nn.Module):
@@ -154,6 +182,9 @@ class GroupedLinear(QuantizableLinear, nn.Module):
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""
+        # Grouped products of float32 would be rounded to TF32, and float32 is there for exact comparisons.
+        if self.kernels == "te" and (self.recipe is not None or x.dtype == torch.bfloat16):
+            return _on_transformer_engine(self, x, self.weights, splits), None
         return quantized_linear(x, self.weights, self.recipe, splits=splits, history=self.history), None
 
     def backward_dw(self) -> None:

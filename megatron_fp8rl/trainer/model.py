@@ -36,9 +36,11 @@ from megatron_fp8rl.fp8.blockwise import BLOCK
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.fp8.recipe import Blockwise, Delayed, finish_step, make_recipe
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
+from megatron_fp8rl.trainer.kernels import choose_kernels
 from megatron_fp8rl.trainer.layers import block_spec
-from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear
+from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear, RMSNorm
 from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.weight_cache import WeightCache, forget_quantized_weights
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.plan import layers_per_chunk
 
@@ -184,11 +186,19 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
 
 
 def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
-    """Give the linears that the layer table names the FP8 recipe of ``cfg``; all others stay BF16.
+    """Give the linears that the layer table names the FP8 recipe of ``cfg``; all others stay BF16. Choose the kernels.
 
-    Raises ValueError when the table would have part of one linear in FP8: q, k and v are one, so are a layer's experts.
+    Raises ValueError when the table would have part of one linear in FP8: q, k and v are one, so are a layer's experts;
+    and what :func:`choose_kernels` raises.
     """
-    recipe = make_recipe(cfg.precision)
+    kernels = choose_kernels(cfg.precision, parallel.device)
+    recipe = make_recipe(cfg.precision, is_emulated=kernels == "emulated")
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, QuantizableLinear):
+                module.kernels, module.cache = kernels, WeightCache()
+            elif isinstance(module, RMSNorm):
+                module.kernels = kernels
     table = LayerTable.build(cfg.model, cfg.precision)
     for weight_names, module in named_linears(chunks, parallel):
         hf_names = [hf_name for name in weight_names for hf_name in names.hf_names_of(name, cfg.model)]
@@ -268,6 +278,7 @@ def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfi
     is as good; reading it is collective. Raises FileNotFoundError or KeyError for what is missing and ValueError for a
     wrong shape, each by name.
     """
+    forget_quantized_weights()
     if not callable(source) and is_distributed(source):
         load_distributed([_unwrap(chunk) for chunk in chunks], source, cfg.model)
         return

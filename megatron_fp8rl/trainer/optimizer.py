@@ -23,6 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron_fp8rl.config import OptimConfig, RunConfig
 from megatron_fp8rl.trainer.model import named_global_parameters
 from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
 
 _MAX_NAMES = 20  # offending tensors that an error spells out
 
@@ -132,6 +133,7 @@ class Optimizer:
             group["lr"] = lr
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         self.megatron.step_with_ready_grads()
+        forget_quantized_weights()
         return norm
 
     def set_num_updates(self, num_updates: int) -> None:

@@ -1,0 +1,66 @@
+"""Which kernels the trainer computes with, and the ones that come with them.
+
+Imports nothing of Transformer Engine: on a machine without it this module says what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Literal
+
+import torch
+
+from megatron_fp8rl.config import PrecisionConfig
+
+Kernels = Literal["te", "emulated"]
+
+_REMEDY = (
+    "Install it: pip install 'transformer-engine[pytorch]' built for this PyTorch (FP8RL_EXTRA=gpu make install does), "
+    "or choose --precision.kernels emulated, which is exact and slow"
+)
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine and its bindings for PyTorch are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "transformer_engine_torch"))
+
+
+def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
+    """The kernels of ``precision.kernels`` on a device.
+
+    Raises ValueError when Transformer Engine is asked for on a CPU, or MXFP8 on a GPU before Blackwell, and RuntimeError
+    when a GPU has no Transformer Engine; each with its remedy.
+    """
+    if device.type != "cuda":
+        if precision.kernels == "te":
+            raise ValueError(
+                "precision.kernels = 'te': Transformer Engine needs a GPU and this trainer runs on a CPU. "
+                "Choose --precision.kernels auto"
+            )
+        return "emulated"
+    if precision.kernels == "emulated":
+        return "emulated"
+    if not has_transformer_engine():
+        raise RuntimeError(
+            f"precision.kernels = {precision.kernels!r}: transformer_engine is not installed. {_REMEDY}"
+        )
+    capability = torch.cuda.get_device_capability(device)
+    if precision.trainer == "mxfp8" and capability < (10, 0):
+        raise ValueError(
+            f"precision.trainer = 'mxfp8': its tensor cores need compute capability 10.0 (Blackwell), and this GPU has "
+            f"{capability[0]}.{capability[1]}. Choose --precision.trainer blockwise"
+        )
+    return "te"
+
+
+def fused_kernels(kernels: Kernels) -> dict[str, str]:
+    """What computes each part of a training step, for the log: linears, experts, norms and the optimizer."""
+    from megatron.core.optimizer import Adam  # what Megatron-Core found when it was imported
+
+    engine = "Transformer Engine" if kernels == "te" else "PyTorch"
+    return {
+        "FP8 linears": engine if kernels == "te" else "PyTorch (emulated)",
+        "expert linears": f"{engine} (grouped)" if kernels == "te" else engine,
+        "norms": engine,
+        "optimizer": f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}",
+    }
