@@ -135,8 +135,8 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
             Finding(
                 severity="warning",
                 subject="--rollout.kv_cache_dtype",
-                problem="keys and values are held in FP8 with a scale of 1, and the trainer attends in BF16: one more "
-                "difference between the two ends",
+                problem="keys and values are held in FP8, with scales that are measured at every step, and the trainer "
+                "attends in BF16: one more difference between the two ends",
                 remedy="Watch mismatch/abs_logprob_diff/mean, or keep the cache in BF16",
                 change=(("rollout.kv_cache_dtype", "auto"),),
             )

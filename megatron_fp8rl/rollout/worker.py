@@ -8,13 +8,14 @@ Nothing here knows what was sent; the trainer compares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import FP8_BLOCK
+from megatron_fp8rl.rollout.kv_cache import set_kv_scales
 from megatron_fp8rl.rollout.probe import Probe
 from megatron_fp8rl.weights.digest import digests
 
@@ -123,3 +124,12 @@ class WorkerExtension(Probe):
             "version": getattr(self.weight_transfer_engine, "version", None),
             "digests": dict(zip(held, values)),
         }
+
+    def set_kv_scales(self, scales: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        """Set the FP8 KV cache's (query, key, value) scales of every layer, while the engine is paused.
+
+        Returns {"rank": of this worker in its replica, "scales": {layer: what its kernels read from now on}}. Layers are
+        strings, as JSON has them. Raises what :func:`megatron_fp8rl.rollout.kv_cache.set_kv_scales` raises.
+        """
+        held = set_kv_scales(self.model_runner.model, {int(layer): row for layer, row in scales.items()})
+        return {"rank": self.rank, "scales": {str(layer): row for layer, row in held.items()}}

@@ -28,13 +28,13 @@ from torch import Tensor
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.rollout.wire import BucketInfo, unpack
-from megatron_fp8rl.types import PublishReport
+from megatron_fp8rl.types import KVScales, PublishReport
 from megatron_fp8rl.weights.digest import combine, digests
 from megatron_fp8rl.weights.gather import Gather, Piece, together
 from megatron_fp8rl.weights.plan import Bucket, EngineLayout, Plan, TrainerLayout, Transfer, plan, scale_range
 from megatron_fp8rl.weights.save import save_hf
 from megatron_fp8rl.weights.transport import Transport, TransportError, build_transport
-from megatron_fp8rl.weights.verify import Expected, verify
+from megatron_fp8rl.weights.verify import Expected, verify, verify_kv_scales
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
@@ -100,6 +100,7 @@ class _Sent:
     version: int
     expected: Expected
     whole: dict[str, str] = field(default_factory=dict)  # digests of whole tensors, by Hugging Face name
+    kv_scales: KVScales | None = None
     paused_at: float = 0.0
     pause_s: float = 0.0
 
@@ -154,15 +155,17 @@ class WeightExporter:
         if self._transport is None:
             self._transport = build_transport(rollout.transport, self._engines, deadline_s=rollout.update_deadline_s)
 
-    def publish(self, version: int) -> PublishReport:
+    def publish(self, version: int, kv_scales: KVScales | None = None) -> PublishReport:
         """Collective: bring all engines to the current weights and call them policy ``version``.
 
+        ``kv_scales`` are set with them where the engines keep an FP8 KV cache.
+
         Returns the same report on every rank. Raises, on every rank, TransportError when an engine fails or does not
-        answer within ``rollout.update_deadline_s``, WeightMismatch when an engine holds something else than what was
-        sent, and ValueError when a weight is not finite.
+        answer within ``rollout.update_deadline_s``, WeightMismatch or KVScaleMismatch when an engine holds something
+        else than what was sent, and ValueError when a weight is not finite.
         """
         started = time.perf_counter()
-        sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.tensor)]))
+        sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.tensor)]), kv_scales=kv_scales)
         if self._engines is not None:
             self._engines.start_clock()
         ready: tuple[int, dict[int, list[Piece]]] | None = None  # a bucket whose pieces rank 0 has
@@ -246,6 +249,9 @@ class WeightExporter:
         assert self._engines is not None and self._transport is not None
         self._transport.wait()
         self._engines.call("finish_weight_update", lambda _, client: client.finish_update(sent.version))
+        if sent.kv_scales is not None:  # finishing an update sets them to 1
+            held = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
+            verify_kv_scales(held, sent.kv_scales, sent.version)
         every = self.cfg.observe.verify_every
         if every and self._num_publications % every == 0:
             reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests())

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_fp8rl.types import KVScales
+
 Kind = Literal["missing", "extra", "corrupted", "stale", "mis-scaled", "version"]
 
 _SCALE = "_scale_inv"
@@ -53,6 +55,10 @@ class WeightMismatch(RuntimeError):
 
     def __reduce__(self):
         return type(self), (self.version, self.mismatches)
+
+
+class KVScaleMismatch(RuntimeError):
+    """An engine worker holds other scales of its FP8 KV cache than those that were sent; names each of the first ten."""
 
 
 @dataclass
@@ -111,3 +117,26 @@ def verify(
             mismatches += _compare(worker, report["digests"], expected.by_rank[report["rank"]], before)
     if mismatches:
         raise WeightMismatch(expected.version, mismatches)
+
+
+def verify_kv_scales(replicas: Sequence[Sequence[Mapping[str, Any]]], sent: KVScales, version: int) -> None:
+    """Compare the scales that each worker of each replica reads (``WorkerExtension.set_kv_scales``) with those sent.
+
+    Exact: scales are float32 numbers at both ends. Raises KVScaleMismatch.
+    """
+    wrong = []
+    for index, workers in enumerate(replicas):
+        for report in workers:
+            held = {int(layer): tuple(row) for layer, row in report["scales"].items()}
+            wrong += [
+                f"  layer {layer} in replica {index} rank {report['rank']}: holds {held.get(layer)}, sent {sent.get(layer)}"
+                for layer in sorted(sent.keys() | held.keys())
+                if held.get(layer) != sent.get(layer)
+            ]
+    if wrong:
+        more = [f"  and {len(wrong) - 10} more"] if len(wrong) > 10 else []
+        lines = "\n".join([*wrong[:10], *more])
+        raise KVScaleMismatch(
+            f"policy version {version}: the engines do not hold the (query, key, value) scales of the KV cache that were "
+            f"published\n{lines}"
+        )
