@@ -95,7 +95,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
     from megatron_fp8rl.trainer.parallel import Parallel
 
     with contextlib.ExitStack() as stack:
-        parallel = Parallel.init(cfg.parallel)
+        parallel = Parallel.init(cfg.parallel, deadline_s=_longest_wait_s(cfg))
         stack.callback(parallel.close)
         fleet = None
         if parallel.rank == 0:
@@ -103,6 +103,10 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             if wants_rl and cfg.rollout.replay is None:
                 # Engines take about as long to start as a small model to warm up, so both happen at once.
                 fleet = stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
+                if cfg.rollout.placement == "colocated" and torch.cuda.is_available():
+                    # An engine measures how much memory is free; the trainer takes its own when that is done.
+                    fleet.wait_until_ready()
+                    fleet.sleep()
         parallel.barrier("model folder")
         tokenizer_dir = model_dir(cfg)
         if wants_sft and cfg.data.sft_steps and cfg.model.hf_path is None:
@@ -110,6 +114,12 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
         if wants_rl:
             rl_loop.run(cfg, parallel, tokenizer_dir, fleet)
+
+
+def _longest_wait_s(cfg: RunConfig) -> float:
+    """What trainer ranks give each other: rank 0 may wait for engines to start, or to sample and to be updated."""
+    rollout = cfg.rollout
+    return max(600.0, rollout.start_deadline_s, rollout.request_deadline_s + rollout.update_deadline_s)
 
 
 COMMANDS = (

@@ -23,9 +23,12 @@ from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.scoring import ScorePool
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
+from megatron_fp8rl.residency import Residency
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer.kv_scales import as_samples
+from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.weights.export import WeightExporter
@@ -50,12 +53,14 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
         step = _resume(cfg, policy, prompts, checkpoints)
         if fleet is not None:
             fleet.wait_until_ready()
+            observer.note({f"engine kernel, {kind}": name for kind, name in fleet.kernels.items()})
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
+        residency = Residency(cfg, policy, fleet)
         publish = partial(_count_version, rollouts)
         if cfg.rollout.replay is None:
             exporter = WeightExporter(policy, fleet, cfg)
             stack.callback(exporter.close)
-            publish = partial(_publish, exporter, rollouts)
+            publish = partial(_publish, exporter, policy, rollouts, residency)
         save = partial(_save, cfg, policy, rollouts, checkpoints)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
@@ -63,12 +68,14 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
 
         if step < cfg.num_steps:
             with observer.prelude(step) as log:
+                _calibrate_kv(cfg, policy, prompts, residency)
                 publish(step, log)
                 evaluate(step, log)
         while step < cfg.num_steps:
             step += 1
             with observer.step(step) as log:
                 groups = rollouts.next_groups()
+                residency.train()
                 log.groups(groups)
                 samples = to_samples(groups, cfg, version=step - 1)
                 log.samples(samples)
@@ -85,24 +92,47 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
                         log.updates([policy.update(batch, loss) for batch in batches], batches)
                 else:
                     observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from")
+                save(step)
                 publish(step, log)
                 evaluate(step, log)
-                save(step)
         if cfg.checkpoint.export_hf:
+            residency.train()
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
 
 
-def _publish(exporter: WeightExporter, rollouts: RolloutStream, version: int, log: StepLog) -> None:
+def _publish(
+    exporter: WeightExporter,
+    policy: Policy,
+    rollouts: RolloutStream,
+    residency: Residency,
+    version: int,
+    log: StepLog,
+) -> None:
     """Collective: bring the engines to the current weights, as policy ``version``."""
     rollouts.before_update()
-    with span("publish"):
-        log.publish(exporter.publish(version))
+    with residency.publication(), span("publish"):
+        scales = policy.kv_scales()
+        log.publish(exporter.publish(version, scales))
+    if scales is not None:
+        log.update(kv_metrics(scales))
     rollouts.after_update(version)
+    log.update(residency.take_metrics())
 
 
 def _count_version(rollouts: RolloutStream, version: int, log: StepLog) -> None:
     """Instead of a publication in a replayed run, which has no engines: where the recording goes on."""
     rollouts.after_update(version)
+
+
+def _calibrate_kv(cfg: RunConfig, policy: Policy, prompts: PromptStream, residency: Residency) -> None:
+    """Collective: measure the first prompts for the scales of an FP8 KV cache, before there are log-probabilities."""
+    if cfg.rollout.kv_cache_dtype != "fp8" or cfg.rollout.replay is not None:
+        return
+    residency.train()
+    with span("calibrate_kv"):
+        first = as_samples(prompts.upcoming(cfg.rollout.prompts_per_step))
+        for batch in pack_for(cfg, first, data_rank=policy.parallel.dp_rank):
+            policy.calibrate_kv(batch)
 
 
 def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, step: int, log: StepLog) -> None:

@@ -6,6 +6,8 @@ template applies: ``--model.hf_path DIR --data.tokenizer DIR --data.chat_templat
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_fp8rl.config import (
     AlgoConfig,
     CheckpointConfig,
@@ -68,6 +70,7 @@ def rollout(*, replicas: int, tensor: int = 1, prompts: int = 64, one_host: bool
     return RolloutConfig(
         num_replicas=replicas,
         tensor=tensor,
+        placement="separate",
         prompts_per_step=prompts,
         completions_per_prompt=16,
         max_prompt_tokens=1024,
@@ -77,3 +80,21 @@ def rollout(*, replicas: int, tensor: int = 1, prompts: int = 64, one_host: bool
         request_deadline_s=1800.0,
         start_deadline_s=1800.0,
     )
+
+
+def colocated(cfg: RunConfig, name: str, *, parallel: ParallelConfig, tensor: int = 1) -> RunConfig:
+    """``cfg`` with trainer and engines in turns on the same GPUs, which makes each as large as the node.
+
+    Engines drop their weights while the trainer works, since every step publishes new ones; the trainer's state waits
+    in host memory while they sample.
+    """
+    engines = replace(
+        cfg.rollout,
+        num_replicas=parallel.world_size // tensor,
+        tensor=tensor,
+        placement="colocated",
+        sleep_level=2,
+        gpu_memory_utilization=0.8,
+    )
+    offloading = replace(cfg.optim, offload=("params", "gradients", "optimizer"))
+    return replace(cfg, name=name, parallel=parallel, rollout=engines, optim=offloading)

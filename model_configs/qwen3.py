@@ -64,6 +64,13 @@ def grpo_qwen3_8b() -> RunConfig:
     )
 
 
+def grpo_qwen3_8b_colocated() -> RunConfig:
+    """Qwen3-8B on 8 H200, which train (TP2) and sample (one engine on each) in turns."""
+    return base.colocated(
+        grpo_qwen3_8b(), "grpo_qwen3_8b_colocated", parallel=ParallelConfig(world_size=8, tensor=2)
+    )
+
+
 def grpo_qwen3_30b_a3b() -> RunConfig:
     """Qwen3-30B-A3B on 8 H200: trainer on 6 (PP3 x EP2; 4 cannot hold the optimizer), an engine on each other 2."""
     return base.grpo(
@@ -73,6 +80,14 @@ def grpo_qwen3_30b_a3b() -> RunConfig:
         rollout=base.rollout(replicas=2, one_host=True),
         optim=base.optim("full"),
     )
+
+
+def grpo_qwen3_30b_a3b_colocated() -> RunConfig:
+    """Qwen3-30B-A3B on 8 H200, which train (EP8) and sample (one engine on each) in turns; 440 GiB of host memory."""
+    cfg = base.colocated(
+        grpo_qwen3_30b_a3b(), "grpo_qwen3_30b_a3b_colocated", parallel=ParallelConfig(world_size=8, expert=8)
+    )
+    return replace(cfg, optim=replace(cfg.optim, recompute="selective", recompute_modules=("moe",)))
 
 
 def grpo_qwen3_30b_a3b_16gpu() -> RunConfig:

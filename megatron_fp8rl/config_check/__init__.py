@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.config_check.engines import check_engines
 from megatron_fp8rl.config_check.findings import Findings
 from megatron_fp8rl.config_check.shapes import check_degrees, check_model
 from megatron_fp8rl.config_check.tiling import check_tiling
@@ -29,14 +30,16 @@ Accelerator = Literal["cpu", "ampere", "hopper", "blackwell"]
 def check(cfg: RunConfig, *, accelerator: Accelerator | None = None) -> list[Violation]:
     """All mistakes of ``cfg``. ``accelerator`` is what the trainer will run on; None looks at this machine."""
     found = Findings(cfg)
+    accelerator = accelerator or local_accelerator()
     _check_run(found)
     model_is_sound = check_model(found)
     degrees_are_sound = check_degrees(found, model_is_sound)
-    _check_precision(found, accelerator or local_accelerator())
+    _check_precision(found, accelerator)
     if model_is_sound and degrees_are_sound:
         check_tiling(found)
     _check_optim(found)
     _check_rollout(found)
+    check_engines(found, accelerator)
     _check_algo(found)
     _check_data(found)
     _check_storage(found)
@@ -142,6 +145,12 @@ def _check_rollout(found: Findings) -> None:
         found.refuse("rollout.record_routed_experts", "records a router, and the model is dense", "Set False")
     if rollout.replay is not None and not Path(rollout.replay).is_file():
         found.refuse("rollout.replay", "is not a file", "Name the rollouts.jsonl of an earlier run")
+    if rollout.kv_cache_dtype == "fp8" and model.mla is not None:
+        found.refuse(
+            "rollout.kv_cache_dtype",
+            "latent attention caches one vector for keys and values, for which no scales are measured",
+            "Set auto",
+        )
     if not sizes_are_sound:
         return
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens

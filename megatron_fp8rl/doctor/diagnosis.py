@@ -17,7 +17,7 @@ from megatron_fp8rl import config_check
 from megatron_fp8rl.config import RunConfig, Violation
 from megatron_fp8rl.config_check.findings import Findings
 from megatron_fp8rl.config_check.shapes import check_degrees, check_model
-from megatron_fp8rl.doctor import engine_memory, packages, precision, repair, tiling, trainer_memory
+from megatron_fp8rl.doctor import colocated, engine_memory, packages, precision, repair, tiling, trainer_memory
 from megatron_fp8rl.doctor.engine_memory import EngineEstimate
 from megatron_fp8rl.doctor.finding import Change, Finding, Severity, exit_status
 from megatron_fp8rl.doctor.hardware import GIB, GPUS, Gpu, GpuName
@@ -52,6 +52,7 @@ class Diagnosis:
     parameters: ParameterCount | None
     trainer: Estimate | None
     engine: EngineEstimate | None
+    phases: tuple[Estimate, ...]  # of a GPU that both use in turns; empty when each has its own
     matrices: tuple[tiling.Matrix, ...]
     agreement: tuple[precision.Row, ...]
     packages: tuple[Package, ...]
@@ -86,6 +87,7 @@ def diagnose(
         parameters=count(cfg.model) if has_model else None,
         trainer=trainer,
         engine=engine,
+        phases=colocated.phases(cfg, trainer, engine.estimate) if trainer and engine else (),
         matrices=tuple(tiling.matrices(cfg)) if trainer is not None else (),
         agreement=tuple(precision.agreement(cfg)) if has_model else (),
         packages=tuple(packages.packages()),
@@ -107,6 +109,7 @@ def _look(
     if check_degrees(questions, check_model(questions)):
         trainer, engine = judge.trainer(cfg), engine_memory.worker(cfg, gpu.memory_bytes)
         findings += judge.of_trainer(mended, trainer) + judge.of_engine(mended, engine)
+        findings += judge.of_phases(mended)
         findings += _of_tiles(cfg, {finding.subject for finding in findings})
     findings += _of_machines(cfg, judge.options) + precision.findings(cfg, gpu) + _of_start(cfg)
     return findings, trainer, engine
@@ -128,8 +131,10 @@ def _cure(cfg: RunConfig, mended: Change, findings: list[Finding], judge: _Judge
 
 
 def gpus_wanted(cfg: RunConfig) -> int:
-    """GPUs of trainer and engines, each with its own."""
-    return cfg.parallel.world_size + cfg.rollout.num_replicas * cfg.rollout.tensor
+    """GPUs of trainer and engines, each with its own or both on the same."""
+    engines = cfg.rollout.num_replicas * cfg.rollout.tensor
+    is_colocated = cfg.rollout.placement == "colocated"
+    return max(cfg.parallel.world_size, engines) if is_colocated else cfg.parallel.world_size + engines
 
 
 def _option_words(options: DoctorOptions) -> list[str]:
@@ -210,6 +215,36 @@ class _Judge:
             found.append(_engine_finding(engine, "warning" if is_idle else "note", problem, change))
         return found
 
+    def of_phases(self, mended: RunConfig) -> list[Finding]:
+        """Whether trainer and engine fit onto one GPU in each phase, when each fits alone."""
+        trainer, engine = self.trainer(mended), engine_memory.worker(mended, self.gpu.memory_bytes).estimate
+        found = colocated.phases(mended, trainer, engine)
+        if not found or max(trainer.share, engine.share) > 1:
+            return []
+        worst = max(found, key=lambda estimate: estimate.share)
+        if worst.share <= TIGHT:
+            return []
+        cannot = worst.share > 1
+        problem = f"trainer and engine need {worst.total_bytes / GIB:.1f} GiB of {worst.capacity_bytes / GIB:.1f} GiB "
+        problem += worst.title
+
+        def fits(cfg: RunConfig) -> bool:
+            if not self.is_sound(cfg):
+                return False
+            engine = engine_memory.worker(cfg, self.gpu.memory_bytes)
+            few = min(_MIN_FULL_SEQUENCES, engine.num_sequences)
+            parts = colocated.phases(cfg, self.trainer(cfg), engine.estimate)
+            return engine.full_sequences >= few and all(phase.share <= TIGHT for phase in parts)
+
+        return [
+            Finding(
+                severity="error" if cannot else "warning",
+                subject="one GPU of both",
+                problem=problem if cannot else f"{problem}, and fragments of the allocators come on top",
+                change=repair.take_turns(mended, fits),
+            )
+        ]
+
     def _shrink_engine(self, mended: RunConfig, sequences: int) -> Change:
         def fits(cfg: RunConfig) -> bool:
             if not self.is_sound(cfg):
@@ -251,8 +286,9 @@ def _of_tiles(cfg: RunConfig, refused: set[str]) -> list[Finding]:
 def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
     """Whether there are enough GPUs, and which groups reach over nodes."""
     wanted, found = gpus_wanted(cfg), []
+    is_colocated = cfg.rollout.placement == "colocated"
     engines = f"{cfg.rollout.num_replicas} replicas x {cfg.rollout.tensor}"
-    if options.num_gpus is not None and wanted > options.num_gpus:
+    if options.num_gpus is not None and wanted > options.num_gpus and not is_colocated:
         spare = (options.num_gpus - cfg.parallel.world_size) // cfg.rollout.tensor
         found.append(
             Finding(
@@ -262,6 +298,16 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
                 f"{options.num_gpus}",
                 remedy="" if spare > 0 else "The trainer leaves no room for an engine: lower --parallel.world_size",
                 change=(("rollout.num_replicas", spare),) if spare > 0 else (),
+            )
+        )
+    if options.num_gpus is not None and wanted > options.num_gpus and is_colocated:
+        problem = f"trainer {cfg.parallel.world_size} and engines {engines} on {wanted} GPUs, and there are "
+        found.append(
+            Finding(
+                severity="error",
+                subject="--parallel.world_size",
+                problem=f"{problem}{options.num_gpus}",
+                remedy="Lower the ranks of trainer and engines",
             )
         )
     node = options.gpus_per_node

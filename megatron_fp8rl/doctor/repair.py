@@ -42,7 +42,7 @@ def words(overrides: Sequence[str], change: Change) -> str:
             is_old = word[2:].partition("=")[0].replace("-", "_") in fields
         if not is_old:
             kept.append(word)
-    new = [word for path, value in change for word in (f"--{path}", str(value))]
+    new = [word for path, value in change for word in (f"--{path}", *(map(str, value) if isinstance(value, tuple) else [str(value)]))]
     return shlex.join([*kept, *new])
 
 
@@ -136,3 +136,16 @@ def shrink_engine(cfg: RunConfig, fits: Callable[[RunConfig], bool]) -> Change:
     if cfg.precision.rollout == "bf16":
         changes.append((("precision.rollout", "blockwise"), ("precision.trainer", "blockwise")))
     return next((change for change in changes if fits(apply(cfg, change))), ())
+
+
+def take_turns(cfg: RunConfig, fits: Callable[[RunConfig], bool]) -> Change:
+    """What lets trainer and engines share GPUs: the change of the fewest fields that ``fits``; empty when none does."""
+    sleep = ("rollout.sleep_level", 1 if cfg.model.mla is not None else 2)
+    offload = ("optim.offload", ("params", "gradients", "optimizer"))
+    missing: Change = tuple(
+        change for change, is_set in ((sleep, cfg.rollout.sleep_level), (offload, cfg.optim.offload)) if not is_set
+    )
+    smaller = [(("rollout.gpu_memory_utilization", share),) for share in (0.8, 0.7, 0.6, 0.5, 0.4, 0.3)]
+    smaller = [change for change in smaller if change[0][1] < cfg.rollout.gpu_memory_utilization]
+    changes = [*((change,) for change in missing), missing, *smaller, *(missing + change for change in smaller)]
+    return next((change for change in changes if change and fits(apply(cfg, change))), ())

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fp8rl.doctor import precision, tiling
+from megatron_fp8rl.doctor import colocated, precision, tiling
 from megatron_fp8rl.doctor.diagnosis import Diagnosis
 from megatron_fp8rl.doctor.engine_memory import EngineEstimate
 from megatron_fp8rl.doctor.hardware import GIB
@@ -45,6 +45,8 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
     found = []
     if diagnosis.trainer is not None and diagnosis.engine is not None:
         found = [_memory(diagnosis.trainer), _memory(diagnosis.engine.estimate, _cache_line(diagnosis.engine))]
+        if diagnosis.phases:
+            found.append(_phases(diagnosis))
     if diagnosis.matrices:
         found.append(_tiling(diagnosis))
     if diagnosis.agreement:
@@ -66,8 +68,9 @@ def headline(diagnosis: Diagnosis) -> str:
         "EP": parallel.expert, "ETP": parallel.expert_tensor,
     }  # fmt: skip
     layout = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "data parallel"
+    with_ = "and, in turns," if cfg.rollout.placement == "colocated" else "+"
     lines.append(
-        f"trainer {parallel.world_size} ({layout}) + engines {cfg.rollout.num_replicas} x {cfg.rollout.tensor} = "
+        f"trainer {parallel.world_size} ({layout}) {with_} engines {cfg.rollout.num_replicas} x {cfg.rollout.tensor} = "
         f"{diagnosis.num_gpus} {gpu.name.upper()} of {gpu.memory_bytes / GIB:.1f} GiB"
     )
     return "\n".join(lines)
@@ -87,6 +90,29 @@ def _memory(estimate: Estimate, *notes: str) -> Table:
         rows=tuple(rows),
         right=frozenset({1}),
         notes=notes,
+    )
+
+
+def _phases(diagnosis: Diagnosis) -> Table:
+    """Trainer and engine on one GPU, in the order of a step."""
+
+    def gib(estimate: Estimate, whose: str = "") -> str:
+        return f"{sum(p.num_bytes for p in estimate.parts if p.name.startswith(whose)) / GIB:.2f}"
+
+    assert diagnosis.trainer is not None and diagnosis.engine is not None
+    host = colocated.host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate)
+    rollout, offload = diagnosis.cfg.rollout, ", ".join(diagnosis.cfg.optim.offload) or "nothing"
+    return Table(
+        title="Memory per GPU that trainer and engine share",
+        columns=("phase", "trainer GiB", "engine GiB", "total GiB", "of the GPU"),
+        rows=tuple(
+            (e.title, gib(e, "trainer"), gib(e, "engine"), gib(e), f"{e.share:.0%}") for e in diagnosis.phases
+        ),
+        right=frozenset({1, 2, 3, 4}),
+        notes=(
+            f"rollout.sleep_level {rollout.sleep_level}; the trainer offloads {offload}: "
+            f"{host / GIB:.1f} GiB of host memory for each GPU",
+        ),
     )
 
 
@@ -235,6 +261,7 @@ def to_json(diagnosis: Diagnosis) -> str:
             for end, estimate in (("trainer", diagnosis.trainer), ("engine", engine and engine.estimate))
             if estimate is not None
         },
+        "phases": [{"total_bytes": e.total_bytes, **dataclasses.asdict(e)} for e in diagnosis.phases],
         "kv_cache": None
         if engine is None
         else {

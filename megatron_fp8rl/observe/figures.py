@@ -26,7 +26,7 @@ from megatron_fp8rl.observe.style import (
     new_figure,
 )
 
-_PHASE_COLORS = dict(zip(PHASES, (BLUE, SKY, GREEN, "#9BD3C0", ORANGE, RED, GREY, PURPLE), strict=True))
+_PHASE_COLORS = dict(zip(PHASES, (BLUE, SKY, GREEN, "#9BD3C0", ORANGE, RED, GREY, PURPLE, "#C9CED6"), strict=True))
 
 
 def draw_reward(axes: Axes, run: RunData) -> bool:

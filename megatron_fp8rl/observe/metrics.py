@@ -127,6 +127,23 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("publish/num_fp8_tensors/sum", "Tensors that travelled as FP8 bytes with scales."),
         Metric("publish/bytes/sum", "Bytes that were sent to one replica."),
         Metric("publish/version/max", "Policy version that the engines hold afterwards."),
+        Metric("publish/kv_amax_key/max", "Largest |key| after rotation that the scales of an FP8 KV cache are made for."),
+        Metric("publish/kv_amax_value/max", "Largest |value| that the scales of an FP8 KV cache are made for."),
+    ),
+    "GPU memory": (
+        *(
+            Metric(f"memory/{phase}_{kind}/max", f"{what} while {doing}, in bytes, on the rank with the most.")
+            for phase, doing in (
+                ("rollout", "the engines sample"),
+                ("train", "the trainer learns"),
+                ("publish", "weights are published"),
+            )
+            for kind, what in (
+                ("allocated", "Peak of the trainer's tensors"),
+                ("reserved", "Peak of what the trainer's allocator holds"),
+                ("device", "Memory of all processes at the end of the time"),
+            )
+        ),
     ),
     "Time": (
         Metric("time/step/s", "Seconds of the whole step."),
@@ -138,6 +155,8 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("time/mismatch/s", "Seconds of measuring the mismatch."),
         Metric("time/update/s", "Seconds of forward, backward and optimizer."),
         Metric("time/publish/s", "Seconds of publishing the weights."),
+        Metric("time/residency/s", "Seconds of moving engines and trainer in and out of GPU memory."),
+        Metric("time/calibrate_kv/s", "Seconds of measuring the first prompts for the scales of an FP8 KV cache."),
         Metric("time/checkpoint/s", "Seconds of writing a checkpoint."),
         Metric("time/evaluate/s", "Seconds of evaluation on held-out problems."),
         Metric("time/<span>/s", "Seconds of any other span of the program, inner spans included."),
@@ -145,7 +164,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
 }
 
 # Spans that follow one another in the loop, in order; they never overlap, so a plot may stack them up to time/step/s.
-PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate")
+PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate", "residency")
 
 _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+/(?:mean|std|min|max|sum|s)")
 

@@ -153,6 +153,12 @@ class Observer:
         self._last_step = step
         self._open_step = None
 
+    def note(self, facts: Mapping[str, str]) -> None:
+        """Add to versions.json what is known only once the run is on its way."""
+        if self.is_writer and facts:
+            path = self.run_dir / "versions.json"
+            write_json(path, json.loads(path.read_text(encoding="utf-8")) | dict(facts))
+
     def message(self, text: str) -> None:
         """Show a line beside the progress, on the writing rank."""
         self._display.message(text)

@@ -28,9 +28,10 @@ import aiohttp
 
 from megatron_fp8rl.config import RolloutConfig
 from megatron_fp8rl.rollout.completions import PartialCompletion, read_choice
-from megatron_fp8rl.types import Completion
+from megatron_fp8rl.types import Completion, KVScales
 
 PauseMode = Literal["keep", "wait", "abort"]
+Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that sleep
 
 _SETTLE_S = 1.0  # for results that the engine returned when it paused and that are still on their way
 _EXIT_GRACE_S = 2.0  # vLLM's server ends itself after its engine core has died; tell the two apart
@@ -124,6 +125,8 @@ class EngineClient:
         self._open.set()
         self._pause_mode: PauseMode = "keep"
         self._num_pauses = 0
+        self._asleep: set[Tag] = set()
+        self._kv_scales: KVScales | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
 
     # ---- sampling
@@ -198,9 +201,44 @@ class EngineClient:
                 await asyncio.wait(late)
 
     async def resume(self) -> None:
-        """Sample again, under the weights that the engine holds now."""
+        """Sample again, under the weights that the engine holds now. An engine that sleeps does so when it is awake."""
+        if self._asleep:
+            return  # vLLM resumes by itself when the last part wakes, and a second resume could overtake the first
         await self._call("/resume", deadline_s=self._update_deadline_s)
         self._open.set()
+
+    # ---- sleeping
+
+    async def sleep(self, level: int) -> None:
+        """Free the engine's GPU memory: weights move to host memory (level 1) or are dropped (2), the KV cache is lost.
+
+        The engine samples again after :meth:`wake_up` has brought back every part. Does nothing when it sleeps already.
+        Raises EngineError while completions are running.
+        """
+        if self._asleep:
+            return
+        if self.num_running:
+            raise EngineError(f"rollout replica {self.name} has {self.num_running} completions to finish before sleeping")
+        await self.pause("abort")
+        self._asleep = {"weights", "kv_cache"}
+        await self._call(f"/sleep?level={level}&mode=abort", deadline_s=self._update_deadline_s)
+
+    async def wake_up(self, *tags: Tag) -> None:
+        """Bring back ``tags``, or all without any; what is awake stays as it is.
+
+        Weights come first, so that they can be updated before the KV cache takes its memory. Sampling goes on when
+        both are awake.
+        """
+        wanted = [tag for tag in ("weights", "kv_cache") if tag in self._asleep and (not tags or tag in tags)]
+        if not wanted:
+            return
+        query = "&".join(f"tags={tag}" for tag in wanted)
+        await self._call(f"/wake_up?{query}", deadline_s=self._update_deadline_s)
+        self._asleep -= set(wanted)
+        if "kv_cache" in wanted and self._kv_scales is not None:
+            await self.set_kv_scales(self._kv_scales)  # vLLM sets them to 1 when the cache wakes up
+        if not self._asleep:
+            self._open.set()
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Hand ``info`` to the weight transfer engine of every worker, which may wait for the trainer to connect."""
@@ -228,6 +266,14 @@ class EngineClient:
     async def weight_digests(self) -> list[dict[str, Any]]:
         """What each worker holds: see :meth:`megatron_fp8rl.rollout.worker.WorkerExtension.weight_digests`."""
         return await self.collective_rpc("weight_digests")
+
+    async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
+        """Scales of the FP8 KV cache, between :meth:`finish_update` and :meth:`resume`; what each worker holds then.
+
+        See :meth:`megatron_fp8rl.rollout.worker.WorkerExtension.set_kv_scales`.
+        """
+        self._kv_scales = scales
+        return await self.collective_rpc("set_kv_scales", scales={str(layer): row for layer, row in scales.items()})
 
     async def collective_rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a method of every worker; one result per worker."""

@@ -9,13 +9,15 @@ and the first publication fills them, through the path that every later one take
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import FP8_BLOCK, ConfigError, ModelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.rollout.plugin import SCALES_VARIABLE
 from megatron_fp8rl.weights.names import hf_tensors
@@ -100,9 +102,57 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, *, cpu: bool) -> dict[s
         arguments["enforce-eager"] = rollout.enforce_eager
         if rollout.kv_cache_bytes is not None:
             arguments["kv-cache-memory-bytes"] = rollout.kv_cache_bytes
+        if not rollout.torch_compile and not rollout.enforce_eager:
+            # Graphs of whole decoding steps need no compiler; graphs of pieces, which prompts would use, do.
+            arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if rollout.attention_backend != "auto":
+            arguments["attention-backend"] = rollout.attention_backend
+        arguments["enable-sleep-mode"] = rollout.sleep_level > 0
+        arguments |= kernel_backends(cfg)
+    if rollout.expert > 1:
+        arguments["enable-expert-parallel"] = True
     if rollout.record_routed_experts:
         arguments["enable-return-routed-experts"] = True
     return arguments
+
+
+def kernel_backends(cfg: RunConfig) -> dict[str, str]:
+    """vLLM's choice of kernels on a GPU, always by name: what its own "auto" takes depends on installed packages.
+
+    Linears are DeepGEMM's, the only ones that round activations to the power-of-two scales of ``precision.scales``.
+    Experts are Triton's at every degree: they hold gate, up and down as they are sent, and allocate nothing when
+    weights change, so CUDA graphs stay valid.
+    """
+    found: dict[str, str] = {}
+    if cfg.precision.rollout != "bf16":
+        linear = cfg.rollout.linear_backend
+        found["linear-backend"] = "deep_gemm" if linear == "auto" else linear
+    if cfg.model.is_moe:
+        experts = cfg.rollout.moe_backend
+        found["moe-backend"] = "triton" if experts == "auto" else experts
+    return found
+
+
+def require_backends(cfg: RunConfig, *, has_flashinfer: bool | None = None) -> None:
+    """Raise ConfigError when the configuration names kernels that are not installed here."""
+    if has_flashinfer is None:
+        has_flashinfer = _has_flashinfer()
+    if cfg.rollout.attention_backend == "FLASHINFER" and not has_flashinfer:
+        problem, remedy = "the package flashinfer is not installed here", "Use auto, which takes FLASH_ATTN on Hopper"
+        raise ConfigError([Violation("--rollout.attention_backend", cfg.rollout.attention_backend, problem, remedy)])
+
+
+_CHOICES = {
+    "linear": re.compile(r"Selected (\w+) for Fp8\w*"),
+    "moe": re.compile(r"Using '?(\w+)'? (?:Fp8|Unquantized) MoE backend"),
+    "attention": re.compile(r"Using (\w+) (?:attention )?backend"),
+}
+
+
+def chosen_kernels(log: str) -> dict[str, str]:
+    """The kernels that an engine says in its log to have taken: of linears, experts and attention, as far as named."""
+    found = {kind: dict.fromkeys(pattern.findall(log)) for kind, pattern in _CHOICES.items()}
+    return {kind: ", ".join(names) for kind, names in found.items() if names}
 
 
 def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
@@ -119,6 +169,16 @@ def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
         # One lever for every GPU kernel: scales of activations, and no second quantization of weights.
         "VLLM_USE_DEEP_GEMM_E8M0": "1" if pow2 else "0",
     }
+    if not cpu:
+        environment |= {
+            # Without DeepGEMM, vLLM ignores the lever above; also Triton's experts look at it.
+            "VLLM_USE_DEEP_GEMM": "1",
+            "VLLM_MOE_USE_DEEP_GEMM": "1" if cfg.rollout.moe_backend == "deep_gemm" else "0",
+            # Compiles for every batch size in advance, which takes minutes; a kernel is compiled when first used.
+            "VLLM_DEEP_GEMM_WARMUP": "skip",
+        }
+        if not _has_flashinfer():
+            environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it
     if cpu:
         num_workers = cfg.rollout.num_replicas * cfg.rollout.tensor
         environment |= {
@@ -149,6 +209,10 @@ def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
         elif value is not False and value is not None:
             command += [f"--{name}", str(value)]
     return command
+
+
+def _has_flashinfer() -> bool:
+    return importlib.util.find_spec("flashinfer") is not None
 
 
 def _max_model_len(cfg: RunConfig) -> int:

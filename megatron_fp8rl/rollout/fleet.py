@@ -19,7 +19,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
@@ -29,8 +29,8 @@ import torch
 
 import megatron_fp8rl
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.rollout import engine
-from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, Replica, Sampling
+from megatron_fp8rl.rollout import engine, placement
+from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, Replica, Sampling, Tag
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -42,6 +42,9 @@ _TERM_GRACE_S = 5.0
 # Set by torchrun for the trainer's own process group; an engine that inherits them believes to be one of its ranks.
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+# Chosen for the trainer's allocator and streams. Segments that expand exclude the memory pools of a sleeping engine, and
+# one queue for all streams would make its copies wait for its kernels.
+_TRAINER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 class Fleet:
@@ -56,6 +59,7 @@ class Fleet:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._shared_memory: list[str] = []  # files that vLLM's workers made, and leave behind when killed
         self._watchers: list[asyncio.Task[None]] = []
+        self._gpus: list[str] = []  # CUDA_VISIBLE_DEVICES of each replica; empty on a CPU
         self._started_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-fleet", daemon=True)
@@ -67,11 +71,16 @@ class Fleet:
 
         Waits until all answer, unless ``wait`` is False: then call :meth:`wait_until_ready` before the first use, and
         do something else meanwhile. Raises EngineDeadError or EngineDeadlineError, which name the replica and end with
-        its log; nothing is left running then.
+        its log; nothing is left running then. Raises ConfigError before anything starts when this host has too few
+        GPUs or lacks a kernel that the configuration names.
         """
         fleet = cls(cfg, hf_dir, run_dir, cpu=not torch.cuda.is_available())
         atexit.register(fleet.shutdown)
         try:
+            if not fleet._cpu:
+                engine.require_backends(cfg)
+                local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
+                fleet._gpus = placement.assign(cfg, placement.visible_gpus(), local_ranks=local_ranks)
             fleet._spawn_all()
             if wait:
                 fleet.wait_until_ready()
@@ -91,6 +100,34 @@ class Fleet:
         groups = [client.replica.process_group for client in self.clients]
         self._shared_memory = [path for group in groups for path in _shared_memory_of(group)]
         _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What the engines' logs say of their kernels: {"linear": ..., "moe": ..., "attention": ...}, as far as named."""
+        if not self.clients:
+            return {}
+        return engine.chosen_kernels(self.clients[0].replica.log_path.read_text(errors="replace"))
+
+    def sleep(self) -> None:
+        """Free the GPU memory of all replicas, as ``rollout.sleep_level`` says; at level 0 and when asleep, nothing.
+
+        Nothing may be sampled meanwhile. Raises what the calls of a client raise, within its deadlines.
+        """
+        if self.cfg.rollout.sleep_level:
+            self._everywhere(lambda client: client.sleep(self.cfg.rollout.sleep_level))
+
+    def wake(self, *tags: Tag) -> None:
+        """Bring back memory of all replicas: "weights", "kv_cache", or all without tags. What is awake stays so.
+
+        Weights of level 2 have no values until the next publication.
+        """
+        self._everywhere(lambda client: client.wake_up(*tags))
+
+    def _everywhere(self, call: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
+        async def all_clients() -> None:
+            await asyncio.gather(*(call(client) for client in self.clients))
+
+        self.sync(all_clients(), 3 * self.cfg.rollout.update_deadline_s)  # a client makes up to three calls
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Run ``coroutine`` on the fleet's event loop and return its result. Not from that loop itself.
@@ -170,20 +207,22 @@ class Fleet:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(sock.fileno(),),
-                env=self._environment(),
+                env=self._environment(index),
                 start_new_session=True,
             )
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
         self._processes.append(process)
         return name, url, log_path, process
 
-    def _environment(self) -> dict[str, str]:
+    def _environment(self, index: int) -> dict[str, str]:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if name not in _TORCHRUN_VARIABLES and not name.startswith(_TORCHRUN_PREFIXES)
+            if name not in (*_TORCHRUN_VARIABLES, *_TRAINER_VARIABLES) and not name.startswith(_TORCHRUN_PREFIXES)
         }
         package_root = str(Path(megatron_fp8rl.__file__).parents[1])
+        if self._gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[index]
         inherited = environment.get("PYTHONPATH")
         environment["PYTHONPATH"] = package_root if not inherited else f"{package_root}{os.pathsep}{inherited}"
         return environment | engine.engine_environment(self.cfg, cpu=self._cpu)

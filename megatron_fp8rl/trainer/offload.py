@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
+
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -114,6 +116,8 @@ class Offload:
             held = self._parts.get(part)
             if held is not None and not held:
                 held.release(self._storages_of(part), device, keep=part != "gradients")
+                if part == "params":
+                    forget_quantized_weights()  # as large as what they were made of
         if self._parts and device.type == "cuda":
             torch.cuda.empty_cache()
 

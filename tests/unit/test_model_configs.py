@@ -123,8 +123,10 @@ def test_runs_have_no_mistakes(name, accelerator):
 GPUS = {
     "grpo_llama31_8b": 8,
     "grpo_qwen3_8b": 8,
+    "grpo_qwen3_8b_colocated": 8,
     "grpo_qwen3_30b_a3b": 8,
     "grpo_qwen3_30b_a3b_16gpu": 16,
+    "grpo_qwen3_30b_a3b_colocated": 8,
     "grpo_mixtral_8x7b": 16,
     "grpo_qwen3_235b_a22b": 64,
     "grpo_deepseek_v3": 256,

@@ -1,0 +1,94 @@
+"""Mistakes in where engines run, which kernels they use, and who has the GPUs' memory when. Pure."""
+
+from __future__ import annotations
+
+from megatron_fp8rl.config_check.findings import Findings
+
+
+def check_engines(found: Findings, accelerator: str) -> None:
+    """Placement, expert parallelism, sleeping, offloading and kernels of the engines."""
+    _check_placement(found, accelerator)
+    _check_expert_parallel(found)
+    _check_memory_turns(found)
+    _check_kernels(found, accelerator)
+
+
+def _check_placement(found: Findings, accelerator: str) -> None:
+    cfg, rollout = found.cfg, found.cfg.rollout
+    wanted = rollout.num_replicas * rollout.tensor
+    if accelerator == "cpu" or rollout.placement != "colocated" or rollout.replay is not None:
+        return
+    if wanted > cfg.parallel.world_size >= 1:
+        fitting = cfg.parallel.world_size // max(1, rollout.tensor)
+        lower = f"Lower it to {fitting}" if fitting else "Lower --rollout.tensor"
+        found.refuse(
+            "rollout.num_replicas",
+            f"colocated replicas of {rollout.tensor} take {wanted} GPUs together, and the trainer has "
+            f"{cfg.parallel.world_size}",
+            f"{lower}, or --rollout.placement separate",
+        )
+
+
+def _check_expert_parallel(found: Findings) -> None:
+    rollout, model = found.cfg.rollout, found.cfg.model
+    if not found.at_least(1, "rollout.expert") or rollout.expert == 1:
+        return
+    if not model.is_moe:
+        found.refuse("rollout.expert", "divides experts, and the model is dense", "Set 1")
+    elif rollout.expert != rollout.tensor:
+        found.refuse(
+            "rollout.expert",
+            f"vLLM divides experts over all {rollout.tensor} ranks of a replica or over none",
+            f"Set {rollout.tensor} or 1",
+        )
+    elif model.num_experts % rollout.expert:
+        found.refuse("rollout.expert", f"does not divide {model.num_experts} experts", "Set 1")
+
+
+def _check_memory_turns(found: Findings) -> None:
+    """Sleeping and offloading take turns, which needs times when only one side works."""
+    rollout, offload = found.cfg.rollout, found.cfg.optim.offload
+    if len(set(offload)) != len(offload):
+        found.refuse("optim.offload", "names a part twice", "Name each once")
+    if rollout.max_staleness > 0:
+        whose = "engines sample while the trainer works (rollout.max_staleness > 0)"
+        if rollout.sleep_level:
+            found.refuse("rollout.sleep_level", f"{whose}, and cannot sleep", "Set 0")
+        if offload:
+            found.refuse("optim.offload", f"{whose}, so that its state is always needed", "Leave it empty")
+    if rollout.sleep_level == 2 and found.cfg.model.mla is not None:
+        found.refuse(
+            "rollout.sleep_level",
+            "drops what latent attention computes from its weights once, and no update brings back",
+            "Set 1",
+        )
+
+
+def _check_kernels(found: Findings, accelerator: str) -> None:
+    cfg, rollout, precision = found.cfg, found.cfg.rollout, found.cfg.precision
+    is_fp8 = precision.rollout != "bf16"
+    if rollout.linear_backend in ("cutlass", "triton") and is_fp8 and precision.scales == "pow2" and accelerator != "cpu":
+        found.refuse(
+            "rollout.linear_backend",
+            "does not round the scales of activations to powers of two, as the trainer does",
+            "Set deep_gemm, or --precision.scales fp32",
+        )
+    if rollout.moe_backend != "auto" and not cfg.model.is_moe:
+        found.refuse("rollout.moe_backend", "multiplies experts, and the model is dense", "Set auto")
+    elif rollout.moe_backend == "flashinfer_cutlass":
+        found.refuse(
+            "rollout.moe_backend",
+            "keeps gate and up in the other order than they are sent, so that updates and proofs would miss them",
+            "Set triton or deep_gemm",
+        )
+    elif rollout.moe_backend == "deep_gemm":
+        edges = precision.bf16_last_layers
+        edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
+        if not is_fp8 or edges:
+            found.refuse("rollout.moe_backend", "multiplies FP8 alone, and there are experts in BF16", "Set triton")
+    if rollout.attention_backend == "FLASHINFER" and rollout.kv_cache_dtype == "fp8":
+        found.refuse(
+            "rollout.attention_backend",
+            "reads the scales of an FP8 KV cache once, when it starts, so that new ones would have no effect",
+            "Set auto or FLASH_ATTN",
+        )

@@ -1,0 +1,109 @@
+"""Who has the GPUs' memory: the engines while they sample, the trainer while it learns, both in part in between.
+
+In: a policy on every trainer rank, the fleet on rank 0. Out: memory that has changed hands, and metrics of its peaks.
+Every method is a collective over the trainer ranks.
+
+    sampling        engines: weights, KV cache      trainer: what ``optim.offload`` does not name
+    train()         engines asleep                  trainer: everything
+    publication()   engines: weights                trainer: parameters, to be read
+    behind it       as while sampling
+
+Each side gives back before the other takes. With ``rollout.sleep_level`` 0 and an empty ``optim.offload`` nothing moves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.observe.spans import span
+from megatron_fp8rl.trainer.policy import Policy
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.fleet import Fleet
+
+
+class ResidencyError(RuntimeError):
+    """Engines could not be put to sleep or woken; raised on every rank."""
+
+
+class Residency:
+    """``fleet`` lives on rank 0, and nowhere in a run that replays. The trainer's state is on the GPU at first."""
+
+    def __init__(self, cfg: RunConfig, policy: Policy, fleet: Fleet | None) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._moves = bool(cfg.rollout.sleep_level or cfg.optim.offload) and cfg.rollout.replay is None
+        self._phase = "train"
+        self._peaks: dict[str, float] = {}
+
+    def train(self) -> None:
+        """Everything of the trainer on its GPUs; the engines sleep. Nothing may be sampled until a publication."""
+        self._enter("train")
+        if self._moves:
+            with span("residency"):
+                self._fleet_does("sleep", lambda fleet: fleet.sleep())
+                self._policy.offload.restore()
+
+    @contextlib.contextmanager
+    def publication(self) -> Iterator[None]:
+        """Inside: parameters and the engines' weights at once. Behind: the engines may sample.
+
+        When the block raises, nothing more moves.
+        """
+        self._enter("publish")
+        if self._moves:
+            with span("residency"):
+                self._policy.offload.restore("params")
+                self._policy.offload.release("gradients", "optimizer")
+                self._fleet_does("wake for new weights", lambda fleet: fleet.wake("weights"))
+        yield
+        if self._moves:
+            with span("residency"):
+                self._policy.offload.release("params")
+                self._fleet_does("wake for sampling", lambda fleet: fleet.wake())
+        self._enter("rollout")
+
+    def take_metrics(self) -> dict[str, float]:
+        """Peaks of GPU memory, in bytes, over all ranks, of the phases since the last call; empty without a GPU."""
+        peaks, self._peaks = self._peaks, {}
+        if self._policy.parallel.world_size == 1 or self._policy.parallel.device.type != "cuda":
+            return peaks
+        gathered: list[dict[str, float]] = [{}] * self._policy.parallel.world_size
+        dist.all_gather_object(gathered, peaks, group=self._policy.parallel.control_group)
+        return {key: max(rank.get(key, 0.0) for rank in gathered) for key in dict.fromkeys(k for r in gathered for k in r)}
+
+    def _enter(self, phase: str) -> None:
+        """Note what the phase that ends has needed on this rank's GPU."""
+        device = self._policy.parallel.device
+        if device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            found = {
+                "allocated": torch.cuda.max_memory_allocated(device),
+                "reserved": torch.cuda.max_memory_reserved(device),
+                "device": total - free,  # of all processes, engines included
+            }
+            for kind, num_bytes in found.items():
+                key = f"memory/{self._phase}_{kind}/max"
+                self._peaks[key] = max(self._peaks.get(key, 0.0), float(num_bytes))
+            torch.cuda.reset_peak_memory_stats(device)
+        self._phase = phase
+
+    def _fleet_does(self, what: str, move: Callable[[Fleet], None]) -> None:
+        """Let rank 0 call the engines once all ranks have moved their own state; its failure is everyone's."""
+        parallel = self._policy.parallel
+        parallel.barrier(f"engines {what}")
+        error: Exception | None = None
+        if self._fleet is not None:
+            try:
+                move(self._fleet)
+            except Exception as exception:
+                error = exception
+        failure = parallel.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
+        if failure is not None:
+            raise ResidencyError(f"engines {what}: on trainer rank 0: {failure}") from error

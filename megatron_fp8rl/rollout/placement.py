@@ -1,0 +1,69 @@
+"""Which GPUs each rollout replica gets.
+
+In: the configuration, how many trainer ranks run on this host, and its GPUs as ``CUDA_VISIBLE_DEVICES`` names them.
+Out: one value of ``CUDA_VISIBLE_DEVICES`` for each replica. Runs on trainer rank 0 before any engine starts; nothing
+here initialises CUDA.
+
+    colocated   replica i on the GPUs of trainer ranks i * tensor ... (i + 1) * tensor - 1
+    separate    the same, counted from the first GPU behind those of the trainer's ranks
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """This host's GPUs, in the order in which CUDA counts them: indices, or UUIDs where they are listed so."""
+    listed = environment.get("CUDA_VISIBLE_DEVICES")
+    if listed is not None:
+        names = [name.strip() for name in listed.split(",")]
+        # CUDA itself stops at the first entry that names no device.
+        end = next((i for i, name in enumerate(names) if not name or name.startswith("-")), len(names))
+        return names[:end]
+    import torch
+
+    return [str(index) for index in range(torch.cuda.device_count())]  # asks NVML, which makes no context
+
+
+def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str]:
+    """``CUDA_VISIBLE_DEVICES`` of each replica. ``local_ranks`` trainer ranks have the first of ``gpus``.
+
+    Raises ConfigError that names what does not fit.
+    """
+    rollout = cfg.rollout
+    wanted = rollout.num_replicas * rollout.tensor
+    is_colocated = rollout.placement == "colocated"
+    first = 0 if is_colocated else local_ranks
+    last = local_ranks if is_colocated else len(gpus)
+    if local_ranks > len(gpus):
+        raise ConfigError(
+            [
+                Violation(
+                    "--parallel.world_size",
+                    cfg.parallel.world_size,
+                    f"puts {local_ranks} trainer ranks on this host, which shows {len(gpus)} GPUs ({_shown(gpus)})",
+                    f"Lower it to {len(gpus)}, or show more GPUs in CUDA_VISIBLE_DEVICES",
+                )
+            ]
+        )
+    if wanted > last - first:
+        engines = f"{rollout.num_replicas} replicas x {rollout.tensor} = {wanted} GPUs"
+        fitting = (last - first) // rollout.tensor
+        lower = f"Lower it to {fitting}" if fitting else f"Lower --rollout.tensor to {last - first}"
+        if is_colocated:
+            problem = f"{engines}, and the trainer's ranks have {local_ranks} on this host"
+            remedy = f"{lower}, or --rollout.placement separate"
+        else:
+            problem = f"{engines} behind the {local_ranks} of the trainer, and this host shows {len(gpus)}"
+            remedy = f"{lower}, or --rollout.placement colocated" if last > first else "Use --rollout.placement colocated"
+        raise ConfigError([Violation("--rollout.num_replicas", rollout.num_replicas, problem, remedy)])
+    starts = (first + i * rollout.tensor for i in range(rollout.num_replicas))
+    return [",".join(gpus[start : start + rollout.tensor]) for start in starts]
+
+
+def _shown(gpus: Sequence[str]) -> str:
+    return ", ".join(gpus) or "none"
