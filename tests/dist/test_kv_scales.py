@@ -1,0 +1,126 @@
+"""Largest queries, keys and values of a batch: those of transformers' model, in every layout, and without padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.data.packing import pack_for
+from megatron_fp8rl.types import Prompt, Sample
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import DENSE, make_batch, make_loss, make_samples, run_config
+from tests.tolerances import LAYOUT_FLOAT32, TRANSFORMERS_FLOAT32
+
+LAYOUTS = {
+    "small_microbatches": dict(max_tokens=32),
+    "tp2": dict(world_size=2, tensor=2),
+    "pp2": dict(world_size=2, pipeline=2),
+    "pp2_vpp2": dict(world_size=2, pipeline=2, virtual_stages=2),
+    "cp2": dict(world_size=2, context=2),
+    "dp2": dict(world_size=2),
+}
+
+
+def _samples() -> list[Sample]:
+    """No sample has the token that fills packs up, 0."""
+    return [replace(s, token_ids=tuple(max(1, t) for t in s.token_ids)) for s in make_samples()]
+
+
+def _prompts() -> list[Prompt]:
+    return [
+        Prompt(prompt_id=s.name, environment="test", token_ids=s.token_ids, text="", answer="") for s in _samples()
+    ]
+
+
+def _save_reference(folder: str) -> torch.Tensor:
+    """Save a checkpoint whose padding would have values far larger than all tokens; [layers, 3] by transformers."""
+    import transformers
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from megatron_fp8rl.weights import names
+
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(**names.to_hf_config(DENSE))
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    amax = torch.zeros(DENSE.num_layers, 3)
+
+    def attend(module, query, key, value, attention_mask, scaling, **unused):
+        """Eager attention; queries and keys are rotated already."""
+        row = amax[module.layer_idx]
+        row.copy_(torch.maximum(row, torch.stack([x.abs().max() for x in (query, key, value)])))
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("measured", attend)
+    model.config._attn_implementation = "measured"
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0, 0.2) if "norm" in name else parameter.normal_(0.0, 0.1)
+        model.model.embed_tokens.weight[0] = 10.0 * model.model.layers[0].self_attn.v_proj.weight[0]
+        model.save_pretrained(folder)
+        for sample in _samples():
+            model(torch.tensor([sample.token_ids]))
+        measured = amax.clone()
+        model(torch.tensor([[0]]))
+        assert amax[0, 2] > 2 * measured[0, 2]  # padding would show
+    return measured
+
+
+def _measure(overrides: dict, folder: str) -> dict:
+    """Runs on a rank: scales from log-probabilities, from prompts, and what an update must not change."""
+    from megatron_fp8rl.trainer.kv_scales import MARGIN, as_samples
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    cfg = run_config(model=replace(DENSE, hf_path=folder), **overrides)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8"))
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    policy = Policy.build(cfg, parallel)
+    before = policy.kv_scales()
+    for batch in pack_for(cfg, as_samples(_prompts()), data_rank=parallel.dp_rank):
+        policy.calibrate_kv(batch)
+    prompts = policy.kv_scales()
+    batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank, _samples()))
+    policy.update(batch, make_loss(cfg))  # its forward passes count for nothing
+    sampled, again = policy.kv_scales(), policy.kv_scales()
+    parallel.barrier("done")
+    factor = 448.0 / MARGIN
+    return {"before": before, "prompts": prompts, "sampled": sampled, "again": again, "factor": factor}
+
+
+def _table(found: dict, which: str) -> torch.Tensor:
+    return torch.tensor([found[which][layer] for layer in range(DENSE.num_layers)]) * found["factor"]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> tuple[str, torch.Tensor]:
+    folder = str(tmp_path_factory.mktemp("measured"))
+    return folder, run_ranks(1, _save_reference, folder)[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank(reference) -> dict:
+    return run_ranks(1, _measure, {}, reference[0])[0]
+
+
+def test_magnitudes_are_those_of_transformers(reference, one_rank):
+    assert one_rank["before"] is None
+    torch.testing.assert_close(_table(one_rank, "sampled"), reference[1], **TRANSFORMERS_FLOAT32)
+    assert one_rank["again"] == one_rank["sampled"]  # nothing ran in between
+
+
+def test_calibration_sees_every_token_of_a_prompt(reference, one_rank):
+    torch.testing.assert_close(_table(one_rank, "prompts"), reference[1], **TRANSFORMERS_FLOAT32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_measure_alike(layout, reference, one_rank):
+    overrides = LAYOUTS[layout]
+    ranks = run_ranks(overrides.get("world_size", 1), _measure, overrides, reference[0])
+    assert all(rank["sampled"] == ranks[0]["sampled"] for rank in ranks)
+    torch.testing.assert_close(_table(ranks[0], "sampled"), _table(one_rank, "sampled"), **LAYOUT_FLOAT32)
+    torch.testing.assert_close(_table(ranks[0], "prompts"), _table(one_rank, "prompts"), **LAYOUT_FLOAT32)
