@@ -1,0 +1,319 @@
+"""What FP8 recipes cost in precision: loss curves from one seed, and the noise in the gradients of each layer.
+
+    python -m benchmarks.recipes --model small small_moe
+    python -m benchmarks.recipes --quick
+
+Every arm starts from the same weights and sees the same batches (benchmarks/synthetic.py; the loss of a perfect model is
+known). ``edges`` keeps the first and last layer in BF16. ``bf16, other seed`` shows how far two runs are apart that
+differ in nothing but chance. Gradients are compared at the weights that the BF16 arm arrives at, on one batch that no
+arm has seen: signal to noise of an FP8 gradient against the BF16 one, in decibels; each matrix on its own, experts
+together. Delayed scaling gets a past of two batches first.
+
+Rows add up in ``--results``; the table and the plot docs/recipes.png are made of all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
+from benchmarks.synthetic import Language
+from benchmarks.training import MODELS, batches, free_memory, gradients, model_of, single_rank, switch_precision
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.trainer.policy import Policy
+    from megatron_fp8rl.types import TrainBatch
+
+KEYS = ("measured", "model", "layers", "arm", "steps", "tokens", "device")
+PLOT = Path("docs/recipes.png")
+_SMOOTH = 20  # steps over which losses are averaged before they are compared
+_UNTIMED = 5  # steps at the start: kernels compile, memory is found
+_KINDS = {
+    "linear_qkv": "qkv",
+    "linear_proj": "attention out",
+    "mlp.linear_fc1": "gate and up",
+    "mlp.linear_fc2": "down",
+    "experts.linear_fc1": "gate and up",
+    "experts.linear_fc2": "down",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One curve."""
+
+    trainer: str
+    scales: str = "pow2"
+    num_edges: int = 0  # layers in BF16 at each end
+    other_seed: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.trainer]
+        parts += [f"{self.scales} scales"] if self.trainer == "blockwise" else []
+        parts += ["edges"] if self.num_edges else []
+        parts += ["other seed"] if self.other_seed else []
+        return ", ".join(parts)
+
+    @property
+    def precision(self) -> PrecisionConfig:
+        return PrecisionConfig(
+            trainer=self.trainer,
+            rollout="bf16",
+            scales=self.scales,
+            bf16_first_layers=self.num_edges,
+            bf16_last_layers=self.num_edges,
+        )
+
+
+FP8 = tuple(
+    Arm(trainer=trainer, scales=scales)
+    for trainer, scales in (("delayed", "pow2"), ("tensorwise", "pow2"), ("blockwise", "pow2"), ("blockwise", "fp32"))
+)
+ARMS = (
+    Arm(trainer="bf16"),
+    Arm(trainer="bf16", other_seed=True),
+    *FP8,
+    *(replace(arm, num_edges=1) for arm in FP8),
+)
+
+
+def run_config(name: str, arm: Arm, options: argparse.Namespace) -> RunConfig:
+    """A supervised run of one arm."""
+    return RunConfig(
+        name="recipes",
+        model=model_of(name, options.layers),
+        precision=arm.precision,
+        optim=OptimConfig(lr=options.lr, warmup_steps=min(20, options.steps // 5), decay="cosine", min_lr=0.0),
+        rollout=RolloutConfig(max_tokens_per_microbatch=max(options.tokens, options.length)),
+        num_steps=options.steps,
+        seed=2 if arm.other_seed else 1,
+    )
+
+
+def loss_curve(policy: Policy, steps: Sequence[TrainBatch]) -> tuple[list[float], list[float]]:
+    """(loss, seconds) of each step."""
+    from megatron_fp8rl.algo.loss import sft_loss
+
+    losses, seconds = [], []
+    for batch in steps:
+        started = time.perf_counter()
+        losses.append(policy.update(batch, sft_loss)["train/loss/mean"])  # a number: the GPU has finished
+        seconds.append(time.perf_counter() - started)
+    return losses, seconds
+
+
+def gradient_noise(policy: Policy, batch: TrainBatch, history: Sequence[TrainBatch]) -> Iterator[tuple[Arm, Row]]:
+    """For each FP8 recipe: signal to noise in dB of the gradients of each kind of matrix, by layer."""
+    import torch
+
+    def snapshot() -> dict[str, torch.Tensor]:
+        named = policy.named_parameters()
+        return {n: p.main_grad.detach().float().cpu().clone() for n, p in named if kind_of(n) is not None}
+
+    switch_precision(policy, ARMS[0].precision)
+    gradients(policy, batch)
+    exact = snapshot()
+    for arm in FP8:
+        switch_precision(policy, arm.precision, history)
+        gradients(policy, batch)
+        yield arm, {"snr_db": signal_to_noise(exact, snapshot())}
+    policy.optimizer.zero_gradients()
+
+
+def kind_of(name: str) -> str | None:
+    """The kind of matrix that a parameter's global name stands for; None for norms, router, embedding and head."""
+    if not name.startswith("decoder.layers.") or "layer_norm" in name or name.endswith("bias"):
+        return None
+    return next((kind for part, kind in _KINDS.items() if f"{part}.weight" in name), None)
+
+
+def signal_to_noise(exact: dict[str, Any], rounded: dict[str, Any]) -> dict[str, list[float]]:
+    """20 log10(|g| / |g' - g|) by kind of matrix, a list over layers; experts count as one matrix."""
+    from megatron_fp8rl.observe.operations import decibels
+
+    together: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for name in exact:
+        together[kind_of(name), int(name.split(".")[2])].append(name)
+    found: dict[str, list[float]] = defaultdict(list)
+    import torch
+
+    for (kind, _), names in sorted(together.items()):
+        g = torch.cat([exact[n].flatten() for n in names])
+        noise = torch.cat([rounded[n].flatten() for n in names]) - g
+        found[kind].append(round(-decibels(noise, g), 2))
+    return dict(found)
+
+
+def measure(name: str, options: argparse.Namespace, results: Results, common: Row) -> None:
+    """All arms of one model that are not there yet."""
+    from megatron_fp8rl.trainer.policy import Policy
+
+    cfg = run_config(name, ARMS[0], options)
+    language = Language(cfg.model.vocab_size)
+    size = {"num_sequences": options.tokens // options.length, "length": options.length}
+    base = common | {"model": name, "layers": cfg.model.num_layers, "steps": options.steps, "tokens": options.tokens}
+    base["best_loss"] = round(language.entropy, 4)
+    with single_rank(cfg) as parallel:
+        *steps, unseen, past, past_too = batches(cfg, language, options.steps + 3, **size)
+        for arm in ARMS:
+            leaves_no_fp8 = 2 * arm.num_edges >= cfg.model.num_layers
+            if leaves_no_fp8 or (options.arms and arm.name not in options.arms):
+                continue
+            row = base | {"measured": "loss", "arm": arm.name}
+            wants_noise = arm == ARMS[0] and not results.has(base | {"measured": "noise", "arm": FP8[-1].name})
+            if results.has(row) and not options.again and not wants_noise:
+                continue
+            if time.monotonic() - options.started > options.budget_s:
+                print(f"SKIPPED {name} {arm.name}: the budget is spent; run the same command again", flush=True)
+                continue
+            policy = Policy.build(run_config(name, arm, options), parallel)
+            losses, seconds = loss_curve(policy, steps)
+            timed = seconds[_UNTIMED:] or seconds
+            results.add(row | {"losses": [round(x, 5) for x in losses], "step_s": statistics.median(timed)})
+            if arm == ARMS[0]:
+                for fp8, noise in gradient_noise(policy, unseen, (past, past_too)):
+                    results.add(base | {"measured": "noise", "arm": fp8.name} | noise)
+            del policy
+            free_memory()
+
+
+def deviation(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
+    """(largest difference of the averaged curves over the second half, mean loss of the last steps)."""
+    from megatron_fp8rl.observe.style import moving_average
+
+    width = min(_SMOOTH, len(losses))
+    ours, theirs = moving_average(losses, width), moving_average(reference, width)
+    half = len(ours) // 2
+    worst = max((a - b for a, b in zip(ours[half:], theirs[half:])), key=abs)
+    return worst, statistics.fmean(losses[-width:])
+
+
+def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One line per arm: final loss, distance from BF16, gradient noise, time."""
+    shown = []
+    curves = {(r["model"], r["arm"]): r for r in rows if r["measured"] == "loss"}
+    noises = {(r["model"], r["arm"]): r["snr_db"] for r in rows if r["measured"] == "noise"}
+    for (model, arm), row in curves.items():
+        exact = curves.get((model, ARMS[0].name))
+        if exact is None:
+            continue
+        worst, final = deviation(row["losses"], exact["losses"])
+        by_kind = noises.get((model, arm), {})
+        noise = {k: f"{min(v):.1f} to {max(v):.1f}" for k, v in by_kind.items()}
+        shown.append(
+            {
+                "model": f"{model}, {row['layers']} layers",
+                "recipe": arm,
+                "final loss": f"{final:.4f}",
+                "final - bf16": f"{final - deviation(exact['losses'], exact['losses'])[1]:+.4f}",
+                "largest - bf16": f"{worst:+.4f}",
+                "ms per step": f"{1000 * row['step_s']:.0f}",
+                **{f"{kind} dB": noise.get(kind, "-") for kind in dict.fromkeys(_KINDS.values())},
+            }
+        )
+    return shown
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """For each model: the curves, their distance from BF16, and the noise of gradients by layer."""
+    from megatron_fp8rl.observe import style
+
+    curves = [r for r in rows if r["measured"] == "loss"]
+    models = list(dict.fromkeys(r["model"] for r in curves))
+    colors = dict(zip((arm.name for arm in (ARMS[0], *FP8)), style.CYCLE))
+    with style.styled():
+        figure = style.new_figure(15.0, 3.6 * len(models))
+        grid = figure.subplots(len(models), 3, squeeze=False)
+        for (left, middle, right), model in zip(grid, models):
+            own = {r["arm"]: r for r in curves if r["model"] == model}
+            exact = own.get(ARMS[0].name)
+            for arm, row in own.items():
+                color = colors.get(arm.removesuffix(", edges"), style.GREY)
+                line = "--" if arm.endswith("edges") else "-"
+                smooth = style.moving_average(row["losses"], min(_SMOOTH, len(row["losses"])))
+                steps = range(1, len(smooth) + 1)
+                left.plot(steps, smooth, color=color, linestyle=line, label=arm, linewidth=1.2)
+                if exact is not None and row is not exact:
+                    reference = style.moving_average(exact["losses"], min(_SMOOTH, len(exact["losses"])))
+                    apart = [a - b for a, b in zip(smooth, reference)]
+                    middle.plot(steps, apart, color=color, linestyle=line, linewidth=1.2)
+            left.axhline(next(iter(own.values()))["best_loss"], color=style.GREY, linewidth=0.8, linestyle=":")
+            for row in (r for r in rows if r["measured"] == "noise" and r["model"] == model):
+                by_layer = [statistics.fmean(values) for values in zip(*row["snr_db"].values())]
+                right.plot(range(len(by_layer)), by_layer, color=colors[row["arm"]], label=row["arm"], marker="o")
+                right.set_xticks(range(len(by_layer)))
+            style.finish(left, f"{model}: loss", y="nats, mean over 20 steps")
+            style.finish(middle, "distance from BF16", y="nats")
+            style.finish(right, "gradient signal to noise", x="layer", y="dB, mean over matrices")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=140)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["small", "small_moe"])
+    parser.add_argument("--layers", type=int, help="cut the models to this depth")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--tokens", type=int, default=16384, help="of one step")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], help="only these")
+    parser.add_argument("--quick", action="store_true", help="20 steps of the tiny models, or 40 of small on a GPU")
+    parser.add_argument("--again", action="store_true", help="measure also what --results has already")
+    parser.add_argument("--budget-s", type=float, default=540.0, help="start no arm after this time")
+    parser.add_argument("--results", type=Path, default=FOLDER / "recipes.jsonl")
+    parser.add_argument("--plot", type=Path, default=PLOT)
+    options = parser.parse_args(argv)
+    options.started = time.monotonic()
+    if options.quick and num_gpus():
+        options.model, options.steps = ["small"], 40
+    elif options.quick:
+        options.model, options.steps, options.tokens, options.length, options.lr = ["tiny"], 20, 512, 64, 4e-3
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    if not {"tiny", "tiny_moe"}.issuperset(options.model):
+        require_gpus(1, "benchmarks.recipes")
+    device = "cpu"
+    if num_gpus():
+        import torch
+
+        device = torch.cuda.get_device_name()
+    results = Results(options.results, KEYS)
+    for name in options.model:
+        measure(name, options, results, {"device": device})
+    rows = results.rows()
+    for line in table(rows):
+        print(line)
+    plot(rows, options.plot)
+    if device != "cpu" and not options.quick:
+        _record(rows)
+    return 0
+
+
+def _record(rows: Sequence[Row]) -> None:
+    from benchmarks import record
+
+    notes = (
+        "From one seed on the synthetic language of benchmarks/synthetic.py, AdamW, the same batches for every arm. "
+        "Losses are averaged over 20 steps; 'largest' is over the second half of the run. The last columns are the "
+        "signal to noise of gradients against BF16 at equal weights, from the worst layer to the best. Curves: "
+        "[recipes.png](recipes.png)."
+    )
+    record.section("recipes", "Precision of the FP8 recipes", table(rows), notes=notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
