@@ -1,0 +1,225 @@
+"""Where trainer and engine first differ, and by how much: operation by operation, for one prompt.
+
+    python -m benchmarks.probe grpo_qwen3_8b --layers 8
+    python -m benchmarks.probe grpo_qwen3_30b_a3b --layers 4 --rollout.linear_backend cutlass --precision.scales fp32
+    python -m benchmarks.probe tiny_qwen3_moe --damage layers.1.self_attention.linear_proj
+
+CONFIG is that of a run; words that this program does not know are overrides of its fields, as on the command line of
+megatron_fp8rl. One trainer rank and one eager engine share the device. Without ``model.hf_path`` the model is first
+trained briefly on benchmarks/synthetic.py, and the prompt is a sentence of it.
+
+For every operation the table has the difference of the two forward passes (total), and that of the trainer's operation
+on the engine's inputs (own). "Beyond rounding" marks own differences that rounding to BF16 does not explain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.results import FOLDER, Results, num_gpus
+from benchmarks.synthetic import Language
+from benchmarks.training import batches, single_rank, switch_precision, train
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import ParallelConfig, RunConfig
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.observe.operations import Difference
+    from megatron_fp8rl.trainer.policy import Policy
+
+
+def run_config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
+    """The configuration on one trainer rank and one eager engine."""
+    cfg = cli.load_config(options.config)
+    rollout = replace(
+        cfg.rollout,
+        num_replicas=1,
+        tensor=1,
+        transport="shm",
+        gpu_memory_utilization=0.3,
+        kv_cache_bytes=(1 << 30) if num_gpus() else (64 << 20),
+        max_num_sequences=8,
+        max_prompt_tokens=options.prompt_tokens,
+        max_completion_tokens=16,
+        max_tokens_per_microbatch=max(4096, options.prompt_tokens + 16),
+    )
+    cfg = replace(cfg, parallel=ParallelConfig(), rollout=rollout, output_dir=str(FOLDER / "probe" / cfg.name))
+    cfg = cli.parse_overrides(cfg, overrides)
+    layers = options.layers or cfg.model.num_layers
+    optim = replace(cfg.optim, lr=options.lr, warmup_steps=5, decay="linear")
+    return replace(
+        cfg,
+        model=replace(cfg.model, num_layers=min(layers, cfg.model.num_layers)),
+        rollout=replace(cfg.rollout, enforce_eager=True),
+        optim=optim,
+        num_steps=max(1, options.warm_steps),
+    )
+
+
+def prompt_of(cfg: RunConfig, options: argparse.Namespace) -> list[int]:
+    """Token ids of the prompt: of the run's own problems for a trained checkpoint, else a sentence of the language."""
+    if cfg.model.hf_path is None:
+        return Language(cfg.model.vocab_size).walks(1, options.prompt_tokens, seed=900_002)[0].tolist()
+    from megatron_fp8rl.data.prompts import PromptStream
+    from megatron_fp8rl.data.tokenizer import load_tokenizer
+
+    (prompt, *_) = PromptStream(cfg, load_tokenizer(cfg.data.tokenizer)).eval_prompts(1)
+    return list(prompt.token_ids)
+
+
+def build_policy(cfg: RunConfig, parallel: Any, options: argparse.Namespace) -> tuple[Policy, list]:
+    """(policy, two batches for the history of delayed scaling), trained briefly in BF16 unless it is trained already."""
+    from megatron_fp8rl.trainer.policy import Policy
+
+    bf16 = replace(cfg, precision=replace(cfg.precision, trainer="bf16"))
+    policy = Policy.build(bf16, parallel)
+    num_steps = options.warm_steps if cfg.model.hf_path is None else 0
+    size = {"num_sequences": max(1, options.warm_tokens // 64), "length": 64}
+    *steps, past, past_too = batches(cfg, Language(cfg.model.vocab_size), num_steps + 2, **size)
+    losses = train(policy, steps)
+    if losses:
+        print(f"warm start: {losses[0]:.3f} to {losses[-1]:.3f} nats in {len(losses)} steps", flush=True)
+    return policy, [past, past_too]
+
+
+def differences(cfg: RunConfig, options: argparse.Namespace) -> tuple[list[Difference], dict[str, int]]:
+    """(one entry per operation, tokens that choose other experts by layer)."""
+    from megatron_fp8rl.data.model_dir import write_model_dir
+    from megatron_fp8rl.observe.operations import compare, num_other_experts
+    from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.rollout.probe import record_prefill
+    from megatron_fp8rl.trainer.probe import TrainerProbe
+    from megatron_fp8rl.weights.export import WeightExporter
+
+    prompt = prompt_of(cfg, options)
+    with single_rank(cfg) as parallel:
+        policy, history = build_policy(cfg, parallel, options)
+        with Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir) as fleet:
+            exporter = WeightExporter(policy, fleet, cfg)
+            try:
+                if cfg.rollout.kv_cache_dtype == "fp8":
+                    policy.calibrate_kv(history[0])
+                    exporter.publish(1, kv_scales=policy.kv_scales())
+                else:
+                    exporter.publish(1)
+                path = Path(cfg.run_dir).resolve() / "engine.safetensors"
+                engine = fleet.sync(record_prefill(fleet.clients[0], prompt, path), cfg.rollout.request_deadline_s)
+            finally:
+                exporter.close()
+        if options.damage:
+            damage(policy, options.damage)
+        switch_precision(policy, cfg.precision, history)
+        probe = TrainerProbe(policy.models, policy.cfg, parallel)
+        trainer = probe.record(prompt)
+        rows = compare(engine, trainer, probe.replay(engine), cfg.model)
+    routers = [name for name in engine if name.endswith(".router")]
+    top_k = cfg.model.experts_per_token
+    return rows, {name: num_other_experts(engine[name], trainer[name], top_k) for name in routers}
+
+
+def damage(policy: Policy, part_of_name: str) -> None:
+    """Multiply the trainer's weights of which the name contains this by 1.25, behind the engine's back."""
+    import torch
+
+    found = [(name, p) for name, p in policy.named_parameters() if part_of_name in name]
+    if not found:
+        raise SystemExit(f"no parameter has {part_of_name!r} in its name")
+    with torch.no_grad():
+        for name, parameter in found:
+            parameter.mul_(1.25)
+            print(f"damaged: {name}")
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__.split("\n")[0])
+    parser.add_argument("config", nargs="?", default="tiny_qwen3_moe", metavar="CONFIG")
+    parser.add_argument("--layers", type=int, help="cut the model to this depth")
+    parser.add_argument("--prompt-tokens", type=int, default=200)
+    parser.add_argument("--warm-steps", type=int, default=40)
+    parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--damage", help="part of a parameter's name in Megatron-Core; shows that damage is found")
+    parser.add_argument("--quick", action="store_true", help="a short warm start of little data")
+    parser.add_argument("--results", type=Path, default=FOLDER / "probe.jsonl")
+    options, overrides = parser.parse_known_args(argv)
+    if options.quick:
+        options.warm_steps, options.warm_tokens, options.prompt_tokens = 10, 1024, 60
+        options.layers = options.layers or 4
+    return options, overrides
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, overrides = parse(argv)
+    cfg = run_config(options, overrides)
+    if not num_gpus() and cfg.model.hidden_size > 1024:
+        print(f"benchmarks.probe of {cfg.name} needs a GPU; tiny_qwen3_moe runs without one", file=sys.stderr)
+        return 2
+    from megatron_fp8rl.observe.operations import first_beyond_rounding, first_different, table
+
+    started = time.perf_counter()
+    rows, other_experts = differences(cfg, options)
+    print(table(rows))
+    first, beyond = first_different(rows), first_beyond_rounding(rows)
+    precision = f"{cfg.precision.rollout} rollout, {cfg.precision.trainer} trainer, {cfg.precision.scales} scales"
+    result = {
+        "config": cfg.name,
+        "layers": cfg.model.num_layers,
+        "precision": precision,
+        "kv_cache": cfg.rollout.kv_cache_dtype,
+        "kernels": f"{cfg.rollout.linear_backend} / {cfg.rollout.moe_backend} / {cfg.rollout.attention_backend}",
+        "first_different": first.name if first else None,
+        "first_beyond_rounding": beyond.name if beyond else None,
+        "logits_db": _finite(rows[-1].total_db),
+        "worst_own_db": {
+            kind: _finite(max(r.own_db for r in rows if r.name.rpartition(".")[2] == kind))
+            for kind in dict.fromkeys(row.name.rpartition(".")[2] for row in rows)
+        },
+        "tokens_with_other_experts": other_experts,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    results = Results(options.results, ("config", "layers", "precision", "kv_cache", "kernels"))
+    results.add(result)
+    if num_gpus() and not options.damage:
+        _record(results.rows(), table(rows))
+    return 0
+
+
+def _record(results: Sequence[dict[str, Any]], newest: str) -> None:
+    from benchmarks import record
+
+    shown = [
+        {
+            "config": f"{r['config']}, {r['layers']} layers",
+            "precision": r["precision"] + (", FP8 KV cache" if r["kv_cache"] == "fp8" else ""),
+            "linear / experts / attention": r["kernels"],
+            "bits first differ at": r["first_different"],
+            "beyond BF16 rounding first at": r["first_beyond_rounding"] or "nowhere",
+            "logits dB": r["logits_db"],
+            "largest own dB": ", ".join(f"{k} {v}" for k, v in sorted(r["worst_own_db"].items(), key=_largest)[:4]),
+        }
+        for r in results
+    ]
+    notes = (
+        "dB are 20 log10 of the RMS difference over the engine's RMS. 'Own' is the trainer's operation on the engine's "
+        "inputs, so that what an operation inherits does not count. Models without a checkpoint were trained briefly.\n\n"
+        f"The newest of these, operation by operation:\n\n{newest}"
+    )
+    record.section("probe", "Where trainer and engine differ", shown, notes=notes)
+
+
+def _finite(decibels: float) -> float:
+    """For JSON, which has no infinity; -999 is equality."""
+    return round(max(decibels, -999.0), 1)
+
+
+def _largest(item: tuple[str, float]) -> float:
+    return -item[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
