@@ -14,13 +14,14 @@ of a query or key head, V = features of a value head.
 from __future__ import annotations
 
 import functools
-import importlib.util
 
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.trainer.kernels import has_transformer_engine
 from megatron_fp8rl.trainer.pack_plan import Segments
 
+_has_transformer_engine = functools.cache(has_transformer_engine)  # a search of the path, in every layer otherwise
 _LAYOUT = "thd_thd_thd"
 
 
@@ -30,7 +31,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
         return False
     heads = query.shape[1], key.shape[1], query.shape[2], value.shape[2]
     lengths = segments.max_queries, segments.max_keys
-    return _is_installed() and _has_kernel(
+    return _has_transformer_engine() and _has_kernel(
         query.dtype, heads, lengths, segments.is_square, torch.are_deterministic_algorithms_enabled()
     )
 
@@ -38,11 +39,6 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V], where :func:`supports` is true."""
     return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale)
-
-
-@functools.cache
-def _is_installed() -> bool:
-    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def _mask_type(is_square: bool) -> str:

@@ -10,6 +10,7 @@ import torch
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.types import Prompt, Sample
 from tests.helpers.dist import run_ranks
+from tests.helpers.measured_attention import measure_attention
 from tests.helpers.training import DENSE, make_batch, make_loss, make_samples, run_config
 from tests.tolerances import LAYOUT_FLOAT32, TRANSFORMERS_FLOAT32
 
@@ -37,26 +38,13 @@ def _prompts() -> list[Prompt]:
 def _save_reference(folder: str) -> torch.Tensor:
     """Save a checkpoint whose padding would have values far larger than all tokens; [layers, 3] by transformers."""
     import transformers
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     from megatron_fp8rl.weights import names
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(**names.to_hf_config(DENSE))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
-    amax = torch.zeros(DENSE.num_layers, 3)
-
-    def attend(module, query, key, value, attention_mask, scaling, **unused):
-        """Eager attention; queries and keys are rotated already."""
-        row = amax[module.layer_idx]
-        row.copy_(torch.maximum(row, torch.stack([x.abs().max() for x in (query, key, value)])))
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        return out.transpose(1, 2), None
-
-    ALL_ATTENTION_FUNCTIONS.register("measured", attend)
-    model.config._attn_implementation = "measured"
+    amax = measure_attention(model, DENSE.num_layers)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.normal_(1.0, 0.2) if "norm" in name else parameter.normal_(0.0, 0.1)
