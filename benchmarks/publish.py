@@ -17,9 +17,7 @@ import itertools
 import json
 import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -27,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus, timed
+from benchmarks.results import FOLDER, Results, Row, failure_in, num_gpus, require_gpus, run_logged, timed
 from megatron_fp8rl.config import ObserveConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from model_configs import qwen3, tiny
 
@@ -247,25 +245,11 @@ def run_case(case: Case) -> Row:
         "-m", "benchmarks.publish", "--worker", json.dumps(asdict(case)), str(out),
     ]  # fmt: skip
     log_path = out.with_suffix(".log")
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            env={"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * world_size))), **os.environ},
-        )  # fmt: skip
-        try:
-            process.wait(_CASE_DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    threads = str(max(1, (os.cpu_count() or 1) // (2 * world_size)))
+    run_logged(command, log_path, _CASE_DEADLINE_S, OMP_NUM_THREADS=threads)
     if out.exists():
         return json.loads(out.read_text())
-    lines = log_path.read_text(errors="replace").splitlines()
-    causes = [line.strip() for line in lines if re.search(r"\w(Error|Exception|Mismatch): ", line)]
-    reason = causes[0] if causes else f"no answer within {_CASE_DEADLINE_S:.0f} s; see {log_path}"
-    return asdict(case) | {"device": _device_name(), "error": reason[-300:]}
+    return asdict(case) | {"device": _device_name(), "error": failure_in(log_path, _CASE_DEADLINE_S)}
 
 
 def plan_cases(options: argparse.Namespace) -> Iterator[Case]:

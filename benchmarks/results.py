@@ -7,6 +7,10 @@ its table from the newest row of every key.
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -98,3 +102,31 @@ def timed(work: Any) -> float:
     if on_gpu:
         torch.cuda.synchronize()
     return time.perf_counter() - started
+
+
+def run_logged(command: Sequence[str], log_path: Path, deadline_s: float, **environment: str) -> bool:
+    """Run a command with its output in ``log_path``; whether it ended well within ``deadline_s``.
+
+    Too late a command is asked to end and killed 15 s later, with every process that it started.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+        for sign, patience_s in ((None, deadline_s), (signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
+            if sign is not None:
+                os.killpg(process.pid, sign)
+            try:
+                return process.wait(patience_s) == 0
+            except subprocess.TimeoutExpired:
+                continue
+    return False
+
+
+def failure_in(log_path: Path, deadline_s: float) -> str:
+    """The first error that a log names, in one line."""
+    lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    causes = [line.strip() for line in lines if re.search(r"\w(Error|Exception|Mismatch): ", line)]
+    return causes[0][-300:] if causes else f"no result within {deadline_s:.0f} s; see {log_path}"
