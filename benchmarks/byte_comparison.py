@@ -1,0 +1,240 @@
+"""Compares the bytes of a random model's tensors: our kernel, its definition, Transformer Engine, an engine's digests.
+
+In:  a run's configuration, what engine workers report. Out: a :class:`Tally` of one trainer rank's share of the tensors.
+Tensors are drawn again from their names and the seed, so that nothing depends on how they were sent.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from megatron_fp8rl.config import RunConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megatron_fp8rl.weights.plan import Transfer
+
+_DIGEST_BYTES = 2 << 30  # of tensors that wait to be digested together
+NOT_BLOCKS = "the trainer's part is not made of whole 128x128 blocks: it is gathered before it is quantized"
+TE_SCALES = "Transformer Engine's FP32 scale is 1 / (448 / amax), ours and vLLM's amax / 448: last bits differ"
+
+
+@dataclass
+class Tally:
+    """What one rank found. ``exceptions``: by reason, the Hugging Face names."""
+
+    tensors: int = 0
+    fp8: int = 0
+    equal_to_definition: int = 0  # of the FP8 tensors
+    equal_to_te: int = 0
+    equal_in_engine: int = 0  # of all tensors, on all engine ranks of all replicas
+    scales_unlike_te: int = 0
+    bytes_unlike_te: int = 0
+    fp8_bytes: int = 0
+    exceptions: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, other: Tally) -> None:
+        for name, value in vars(other).items():
+            if name == "exceptions":
+                for reason, names in value.items():
+                    self.exceptions[reason] += names
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class Waiting:
+    """Slices that engine ranks have to hold, until enough are together to be digested in one launch."""
+
+    held: Sequence[Sequence[dict[str, Any]]]  # by replica: reports of ``WorkerExtension.weight_digests``
+    slices: list[tuple[str, int, str, Tensor]] = field(default_factory=list)  # weight, engine rank, tensor, its slice
+    num_bytes: int = 0
+    wrong: set[str] = field(default_factory=set)
+
+    def add(self, transfer: Transfer, tensors: dict[str, Tensor]) -> None:
+        from megatron_fp8rl.weights.plan import scale_range
+
+        for rank, kept in enumerate(transfer.slices):
+            if kept is None:
+                continue
+            for name, tensor in tensors.items():
+                first, end = scale_range(kept) if name != transfer.name else kept
+                part = tensor.narrow(transfer.axis, first, end - first)
+                self.slices.append((transfer.name, rank, name, part))
+                self.num_bytes += part.nbytes
+        if self.num_bytes > _DIGEST_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        values = digests_as_held([part for *_, part in self.slices])
+        for (weight, rank, name, _), value in zip(self.slices, values, strict=True):
+            for workers in self.held:
+                reports = [report for report in workers if report["rank"] == rank]
+                if len(reports) != 1 or reports[0]["digests"].get(name) != value:
+                    self.wrong.add(weight)
+        self.slices, self.num_bytes = [], 0
+
+
+def digests_as_held(tensors: Sequence[Tensor]) -> list[str]:
+    """Digests as an engine worker takes them of the same tensors."""
+    from megatron_fp8rl.weights.digest import digests
+    from megatron_fp8rl.weights.partial import widened
+
+    return digests([widened(tensor) for tensor in tensors])
+
+
+class TransformerEngine:
+    """Its quantizer of weights, as the blockwise recipe configures it."""
+
+    def __init__(self, scales: str):
+        import transformer_engine.pytorch  # noqa: F401  loads the library that the binding needs
+        import transformer_engine_torch as tex
+        from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+
+        self._quantizer = Float8BlockQuantizer(
+            tex.DType.kFloat8E4M3, rowwise=True, columnwise=False, force_pow_2_scales=scales == "pow2"
+        )
+
+    def __call__(self, parameter: Tensor) -> tuple[Tensor, Tensor] | None:
+        """(bytes uint8 [N, K], scales float32 [Nb, Kb]); None when it does not quantize such a shape."""
+        if not self._quantizer.is_quantizable(parameter):
+            return None
+        found = self._quantizer(parameter.contiguous())
+        blocks = -(-parameter.shape[0] // 128), -(-parameter.shape[1] // 128)
+        return found._rowwise_data, found._rowwise_scale_inv[: blocks[0], : blocks[1]]  # padded to multiples of 4
+
+
+def transformer_engine(scales: str, device: torch.device) -> TransformerEngine | None:
+    """None on a CPU, and where it is not installed."""
+    if device.type == "cpu":
+        return None
+    try:
+        return TransformerEngine(scales)
+    except ImportError:
+        return None
+
+
+def groups(cfg: RunConfig) -> Iterator[tuple[str, list[Transfer]]]:
+    """The transfers of each Megatron parameter, in the layout of ``cfg``."""
+    from megatron_fp8rl.fp8.layers import LayerTable
+    from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
+
+    table = LayerTable.build(cfg.model, cfg.precision)
+    layouts = TrainerLayout.from_config(cfg.parallel), EngineLayout.from_config(cfg.rollout)
+    transfers = plan(cfg.model, table, *layouts).transfers
+    for name, members in itertools.groupby(transfers, key=lambda transfer: transfer.mcore_name):
+        yield name, list(members)
+
+
+def compare(
+    cfg: RunConfig,
+    held: Sequence[Sequence[dict[str, Any]]],
+    rank: int,
+    device: torch.device,
+    te: Callable[[Tensor], tuple[Tensor, Tensor] | None] | None,
+) -> Tally:
+    """This rank's share of the tensors: every ``world_size``-th parameter, drawn again from its name and the seed.
+
+    ``held``: by replica, what its workers report. ``te``: see :class:`TransformerEngine`; None leaves it out.
+    """
+    from benchmarks.light_policy import _draw
+    from megatron_fp8rl.fp8.blockwise import quantize_weight
+    from megatron_fp8rl.weights import names
+
+    tally, waiting = Tally(), Waiting(held)
+    for index, (name, transfers) in enumerate(groups(cfg)):
+        if index % cfg.parallel.world_size != rank:
+            continue
+        full = _draw(names.weight(name, cfg.model), cfg, device)
+        whole = dict(names.to_hf(name, full, cfg.model))
+        ours: dict[str, tuple[Tensor, Tensor]] = {}
+        for transfer in transfers:
+            tally.tensors += 1
+            tensors = {transfer.name: whole[transfer.name]}
+            if transfer.is_fp8:
+                data, scale = ours[transfer.name] = quantize_weight(whole[transfer.name], cfg.precision.scales)
+                tensors = {transfer.name: data, transfer.scale_name: scale}
+                _compare_with_definition(tally, transfer, whole[transfer.name], data, scale, cfg.precision.scales)
+            waiting.add(transfer, tensors)
+        if ours and te is not None:
+            _compare_with_te(tally, cfg, te, full, [t for t in transfers if t.is_fp8], ours)
+    waiting.flush()
+    tally.equal_in_engine = tally.tensors - len(waiting.wrong)
+    if waiting.wrong:
+        tally.exceptions["unexplained: the engine holds something else"] += sorted(waiting.wrong)
+    return tally
+
+
+def _compare_with_definition(
+    tally: Tally, transfer: Transfer, tensor: Tensor, data: Tensor, scale: Tensor, scales: Any
+) -> None:
+    import torch
+
+    from megatron_fp8rl.fp8.blockwise import quantize_weight_in_torch
+
+    expected, expected_scale = quantize_weight_in_torch(tensor, scales)
+    tally.fp8 += 1
+    tally.fp8_bytes += data.numel()
+    if torch.equal(_raw(data), _raw(expected)) and torch.equal(scale, expected_scale):
+        tally.equal_to_definition += 1
+    else:
+        tally.exceptions["unexplained: our kernel differs from the definition"].append(transfer.name)
+
+
+def _compare_with_te(
+    tally: Tally, cfg: RunConfig, te: Callable, full: Tensor, transfers: list[Transfer], ours: dict
+) -> None:
+    """Every trainer rank's own parameter, quantized by Transformer Engine, against our whole tensors."""
+    from megatron_fp8rl.weights import names
+
+    name, model = transfers[0].mcore_name, cfg.model
+    num_shards = cfg.parallel.expert_tensor if names.is_expert(name) else cfg.parallel.tensor
+    offsets = dict.fromkeys(ours, 0)
+    unlike: dict[str, tuple[int, int]] = dict.fromkeys(ours, (0, 0))  # scales, bytes
+    unquantized = False
+    for rank in range(num_shards):
+        piece = names.shard(name, full, model, num_shards, rank)
+        quantized = te(piece)
+        if quantized is None:
+            unquantized = True
+            break
+        parts = dict(names.to_hf(name, quantized[0], model, num_shards, rank))
+        scales = dict(names.to_hf(name, _per_element(quantized[1], piece.shape), model, num_shards, rank))
+        for transfer in transfers:
+            data, scale = ours[transfer.name]
+            first, length = offsets[transfer.name], parts[transfer.name].shape[transfer.axis]
+            offsets[transfer.name] += length
+            data = _raw(data).narrow(transfer.axis, first, length)
+            scale = _per_element(scale, transfer.shape).narrow(transfer.axis, first, length)
+            found = (scale != scales[transfer.name]).sum().item(), (data != parts[transfer.name]).sum().item()
+            unlike[transfer.name] = tuple(a + b for a, b in zip(unlike[transfer.name], found))  # type: ignore
+    for transfer in transfers:
+        num_scales, num_bytes = unlike[transfer.name]
+        tally.scales_unlike_te += num_scales
+        tally.bytes_unlike_te += num_bytes
+        if not unquantized and num_scales == num_bytes == 0:
+            tally.equal_to_te += 1
+        else:
+            tally.exceptions[_reason(transfer, unquantized, cfg.precision.scales)].append(transfer.name)
+
+
+def _reason(transfer: Transfer, unquantized: bool, scales: str) -> str:
+    if unquantized or transfer.quantize == "gathered":
+        return NOT_BLOCKS
+    return TE_SCALES if scales == "fp32" else "unexplained: Transformer Engine's bytes differ"
+
+
+def _raw(data: Tensor) -> Tensor:
+    import torch
+
+    return data.view(torch.uint8)
+
+
+def _per_element(scale: Tensor, shape: Sequence[int]) -> Tensor:
+    return scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
