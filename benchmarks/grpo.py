@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
 import sys
 import time
@@ -145,8 +146,6 @@ def run_all(options: argparse.Namespace) -> None:
         ended_well = run_logged(command(run, options), log, max(left_s - 20, 1.0))
         if not ended_well:
             print(f"FAILED {run.config} {run.name}: {failure_in(log, left_s)}", flush=True)
-        import json
-
         print("RESULT", json.dumps(summary(run) | {"wall_s": round(time.monotonic() - began, 1)}), flush=True)
 
 
@@ -166,7 +165,7 @@ def median(run: RunData, key: str) -> float | None:
 
 
 def phase_seconds(run: RunData) -> dict[str, float]:
-    """Median seconds of each phase of a step, longest part of a step first in the order of the loop."""
+    """Median seconds of each phase of a step, in the order of the loop."""
     found = {phase: median(run, f"time/{phase}/s") for phase in PHASES}
     # What happens every few steps only is no part of the usual one.
     return {phase: seconds for phase, seconds in found.items() if seconds and phase not in ("checkpoint", "evaluate")}
@@ -279,7 +278,8 @@ def write_section(folder: Path, plot: Path) -> None:
     rows = [summary(run) for run in runs]
     draw(runs, plot)
     notes = (
-        "Same warm start, problems and seeds within a configuration. colocated: one GPU for both ends; sleep: the same, "
+        "Same warm start, problems and seeds within a configuration; s/step is the sum of its phases' medians, without "
+        "evaluations and checkpoints. colocated: one GPU for both ends; sleep: the same, "
         "taking turns in memory; separate: 2 GPUs for the trainer, 2 for one engine. KV tokens: the context that the "
         "engine's cache holds, from its log; how much memory it may take differs between the layouts.\n\n"
         f"![Reward, mismatch, seconds by phase and speed of all runs]({plot.name})"

@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 
 from megatron_fp8rl import cli, config_check
+from megatron_fp8rl.data.sft import SftSource
+from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.doctor import diagnose, parameters
 from megatron_fp8rl.weights import names
-from model_configs import deepseek, llama, mixtral, qwen3
+from model_configs import deepseek, llama, mixtral, qwen3, small
 
 # Fields of the config.json files that the publishers keep beside the weights (Hugging Face: meta-llama/Llama-3.1-8B,
 # Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3).
@@ -144,3 +146,37 @@ def test_runs_fit_the_gpus_that_they_name(name):
     warnings = {f.subject for f in found.findings if f.severity == "warning"}
     assert warnings - {p.name for p in found.packages} - {"python"} == {"--model.hf_path"}
     assert found.trainer.share < 0.92 and found.engine.full_sequences >= 32
+
+
+def test_half_billion_models_are_what_they_say():
+    """By hand: attention, feed-forward, norms (two of a layer, one of queries and keys each), embedding and head."""
+    attention = 1024 * 128 * (2 * 16 + 2 * 8)
+    dense = 28 * (attention + 3 * 1024 * 3072 + 2 * 1024 + 2 * 128) + 2 * 128 * 1024 + 1024
+    experts = 12 * (attention + 32 * 3 * 1024 * 512 + 32 * 1024 + 2 * 1024 + 2 * 128) + 2 * 128 * 1024 + 1024
+    assert parameters.count(small.small_qwen3().model).total == dense
+    assert parameters.count(small.small_qwen3_moe().model).total == experts
+    assert f"{dense / 1e9:.2f} B parameters" in small.small_qwen3.__doc__
+    active = parameters.count(small.small_qwen3_moe().model).active
+    assert f"{experts / 1e9:.2f} B parameters, {active / 1e9:.2f} B active" in small.small_qwen3_moe.__doc__
+
+
+@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_moe])
+def test_half_billion_models_fit_one_gpu_with_their_engine(function):
+    cfg = function()
+    assert config_check.check(cfg, accelerator="hopper") == [] and config_check.check(cfg, accelerator="cpu") == []
+    found = diagnose(cfg)
+    assert "on 1 H200" in function.__doc__ and cfg.parallel.world_size == cfg.rollout.num_replicas == 1
+    assert cfg.rollout.placement == "colocated"
+    assert [f for f in found.findings if f.severity == "error"] == []
+    # Both ends live on one GPU.
+    assert found.trainer.share + cfg.rollout.gpu_memory_utilization < 0.92
+    assert found.engine.full_sequences >= cfg.rollout.max_num_sequences
+
+
+@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_moe])
+def test_problems_of_the_half_billion_models_fit_their_limits(function):
+    cfg = function()
+    samples = [s for step in range(4) for s in SftSource(cfg, load_tokenizer("character")).samples(step)]
+    assert max(s.num_prompt_tokens for s in samples) <= cfg.rollout.max_prompt_tokens
+    # The longest possible answer of ten digits and its end token is among 512.
+    assert max(len(s.token_ids) - s.num_prompt_tokens for s in samples) == 10 * 7 + 1

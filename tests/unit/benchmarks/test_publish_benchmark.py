@@ -1,0 +1,68 @@
+"""The benchmark of publications: layouts that it understands, cases that exist, and its table."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import publish
+from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.types import PublishReport
+from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
+
+
+@pytest.mark.parametrize(
+    "text, world, trainer, engine",
+    [
+        ("colocated", 1, (1, 1, 1), ("colocated", 1, 1)),
+        ("1+1", 1, (1, 1, 1), ("separate", 1, 1)),
+        ("tp2+tp2", 2, (2, 1, 1), ("separate", 2, 1)),
+        ("ep2+ep2", 2, (1, 1, 2), ("separate", 2, 2)),
+        ("tp2ep2+tp2", 2, (2, 1, 2), ("separate", 2, 1)),
+        ("pp2+tp2", 2, (1, 2, 1), ("separate", 2, 1)),
+    ],
+)
+def test_layouts(text, world, trainer, engine):
+    parallel, fields = publish.layout(text)
+    assert parallel.world_size == world
+    assert (parallel.tensor, parallel.pipeline, parallel.expert) == trainer
+    assert (fields["placement"], fields["tensor"], fields.get("expert", 1)) == engine
+
+
+def test_an_unknown_layout_is_refused_by_name():
+    with pytest.raises(ValueError, match="cp2"):
+        publish.layout("cp2+1")
+
+
+@pytest.mark.parametrize("text", ["tp2+tp2", "ep2+ep2", "tp2ep2+ep2", "pp2+tp2"])
+def test_the_large_mixture_of_experts_can_be_published_in_every_layout(text):
+    case = publish.Case("qwen3_30b_a3b", 2, "fp8", text, "ipc", "direct", 1)
+    cfg = publish.run_config(case)
+    found = plan(
+        cfg.model,
+        LayerTable.build(cfg.model, cfg.precision),
+        TrainerLayout.from_config(cfg.parallel),
+        EngineLayout.from_config(cfg.rollout),
+    )
+    assert {s.rank for t in found.transfers for s in t.sources} == {0, 1}  # both ranks have something to send
+
+
+def test_cases_that_cannot_exist_are_left_out():
+    words = ["--model", "qwen3_8b", "--layout", "colocated", "1+1", "ep2+ep2", "--transport", "ipc", "nccl"]
+    found = [(case.layout, case.transport) for case in publish.plan_cases(publish.parse(words))]
+    assert found == [("colocated", "ipc"), ("1+1", "ipc"), ("1+1", "nccl")]
+
+
+def test_rows_give_the_first_publication_and_the_median_of_the_others():
+    case = publish.Case("qwen3_8b", 0, "fp8", "1+1", "ipc", "direct", 3)
+    reports = [
+        PublishReport(version=v, num_tensors=3, num_fp8_tensors=2, num_bytes=8_000_000_000, seconds=2 * pause,
+                      pause_s=pause, checksum="")
+        for v, pause in enumerate([9.0, 0.5, 0.25, 4.0], 1)
+    ]  # fmt: skip
+    row = publish._row(case, 30.0, reports, ("copy to the peer GPU", 0.02))
+    assert row["first"]["pause_s"] == 9.0 and row["later"]["pause_s"] == 0.5
+    assert row["floor_share_of_pause"] == pytest.approx(0.04) and row["gb_per_s_of_pause"] == 16.0
+    failed = publish.asdict(case) | {"error": "TransportError: replica 0"}
+    shown = publish.table([row, failed])
+    assert shown[0]["pause s"] == "0.500" and shown[0]["share"] == "4.0%"
+    assert shown[1]["parts of it, s"] == "failed: TransportError: replica 0"
