@@ -80,9 +80,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
                 samples = to_samples(groups, cfg, version=step - 1)
                 log.samples(samples)
                 with span("pack"):
-                    batches = pack_for(
-                        cfg, samples, data_rank=parallel.dp_rank, num_updates=cfg.algo.updates_per_step
-                    )
+                    batches = pack_for(cfg, samples, data_rank=parallel.dp_rank, num_updates=cfg.algo.updates_per_step)
                 if batches:
                     with span("old_logprobs"):
                         batches = [policy.with_old_logprobs(batch) for batch in batches]

@@ -29,9 +29,9 @@ BRIEF = {
 }
 
 
-def _start(command: str, config: str, run_dir: Path, **overrides: str) -> subprocess.Popen[str]:
+def _start(command: str, config: str, run_dir: Path, **overrides: str | tuple[str, ...]) -> subprocess.Popen[str]:
     options = BRIEF | {"--output_dir": str(run_dir)} | {f"--{key.replace('__', '.')}": v for key, v in overrides.items()}
-    words = [word for pair in options.items() for word in pair]
+    words = [word for name, value in options.items() for word in (name, *([value] if isinstance(value, str) else value))]
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_fp8rl", command, config, *words],
         cwd=ROOT,
@@ -142,3 +142,25 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: P
     assert "rollout-0" in failure["message"], failure["message"]
     assert (run_dir / "report.html").exists() and not (run_dir / "done.json").exists()
     assert any((run_dir / "checkpoints").glob("step_*/state.json"))
+
+
+def test_engines_and_trainer_in_turns_change_nothing(finished_run: Path, tmp_path: Path):
+    """Every call of a sleeping engine, in a real run: on a CPU memory stays, and vLLM's states are those of a GPU."""
+    run_dir = tmp_path / "turns"
+    turns = {"rollout__sleep_level": "2", "optim__offload": ("params", "gradients", "optimizer")}
+    process = _start(
+        "rl", "tiny_qwen3_moe", run_dir, model__hf_path=str(finished_run / "warm_start" / "hf"), **turns
+    )  # fmt: skip
+    status, output = _finish(process)
+    assert status == 0, output[-3000:]
+    before, after = _lines(finished_run), _lines(run_dir)
+    assert list(after) == list(before)
+    for step in (1, 2, 3, 4):
+        assert after[step]["time/residency/s"] > 0 and "time/residency/s" not in before[step]
+        sampled = [[r["completion"]["token_ids"] for r in _rollouts(folder, step)] for folder in (finished_run, run_dir)]
+        assert sampled[0] == sampled[1]
+        for key in ("train/loss/mean", "train/grad_norm/max", "mismatch/abs_logprob_diff/mean"):
+            assert after[step][key] == before[step][key], key
+    log = (run_dir / "logs" / "rollout-0.log").read_text()
+    assert log.count("fall asleep") == 4 + 1  # before each update, and before the policy is written
+    assert log.count("wake up tags ['weights']") == log.count("wake up tags ['kv_cache']") == 4

@@ -217,6 +217,7 @@ def test_latent_attention_is_tiled_by_its_heads_and_latent_sizes():
     assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=96)))) == ["--model.mla.q_lora_rank"]
     assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=None)))) == []
     assert fields_of(make(replace(model, mla=None))) == ["--model.family"]
+    assert fields_of(make(model, rollout__kv_cache_dtype="fp8")) == ["--rollout.kv_cache_dtype"]
 
 
 def test_what_a_family_does_not_have_is_refused():
@@ -259,3 +260,55 @@ def test_every_shipped_configuration_is_sound():
 
     for name, function in config_functions().items():
         assert check(function(), accelerator="hopper") == [], name
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rollout__num_replicas": 2}, "--rollout.num_replicas"),
+        ({"rollout__sleep_level": 1, "rollout__max_staleness": 1}, "--rollout.sleep_level"),
+        ({"optim__offload": ("params",), "rollout__max_staleness": 1}, "--optim.offload"),
+        ({"optim__offload": ("params", "params")}, "--optim.offload"),
+        ({"rollout__expert": 2}, "--rollout.expert"),
+        ({"rollout__moe_backend": "triton"}, "--rollout.moe_backend"),
+        ({"rollout__linear_backend": "cutlass"}, "--rollout.linear_backend"),
+        ({"rollout__attention_backend": "FLASHINFER", "rollout__kv_cache_dtype": "fp8"}, "--rollout.attention_backend"),
+    ],
+)
+def test_engines_that_cannot_work_on_gpus(changes, field):
+    assert fields_of(make(**changes), "hopper") == [field]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rollout__expert": 2}, "--rollout.expert"),
+        ({"rollout__moe_backend": "flashinfer_cutlass"}, "--rollout.moe_backend"),
+        ({"rollout__moe_backend": "deep_gemm", "precision__bf16_last_layers": 1}, "--rollout.moe_backend"),
+    ],
+)
+def test_experts_that_engines_cannot_hold(changes, field):
+    assert fields_of(make(MOE, **changes), "hopper") == [field]
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        make(rollout__num_replicas=2, rollout__placement="separate"),
+        make(parallel__world_size=2, rollout__num_replicas=2, rollout__sleep_level=2, optim__offload=("optimizer",)),
+        make(MOE, parallel__world_size=2, rollout__tensor=2, rollout__expert=2, rollout__moe_backend="deep_gemm"),
+        make(rollout__linear_backend="cutlass", precision__scales="fp32"),
+    ],
+)
+def test_engines_that_can_work_on_gpus(cfg):
+    assert check(cfg, accelerator="hopper") == []
+
+
+def test_kernels_and_storage_that_cannot_be():
+    assert fields_of(make(precision__kernels="te")) == ["precision.kernels"]
+    assert fields_of(make(precision__kernels="te"), "hopper") == []
+    assert fields_of(make(precision__kernels="emulated"), "hopper") == []
+    mxfp8 = dict(precision__trainer="mxfp8", precision__rollout="bf16")
+    assert fields_of(make(**mxfp8, precision__kernels="emulated"), "blackwell") == ["precision.kernels"]
+    (found,) = check(make(precision__params="fp8"), accelerator="hopper")
+    assert found.field == "precision.params" and "Choose bf16" in found.remedy

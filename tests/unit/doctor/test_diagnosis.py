@@ -15,10 +15,10 @@ import pytest
 from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli, config_check
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.doctor import DoctorOptions, diagnose, packages, precision, repair, report, tiling
+from megatron_fp8rl.doctor import DoctorOptions, colocated, diagnose, packages, precision, repair, report, tiling
 from megatron_fp8rl.doctor.hardware import GPUS
 from model_configs.deepseek import grpo_deepseek_v3
-from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
+from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_8b_colocated, grpo_qwen3_30b_a3b
 from model_configs.tiny import tiny_qwen3_moe
 
 ROOT = Path(__file__).parents[3]
@@ -243,3 +243,45 @@ def test_nothing_heavy_is_imported():
     )
     done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
+    """Qwen3-8B on two GPUs: each side fits alone, both at once do not, and in turns they do."""
+    turns = change(grpo_qwen3_8b_colocated(), parallel__world_size=2, rollout__num_replicas=2)
+    found = diagnose(turns, DoctorOptions(num_gpus=2))
+    assert found.num_gpus == 2 and not errors(found)
+    sampling, training, publishing = found.phases
+    assert training.total_bytes - found.trainer.total_bytes == int(1.8 * (1 << 30))  # context and graphs of an engine
+    context = found.trainer.part("communication, CUDA").num_bytes
+    update = found.engine.estimate.part("weight update").num_bytes
+    assert sampling.total_bytes == found.engine.estimate.total_bytes - update + context
+    weights = [found.trainer.part(name).num_bytes for name in ("weights", "FP8 copies")]
+    of_trainer = [part for part in publishing.parts if part.name.startswith("trainer")]
+    assert sum(part.num_bytes for part in of_trainer) == sum(weights) + context
+    assert not any("KV cache" in part.name for part in publishing.parts)
+
+    together = change(turns, rollout__sleep_level=0, optim__offload=())
+    found = diagnose(together)
+    finding = errors(found)["one GPU of both"]
+    assert "while training" in finding.problem
+    assert dict(finding.change).keys() <= {"rollout.sleep_level", "optim.offload", "rollout.gpu_memory_utilization"}
+    after = diagnose(repair.apply(together, finding.change))
+    assert not errors(after) and max(phase.share for phase in after.phases) < 0.92
+    assert "Memory per GPU that trainer and engine share" in report.plain(found)
+    assert len(json.loads(report.to_json(found))["phases"]) == 3
+
+
+def test_offloading_is_typed_as_several_words():
+    changed = repair.words([], (("optim.offload", ("params", "optimizer")), ("rollout.sleep_level", 2)))
+    assert changed == "--optim.offload params optimizer --rollout.sleep_level 2"
+    cfg = cli.parse(["doctor", "tiny_qwen3_moe", *shlex.split(changed)], {c.name: c for c in program.COMMANDS}).cfg
+    assert cfg.optim.offload == ("params", "optimizer")
+
+
+def test_host_memory_of_what_waits():
+    found = diagnose(grpo_qwen3_8b_colocated())
+    held = found.trainer.part("weights").num_bytes + found.trainer.part("optimizer states").num_bytes
+    assert colocated.host_bytes(found.cfg, found.trainer, found.engine.estimate) == held
+    one = change(found.cfg, rollout__sleep_level=1)
+    weights = sum(found.engine.estimate.part(f"weights, {kind}").num_bytes for kind in ("FP8", "scales", "BF16"))
+    assert colocated.host_bytes(one, found.trainer, found.engine.estimate) == held + weights

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.config import ConfigError, PrecisionConfig
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.rollout import engine
 from megatron_fp8rl.weights.names import hf_tensors
@@ -63,3 +63,91 @@ def test_scale_kind_reaches_every_kernel(scales, lever):
     environment = engine.engine_environment(cfg, cpu=False)
     assert environment["MEGATRON_FP8RL_SCALES"] == scales
     assert environment["VLLM_USE_DEEP_GEMM_E8M0"] == lever
+
+
+def gpu_arguments(cfg, **rollout):
+    return engine.engine_arguments(replace(cfg, rollout=replace(cfg.rollout, **rollout)), "model", cpu=False)
+
+
+def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
+    """Explicitly, so that what happens to be installed decides nothing."""
+    moe, dense = tiny_qwen3_moe(), tiny_qwen3()
+    chosen = gpu_arguments(moe)
+    assert (chosen["linear-backend"], chosen["moe-backend"]) == ("deep_gemm", "triton")
+    assert "moe-backend" not in gpu_arguments(dense)
+    named = gpu_arguments(moe, linear_backend="cutlass", moe_backend="deep_gemm", attention_backend="TRITON_ATTN")
+    names = [named[key] for key in ("linear-backend", "moe-backend", "attention-backend")]
+    assert names == ["cutlass", "deep_gemm", "TRITON_ATTN"]
+    assert "linear-backend" not in gpu_arguments(replace(moe, precision=PRECISIONS["bf16"]))
+    on_cpu = engine.engine_arguments(moe, "model", cpu=True)
+    assert not {"linear-backend", "moe-backend", "attention-backend", "enable-sleep-mode"} & on_cpu.keys()
+
+
+def test_graphs_without_a_compiler():
+    cfg = tiny_qwen3_moe()
+    found = gpu_arguments(cfg, torch_compile=False, enforce_eager=False)["compilation-config"]
+    assert found == {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
+    assert "compilation-config" not in gpu_arguments(cfg, torch_compile=False, enforce_eager=True)
+    assert "compilation-config" not in gpu_arguments(cfg, torch_compile=True, enforce_eager=False)
+
+
+def test_sleeping_and_expert_parallelism():
+    cfg = tiny_qwen3_moe()
+    assert gpu_arguments(cfg, sleep_level=2)["enable-sleep-mode"] is True
+    assert gpu_arguments(cfg)["enable-sleep-mode"] is False
+    assert gpu_arguments(cfg, tensor=2, expert=2)["enable-expert-parallel"] is True
+    assert "enable-expert-parallel" not in gpu_arguments(cfg, tensor=2)
+
+
+def test_vllm_takes_every_option():
+    """Names and values, as far as vLLM reads them without a GPU."""
+    from vllm.config import CompilationMode, CUDAGraphMode
+    from vllm.config.attention import AttentionConfig
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cfg = tiny_qwen3_moe()
+    arguments = gpu_arguments(
+        cfg, sleep_level=1, tensor=2, expert=2, torch_compile=False, enforce_eager=False, attention_backend="FLASH_ATTN"
+    )
+    words = engine.server_command(arguments, listen_fd=3)[5:]
+    parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
+    assert parsed.enable_sleep_mode and parsed.enable_expert_parallel
+    assert (parsed.linear_backend, parsed.moe_backend) == ("deep_gemm", "triton")
+    assert AttentionConfig.validate_backend_before(parsed.attention_backend).name == "FLASH_ATTN"
+    compilation = parsed.compilation_config
+    assert compilation.mode == CompilationMode.NONE
+    assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
+
+
+def test_deep_gemm_is_compiled_when_it_is_used(monkeypatch):
+    monkeypatch.setattr(engine, "_has_flashinfer", lambda: False)
+    cfg = tiny_qwen3_moe()
+    environment = engine.engine_environment(cfg, cpu=False)
+    assert environment["VLLM_DEEP_GEMM_WARMUP"] == "skip" and environment["VLLM_USE_DEEP_GEMM"] == "1"
+    assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "0" and environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
+    monkeypatch.setattr(engine, "_has_flashinfer", lambda: True)
+    experts = replace(cfg, rollout=replace(cfg.rollout, moe_backend="deep_gemm"))
+    environment = engine.engine_environment(experts, cpu=False)
+    assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "1" and "VLLM_USE_FLASHINFER_SAMPLER" not in environment
+    assert not {"VLLM_USE_DEEP_GEMM", "VLLM_DEEP_GEMM_WARMUP"} & engine.engine_environment(cfg, cpu=True).keys()
+
+
+def test_a_kernel_that_is_not_installed_is_refused():
+    cfg = tiny_qwen3_moe()
+    cfg = replace(cfg, rollout=replace(cfg.rollout, attention_backend="FLASHINFER"))
+    engine.require_backends(cfg, has_flashinfer=True)
+    with pytest.raises(ConfigError, match="--rollout.attention_backend = 'FLASHINFER': the package flashinfer"):
+        engine.require_backends(cfg, has_flashinfer=False)
+
+
+def test_kernels_are_read_from_the_log():
+    log = """
+    INFO [cuda.py:476] Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'TRITON_ATTN'].
+    INFO [fp8.py:300] Using TRITON Fp8 MoE backend out of potential backends: ['TRITON'].
+    INFO [unquantized.py:203] Using TRITON Unquantized MoE backend out of potential backends: ['TRITON'].
+    INFO [__init__.py:600] Selected DeepGemmFp8BlockScaledMMKernel for Fp8LinearMethod
+    """
+    expected = {"linear": "DeepGemmFp8BlockScaledMMKernel", "moe": "TRITON", "attention": "FLASH_ATTN"}
+    assert engine.chosen_kernels(log) == expected
+    assert engine.chosen_kernels("INFO nothing of the kind") == {}

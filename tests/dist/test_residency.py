@@ -1,0 +1,95 @@
+"""Turns of trainer and engines: who moves when, and that a failing engine stops every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import DENSE, run_config
+
+PARTS = ("params", "gradients", "optimizer")
+
+
+class FakeFleet:
+    """Notes what is done to it, and what of the policy is away at that moment."""
+
+    def __init__(self, policy, events, fails_at=None):
+        self.policy, self.events, self.fails_at = policy, events, fails_at
+
+    def sleep(self):
+        self._note("sleep")
+
+    def wake(self, *tags):
+        self._note(f"wake {' '.join(tags) or 'all'}")
+
+    def _note(self, what):
+        if what == self.fails_at:
+            raise TimeoutError("rollout-0 did not answer within 1 s")
+        self.events.append((what, self.policy.offload.away))
+
+
+def _build(cfg, fails_at=None):
+    from megatron_fp8rl.residency import Residency
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
+    events = []
+    fleet = FakeFleet(policy, events, fails_at) if policy.parallel.rank == 0 else None
+    return policy, events, Residency(cfg, policy, fleet)
+
+
+def _two_steps(cfg):
+    policy, events, residency = _build(cfg)
+    away = []
+    for _ in range(2):
+        with residency.publication():
+            events.append(("publish", policy.offload.away))
+        away.append(policy.offload.away)
+        residency.train()
+        away.append(policy.offload.away)
+    assert residency.take_metrics() == {}  # no GPU
+    return events, away
+
+
+def test_each_side_gives_back_before_the_other_takes():
+    cfg = run_config(model=DENSE, params="bf16", world_size=2, tensor=2)  # FP32 master weights from the start
+    cfg = replace(cfg, rollout=replace(cfg.rollout, sleep_level=2), optim=replace(cfg.optim, offload=PARTS))
+    (events, away), (others, also_away) = run_ranks(2, _two_steps, cfg)
+    step = [
+        ("wake weights", ("gradients", "optimizer")),
+        ("publish", ("gradients", "optimizer")),
+        ("wake all", PARTS),
+        ("sleep", PARTS),
+    ]
+    assert events == 2 * step
+    assert away == also_away == 2 * [PARTS, ()]
+    assert others == [("publish", ("gradients", "optimizer"))] * 2
+
+
+def test_nothing_moves_unless_asked_for():
+    ((events, away),) = run_ranks(1, _two_steps, run_config(model=DENSE))
+    assert events == [("publish", ())] * 2 and away == [()] * 4
+
+
+def _failing(cfg, fails_at):
+    from megatron_fp8rl.residency import ResidencyError
+
+    policy, events, residency = _build(cfg, fails_at)
+    with pytest.raises(ResidencyError, match="on trainer rank 0: TimeoutError: rollout-0 did not answer"):
+        with residency.publication():
+            events.append(("publish", ()))
+        residency.train()
+    return [what for what, _ in events]
+
+
+@pytest.mark.parametrize("fails_at", ["wake weights", "wake all", "sleep"])
+def test_a_failing_engine_stops_every_rank(fails_at):
+    cfg = run_config(model=DENSE, world_size=2)
+    cfg = replace(cfg, rollout=replace(cfg.rollout, sleep_level=1))
+    events, others = run_ranks(2, _failing, cfg, fails_at)
+    order = ["wake weights", "publish", "wake all", "sleep"]
+    assert events == order[: order.index(fails_at)]
+    assert others == [what for what in events if what == "publish"]

@@ -1,0 +1,96 @@
+"""Offloading of training state on a GPU: how much memory it frees, how fast, and that no bit changes.
+
+Run with -s for sizes and speeds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import DENSE, MOE, continue_training, make_batch, run_config
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PARTS = ("params", "gradients", "optimizer")
+BYTES = {"params": 2, "gradients": 4, "optimizer": 12}  # of a parameter in BF16
+BIG = replace(
+    DENSE, num_layers=4, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+    ffn_hidden_size=8192, initializer_range=0.02,
+)  # fmt: skip
+BIG_MOE = replace(
+    MOE, num_layers=2, hidden_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
+    num_experts=16, moe_ffn_hidden_size=1024, initializer_range=0.02,
+)  # fmt: skip
+
+
+def _state(policy) -> list[torch.Tensor]:
+    """Copies of everything that training keeps, but for gradients."""
+    return [tensor.cpu() for tensor in (*policy.offload._params(), *policy.offload._optimizer())]
+
+
+def _play(cfg, folder) -> list[str]:
+    """Runs on a rank: train, offload part by part, restore, save while away, train on. Returns lines to print."""
+    from megatron_fp8rl.trainer import checkpoint
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
+    continue_training(policy, 2)
+    state = _state(policy)
+    batch = make_batch(cfg, 0)
+
+    def logprobs() -> torch.Tensor:
+        return torch.cat([mb.old_logprobs_T for mb in policy.with_old_logprobs(batch).microbatches]).cpu()
+
+    expected = logprobs()
+    num = sum(parameter.numel() for _, parameter in policy.named_parameters())
+    lines = [f"{cfg.model.family}: {num / 1e6:.0f} M parameters"]
+    for round_ in range(2):  # the second finds its host memory
+        torch.cuda.empty_cache()
+        for part in ("gradients", "optimizer", "params"):
+            used, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+            started = time.monotonic()
+            policy.offload.release(part)
+            seconds = time.monotonic() - started
+            freed = used - torch.cuda.memory_allocated()
+            to_driver = torch.cuda.mem_get_info()[0] - free
+            rate = freed / seconds / 1e9
+            lines.append(
+                f"  round {round_} release {part:9s} {freed / 2**20:7.0f} MiB, {seconds:.3f} s, {rate:5.1f} GB/s"
+            )
+            assert freed == pytest.approx(BYTES[part] * num, rel=0.03), part
+            assert to_driver > 0.9 * freed, f"{part}: {to_driver} of {freed} bytes went back to the driver"
+        left = torch.cuda.memory_allocated()
+        assert left < 0.1 * 18 * num, f"{left / 2**20:.0f} MiB are left"
+        with pytest.raises(RuntimeError, match="are offloaded"):
+            policy.with_old_logprobs(batch)
+        if round_ == 0:
+            checkpoint.save(folder, 1, policy, {})
+            assert set(policy.offload.away) == set(PARTS)
+        started = time.monotonic()
+        policy.offload.restore()
+        seconds = time.monotonic() - started
+        lines.append(f"  round {round_} restore {seconds:.3f} s, {14 * num / seconds / 1e9:5.1f} GB/s")
+        assert not any(b.grad_data.any() for chunk in policy.chunks for b in chunk.buffers)
+        assert all(torch.equal(a, b) for a, b in zip(state, _state(policy), strict=True))
+        assert torch.equal(expected, logprobs())
+    metrics, _ = continue_training(policy, 2)
+    assert all(math.isfinite(value) for step in metrics for value in step.values())
+    checkpoint.restore(checkpoint.latest(folder), policy)
+    assert all(torch.equal(a, b) for a, b in zip(state, _state(policy), strict=True)), "the checkpoint"
+    assert torch.equal(expected, logprobs())
+    return lines
+
+
+@pytest.mark.parametrize("model", [BIG, BIG_MOE], ids=["dense", "moe"])
+def test_memory_goes_and_every_bit_comes_back(model, tmp_path):
+    cfg = run_config(model=model, params="bf16")
+    cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS))
+    (lines,) = run_ranks(1, _play, cfg, tmp_path, deadline_s=100)
+    print("\n" + "\n".join(lines))
