@@ -1,0 +1,49 @@
+"""The kernels compile for Hopper without one, and read and write memory in vectors of 16 bytes where they may."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile")
+triton = pytest.importorskip("triton")
+
+
+def instructions(kernel, signature: dict[str, str], constants: dict, num_warps: int) -> Counter[str]:
+    """How often each memory, conversion and division instruction stands in the kernel's PTX."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature |= dict.fromkeys(constants, "constexpr")
+    hints = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(kernel, signature, constants, hints)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+    return Counter(re.findall(r"\b(?:ld\.global|st\.global|cvt|div|mul|atom)\.[\w.:]+", compiled.asm["ptx"]))
+
+
+@pytest.mark.parametrize("pow2", [True, False])
+@pytest.mark.parametrize("bits, loads", [("uint16", 8), ("uint32", 16)])
+def test_a_block_is_read_and_written_once_in_vectors(bits, loads, pow2):
+    from megatron_fp8rl.fp8 import kernels
+
+    constants = {"SOURCE": getattr(triton.language, bits), "POW2": pow2, "ALIGNED": True, "HARDWARE": True}
+    signature = {"table": "*i64", "matrix_of_block": "*i32"}
+    found = instructions(kernels._quantize_blocks, signature, constants, num_warps=8)
+    # A thread of 256 has 64 numbers of a block.
+    assert found["ld.global.v4.b32"] == loads and found["st.global.v4.b32"] == 4
+    assert found["cvt.rn.satfinite.e4m3x2.f32"] == 32
+    # Divisions round as IEEE says, and nothing flushes subnormal numbers.
+    assert found["div.rn.f32"] == (0 if pow2 else 65) and found["div.full.f32"] == 0
+    assert not [name for name in found if "ftz" in name]
+
+
+def test_the_digest_adds_in_64_bits():
+    from megatron_fp8rl.weights import digest_kernel
+
+    signature = {"table": "*i64", "tensor_of_chunk": "*i32", "totals": "*i64"}
+    found = instructions(digest_kernel._add_chunks, signature, {}, num_warps=4)
+    assert sum(found[name] for name in found if name.startswith("atom") and name.endswith("add.u64")) == 1
+    assert found["ld.global.b64"] == 3 + 8  # of the table, and 8 words a thread in each turn of the loop
