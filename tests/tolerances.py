@@ -44,3 +44,18 @@ MISMATCH_SAME_ARITHMETIC = 0.05
 RESUMED_METRIC = {"rel": 0.05, "abs": 2e-3}
 # Of the difference that FP8 makes: float32 sums in another order move one number in some thousands to the next one.
 FAMILY_FP8 = 0.1
+# Transformer Engine against the emulation, signal over error in decibels: the same FP8 numbers, float32 sums in another
+# order and with the tensor cores' own truncation, rounded to BF16 (2^-9 relative, 55 dB).
+TE_DECIBELS = 45.0
+# FP32 block scales: x * (448 / amax) there, x / (amax / 448) here; one number in some hundreds is rounded the other way.
+TE_DECIBELS_FP32_SCALES = 35.0
+# Losses, of terms near 1 that cancel, of a tiny policy on two sets of FP8 kernels. At equal weights float32 sums in
+# another order move a number to the next FP8 one (6 %) here and there. After an update weights differ by a thousandth of
+# it, and one number in a hundred rounds the other way: the noise of FP8 itself, measured 0.005 to 0.02.
+FP8_FIRST_LOSS, FP8_LOSS_NOISE = 3e-3, 0.05
+# An FP8 KV cache against a BF16 one: keys and values rounded to 3 bits of mantissa, through three layers of attention; in
+# nats, for logits of unit size.
+KV_CACHE_LOGPROB_MEAN = 0.05
+# Attention of BF16 numbers in a fused kernel against float32: probabilities and their gradients are rounded to BF16 on
+# the way (2^-9 relative each, 48 dB for two), and results once more.
+FUSED_ATTENTION_DECIBELS = 42.0

@@ -94,6 +94,17 @@ def _check_precision(found: Findings, accelerator: Accelerator) -> None:
             "a trainer in MXFP8 and engines in 128-blocks are two different quantised functions",
             "Choose bf16, or --precision.trainer blockwise",
         )
+    if precision.params == "fp8":
+        found.refuse(
+            "precision.params",
+            "the distributed optimizer would quantise its shards in its own order of rows and blocks, without the "
+            "histories and the order that the linears here share with the engine",
+            "Choose bf16; linears keep an FP8 copy of their weights beside it in either case",
+        )
+    if precision.kernels == "te" and accelerator == "cpu":
+        found.refuse("precision.kernels", "Transformer Engine needs a GPU, and this machine has none", "Choose auto")
+    elif precision.kernels == "emulated" and precision.trainer == "mxfp8":
+        found.refuse("precision.kernels", "MXFP8 is not emulated", "Choose auto, or --precision.trainer blockwise")
     is_blockwise = "blockwise" in (precision.trainer, precision.rollout)
     if is_blockwise and precision.scales == "fp32" and accelerator == "blackwell":
         found.refuse(

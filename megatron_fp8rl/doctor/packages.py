@@ -20,7 +20,7 @@ from megatron_fp8rl.doctor.finding import Finding, Severity
 
 _PINS = Path(__file__).parents[2] / "requirements.toml"
 _DISTRIBUTION = "megatron-fp8rl"
-_OPTIONAL = {"apex": "fused AdamW and norms of its own where Transformer Engine has none"}
+_OPTIONAL = {"apex": "a fused AdamW where Transformer Engine is missing"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,13 +175,19 @@ def _interpreter(severity: Severity) -> list[Finding]:
 
 
 def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding:
-    """Which optimizer and norm a GPU run uses with what is installed; Megatron-Core takes the first that imports."""
+    """Which kernels a GPU run uses with what is installed; ``trainer/kernels.py`` and Megatron-Core choose them."""
     engine, apex = version("transformer-engine"), version("apex")
     if engine:
-        used = f"AdamW and norms: Transformer Engine {engine}'s" + (f" (apex {apex} is not needed)" if apex else "")
+        used = f"FP8 and expert linears, norms and AdamW: Transformer Engine {engine}'s"
+        used += f" (apex {apex} is not needed)" if apex else ""
         return Finding(severity="note", subject="apex", problem=f"{used}; apex is optional")
     if apex:
-        return Finding(severity="note", subject="apex", problem=f"AdamW and norms: apex {apex}'s fused ones")
+        return Finding(
+            severity="note",
+            subject="apex",
+            problem=f"AdamW: apex {apex}'s; norms: PyTorch's; FP8 linears: emulated with --precision.kernels emulated, "
+            "for Transformer Engine is not installed here",
+        )
     return Finding(
         severity="warning" if on_gpu_node else "note",
         subject="apex",

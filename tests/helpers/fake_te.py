@@ -173,6 +173,18 @@ def _unpadding(source: Tensor, target: Tensor, padded: list[int], rows: list[int
         out.copy_(part[: len(out)])
 
 
+def _rmsnorm_fwd(x, weight, eps, ln_out, quantizer, otype, sm_margin, zero_centered_gamma):
+    assert x.is_contiguous() and x.ndim == 2 and otype == _TE_DTYPE[x.dtype]
+    rsigma = (x.float().square().mean(1) + eps).rsqrt()
+    return (x.float() * rsigma[:, None] * weight.float()).to(x.dtype), None, rsigma
+
+
+def _rmsnorm_bwd(grad, x, rsigma, weight, sm_margin, zero_centered_gamma):
+    normed, scaled = x.float() * rsigma[:, None], grad.float() * weight.float()
+    dx = rsigma[:, None] * (scaled - normed * (scaled * normed).mean(1, keepdim=True))
+    return dx.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Put the stand-in where the trainer imports Transformer Engine from, and have it imported anew."""
 
@@ -187,6 +199,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     module("transformer_engine")
     module(pytorch)
     module(f"{pytorch}.cpp_extensions", general_gemm=general_gemm, general_grouped_gemm=general_grouped_gemm)
+    module(f"{pytorch}.constants", TE_DType=_TE_DTYPE)
     module(f"{pytorch}.tensor")
     module(f"{pytorch}.tensor.float8_blockwise_tensor", Float8BlockQuantizer=Float8BlockQuantizer)
     module(f"{pytorch}.tensor.float8_tensor", Float8Quantizer=Float8Quantizer,
@@ -194,6 +207,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     module(f"{pytorch}.tensor.mxfp8_tensor", MXFP8Quantizer=MXFP8Quantizer)
     module("transformer_engine_torch", DType=DType, split_quantize=_split_quantize,
            multi_tensor_quantize=lambda tensors, quantizers: [q(t) for t, q in zip(tensors, quantizers, strict=True)],
-           fused_multi_row_padding=_padding, fused_multi_row_unpadding=_unpadding)  # fmt: skip
-    patch.delitem(sys.modules, "megatron_fp8rl.trainer.te_linear", raising=False)
+           rmsnorm_fwd=_rmsnorm_fwd, rmsnorm_bwd=_rmsnorm_bwd, fused_multi_row_padding=_padding, fused_multi_row_unpadding=_unpadding)  # fmt: skip
+    for name in ("te_linear", "te_norm"):
+        patch.delitem(sys.modules, f"megatron_fp8rl.trainer.{name}", raising=False)
     patch.setattr(torch.cuda, "current_device", lambda: 0)

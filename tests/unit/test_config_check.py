@@ -305,10 +305,10 @@ def test_engines_that_can_work_on_gpus(cfg):
 
 
 def test_kernels_and_storage_that_cannot_be():
-    assert fields_of(make(precision__kernels="te")) == ["precision.kernels"]
+    assert fields_of(make(precision__kernels="te")) == ["--precision.kernels"]
     assert fields_of(make(precision__kernels="te"), "hopper") == []
     assert fields_of(make(precision__kernels="emulated"), "hopper") == []
     mxfp8 = dict(precision__trainer="mxfp8", precision__rollout="bf16")
-    assert fields_of(make(**mxfp8, precision__kernels="emulated"), "blackwell") == ["precision.kernels"]
+    assert fields_of(make(**mxfp8, precision__kernels="emulated"), "blackwell") == ["--precision.kernels"]
     (found,) = check(make(precision__params="fp8"), accelerator="hopper")
-    assert found.field == "precision.params" and "Choose bf16" in found.remedy
+    assert found.field == "--precision.params" and "Choose bf16" in found.remedy

@@ -1,0 +1,51 @@
+"""Which kernels the trainer takes on which machine, and what it says when it cannot."""
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.trainer import kernels
+from megatron_fp8rl.trainer.kernels import choose_kernels, fused_kernels
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(kernels, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+
+
+def test_a_cpu_emulates_and_says_so_when_asked_for_more():
+    assert choose_kernels(PrecisionConfig(), CPU) == "emulated"
+    with pytest.raises(ValueError, match="precision.kernels = 'te'.*Choose --precision.kernels auto"):
+        choose_kernels(PrecisionConfig(kernels="te"), CPU)
+
+
+@pytest.mark.parametrize("trainer", ["bf16", "blockwise", "tensorwise", "delayed"])
+def test_a_gpu_takes_transformer_engine_unless_told_otherwise(hopper, trainer):
+    for asked, chosen in (("auto", "te"), ("te", "te"), ("emulated", "emulated")):
+        assert choose_kernels(PrecisionConfig(trainer=trainer, kernels=asked), GPU) == chosen
+
+
+def test_mxfp8_names_the_capability_that_it_needs(hopper):
+    with pytest.raises(ValueError, match=r"compute capability 10.0 \(Blackwell\), and this GPU has 9.0. Choose"):
+        choose_kernels(PrecisionConfig(trainer="mxfp8"), GPU)
+
+
+@pytest.mark.parametrize("asked", ["auto", "te"])
+def test_a_gpu_without_transformer_engine_names_the_remedy(monkeypatch, asked):
+    monkeypatch.setattr(kernels, "has_transformer_engine", lambda: False)
+    with pytest.raises(RuntimeError, match="pip install 'transformer-engine.*--precision.kernels emulated"):
+        choose_kernels(PrecisionConfig(kernels=asked), GPU)
+    assert choose_kernels(PrecisionConfig(kernels="emulated"), GPU) == "emulated"
+
+
+def test_the_log_names_what_computes():
+    assert fused_kernels("emulated") == {
+        "FP8 linears": "PyTorch (emulated)",
+        "expert linears": "PyTorch",
+        "norms": "PyTorch",
+        "optimizer": "torch.AdamW",  # what Megatron-Core falls back to on a machine without a GPU
+    }
+    assert fused_kernels("te")["expert linears"] == "Transformer Engine (grouped)"
