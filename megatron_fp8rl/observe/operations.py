@@ -33,10 +33,11 @@ from torch import Tensor
 from megatron_fp8rl.config import ModelConfig
 
 # Two results that were rounded to BF16 from nearly equal numbers differ by at most one unit in the last place, 2^-7 of
-# a number just above a power of two and 2^-8 below the next; few of them differ at all. Operations that round in between
-# (probabilities, the product of gate and up, each expert's output) get two bits more.
-_ROUNDING, _ROUNDING_INSIDE = 2.0**-8, 2.0**-6
-_ROUND_INSIDE = ("attention", "experts")
+# a number just above a power of two and 2^-8 below the next; few of them differ at all. Norms get a bit more: engines
+# normalize a sum before it is rounded, and round before and after the weight. Operations that round in between
+# (probabilities, the product of gate and up, each expert's output) get two.
+_ROUNDING = 2.0**-8
+_MORE_BITS = {"attention": 2, "experts": 2, "input_norm": 1, "post_norm": 1, "final_norm": 1, "q_norm": 1, "k_norm": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,7 @@ class Difference:
     @property
     def limit_db(self) -> float:
         """The largest ``own_db`` that rounding to BF16 explains."""
-        inside = self.name.rpartition(".")[2] in _ROUND_INSIDE
-        return 20 * math.log10(_ROUNDING_INSIDE if inside else _ROUNDING)
+        return 20 * math.log10(_ROUNDING * 2 ** _MORE_BITS.get(self.name.rpartition(".")[2], 0))
 
     @property
     def is_beyond_rounding(self) -> bool:

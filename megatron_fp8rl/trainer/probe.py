@@ -162,7 +162,8 @@ class TrainerProbe:
     def _rows(self, output: Any) -> Tensor:
         """[tokens, features] on the host, of a tensor [T, ...] or a pair of result and bias."""
         tensor = output[0] if isinstance(output, tuple) else output
-        return tensor.detach().reshape(tensor.shape[0], -1)[: self._num_tokens].cpu()
+        # A copy: without gradients Megatron-Core adds the residual stream into the branch's own memory.
+        return tensor.detach().reshape(tensor.shape[0], -1)[: self._num_tokens].to("cpu", copy=True)
 
     def _logits(self, final_norm: Tensor) -> Tensor:
         """Of the last token, as ``trainer/logprobs.py`` computes them: rounded to the parameters' type."""
