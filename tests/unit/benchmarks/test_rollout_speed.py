@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import rollout_speed as speed
 from benchmarks.results import Results
+from megatron_fp8rl import config_check
 from model_configs import qwen3
 
 
@@ -66,3 +67,12 @@ def test_rows_of_several_invocations_merge_by_key(tmp_path, capsys):
     Results(results.path, ("model", "shape")).add({"model": "a", "shape": "short", "tokens_per_s": 2.0})
     assert [(row["model"], row["tokens_per_s"]) for row in results.rows()] == [("a", 2.0), ("b", 1.0)]
     assert capsys.readouterr().out.count("RESULT {") == 3
+
+
+@pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_30b_a3b"])
+@pytest.mark.parametrize("linear", ["auto", "deep_gemm", "cutlass", "triton"])
+def test_engines_that_are_measured_are_engines_that_runs_may_have(model, linear):
+    words = ["--model", model, "--linear", linear, "--moe", "auto", "deep_gemm", "--compile", "on", "off"]
+    for cell in speed.plan_cells(speed.parse(words)):
+        cfg = speed.run_config(cell, list(speed.SHAPES.values()))
+        assert config_check.check(cfg, accelerator="hopper") == [], cell
