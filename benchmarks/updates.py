@@ -302,7 +302,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_cpu = all(model.startswith("tiny") for model in options.model) and num_gpus() == 0
     if not on_cpu:
         require_gpus(1, "benchmarks.updates")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # of this process: before Megatron-Core is imported
+    else:
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before Megatron-Core is imported
     import torch
 
     from megatron_fp8rl.config import ParallelConfig
