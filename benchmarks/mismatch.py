@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
 from benchmarks.synthetic import Language, as_sample
-from benchmarks.training import MODELS, batches, model_of, single_rank, switch_precision, train
+from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank, switch_precision, train
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def measure_engine(
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.weights.export import WeightExporter
 
+    free_memory()
     started = time.perf_counter()
     with Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir) as fleet:
         start_s = time.perf_counter() - started
@@ -149,7 +151,7 @@ def measure(name: str, options: argparse.Namespace, results: Results, common: Ro
         *steps, past, past_too = batches(cfg, language, options.warm_steps + 2, **size)
         losses = train(policy, steps)
         base["warm_loss"] = round(losses[-1], 4) if losses else None
-        print(f"{name}: warm start to {base['warm_loss']} nats in {len(losses)} steps; {language.entropy:.3f} is perfect")
+        print(f"{name}: {base['warm_loss']} nats after {len(losses)} steps; {language.entropy:.3f} is perfect", flush=True)
         for engine, trainers in wanted.items():
             if trainers and time.monotonic() - options.started > options.budget_s:
                 print(f"SKIPPED {name} {engine.rollout} {engine.scales}: the budget is spent; run the command again")
@@ -172,10 +174,9 @@ def _rows(
     name: str,
     options: argparse.Namespace,
 ) -> Iterator[Row]:
-    """One engine against the recipes. An engine whose kernels cannot start is a row too."""
+    """One engine against the recipes. An engine that cannot start, or does not hold what it was sent, is a row too."""
     from megatron_fp8rl.algo.mismatch import LocalReducer, mismatch_metrics
     from megatron_fp8rl.data.packing import pack_for
-    from megatron_fp8rl.rollout.client import EngineError
 
     cfg = run_config(name, options, engine)
     policy.cfg = cfg
@@ -183,8 +184,10 @@ def _rows(
     head = {"rollout": engine.rollout, "scales": engine.scales}
     try:
         samples, cost = measure_engine(policy, cfg, language, history, options)
-    except EngineError as error:
-        yield from (head | {"trainer": trainer, "error": str(error)[:300]} for trainer in trainers)
+    except RuntimeError as error:  # of the client, the transport or the proof
+        lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w(Error|Exception): ", line)]
+        reason = (lines or [str(error)])[0][:300]
+        yield from (head | {"trainer": trainer, "error": reason} for trainer in trainers)
         return
     for trainer in trainers:
         switch_precision(policy, engine.precision(trainer), history)
@@ -288,7 +291,7 @@ def _record(rows: Sequence[Row]) -> None:
     notes = (
         "d = |old - rollout| in nats per sampled token, at temperature 1: the trainer's log-probabilities of what the "
         "engine sampled, on the same weights. Models of these shapes, trained from random weights by supervised steps "
-        f"in BF16 on the language of benchmarks/synthetic.py ({warm}); fp8_kv adds an FP8 KV cache with calibrated scales."
+        f"in BF16 on the language of benchmarks/synthetic.py ({warm}); fp8_kv adds an FP8 KV cache with measured scales."
     )
     record.section("mismatch", "Train/rollout mismatch", table(rows), notes=notes)
 

@@ -73,7 +73,7 @@ def prompt_of(cfg: RunConfig, options: argparse.Namespace) -> list[int]:
 
 
 def build_policy(cfg: RunConfig, parallel: Any, options: argparse.Namespace) -> tuple[Policy, list]:
-    """(policy, two batches for the history of delayed scaling), trained briefly in BF16 unless it is trained already."""
+    """(policy, two batches for delayed scaling to remember), trained briefly in BF16 unless it is trained already."""
     from megatron_fp8rl.trainer.policy import Policy
 
     bf16 = replace(cfg, precision=replace(cfg.precision, trainer="bf16"))
@@ -206,7 +206,7 @@ def _record(results: Sequence[dict[str, Any]], newest: str) -> None:
     ]
     notes = (
         "dB are 20 log10 of the RMS difference over the engine's RMS. 'Own' is the trainer's operation on the engine's "
-        "inputs, so that what an operation inherits does not count. Models without a checkpoint were trained briefly.\n\n"
+        "inputs: what an operation inherits does not count. Models without a checkpoint were trained briefly.\n\n"
         f"The newest of these, operation by operation:\n\n{newest}"
     )
     record.section("probe", "Where trainer and engine differ", shown, notes=notes)

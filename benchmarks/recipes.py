@@ -3,9 +3,9 @@
     python -m benchmarks.recipes --model small small_moe
     python -m benchmarks.recipes --quick
 
-Every arm starts from the same weights and sees the same batches (benchmarks/synthetic.py; the loss of a perfect model is
-known). ``edges`` keeps the first and last layer in BF16. ``bf16, other seed`` shows how far two runs are apart that
-differ in nothing but chance. Gradients are compared at the weights that the BF16 arm arrives at, on one batch that no
+Every arm starts from the same weights and sees the same batches (benchmarks/synthetic.py; the loss of a perfect model
+is known). ``edges`` keeps the first and last layer in BF16. ``bf16, other seed`` starts from other weights and shows how
+far two runs are apart that differ in nothing but chance. Gradients are compared at the weights that the BF16 arm arrives at, on one batch that no
 arm has seen: signal to noise of an FP8 gradient against the BF16 one, in decibels; each matrix on its own, experts
 together. Delayed scaling gets a past of two batches first.
 
@@ -263,7 +263,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes", description=__doc__.split("\n")[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["small", "small_moe"])
     parser.add_argument("--layers", type=int, help="cut the models to this depth")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=16384, help="of one step")
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--lr", type=float, default=6e-4)

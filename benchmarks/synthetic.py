@@ -1,9 +1,9 @@
 """A language that any model learns in a hundred steps, and whose entropy is known: data for measurements of precision.
 
-A sequence is a walk over some tokens of the vocabulary. Each token has a few successors of unequal probability, and which
-of two tables of them applies depends on the token before: a bigram model cannot learn it, a layer of attention can. What
-a trained model says about such sequences has the structure of real text where it matters here, a few likely tokens and
-a long tail, rather than the flat noise of random weights.
+A sequence is a walk over some tokens of the vocabulary. Each token has a few successors of unequal probability, and
+which of two tables of them applies depends on the token before: a bigram model cannot learn it, a layer of attention
+can. What a trained model says about such sequences has the structure of real text where it matters here, a few likely
+tokens and a long tail, rather than the flat noise of random weights.
 """
 
 from __future__ import annotations

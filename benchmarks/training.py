@@ -1,4 +1,4 @@
-"""What measurements of precision share: models by name, a brief supervised training, another recipe on the same weights."""
+"""What measurements of precision share: models by name, a brief training, another recipe on the same weights."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def switch_precision(policy: Policy, precision: PrecisionConfig, history: Sequen
 
 
 def gradients(policy: Policy, batch: TrainBatch) -> None:
-    """Leave the gradient of the supervised loss of ``batch`` in ``main_grad`` of every parameter, and update nothing."""
+    """Leave the gradient of the supervised loss of ``batch`` in every parameter's ``main_grad``, and update nothing."""
     from megatron_fp8rl.algo.loss import sft_loss
     from megatron_fp8rl.trainer.forward import Forward
 

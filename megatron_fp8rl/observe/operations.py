@@ -42,7 +42,7 @@ _MORE_BITS = {"attention": 2, "experts": 2, "input_norm": 1, "post_norm": 1, "fi
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Trainer against engine at one operation. Decibels are 20 log10(rms(difference) / rms(engine)); -inf is equality."""
+    """Trainer against engine at one operation. dB are 20 log10(rms(difference) / rms(engine)); -inf is equality."""
 
     name: str
     total_db: float  # each end's own forward pass

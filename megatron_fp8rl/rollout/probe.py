@@ -4,7 +4,7 @@ In:  a prompt, through :func:`record_prefill`. Out: a safetensors file with the 
      ``observe/operations.py`` names, in the engine's types.
 Runs in the engine worker (:class:`Probe`, part of its extension) and where a client is (:func:`record_prefill`).
 
-Hooks fire only where modules are called: the engine has to run eagerly, for a CUDA graph replays kernels without Python.
+Hooks fire only where modules are called: the engine has to run eagerly, for a CUDA graph replays kernels alone.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Probe:
         runner = self.model_runner
         if not runner.model_config.enforce_eager:
             raise RuntimeError(
-                "a probe needs rollout.enforce_eager = True: hooks on modules do not fire in CUDA graphs or compiled code"
+                "a probe needs rollout.enforce_eager = True: hooks of modules do not fire in CUDA graphs or compiled code"
             )
         world_size = runner.vllm_config.parallel_config.world_size
         if world_size != 1:
