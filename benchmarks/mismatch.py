@@ -151,7 +151,7 @@ def measure(name: str, options: argparse.Namespace, results: Results, common: Ro
         *steps, past, past_too = batches(cfg, language, options.warm_steps + 2, **size)
         losses = train(policy, steps)
         base["warm_loss"] = round(losses[-1], 4) if losses else None
-        print(f"{name}: {base['warm_loss']} nats after {len(losses)} steps; {language.entropy:.3f} is perfect", flush=True)
+        print(f"{name}: {base['warm_loss']} nats after {len(losses)} steps, {language.entropy:.3f} is best", flush=True)
         for engine, trainers in wanted.items():
             if trainers and time.monotonic() - options.started > options.budget_s:
                 print(f"SKIPPED {name} {engine.rollout} {engine.scales}: the budget is spent; run the command again")
@@ -291,7 +291,7 @@ def _record(rows: Sequence[Row]) -> None:
     notes = (
         "d = |old - rollout| in nats per sampled token, at temperature 1: the trainer's log-probabilities of what the "
         "engine sampled, on the same weights. Models of these shapes, trained from random weights by supervised steps "
-        f"in BF16 on the language of benchmarks/synthetic.py ({warm}); fp8_kv adds an FP8 KV cache with measured scales."
+        f"in BF16 on the language of benchmarks/synthetic.py ({warm}); fp8_kv adds an FP8 KV cache, its scales measured."
     )
     record.section("mismatch", "Train/rollout mismatch", table(rows), notes=notes)
 

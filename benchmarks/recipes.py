@@ -4,10 +4,10 @@
     python -m benchmarks.recipes --quick
 
 Every arm starts from the same weights and sees the same batches (benchmarks/synthetic.py; the loss of a perfect model
-is known). ``edges`` keeps the first and last layer in BF16. ``bf16, other seed`` starts from other weights and shows how
-far two runs are apart that differ in nothing but chance. Gradients are compared at the weights that the BF16 arm arrives at, on one batch that no
-arm has seen: signal to noise of an FP8 gradient against the BF16 one, in decibels; each matrix on its own, experts
-together. Delayed scaling gets a past of two batches first.
+is known). ``edges`` keeps the first and last layer in BF16. ``bf16, other seed`` starts from other weights: so far are
+two runs apart that differ in nothing but chance. Gradients are compared at the weights that the BF16 arm arrives at, on
+one batch that no arm has seen: signal to noise of an FP8 gradient against the BF16 one, in decibels; each matrix on its
+own, experts together. Delayed scaling gets a past of two batches first.
 
 Rows add up in ``--results``; the table and the plot docs/recipes.png are made of all of them.
 """

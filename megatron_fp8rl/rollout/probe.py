@@ -62,7 +62,7 @@ class Probe:
         runner = self.model_runner
         if not runner.model_config.enforce_eager:
             raise RuntimeError(
-                "a probe needs rollout.enforce_eager = True: hooks of modules do not fire in CUDA graphs or compiled code"
+                "a probe needs rollout.enforce_eager = True: hooks do not fire in CUDA graphs or compiled code"
             )
         world_size = runner.vllm_config.parallel_config.world_size
         if world_size != 1:
