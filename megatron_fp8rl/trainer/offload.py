@@ -118,7 +118,7 @@ class Offload:
                 held.release(self._storages_of(part), device, keep=part != "gradients")
                 if part == "params":
                     forget_quantized_weights()  # as large as what they were made of
-        if self._parts and device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.empty_cache()
 
     def restore(self, *parts: Part) -> None:
