@@ -21,8 +21,8 @@ _REMEDY = (
 
 
 def has_transformer_engine() -> bool:
-    """Whether Transformer Engine and its bindings for PyTorch are installed."""
-    return all(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "transformer_engine_torch"))
+    """Whether Transformer Engine is installed. Its bindings for PyTorch lie inside it, out of the finders' sight."""
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:

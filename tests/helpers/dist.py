@@ -36,8 +36,10 @@ _PRELOAD = [
     "megatron.core.dist_checkpointing.exchange_utils",
 ]
 _GRACE_S = 2.0  # for the other ranks, after one has failed
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
+# With a GPU the packages that would be preloaded touch CUDA, which does not survive a fork.
+_context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+if not torch.cuda.is_available():
+    _context.set_forkserver_preload(_PRELOAD)
 
 
 class RankError(AssertionError):
@@ -59,7 +61,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline_s: f
             ours, theirs = _context.Pipe(duplex=False)
             stacks = os.path.join(folder, str(rank))
             spec = (rank, world_size, store.port, deadline_s, stacks, os.getcwd())
-            process = _context.Process(target=_rank_main, args=(theirs, spec, fn, args), daemon=True)
+            process = _context.Process(target=_rank_main, args=(theirs, spec, fn, args), daemon=not torch.cuda.is_available())
             process.start()
             theirs.close()
             ends[ours] = rank
