@@ -1,5 +1,8 @@
 """Tiny policies trained on Transformer Engine's kernels and on emulated ones, on one GPU; run with -s for the losses."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -7,7 +10,6 @@ import torch
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
-from tests.helpers.dist import run_ranks
 from tests.helpers.training import continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
@@ -39,6 +41,19 @@ def _cfg(model: ModelConfig, precision: PrecisionConfig, *, overlap: bool = Fals
     return replace(cfg, precision=precision)
 
 
+@contextmanager
+def _alone(cfg: RunConfig) -> Iterator:
+    """The only trainer rank, in this process: one that is forked could not use a GPU that its parent has looked at."""
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    assert "RANK" not in os.environ, "run this test without torchrun"
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    try:
+        yield parallel
+    finally:
+        parallel.close()
+
+
 def _policy(cfg: RunConfig, parallel, kernels: str):
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -55,17 +70,16 @@ def _histories(policy) -> dict[str, torch.Tensor]:
 
 
 def _compare(cases: list[tuple[str, RunConfig]], num_updates: int) -> list[tuple[str, list, list, dict]]:
-    """Runs on a rank: (name, metrics on TE's kernels, metrics emulated, amax histories of both by name) of each case."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-
-    parallel, results = Parallel.init(cases[0][1].parallel, deadline_s=60), []
-    for name, cfg in cases:
-        metrics, histories = [], []
-        for kernels in ("auto", "emulated"):
-            policy = _policy(cfg, parallel, kernels)
-            metrics.append(continue_training(policy, num_updates)[0])
-            histories.append(_histories(policy))
-        results.append((name, *metrics, {key: (histories[0][key], histories[1][key]) for key in histories[0]}))
+    """(name, metrics on TE's kernels, metrics emulated, amax histories of both by name) of each case."""
+    results = []
+    with _alone(cases[0][1]) as parallel:
+        for name, cfg in cases:
+            metrics, histories = [], []
+            for kernels in ("auto", "emulated"):
+                policy = _policy(cfg, parallel, kernels)
+                metrics.append(continue_training(policy, num_updates)[0])
+                histories.append(_histories(policy))
+            results.append((name, *metrics, {key: (histories[0][key], histories[1][key]) for key in histories[0]}))
     return results
 
 
@@ -73,7 +87,7 @@ def _compare(cases: list[tuple[str, RunConfig]], num_updates: int) -> list[tuple
 def test_losses_follow_the_emulated_run(model):
     cases = [(name, _cfg(model, precision)) for name, precision in RECIPES.items()]
     cases.append(("blockwise overlap", _cfg(model, RECIPES["blockwise"], overlap=True)))
-    for name, ours, theirs, histories in run_ranks(1, _compare, cases, 4, deadline_s=100):
+    for name, ours, theirs, histories in _compare(cases, 4):
         losses = [[step["train/loss/mean"] for step in run] for run in (ours, theirs)]
         norms = [[step["train/grad_norm/max"] for step in run] for run in (ours, theirs)]
         kind = "moe" if model.is_moe else "dense"
@@ -90,30 +104,29 @@ def test_losses_follow_the_emulated_run(model):
 
 
 def _save_and_resume(cfg: RunConfig, folder: str) -> dict:
-    """Runs on a rank: what of the state of a resumed policy differs from the one that was saved."""
+    """What of the state of a resumed policy differs from the one that was saved, and how both go on."""
     from megatron_fp8rl.trainer import checkpoint
-    from megatron_fp8rl.trainer.parallel import Parallel
     from tests.helpers.training import make_batch
 
-    parallel = Parallel.init(cfg.parallel, deadline_s=60)
-    first = _policy(cfg, parallel, "auto")
-    continue_training(first, 2)
-    path = checkpoint.save(folder, 2, first, {})
-    second = _policy(cfg, parallel, "auto")
-    # A pass before the restore fills the caches of quantized weights with those that are about to go.
-    second.with_old_logprobs(make_batch(cfg, 0))
-    checkpoint.restore(path, second)
-    logprobs = [
-        torch.cat([mb.old_logprobs_T.cpu() for mb in policy.with_old_logprobs(make_batch(cfg, 0)).microbatches])
-        for policy in (first, second)
-    ]
-    states = [dict(policy.models[0].state_dict()) for policy in (first, second)]
-    differing = [
-        name
-        for name, tensor in states[0].items()
-        if isinstance(tensor, torch.Tensor) and not torch.equal(tensor, states[1][name])
-    ]
-    metrics = [continue_training(policy, 1)[0][0] for policy in (first, second)]
+    with _alone(cfg) as parallel:
+        first = _policy(cfg, parallel, "auto")
+        continue_training(first, 2)
+        path = checkpoint.save(folder, 2, first, {})
+        second = _policy(cfg, parallel, "auto")
+        # A pass before the restore fills the caches of quantized weights with those that are about to go.
+        second.with_old_logprobs(make_batch(cfg, 0))
+        checkpoint.restore(path, second)
+        logprobs = [
+            torch.cat([mb.old_logprobs_T.cpu() for mb in policy.with_old_logprobs(make_batch(cfg, 0)).microbatches])
+            for policy in (first, second)
+        ]
+        states = [dict(policy.models[0].state_dict()) for policy in (first, second)]
+        differing = [
+            name
+            for name, tensor in states[0].items()
+            if isinstance(tensor, torch.Tensor) and not torch.equal(tensor, states[1][name])
+        ]
+        metrics = [continue_training(policy, 1)[0][0] for policy in (first, second)]
     return {
         "differing": differing,
         "logprobs": float((logprobs[0] - logprobs[1]).abs().max()),
@@ -125,7 +138,7 @@ def _save_and_resume(cfg: RunConfig, folder: str) -> dict:
 
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_delayed_scaling_resumes_exactly(model, tmp_path):
-    (found,) = run_ranks(1, _save_and_resume, _cfg(model, RECIPES["delayed"]), str(tmp_path), deadline_s=60)
+    found = _save_and_resume(_cfg(model, RECIPES["delayed"]), str(tmp_path))
     assert found["history"] and not found["differing"]
     # Expert outputs are summed by atomic additions, in any order.
     assert found["logprobs"] == 0.0 if not model.is_moe else found["logprobs"] < 0.1
