@@ -241,10 +241,11 @@ def publish_rounds(cfg: RunConfig, policy: LightPolicy, weights: dict, fleet: Fl
 
 
 def reason(error: Exception) -> str:
-    """The line of a long message that says what is wrong: the last exception of a log, else the first line."""
+    """The line of a long message that says what is wrong: a kernel that is named, the last exception, the first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    refused = [line[line.index("UnwritableKernel: ") :] for line in lines if "UnwritableKernel: " in line]
     named = [line for line in lines[1:] if "Error: " in line or "Exception: " in line]
-    return f"{type(error).__name__}: {(named or lines)[-1 if named else 0][-300:]}"
+    return f"{type(error).__name__}: {(refused or named[::-1] or lines)[0][:300]}"
 
 
 def table(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -37,6 +37,8 @@ def test_answers_differ_by_their_worst_token():
 def test_the_reason_of_a_refusal_is_the_last_exception_of_its_log():
     log = "replica died; its log ends with\n  File x, line 3\nValueError: first\nRuntimeError: no such kernel\nbye"
     assert updates.reason(RuntimeError(log)) == "RuntimeError: RuntimeError: no such kernel"
+    log = "bucket 1: status 500\n(Worker) x.UnwritableKernel: a.weight: why\nvllm.EngineDeadError: it died"
+    assert updates.reason(RuntimeError(log)) == "RuntimeError: UnwritableKernel: a.weight: why"
     assert updates.reason(ValueError("linear_backend = 'x': cannot be read")).endswith("cannot be read")
 
 
