@@ -291,7 +291,7 @@ def _record(rows: Sequence[Row]) -> None:
     notes = (
         "d = |old - rollout| in nats per sampled token, at temperature 1: the trainer's log-probabilities of what the "
         "engine sampled, on the same weights. Models of these shapes, trained from random weights by supervised steps "
-        f"in BF16 on the language of benchmarks/synthetic.py ({warm}); fp8_kv adds an FP8 KV cache, its scales measured."
+        f"in BF16 on the language of benchmarks.synthetic ({warm}). fp8_kv adds an FP8 KV cache of measured scales."
     )
     record.section("mismatch", "Train/rollout mismatch", table(rows), notes=notes)
 
