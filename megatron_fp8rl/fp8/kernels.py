@@ -13,7 +13,7 @@ hundreds of expert matrices of a layer cost as much as one matrix of their size.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import triton
@@ -138,6 +138,17 @@ def quantize_weights_into(
 
     Shapes may differ. Raises ValueError that names the position in the lists of what cannot be quantized.
     """
+    prepare_weights_into(weights, data_outs, scale_outs, scales)()
+
+
+def prepare_weights_into(
+    weights: Sequence[Tensor], data_outs: Sequence[Tensor], scale_outs: Sequence[Tensor], scales: Scales
+) -> Callable[[], None]:
+    """:func:`quantize_weights_into` as a function to call again and again, as the content of the memory changes.
+
+    What depends on addresses and shapes alone is worked out once: for hundreds of matrices it takes the host longer
+    than the GPU takes to quantize them. A matrix whose columns are strided is copied here, and only here.
+    """
     by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for index, (weight, data, scale) in enumerate(zip(weights, data_outs, scale_outs, strict=True)):
         problem = _problem(weight, data, scale)
@@ -146,11 +157,16 @@ def quantize_weights_into(
         if weight.numel():
             weight = weight if weight.stride(1) == 1 else weight.contiguous()
             by_dtype.setdefault(weight.dtype, []).append((weight, data, scale))
-    for members in by_dtype.values():
-        _launch(members, scales)
+    launches = [_prepared(members, scales) for members in by_dtype.values()]
+
+    def run() -> None:
+        for launch in launches:
+            launch()
+
+    return run
 
 
-def _launch(members: list[tuple[Tensor, Tensor, Tensor]], scales: Scales) -> None:
+def _prepared(members: list[tuple[Tensor, Tensor, Tensor]], scales: Scales) -> Callable[[], None]:
     first = members[0][0]
     rows, num_blocks = _table(members)
     table = torch.tensor(rows, dtype=torch.int64).to(first.device)
@@ -158,16 +174,21 @@ def _launch(members: list[tuple[Tensor, Tensor, Tensor]], scales: Scales) -> Non
     total = int(counts.sum())
     indices = torch.arange(len(members), dtype=torch.int32, device=first.device)
     matrix_of_block = torch.repeat_interleave(indices, counts.to(first.device), output_size=total)
-    with torch.cuda.device_of(first):
-        _quantize_blocks[(total,)](
-            table,
-            matrix_of_block,
-            SOURCE=_SOURCES[first.dtype],
-            POW2=scales == "pow2",
-            ALIGNED=all(_is_aligned(weight, data) for weight, data, _ in members),
-            HARDWARE=not _INTERPRETED,
-            num_warps=8,
-        )
+    aligned = all(_is_aligned(weight, data) for weight, data, _ in members)
+
+    def launch() -> None:
+        with torch.cuda.device_of(members[0][0]):  # holds on to the memory whose addresses are in the table
+            _quantize_blocks[(total,)](
+                table,
+                matrix_of_block,
+                SOURCE=_SOURCES[first.dtype],
+                POW2=scales == "pow2",
+                ALIGNED=aligned,
+                HARDWARE=not _INTERPRETED,
+                num_warps=8,
+            )
+
+    return launch
 
 
 def _table(members: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[list[int]], list[int]]:

@@ -19,13 +19,11 @@ from typing import Any
 
 from megatron_fp8rl.config import FP8_BLOCK, ConfigError, ModelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.rollout.plugin import SCALES_VARIABLE
+from megatron_fp8rl.rollout.plugin import SCALES_VARIABLE, WEIGHT_TRANSFER_BACKEND
 from megatron_fp8rl.weights.names import hf_tensors
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 _CPU_KV_LIMIT_BYTES = 4 << 30
-
-WEIGHT_TRANSFER_BACKENDS = {"shm": "fp8rl_shm", "gloo": "fp8rl_gloo"}
 
 
 def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> list[str]:
@@ -82,7 +80,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, *, cpu: bool) -> dict[s
         # Sampling defaults come from our requests, never from a generation_config.json in the model folder.
         "generation-config": "vllm",
         "worker-extension-cls": "megatron_fp8rl.rollout.worker.WorkerExtension",
-        "weight-transfer-config": {"backend": WEIGHT_TRANSFER_BACKENDS[rollout.transport]},
+        "weight-transfer-config": {"backend": WEIGHT_TRANSFER_BACKEND},
         # One line for each of hundreds of requests per step would bury the messages that matter.
         "disable-uvicorn-access-log": True,
         "disable-log-stats": True,

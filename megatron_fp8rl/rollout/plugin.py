@@ -1,4 +1,4 @@
-"""What vLLM learns from this package: our weight transfer engines and, without a GPU, our emulated FP8 kernels.
+"""What vLLM learns from this package: our weight transfer engine and, without a GPU, our emulated FP8 kernels.
 
 In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's own registries.
 Which process: each process of a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the
@@ -17,10 +17,7 @@ from megatron_fp8rl.fp8.blockwise import Scales
 
 SCALES_VARIABLE = "MEGATRON_FP8RL_SCALES"  # PrecisionConfig.scales, handed to the engine's processes
 
-WEIGHT_TRANSFER_ENGINES = {
-    "fp8rl_shm": ("megatron_fp8rl.rollout.transfer", "ShmWeightTransferEngine"),
-    "fp8rl_gloo": ("megatron_fp8rl.rollout.transfer", "GlooWeightTransferEngine"),
-}
+WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every rollout.transport: the first request says which
 
 _registered = False
 
@@ -38,8 +35,9 @@ def register() -> None:
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    for name, (module, class_name) in WEIGHT_TRANSFER_ENGINES.items():
-        WeightTransferEngineFactory.register_engine(name, module, class_name)
+    WeightTransferEngineFactory.register_engine(
+        WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.transfer", "TransferEngine"
+    )
     if current_platform.is_cpu():
         from megatron_fp8rl.rollout import cpu_kernels
 

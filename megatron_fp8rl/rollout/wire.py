@@ -1,4 +1,4 @@
-"""What trainer rank 0 and the engine workers agree on when weights travel: the layout of a bucket, and a gloo group.
+"""What the trainer and the engine workers agree on when weights travel: the plan, the layout of a bucket, a gloo group.
 
 Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. A bucket is one block of bytes; its
 description is small, plain JSON and travels with the request that tells the engine to load the bucket.
@@ -6,8 +6,11 @@ description is small, plain JSON and travels with the request that tells the eng
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-from collections.abc import Iterator
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,12 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.weights.exchange import Exchange, exchange
+from megatron_fp8rl.weights.plan import EngineLayout, Plan, Range, TrainerLayout, plan, scale_range
+
 
 @dataclass(frozen=True, kw_only=True)
 class BucketInfo:
     """Description of one bucket of one publication."""
 
     version: int  # of the policy that the publication brings
+    mode: str = "reload"  # how it is loaded: see rollout/transfer.py
     bucket: int  # index of this bucket
     num_buckets: int  # of the publication
     num_bytes: int  # of the bucket
@@ -55,6 +64,69 @@ def read_file(path: str, num_bytes: int) -> Tensor:
     if num_read != num_bytes:
         raise ValueError(f"{path}: {num_read} bytes, where a bucket of {num_bytes} was announced")
     return buffer
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """What a plan is computed from: trainer ranks and engine workers that have the same inputs have the same plan."""
+
+    model: ModelConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    rollout: RolloutConfig
+
+    @classmethod
+    def of(cls, cfg: RunConfig) -> PlanInputs:
+        return cls(model=cfg.model, precision=cfg.precision, parallel=cfg.parallel, rollout=cfg.rollout)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> PlanInputs:
+        return _rebuild(cls, content)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """Raises PlanError when tensors cannot be divided so."""
+        return plan(
+            self.model,
+            LayerTable.build(self.model, self.precision),
+            TrainerLayout.from_config(self.parallel),
+            EngineLayout.from_config(self.rollout),
+            bucket_bytes=self.rollout.bucket_bytes,
+        )
+
+    def exchanges(self) -> tuple[Exchange, Exchange]:
+        """What engine ranks keep, and whole tensors for vLLM's loaders."""
+        size = self.rollout.bucket_bytes
+        return exchange(self.plan, self.model, bucket_bytes=size), exchange(
+            self.plan, self.model, bucket_bytes=size, whole=True
+        )
+
+    def kept_by(self, engine_rank: int) -> dict[str, tuple[int, Range]]:
+        """Wire tensor -> (axis, [start, stop)) that an engine rank keeps; without those of which it keeps nothing."""
+        found = {}
+        for transfer in self.plan.transfers:
+            kept = transfer.slices[engine_rank]
+            if kept is not None:
+                found[transfer.name] = transfer.axis, kept
+                if transfer.is_fp8:
+                    found[transfer.scale_name] = transfer.axis, scale_range(kept)
+        return found
+
+
+def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:
+    """A configuration dataclass from what JSON made of it."""
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for item in dataclasses.fields(cls):
+        value = content[item.name]
+        if isinstance(value, Mapping):
+            kinds = [hints[item.name], *typing.get_args(hints[item.name])]
+            value = _rebuild(next(kind for kind in kinds if dataclasses.is_dataclass(kind)), value)
+        values[item.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)
 
 
 class GlooGroup:

@@ -18,6 +18,7 @@ from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.rollout.kv_cache import set_kv_scales
 from megatron_fp8rl.rollout.probe import Probe
 from megatron_fp8rl.weights.digest import digests
+from megatron_fp8rl.weights.partial import widened
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
 _MATRICES = ("weight", "weight_scale_inv")
@@ -39,7 +40,7 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
             f"{path}.{name}: the engine's kernel has repacked this weight and dropped it, so it cannot be verified; "
             "start the engine through megatron_fp8rl.rollout.server, which keeps weights readable"
         )
-    return _as_sent(tensor.detach()) if name == "weight" else tensor.detach()
+    return tensor.detach()
 
 
 def _as_sent(weight: Tensor) -> Tensor:
@@ -83,7 +84,16 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, this worker's slice) of every weight that ``model`` multiplies by.
+    """(Hugging Face name, this worker's slice) of every weight that ``model`` multiplies by, as it was sent.
+
+    Raises RuntimeError when a kernel no longer holds a weight in a readable form.
+    """
+    for name, tensor in kernel_weights(model):
+        yield name, _as_sent(tensor) if name.endswith(".weight") else tensor
+
+
+def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """As :func:`held_weights`, but views of the memory that the kernels read, in the kernels' own type.
 
     Raises RuntimeError when a kernel no longer holds a weight in a readable form.
     """
@@ -114,15 +124,16 @@ class WorkerExtension(Probe):
     def weight_digests(self) -> dict[str, Any]:
         """{"rank": of this worker in its replica, "version": of the weights, "digests": {Hugging Face name: digest}}.
 
-        ``version`` is None unless the last update completed.
+        ``version`` is None unless the last update completed; "load_s" is what receiving and writing its weights took.
         """
         with torch.inference_mode():
             held = dict(held_weights(self.model_runner.model))
-            values = digests(held.values())
+            values = digests(map(widened, held.values()))
         return {
             "rank": self.rank,
             "version": getattr(self.weight_transfer_engine, "version", None),
             "digests": dict(zip(held, values)),
+            "load_s": getattr(self.weight_transfer_engine, "load_s", 0.0),
         }
 
     def set_kv_scales(self, scales: Mapping[str, Sequence[float]]) -> dict[str, Any]:

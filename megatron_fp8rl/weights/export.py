@@ -4,20 +4,29 @@ In:  a policy on all trainer ranks, a fleet of engines on rank 0.
 Out: engines that sample from the new weights, and a :class:`PublishReport`.
 Runs on every trainer rank; rank 0 alone talks to the engines.
 
+By way of rank 0 (rollout.transport shm, gloo):
     all ranks  pack their parts of a bucket (FP8 where blocks allow)        weights/gather.py
     rank 0     puts the bucket together, digests it                         weights/digest.py
     rank 0     hands it to the engines while the next one is prepared       weights/transport.py
-    engines    slice, fuse and load it                                      rollout/transfer.py
+From shard to shard (ipc, nccl):
+    all ranks  quantize and digest what they send, round by round           weights/pack.py, weights/shards.py
+    all ranks  send it to the engine workers that keep it                   rollout/fabric.py
+Either way:
+    engines    load it                                                      rollout/transfer.py
     engines    digest what their kernels hold                               rollout/worker.py
     rank 0     compares by name                                             weights/verify.py
+
+The first publication to an engine goes twice: through vLLM's own loaders, then straight into the tensors that its kernels
+read, where the engine compares before it writes. Later ones go straight there (rollout.weight_update direct).
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,13 +35,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.rollout.wire import BucketInfo, unpack
+from megatron_fp8rl.rollout.wire import BucketInfo, PlanInputs, unpack
 from megatron_fp8rl.types import KVScales, PublishReport
 from megatron_fp8rl.weights.digest import combine, digests
 from megatron_fp8rl.weights.gather import Gather, Piece, together
-from megatron_fp8rl.weights.plan import Bucket, EngineLayout, Plan, TrainerLayout, Transfer, plan, scale_range
+from megatron_fp8rl.weights.partial import widened
+from megatron_fp8rl.weights.plan import Bucket, Plan, Transfer, scale_range
 from megatron_fp8rl.weights.save import save_hf
+from megatron_fp8rl.weights.shards import ShardSender, resolve
 from megatron_fp8rl.weights.transport import Transport, TransportError, build_transport
 from megatron_fp8rl.weights.verify import Expected, verify, verify_kv_scales
 
@@ -89,7 +99,9 @@ class Engines:
 
     def update_weights(self, info: dict[str, Any]) -> None:
         """See :class:`megatron_fp8rl.weights.transport.Receivers`."""
-        what = f"bucket {info['bucket'] + 1} of {info['num_buckets']} ({info['names'][0]} to {info['names'][-1]})"
+        what = f"policy version {info['version']} ({info['mode']})"
+        if "bucket" in info:
+            what = f"bucket {info['bucket'] + 1} of {info['num_buckets']} ({info['names'][0]} to {info['names'][-1]})"
         self.call(what, lambda _, client: client.update_weights(info))
 
 
@@ -99,10 +111,14 @@ class _Sent:
 
     version: int
     expected: Expected
-    whole: dict[str, str] = field(default_factory=dict)  # digests of whole tensors, by Hugging Face name
+    mode: str = "direct"  # of the round under way: see rollout/transfer.py
     kv_scales: KVScales | None = None
     paused_at: float = 0.0
     pause_s: float = 0.0
+    pack_s: float = 0.0
+    send_s: float = 0.0
+    load_s: float = 0.0
+    verify_s: float = 0.0
 
 
 class WeightExporter:
@@ -117,13 +133,8 @@ class WeightExporter:
         parallel = policy.parallel
         self.cfg = cfg
         self.rank = parallel.rank
-        self.plan: Plan = plan(
-            cfg.model,
-            LayerTable.build(cfg.model, cfg.precision),
-            TrainerLayout.from_config(cfg.parallel),
-            EngineLayout.from_config(cfg.rollout),
-            bucket_bytes=cfg.rollout.bucket_bytes,
-        )
+        inputs = PlanInputs.of(cfg)
+        self.plan: Plan = inputs.plan
         self._group = None
         if parallel.world_size > 1:
             timeout = timedelta(seconds=cfg.rollout.update_deadline_s + _GROUP_MARGIN_S)
@@ -142,9 +153,22 @@ class WeightExporter:
         self._is_connected = False
         self._previous: Expected | None = None
         self._num_publications = 0
-        together(lambda: self._set_up(fleet), self._group)
+        kind = resolve(cfg.rollout.transport, on_gpu=parallel.device.type == "cuda", one_host=_one_host(parallel.world_size))
+        together(lambda: self._set_up(fleet, kind), self._group)
+        self._shards: ShardSender | None = None
+        if kind in ("ipc", "nccl") and transport is None:
+            self._shards = ShardSender(
+                kind,
+                inputs,
+                self._gather.parameters,
+                self._engines,
+                rank=self.rank,
+                group=self._group,
+                device=parallel.device,
+            )
+            together(self._shards.check, self._group)
 
-    def _set_up(self, fleet: Fleet | None) -> None:
+    def _set_up(self, fleet: Fleet | None, kind: str) -> None:
         self._gather.check()
         if self.rank != 0:
             return
@@ -152,8 +176,10 @@ class WeightExporter:
             raise ValueError("WeightExporter: trainer rank 0 needs the fleet of engines to publish to")
         rollout = self.cfg.rollout
         self._engines = Engines(fleet, rollout.tensor, rollout.update_deadline_s)
-        if self._transport is None:
-            self._transport = build_transport(rollout.transport, self._engines, deadline_s=rollout.update_deadline_s)
+        if self._transport is None and kind in ("shm", "gloo"):
+            self._transport = build_transport(kind, self._engines, deadline_s=rollout.update_deadline_s)
+        if self._transport is not None:
+            self._transport.config = PlanInputs.of(self.cfg).to_json()
 
     def publish(self, version: int, kv_scales: KVScales | None = None) -> PublishReport:
         """Collective: bring all engines to the current weights and call them policy ``version``.
@@ -168,23 +194,16 @@ class WeightExporter:
         sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.tensor)]), kv_scales=kv_scales)
         if self._engines is not None:
             self._engines.start_clock()
-        ready: tuple[int, dict[int, list[Piece]]] | None = None  # a bucket whose pieces rank 0 has
-        for index, bucket in enumerate(self.plan.buckets):
-
-            def deliver_and_pack(bucket: Bucket = bucket) -> dict[int, Piece]:
-                if ready is not None and self.rank == 0:
-                    self._deliver(sent, *ready)
-                return self._gather.pack(bucket)
-
-            own = together(deliver_and_pack, self._group)
-            ready = index, self._gather.collect(bucket, own)
+        for sent.mode in self._modes():
+            if self._shards is not None:
+                self._send_shards(sent, self._shards)
+            else:
+                self._send_buckets(sent)
 
         def finish() -> PublishReport | None:
             if self.rank != 0:
                 return None
-            assert ready is not None
-            self._deliver(sent, *ready)
-            self._finish(sent)
+            self._prove_and_resume(sent)
             return self._report(sent, time.perf_counter() - started)
 
         report = together(finish, self._group)
@@ -196,12 +215,62 @@ class WeightExporter:
         assert report is not None
         return report
 
+    def _modes(self) -> tuple[str, ...]:
+        if self.cfg.rollout.weight_update == "reload":
+            return ("reload",)
+        return ("direct",) if self._num_publications else ("reload", "compare")
+
+    def _send_shards(self, sent: _Sent, shards: ShardSender) -> None:
+        """Collective: one round trip of all weights, from shard to shard."""
+        if not self._is_connected:
+            shards.connect()
+            self._is_connected = True
+        together(lambda: self._stop_engines(sent) if self.rank == 0 else None, self._group)
+        sums = together(lambda: shards.send(sent.version, sent.mode), self._group)
+        sent.pack_s += shards.pack_s
+        sent.send_s += shards.send_s
+        if sent.mode == self._modes()[-1]:
+            found = shards.digests(sums)
+            if self.rank == 0:
+                sent.expected.by_rank[:] = found
+        together(lambda: self._finish_update(sent) if self.rank == 0 else None, self._group)
+
+    def _send_buckets(self, sent: _Sent) -> None:
+        """Collective: one round trip of all weights, by way of rank 0."""
+        ready: tuple[int, dict[int, list[Piece]]] | None = None  # a bucket whose pieces rank 0 has
+        for index, bucket in enumerate(self.plan.buckets):
+
+            def deliver_and_pack(bucket: Bucket = bucket) -> dict[int, Piece]:
+                if ready is not None and self.rank == 0:
+                    self._deliver(sent, *ready)
+                started = time.perf_counter()
+                own = self._gather.pack(bucket)
+                sent.pack_s += time.perf_counter() - started
+                return own
+
+            own = together(deliver_and_pack, self._group)
+            ready = index, self._gather.collect(bucket, own)
+
+        def finish() -> None:
+            if self.rank == 0:
+                assert ready is not None and self._transport is not None
+                self._deliver(sent, *ready)
+                started = time.perf_counter()
+                self._transport.wait()
+                sent.send_s += time.perf_counter() - started
+                self._finish_update(sent)
+
+        together(finish, self._group)
+
     def _deliver(self, sent: _Sent, index: int, pieces: dict[int, list[Piece]]) -> None:
         """Rank 0: put a bucket together, digest it and start sending it."""
         assert self._transport is not None
         bucket = self.plan.buckets[index]
-        info = _describe(bucket, sent.version, index, len(self.plan.buckets))
+        info = _describe(bucket, sent.version, index, len(self.plan.buckets), sent.mode)
+        started = time.perf_counter()
         slot = self._transport.reserve(bucket.num_bytes)
+        sent.send_s += time.perf_counter() - started
+        started = time.perf_counter()
         device = self._gather.device
         # On a GPU the bucket is put together and digested there, and crosses to the host in one piece.
         buffer = slot if device.type == "cpu" else torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
@@ -212,50 +281,55 @@ class WeightExporter:
         self._digest(sent, bucket, tensors)
         if buffer is not slot:
             slot.copy_(buffer)
+        sent.pack_s += time.perf_counter() - started
         if index == 0:
+            if not self._is_connected:
+                self._transport.connect()
+                self._is_connected = True
             self._stop_engines(sent)
         self._transport.send(info)
 
     def _digest(self, sent: _Sent, bucket: Bucket, tensors: dict[str, Tensor]) -> None:
-        """Digests of whole tensors, and of the slice of each that every engine rank has to hold."""
+        """Digests of the slice of each tensor that every engine rank has to hold."""
         slices: list[tuple[int, str, Tensor]] = []
         for transfer in bucket.transfers:
             for rank, kept in enumerate(transfer.slices):
-                if kept is not None and not _is_whole(transfer, kept):
+                if kept is not None and (rank == 0 or not _is_whole(transfer, kept) or transfer.slices[0] != kept):
                     slices += [(rank, name, part) for name, part in _cut(transfer, kept, tensors)]
-        values = digests([*tensors.values(), *(part for _, _, part in slices)])
-        whole = dict(zip(tensors, values))
-        sent.whole |= whole
-        for transfer in bucket.transfers:
-            for rank, kept in enumerate(transfer.slices):
-                if kept is not None and _is_whole(transfer, kept):
-                    names = (transfer.name, transfer.scale_name) if transfer.is_fp8 else (transfer.name,)
-                    sent.expected.by_rank[rank] |= {name: whole[name] for name in names}
-        for (rank, name, _), value in zip(slices, values[len(tensors) :]):
+        for (rank, name, _), value in zip(slices, digests(widened(part) for _, _, part in slices)):
             sent.expected.by_rank[rank][name] = value
+        for transfer in bucket.transfers:  # what every engine rank keeps whole is digested once
+            for rank, kept in enumerate(transfer.slices):
+                if rank and kept is not None and _is_whole(transfer, kept) and transfer.slices[0] == kept:
+                    names = (transfer.name, transfer.scale_name) if transfer.is_fp8 else (transfer.name,)
+                    sent.expected.by_rank[rank] |= {name: sent.expected.by_rank[0][name] for name in names}
 
     def _stop_engines(self, sent: _Sent) -> None:
-        """Rank 0: the first bucket is ready, so the engines pause as late as they can."""
-        assert self._engines is not None and self._transport is not None
-        if not self._is_connected:
-            self._transport.connect()
-            self._is_connected = True
-        sent.paused_at = time.perf_counter()
-        self._engines.call("pause", lambda _, client: client.pause("keep"))
+        """Rank 0: weights are ready to be sent, so the engines pause as late as they can."""
+        assert self._engines is not None
+        if not sent.paused_at:
+            sent.paused_at = time.perf_counter()
+            self._engines.call("pause", lambda _, client: client.pause("keep"))
         self._engines.call("start_weight_update", lambda _, client: client.start_update())
 
-    def _finish(self, sent: _Sent) -> None:
-        """Rank 0: wait for the last bucket, have it proven, and let the engines go on."""
-        assert self._engines is not None and self._transport is not None
-        self._transport.wait()
+    def _finish_update(self, sent: _Sent) -> None:
+        """Rank 0: everything has been sent and loaded."""
+        assert self._engines is not None
         self._engines.call("finish_weight_update", lambda _, client: client.finish_update(sent.version))
+
+    def _prove_and_resume(self, sent: _Sent) -> None:
+        """Rank 0: have what the engines hold proven, and let them go on."""
+        assert self._engines is not None
         if sent.kv_scales is not None:  # finishing an update sets them to 1
             held = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
             verify_kv_scales(held, sent.kv_scales, sent.version)
         every = self.cfg.observe.verify_every
         if every and self._num_publications % every == 0:
+            started = time.perf_counter()
             reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests())
             verify(reports, sent.expected, self._previous)
+            sent.verify_s = time.perf_counter() - started
+            sent.load_s = max(worker.get("load_s", 0.0) for workers in reports for worker in workers)
         self._previous = sent.expected
         # The prefix cache is empty: pausing dropped it, and nothing has run since.
         self._engines.call("resume", lambda _, client: client.resume())
@@ -270,18 +344,32 @@ class WeightExporter:
             num_bytes=self.plan.num_bytes,
             seconds=seconds,
             pause_s=sent.pause_s,
-            checksum=combine(sent.whole),
+            checksum=combine(
+                {f"{rank} {name}": value for rank, held in enumerate(sent.expected.by_rank) for name, value in held.items()}
+            ),
+            pack_s=sent.pack_s,
+            send_s=sent.send_s,
+            load_s=sent.load_s,
+            verify_s=sent.verify_s,
         )
 
     def close(self) -> None:
         """Release memory, files and connections. Harmless when called again, or after an error."""
         if self._transport is not None:
             self._transport.close()
+        if self._shards is not None:
+            self._shards.close()
 
 
-def _describe(bucket: Bucket, version: int, index: int, num_buckets: int) -> BucketInfo:
+def _one_host(world_size: int) -> bool:
+    """Whether torchrun started all trainer ranks on one host; the engines are on that of rank 0."""
+    return world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
+def _describe(bucket: Bucket, version: int, index: int, num_buckets: int, mode: str) -> BucketInfo:
     return BucketInfo(
         version=version,
+        mode=mode,
         bucket=index,
         num_buckets=num_buckets,
         num_bytes=bucket.num_bytes,

@@ -47,6 +47,8 @@ class Receivers(Protocol):
 class Transport(Protocol):
     """Delivers buckets. ``reserve``, fill, ``send``, repeat; then ``wait``."""
 
+    config: dict[str, Any] | None  # of PlanInputs, for the engines: without it they cannot write weights directly
+
     def connect(self) -> None:
         """Make contact with the engines. Raises TransportError when one does not answer in time."""
 
@@ -64,7 +66,7 @@ class Transport(Protocol):
 
 
 def build_transport(kind: str, receivers: Receivers, *, deadline_s: float) -> Transport:
-    """The transport that ``rollout.transport`` names."""
+    """The transport ``kind``: shm or gloo."""
     kinds = {"shm": SharedMemoryTransport, "gloo": GlooTransport}
     return kinds[kind](receivers, deadline_s=deadline_s)
 
@@ -74,6 +76,7 @@ class _PipelinedTransport:
 
     def __init__(self, receivers: Receivers, *, deadline_s: float):
         self.receivers = receivers
+        self.config: dict[str, Any] | None = None
         self.deadline_s = deadline_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
         self._pending: list[Future[None] | None] = [None, None]  # by slot
@@ -151,7 +154,8 @@ class SharedMemoryTransport(_PipelinedTransport):
         atexit.register(self.close)
 
     def connect(self) -> None:
-        self.receivers.init_transfer([{}] * self.receivers.num_replicas)
+        info = {} if self.config is None else {"config": self.config}
+        self.receivers.init_transfer([info] * self.receivers.num_replicas)
 
     def _buffer(self, slot: int, num_bytes: int) -> Tensor:
         buffer = self._buffers[slot]
@@ -190,7 +194,7 @@ class SharedMemoryTransport(_PipelinedTransport):
         atexit.unregister(self.close)
 
 
-def _own_address() -> str:
+def own_address() -> str:
     """An address of this host that other hosts reach: the one that routes outward, or loopback without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -218,7 +222,8 @@ class GlooTransport(_PipelinedTransport):
     def connect(self) -> None:
         per_replica = self.receivers.workers_per_replica
         world_size = 1 + self.receivers.num_replicas * per_replica
-        shared = {"host": _own_address(), "port": _free_port(), "world_size": world_size, "timeout_s": self.deadline_s}
+        shared = {"kind": "gloo", "host": own_address(), "port": _free_port(), "world_size": world_size}
+        shared |= {"timeout_s": self.deadline_s, "config": self.config}
         infos = [shared | {"rank_offset": 1 + i * per_replica} for i in range(self.receivers.num_replicas)]
         joining = self._requests.submit(self.receivers.init_transfer, infos)
         try:

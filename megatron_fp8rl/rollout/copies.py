@@ -1,0 +1,75 @@
+"""Many copies between fixed places of memory in a few calls.
+
+Runs at both ends of a publication: a trainer rank fills messages, an engine worker empties them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Copies:
+    """Copies between fixed places of memory, done in as few calls as they allow."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]):
+        """``pairs``: (target, source), equal shapes; a target of another type is converted to."""
+        alike = [(t, s) for t, s in pairs if t.dtype == s.dtype and t.is_contiguous() and s.is_contiguous()]
+        chosen = {id(t) for t, _ in alike}
+        self._others = [(t, s) for t, s in pairs if id(t) not in chosen]
+        self._groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for target, source in _merged(alike):
+            dtype = _widest(target, source)
+            targets, sources = self._groups[dtype]
+            targets.append(target.view(dtype))
+            sources.append(source.view(dtype))
+
+    def __len__(self) -> int:
+        return len(self._others) + sum(len(targets) for targets, _ in self._groups.values())
+
+    def __call__(self) -> None:
+        """Copy, on the current stream."""
+        for targets, sources in self._groups.values():
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+        for target, source in self._others:
+            target.copy_(source, non_blocking=True)
+
+
+def _merged(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same copies as flat bytes, those that are neighbours at both ends as one."""
+    runs: list[list[Any]] = []  # [target, source, bytes]: first tensors of a run
+    for target, source in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
+        num_bytes = target.numel() * target.element_size()
+        if runs:
+            first, first_source, so_far = runs[-1]
+            follows = (
+                first.data_ptr() + so_far == target.data_ptr()
+                and first_source.data_ptr() + so_far == source.data_ptr()
+                and first.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+                and first_source.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+            )
+            if follows:
+                runs[-1][2] += num_bytes
+                continue
+        runs.append([target, source, num_bytes])
+    for target, source, num_bytes in runs:
+        if num_bytes:
+            yield _flat(target, num_bytes), _flat(source, num_bytes)
+
+
+def _flat(tensor: Tensor, num_bytes: int) -> Tensor:
+    """uint8 [num_bytes] from the first byte of ``tensor`` on."""
+    start = tensor.storage_offset() * tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, (num_bytes,))
+
+
+def _widest(target: Tensor, source: Tensor) -> torch.dtype:
+    """The widest integer that both can be read as: fewer, wider loads."""
+    for dtype in (torch.int64, torch.int32, torch.int16):
+        if all(n % dtype.itemsize == 0 for t in (target, source) for n in (t.storage_offset(), t.data_ptr(), t.numel())):
+            return dtype
+    return torch.uint8
