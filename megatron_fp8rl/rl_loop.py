@@ -66,7 +66,6 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
             publish = partial(_publish, exporter, policy, rollouts, residency)
         save = partial(_save, cfg, policy, rollouts, checkpoints)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
-
         loss = partial(grpo_loss, cfg=cfg.algo, max_completion_tokens=cfg.rollout.max_completion_tokens)
 
         if step < cfg.num_steps:

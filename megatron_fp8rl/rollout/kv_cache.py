@@ -4,9 +4,9 @@ In: a model as vLLM holds it, and scales by layer from the trainer (trainer/kv_s
 attention divides and multiplies by from now on. Runs in every engine worker; scales are of whole tensors, so all
 tensor-parallel workers hold the same.
 
-vLLM keeps each scale twice: in a buffer that GPU kernels read when they run, so that filling it in place reaches captured
-CUDA graphs, and as a float of the host, which the CPU's kernel reads. Both are set. FlashInfer multiplies the floats into
-constants at its first call and keeps them, so it is refused.
+vLLM keeps each scale twice: in a buffer that GPU kernels read when they run, so that filling it in place reaches
+captured CUDA graphs, and as a float of the host, which the CPU's kernel reads. Both are set. FlashInfer multiplies the
+floats into constants at its first call and keeps them, so it is refused.
 
 What the cache holds was written under the old scales. Nothing of it may be left: call this while the engine is paused.
 Pausing ends all requests and drops the prefix cache. vLLM resets scales to 1 when the weights are reloaded and when a

@@ -4,7 +4,7 @@ In: query, key and value of one packed microbatch, as Megatron-Core's SelfAttent
 embedding. Out: attention outputs in the same order. Runs on every trainer rank.
 
 Queries and keys are rotated here because positions are known here: a packed token's position follows from the sequence
-lengths, and one table serves all layers. What depends on the lengths alone is made once for a microbatch, on the device.
+lengths, and one table serves all layers. What depends on lengths alone is made once for a microbatch, on the device.
 
 On a GPU one kernel of variable length attends to all sequences. On a CPU, and for shapes that no such kernel takes,
 sequences of similar length are attended together, as a batch. Under context parallelism keys and values are gathered,
@@ -40,7 +40,7 @@ class PackedAttention(MegatronModule):
         self.rotary, self.softmax_scale, self.window = rotary, scale, window
         self.cp_group = pg_collection.cp
         self.layer = layer_number - 1  # of the whole model, from 0
-        self.amax: Tensor | None = None  # float32 [3], raised to the largest |q|, |k| and |v| while trainer/kv_scales asks
+        self.amax: Tensor | None = None  # float32 [3], raised to the largest |q|, |k|, |v| while trainer/kv_scales asks
 
     def forward(
         self,

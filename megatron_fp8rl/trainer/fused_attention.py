@@ -3,9 +3,9 @@
 In: rotated queries, keys and values of one packed microbatch and its segments. Out: attention outputs in the order of
 the queries, with gradients. Runs on every trainer rank that has a Hopper GPU or a newer one.
 
-Transformer Engine's functions are called directly: its DotProductAttention would choose silently between this kernel and
-an unfused one that holds all scores, compare lengths on the device in every layer, and run a ring over context-parallel
-ranks, which costs as many calls as there are ranks.
+Transformer Engine's functions are called directly: its DotProductAttention would choose silently between this kernel
+and an unfused one that holds all scores, compare lengths on the device in every layer, and run a ring over
+context-parallel ranks, which costs as many calls as there are ranks.
 
 Shapes: T = packed tokens of this rank, K = keys of all segments, H = query heads, G = key and value heads, D = features
 of a query or key head, V = features of a value head.
@@ -37,7 +37,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V], where :func:`supports` is true."""
+    """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`."""
     return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale)
 
 

@@ -1,7 +1,7 @@
 """Scales of an FP8 key and value cache, measured while the trainer computes log-probabilities.
 
-In: model chunks that run forward. Out: for every layer of the model the factors by which an engine divides queries, keys
-and values before it rounds them to E4M3. Runs on every trainer rank.
+In: model chunks that run forward. Out: for every layer of the model the factors by which an engine divides queries,
+keys and values before it rounds them to E4M3. Runs on every trainer rank.
 
 The trainer sees the very tokens that the engine sampled, under the weights that are published next but one update. What
 is measured is the largest magnitude after rotary embedding, where the engine quantises; padding does not count.
@@ -11,7 +11,7 @@ is measured is the largest magnitude after rotary embedding, where the engine qu
 E4M3 is a floating-point format: its relative precision is the same over 15 binades, so that a margin of 2 gives one of
 them away at the bottom, where numbers are 2^-15 of the largest, and costs nothing else. At the top it buys room for
 tokens that are larger than all that were measured; without room they would be clipped, by an error that has no bound.
-A scale describes how the cache is written and read, never what it means: scales may be of older tokens than the weights.
+A scale describes how the cache is written and read, never what it means: scales may be of other tokens than the cache.
 
 Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
 """

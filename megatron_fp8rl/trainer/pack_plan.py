@@ -3,12 +3,12 @@
 In: padded sequence lengths and this rank's place among the context-parallel ranks. Out: positions, and rows to read, on
 the device that attends. Runs on every trainer rank; lengths are known on the host, so nothing waits for a GPU.
 
-Under context parallelism each sequence is cut into 2 * cp chunks of which rank r holds chunks r and 2 * cp - 1 - r. Keys
-and values are gathered, rank after rank; queries stay.
+Under context parallelism each sequence is cut into 2 * cp chunks of which rank r holds chunks r and 2 * cp - 1 - r.
+Keys and values are gathered, rank after rank; queries stay.
 
 Two plans for two kinds of kernel: batches of sequences of similar length for a rectangular kernel, and segments for one
-of variable length. A segment is a run of queries and the keys up to the last query's own: a whole sequence, or one chunk
-and all that comes before its end.
+of variable length. A segment is a run of queries and the keys up to the last query's own: a whole sequence, or one
+chunk and all that comes before its end.
 
 Shapes: T = packed tokens of this rank, L = longest sequence of a batch, K = keys of all segments.
 """
@@ -84,7 +84,7 @@ class Segments:
     cu_keys: Tensor  # int32 [n + 1] starts of the segments in the keys, and K
     max_queries: int
     max_keys: int
-    key_rows: Tensor | None  # int64 [K] rows of the gathered tokens; None when keys are in order, and as many as queries
+    key_rows: Tensor | None  # int64 [K] rows of the gathered tokens; None when keys are in order, as many as queries
 
     @property
     def is_square(self) -> bool:

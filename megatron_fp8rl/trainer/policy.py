@@ -108,6 +108,7 @@ class Policy:
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
         """Collective: measure keys and values of a batch before there are log-probabilities to compute."""
+        self.offload.require("params")
         self._logprobs(batch.microbatches)
 
     def kv_scales(self) -> KVScales | None:

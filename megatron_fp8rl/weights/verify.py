@@ -58,7 +58,7 @@ class WeightMismatch(RuntimeError):
 
 
 class KVScaleMismatch(RuntimeError):
-    """An engine worker holds other scales of its FP8 KV cache than those that were sent; names each of the first ten."""
+    """An engine worker holds other scales of its FP8 KV cache than those that were sent; names the first ten."""
 
 
 @dataclass
@@ -129,7 +129,8 @@ def verify_kv_scales(replicas: Sequence[Sequence[Mapping[str, Any]]], sent: KVSc
         for report in workers:
             held = {int(layer): tuple(row) for layer, row in report["scales"].items()}
             wrong += [
-                f"  layer {layer} in replica {index} rank {report['rank']}: holds {held.get(layer)}, sent {sent.get(layer)}"
+                f"  layer {layer} in replica {index} rank {report['rank']}: holds {held.get(layer)}, "
+                f"sent {sent.get(layer)}"
                 for layer in sorted(sent.keys() | held.keys())
                 if held.get(layer) != sent.get(layer)
             ]
@@ -137,6 +138,6 @@ def verify_kv_scales(replicas: Sequence[Sequence[Mapping[str, Any]]], sent: KVSc
         more = [f"  and {len(wrong) - 10} more"] if len(wrong) > 10 else []
         lines = "\n".join([*wrong[:10], *more])
         raise KVScaleMismatch(
-            f"policy version {version}: the engines do not hold the (query, key, value) scales of the KV cache that were "
-            f"published\n{lines}"
+            f"policy version {version}: the engines do not hold the (query, key, value) scales of the KV cache that "
+            f"were published\n{lines}"
         )

@@ -1,4 +1,4 @@
-"""cuDNN's attention over packs against a loop over sequences in float32 on one GPU; run with -s for decibels and times."""
+"""cuDNN's attention over packs against a loop over sequences in float32 on one GPU; -s shows decibels and times."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_layer_is_that_of_a_cpu_and_sees_the_same_magnitudes():
 
 
 def test_a_layer_does_not_wait_for_the_device():
-    """The first layer of a microbatch copies its plan; those behind it read back nothing, nor does the backward pass."""
+    """The first layer of a microbatch copies its plan; those behind it read back nothing, nor does backward."""
     *inputs, _ = _tensors(HEADS["gqa128"], sum(LENGTHS))
     inputs = [x.requires_grad_() for x in inputs]
     layer, packed = _layer(128), _packed(LENGTHS, "cuda", torch.ones(sum(LENGTHS), dtype=torch.bool))

@@ -1,8 +1,8 @@
 """An engine with an FP8 KV cache on one GPU, CUDA graphs and all, under scales that are set while it runs.
 
 Log-probabilities of sampled tokens against transformers in BF16 on the same tokens. The weights are such that scales
-matter: values are a thousandth of their usual size, which the output projection makes up for, so that a scale of 1 leaves
-them below E4M3's normal numbers.
+matter: values are a thousandth of their usual size, which the output projection makes up for, so that a scale of 1
+leaves them below E4M3's normal numbers.
 """
 
 from __future__ import annotations
