@@ -27,7 +27,7 @@ from megatron_fp8rl.residency import Residency
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.trainer import checkpoint
-from megatron_fp8rl.trainer.kernels import choose_kernels, fused_kernels
+from megatron_fp8rl.trainer.kernels import fused_kernels
 from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -51,8 +51,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
         scorers = stack.enter_context(ScorePool.build(cfg.data)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
         policy = Policy.build(cfg, parallel)
-        kernels = fused_kernels(choose_kernels(cfg.precision, parallel.device))
-        observer.note({f"trainer kernel, {part}": name for part, name in kernels.items()})
+        observer.note(fused_kernels(cfg.precision, parallel.device))
         step = _resume(cfg, policy, prompts, checkpoints)
         if fleet is not None:
             fleet.wait_until_ready()

@@ -1,6 +1,6 @@
 """FP8 training on machines without FP8 tensor cores: the arithmetic of Transformer Engine's recipes in plain torch.
 
-It is also what ``trainer/te_linear.py`` is measured against, which runs the same recipes on Transformer Engine's kernels.
+It is also what ``trainer/te_linear.py`` is measured against, which runs these recipes on Transformer Engine's kernels.
 
 :func:`quantized_linear` is y = x W^T for one matrix or for one matrix per expert. It quantizes the two operands of each
 of its three products and multiplies the quantized values with float32 accumulation:
@@ -244,7 +244,7 @@ class Delayed(Tensorwise):
 
 @dataclass(frozen=True)
 class Mxfp8:
-    """Powers of two for every 32 numbers, along rows and along columns. Only Blackwell's tensor cores multiply in it."""
+    """Powers of two for every 32 numbers, along rows and along columns; only Blackwell's tensor cores multiply so."""
 
     grad_format: Format
 

@@ -28,8 +28,8 @@ def has_transformer_engine() -> bool:
 def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
     """The kernels of ``precision.kernels`` on a device.
 
-    Raises ValueError when Transformer Engine is asked for on a CPU, or MXFP8 on a GPU before Blackwell, and RuntimeError
-    when a GPU has no Transformer Engine; each with its remedy.
+    Raises ValueError when Transformer Engine is asked for on a CPU, or MXFP8 on a GPU before Blackwell, and
+    RuntimeError when a GPU has no Transformer Engine; each with its remedy.
     """
     if device.type != "cuda":
         if precision.kernels == "te":
@@ -53,14 +53,15 @@ def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
     return "te"
 
 
-def fused_kernels(kernels: Kernels) -> dict[str, str]:
-    """What computes each part of a training step, for the log: linears, experts, norms and the optimizer."""
+def fused_kernels(precision: PrecisionConfig, device: torch.device) -> dict[str, str]:
+    """What computes each part of a training step, in words for the record of a run."""
     from megatron.core.optimizer import Adam  # what Megatron-Core found when it was imported
 
-    engine = "Transformer Engine" if kernels == "te" else "PyTorch"
+    on_te = choose_kernels(precision, device) == "te"
+    engine = "Transformer Engine" if on_te else "PyTorch"
     return {
-        "FP8 linears": engine if kernels == "te" else "PyTorch (emulated)",
-        "expert linears": f"{engine} (grouped)" if kernels == "te" else engine,
-        "norms": engine,
-        "optimizer": f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}",
+        "trainer kernel, FP8 linears": engine if on_te else "PyTorch (emulated)",
+        "trainer kernel, expert linears": f"{engine} (grouped)" if on_te else engine,
+        "trainer kernel, norms": engine,
+        "trainer kernel, optimizer": f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}",
     }

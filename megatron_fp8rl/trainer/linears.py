@@ -1,8 +1,8 @@
 """Linears that can multiply in FP8, and the norm: in plain torch, or on a GPU with Transformer Engine's kernels.
 
 Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. Linears are born
-BF16; ``apply_precision`` in ``trainer/model.py`` gives an FP8 recipe to those that the layer table names, and its kernels
-to all.
+BF16; ``apply_precision`` in ``trainer/model.py`` gives an FP8 recipe to those that the layer table names, and the
+kernels to all.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
 """The FP8 recipes on Transformer Engine's kernels: what ``fp8/recipe.py`` defines, on tensor cores.
 
-In: activations and BF16 (or FP32) parameters on a GPU. Out: y = x W^T, its input gradient, and weight gradients that the
-matrix product adds to Megatron-Core's FP32 gradient buffer itself. Only this file and ``te_norm.py`` import Transformer
-Engine; the rest of the trainer imports them when ``trainer/kernels.py`` chose it.
+In: activations and BF16 (or FP32) parameters on a GPU. Out: y = x W^T, its input gradient, and weight gradients that
+the matrix product adds to Megatron-Core's FP32 gradient buffer itself. This file, ``te_norm.py`` and
+``fused_attention.py`` alone import Transformer Engine, and only where it is installed.
 
     y  = x W^T     TN     x in rows, W in rows              quantized once, W once per optimizer step
     dx = g W       NN     g in rows, W in columns
     dW = g^T x     NT     g in columns, x in columns        x from the forward pass: FP8 is saved, not BF16
 
 A tensor quantized "in columns" lies transposed in memory, for Hopper multiplies FP8 only along rows of both operands;
-blockwise it has scales of its own there. All products accumulate in float32 (``use_split_accumulator``): Hopper's faster
-way keeps 14 bits between tensor core instructions, which is less than the engine's kernels keep.
+blockwise it has scales of its own there. All products accumulate in float32 (``use_split_accumulator``): Hopper's
+faster way keeps 14 bits between tensor core instructions, which is less than the engine's kernels keep.
 
-Tokens are filled with zero rows up to what the kernels divide by, for each expert apart, and cut off again. Zeros change
-no magnitude and no product.
+An infinite number becomes the largest FP8 one here, where the emulation makes its whole block NaN. NaN stays NaN.
+
+Tokens are filled with zero rows up to what the kernels divide by, for each expert apart, and cut off again. Zeros
+change no magnitude and no product.
 
 Shapes: T = tokens, P = tokens with every expert's filled up, E = experts (1 for a plain linear), N = output features,
 K = input features.
@@ -75,10 +77,10 @@ def te_linear(
 ) -> Tensor:
     """y [T, N] = x W^T, differentiable in x and the weights; :func:`fp8.recipe.quantized_linear` on a GPU.
 
-    ``weights`` E matrices [N, K], ``splits`` [E] the tokens of each, in order. ``cache`` keeps the quantized weights for
-    the next call; ``block_rows`` int64 [N] is the order of W's rows in which blocks are counted. Without a recipe the
-    operands stay BF16. A weight with a ``main_grad`` gets its gradient added there, and is marked as Megatron-Core's own
-    linears mark it (``grad_added_to_main_grad``).
+    ``weights`` E matrices [N, K], ``splits`` [E] the tokens of each, in order. ``cache`` keeps the quantized weights
+    for the next call; ``block_rows`` int64 [N] is the order of W's rows in which blocks are counted. Without a recipe
+    the operands stay BF16. A weight with a ``main_grad`` gets its gradient added there, and is marked as
+    Megatron-Core's own linears mark it (``grad_added_to_main_grad``).
 
     Raises ValueError for matrices that FP8 tensor cores cannot multiply.
     """
@@ -189,9 +191,7 @@ def _weight_gradients(weights: Sequence[Tensor], x: list, grad: list, call: _Cal
     else:
         dtype = torch.float32 if is_fused else weights[0].dtype
         out = list(weights[0].new_empty(len(weights), *weights[0].shape, dtype=dtype))
-    options = dict(
-        layout="NT", grad=True, use_split_accumulator=True, accumulate=is_fused and not reorder
-    )
+    options = dict(layout="NT", grad=True, use_split_accumulator=True, accumulate=is_fused and not reorder)
     if call.is_grouped:
         none = [None] * len(weights)
         general_grouped_gemm(x, grad, out, none, out[0].dtype, m_splits=call.padded, **options)

@@ -1,4 +1,4 @@
-"""Transformer Engine's linears inside Megatron-Core's gradient buffers and optimizer, with a stand-in for its kernels."""
+"""Transformer Engine's linears in Megatron-Core's gradient buffers and optimizer, with a stand-in for its kernels."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ PRECISIONS = {
 
 
 def _train_twice(cfg) -> list:
-    """Runs on a rank: (metrics, weights) on emulated kernels, then on Transformer Engine's; and the products of those."""
+    """Runs on a rank: (metrics, weights) on emulated kernels, then on Transformer Engine's, and the latter's calls."""
     from megatron_fp8rl.trainer import model
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy

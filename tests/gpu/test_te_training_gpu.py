@@ -1,4 +1,4 @@
-"""Tiny policies trained on Transformer Engine's kernels and on emulated ones, on one GPU; run with -s for the losses."""
+"""Tiny policies trained on Transformer Engine's kernels and on emulated ones, on one GPU; -s shows the losses."""
 
 import os
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """A stand-in for the part of Transformer Engine that the trainer calls, in plain torch on a CPU.
 
-It checks how it is called as the real one does on Hopper: usages that a product needs, sizes in multiples of 16, lists of
-equal length, contiguous outputs. The numbers it quantizes to are those of ``fp8/blockwise.py``.
+It checks how it is called as the real one does on Hopper: usages that a product needs, sizes in multiples of 16, lists
+of equal length, contiguous outputs. The numbers it quantizes to are those of ``fp8/blockwise.py``.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Quantizer:
 
 
 class Float8BlockQuantizer(_Quantizer):
-    def __init__(self, fp8_dtype, *, rowwise, columnwise, amax_epsilon=0.0, force_pow_2_scales=True, block_scaling_dim=2):
+    def __init__(self, fp8_dtype, *, rowwise, columnwise, amax_epsilon, force_pow_2_scales, block_scaling_dim):
         super().__init__(rowwise, columnwise)
         assert amax_epsilon == 0.0
         self.dtype, self.scales, self.dim = fp8_dtype, "pow2" if force_pow_2_scales else "fp32", block_scaling_dim
@@ -139,7 +139,8 @@ def _write(out: Tensor, product: Tensor, accumulate: bool) -> None:
     out.copy_(out + product if accumulate else product)
 
 
-def general_gemm(A, B, out_dtype=None, *, layout="TN", out=None, grad=False, use_split_accumulator=False, accumulate=False):
+def general_gemm(A, B, out_dtype=None, *, layout="TN", out=None, grad=False, accumulate=False,
+                 use_split_accumulator=False):  # fmt: skip
     assert use_split_accumulator and out.dtype == out_dtype and grad == (layout != "TN")
     calls["gemm"].append(layout)
     _write(out, _product(A, B, layout), accumulate)
@@ -207,7 +208,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     module(f"{pytorch}.tensor.mxfp8_tensor", MXFP8Quantizer=MXFP8Quantizer)
     module("transformer_engine_torch", DType=DType, split_quantize=_split_quantize,
            multi_tensor_quantize=lambda tensors, quantizers: [q(t) for t, q in zip(tensors, quantizers, strict=True)],
-           rmsnorm_fwd=_rmsnorm_fwd, rmsnorm_bwd=_rmsnorm_bwd, fused_multi_row_padding=_padding, fused_multi_row_unpadding=_unpadding)  # fmt: skip
+           fused_multi_row_padding=_padding, fused_multi_row_unpadding=_unpadding,
+           rmsnorm_fwd=_rmsnorm_fwd, rmsnorm_bwd=_rmsnorm_bwd)  # fmt: skip
     for name in ("te_linear", "te_norm"):
         patch.delitem(sys.modules, f"megatron_fp8rl.trainer.{name}", raising=False)
     patch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -41,11 +41,11 @@ def test_a_gpu_without_transformer_engine_names_the_remedy(monkeypatch, asked):
     assert choose_kernels(PrecisionConfig(kernels="emulated"), GPU) == "emulated"
 
 
-def test_the_log_names_what_computes():
-    assert fused_kernels("emulated") == {
-        "FP8 linears": "PyTorch (emulated)",
-        "expert linears": "PyTorch",
-        "norms": "PyTorch",
-        "optimizer": "torch.AdamW",  # what Megatron-Core falls back to on a machine without a GPU
+def test_the_record_of_a_run_names_what_computes(hopper):
+    assert fused_kernels(PrecisionConfig(), CPU) == {
+        "trainer kernel, FP8 linears": "PyTorch (emulated)",
+        "trainer kernel, expert linears": "PyTorch",
+        "trainer kernel, norms": "PyTorch",
+        "trainer kernel, optimizer": "torch.AdamW",  # what Megatron-Core falls back to on a machine without a GPU
     }
-    assert fused_kernels("te")["expert linears"] == "Transformer Engine (grouped)"
+    assert fused_kernels(PrecisionConfig(), GPU)["trainer kernel, expert linears"] == "Transformer Engine (grouped)"

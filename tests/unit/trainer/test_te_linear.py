@@ -125,8 +125,10 @@ def test_delayed_scaling_remembers_what_the_emulation_remembers(te_linear):
                 splits = [100, 30, 7, 16]
             with torch.no_grad():
                 te_linear(x * 3, weights, recipe, splits=splits, history=histories[1], cache=cache)
-            ours = _gradients(te_linear(x, weights, recipe, splits=splits, history=histories[1], cache=cache), x, weights, grad)
-            theirs = _gradients(quantized_linear(x, weights, recipe, splits=splits, history=histories[0]), x, weights, grad)
+            y = te_linear(x, weights, recipe, splits=splits, history=histories[1], cache=cache)
+            ours = _gradients(y, x, weights, grad)
+            y = quantized_linear(x, weights, recipe, splits=splits, history=histories[0])
+            theirs = _gradients(y, x, weights, grad)
             for a, b in zip(ours, theirs, strict=True):
                 assert torch.allclose(a, b, rtol=1e-5, atol=2e-6 * float(b.abs().max()))
         assert torch.equal(histories[0].current, histories[1].current)
