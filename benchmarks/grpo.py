@@ -144,7 +144,7 @@ def run_all(options: argparse.Namespace) -> None:
         log = run.run_dir.with_suffix(".log")
         began = time.monotonic()
         ended_well = run_logged(command(run, options), log, max(left_s - 20, 1.0))
-        if not ended_well:
+        if not (ended_well or RunData(run.run_dir).is_done):
             print(f"FAILED {run.config} {run.name}: {failure_in(log, left_s)}", flush=True)
         print("RESULT", json.dumps(summary(run) | {"wall_s": round(time.monotonic() - began, 1)}), flush=True)
 
