@@ -48,7 +48,7 @@ def check_tiling(found: Findings) -> None:
     trainer = {"tensor": cfg.parallel.tensor, "expert_tensor": cfg.parallel.expert_tensor}
     engine = {
         "tensor": cfg.rollout.tensor,
-        "expert_tensor": cfg.rollout.tensor,
+        "expert_tensor": 1 if cfg.rollout.expert > 1 else cfg.rollout.tensor,  # whole experts, or parts of each
     }  # an engine splits experts like the rest
     option = {"tensor": "parallel.tensor", "expert_tensor": "parallel.expert_tensor"}
     ends = []

@@ -65,7 +65,12 @@ def _matrix(cfg: RunConfig, pattern: str, shape: tuple[int, ...], members: list[
     if weight.is_expert:
         option, degree = "parallel.expert_tensor", cfg.parallel.expert_tensor
     on_trainer = trainer_part_shape(weight, part, model, degree)
-    on_engine = engine_shape(name, shape, weight, model, cfg.rollout.tensor)
+    keeps_whole = weight.is_expert and cfg.rollout.expert > 1  # expert parallel workers
+    ranks = 1 if keeps_whole else cfg.rollout.tensor
+    on_engine = engine_shape(name, shape, weight, model, ranks)
+    engine_degrees = tuple(_engine_degrees(name, shape, weight, model, engine_tile))
+    if keeps_whole:
+        engine_degrees = tuple(n for n in range(1, _MAX_DEGREE + 1) if model.num_experts % n == 0)
     return Matrix(
         name=pattern,
         count=sum(e.num_experts for e, _ in members),
@@ -78,8 +83,8 @@ def _matrix(cfg: RunConfig, pattern: str, shape: tuple[int, ...], members: list[
         engine_shape=on_engine,
         engine_tile=engine_tile,
         engine_tiles=_tiles(weight, on_engine, shape, engine_tile)
-        and _engine_divides(name, weight, shape, model, cfg.rollout.tensor),
-        engine_degrees=tuple(_engine_degrees(name, shape, weight, model, engine_tile)),
+        and _engine_divides(name, weight, shape, model, ranks),
+        engine_degrees=engine_degrees,
     )
 
 

@@ -285,3 +285,13 @@ def test_host_memory_of_what_waits():
     one = change(found.cfg, rollout__sleep_level=1)
     weights = sum(found.engine.estimate.part(f"weights, {kind}").num_bytes for kind in ("FP8", "scales", "BF16"))
     assert colocated.host_bytes(one, found.trainer, found.engine.estimate) == held + weights
+
+
+def test_expert_parallel_engines_keep_experts_whole():
+    """768 columns do not divide by 4 into blocks, and 128 experts do."""
+    cfg = change(grpo_qwen3_30b_a3b(), rollout__tensor=4, rollout__num_replicas=1)
+    assert "--rollout.tensor" in errors(diagnose(cfg))
+    found = diagnose(change(cfg, rollout__expert=4, rollout__transport="gloo"))
+    assert not errors(found)
+    down = next(m for m in found.matrices if "experts" in m.name and "down" in m.name)
+    assert down.engine_shape == (2048, 768) and down.engine_tiles and 4 in down.engine_degrees
