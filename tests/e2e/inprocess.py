@@ -168,7 +168,7 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
 
     plugin.register()
     arguments = engine_arguments(cfg, folder, cpu=True)
-    shared = ("hf-overrides", "worker-extension-cls", "weight-transfer-config", "dtype", "max-model-len")
+    shared = ("hf-overrides", "worker-extension-cls", "weight-transfer-config", "dtype", "max-model-len", "kv-cache-dtype")
     options = {key.replace("-", "_"): arguments[key] for key in shared}
     return LLM(
         model=str(folder),
@@ -217,6 +217,10 @@ class Client:
 
     async def finish_update(self, version: int) -> None:
         self.llm.finish_weight_update()
+
+    async def set_kv_scales(self, scales: Mapping[int, Any]) -> list[dict[str, Any]]:
+        carried = json.loads(json.dumps(scales))
+        return json.loads(json.dumps(self.llm.collective_rpc("set_kv_scales", kwargs={"scales": carried})))
 
     async def weight_digests(self) -> list[dict[str, Any]]:
         return json.loads(json.dumps(self.llm.collective_rpc("weight_digests")))
