@@ -140,7 +140,7 @@ class PublishReport:
     seconds: float  # the whole publication
     pause_s: float  # how long the engines stood still
     checksum: str  # one digest over those of all engine ranks' slices; equal for every trainer layout and transport
-    pack_s: float = 0.0  # of it: gathering and quantizing, by the host of rank 0 (a GPU's work shows where it is waited for)
+    pack_s: float = 0.0  # of it: gathering and quantizing, by the host of rank 0 (a GPU's share shows in send_s)
     send_s: float = 0.0  # waiting for what is on its way to arrive and be loaded
     load_s: float = 0.0  # what the slowest engine worker spent receiving and writing; 0 when nothing was verified
     verify_s: float = 0.0  # digesting what the engines hold, and comparing

@@ -6,8 +6,9 @@ from megatron_fp8rl.config_check.findings import Findings
 
 
 def check_engines(found: Findings, accelerator: str) -> None:
-    """Placement, expert parallelism, sleeping, offloading and kernels of the engines."""
+    """Placement, expert parallelism, transport, sleeping, offloading and kernels of the engines."""
     _check_placement(found, accelerator)
+    _check_transport(found, accelerator)
     _check_expert_parallel(found)
     _check_memory_turns(found)
     _check_kernels(found, accelerator)
@@ -26,6 +27,18 @@ def _check_placement(found: Findings, accelerator: str) -> None:
             f"colocated replicas of {rollout.tensor} take {wanted} GPUs together, and the trainer has "
             f"{cfg.parallel.world_size}",
             f"{lower}, or --rollout.placement separate",
+        )
+
+
+def _check_transport(found: Findings, accelerator: str) -> None:
+    rollout = found.cfg.rollout
+    if rollout.transport in ("ipc", "nccl") and accelerator == "cpu":
+        found.refuse("rollout.transport", "travels between GPUs, and this machine has none", "Choose auto, shm or gloo")
+    elif rollout.transport == "nccl" and rollout.placement == "colocated":
+        found.refuse(
+            "rollout.transport",
+            "NCCL does not take two processes on one GPU, and the engines are colocated with the trainer",
+            "Choose ipc, or --rollout.placement separate",
         )
 
 

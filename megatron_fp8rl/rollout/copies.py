@@ -70,6 +70,7 @@ def _flat(tensor: Tensor, num_bytes: int) -> Tensor:
 def _widest(target: Tensor, source: Tensor) -> torch.dtype:
     """The widest integer that both can be read as: fewer, wider loads."""
     for dtype in (torch.int64, torch.int32, torch.int16):
-        if all(n % dtype.itemsize == 0 for t in (target, source) for n in (t.storage_offset(), t.data_ptr(), t.numel())):
+        sizes = [n for t in (target, source) for n in (t.storage_offset(), t.data_ptr(), t.numel())]
+        if all(n % dtype.itemsize == 0 for n in sizes):
             return dtype
     return torch.uint8

@@ -40,7 +40,9 @@ class KernelTable:
         """Hugging Face names of all weights, scales included."""
         return set(self._views)
 
-    def place(self, name: str, dtype: torch.dtype, kept_shape: Sequence[int], axis: int, start: int, size: int) -> Tensor:
+    def place(
+        self, name: str, dtype: torch.dtype, kept_shape: Sequence[int], axis: int, start: int, size: int
+    ) -> Tensor:
         """The view that takes ``size`` rows or columns of this worker's slice of a weight, from ``start`` on.
 
         Raises UnwritableKernel that names the weight when the kernels hold something else under its name.
@@ -66,7 +68,8 @@ class DerivedTensors:
 
     def __init__(self, model: nn.Module, act_dtype: torch.dtype):
         self._act_dtype = act_dtype
-        self._dequantized = [m for m in model.modules() if hasattr(m, "dequantized_weight") or hasattr(m, "w13_dequantized")]
+        dequantized = ("dequantized_weight", "w13_dequantized")
+        self._dequantized = [m for m in model.modules() if any(hasattr(m, name) for name in dequantized)]
         self._latent = [m for m in model.modules() if isinstance(getattr(m, _LATENT_FACTORS[0], None), Tensor)]
         self._factors = [{name: getattr(m, name) for name in _LATENT_FACTORS} for m in self._latent]
 

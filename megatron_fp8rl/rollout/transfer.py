@@ -1,6 +1,6 @@
 """vLLM's weight-transfer engine of this package: how an engine worker receives weights and loads them.
 
-In:  requests of vLLM's weight-update API: ``init`` once, then ``start``, ``update`` and ``finish`` for each publication.
+In:  requests of vLLM's weight-update API: ``init`` once; ``start``, ``update`` and ``finish`` for each publication.
 Out: the model's kernel tensors, changed in place.
 Runs in every engine worker; ``rollout/plugin.py`` registers the engine.
 
@@ -353,8 +353,8 @@ def compare(entries: list[tuple[str, Tensor, Tensor]]) -> None:
             if all(map(_same, came, there)):
                 continue
         raise UnwritableKernel(
-            f"{name}: the engine's kernels do not hold what vLLM's own loaders were given, so they keep it in a form that "
-            "cannot be written directly; choose rollout.weight_update reload, or other kernels "
+            f"{name}: the engine's kernels do not hold what vLLM's own loaders were given, so they keep it in a form "
+            "that cannot be written directly; choose rollout.weight_update reload, or other kernels "
             "(rollout.linear_backend, rollout.moe_backend)"
         )
 

@@ -16,19 +16,17 @@ Either way:
     engines    digest what their kernels hold                               rollout/worker.py
     rank 0     compares by name                                             weights/verify.py
 
-The first publication to an engine goes twice: through vLLM's own loaders, then straight into the tensors that its kernels
-read, where the engine compares before it writes. Later ones go straight there (rollout.weight_update direct).
+The first publication to an engine goes twice: through vLLM's own loaders, then straight into the tensors that its
+kernels read, where the engine compares before it writes. Later ones go straight there (rollout.weight_update direct).
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -38,71 +36,22 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.wire import BucketInfo, PlanInputs, unpack
 from megatron_fp8rl.types import KVScales, PublishReport
 from megatron_fp8rl.weights.digest import combine, digests
+from megatron_fp8rl.weights.engines import Engines
 from megatron_fp8rl.weights.gather import Gather, Piece, together
 from megatron_fp8rl.weights.partial import widened
 from megatron_fp8rl.weights.plan import Bucket, Plan, Transfer, scale_range
 from megatron_fp8rl.weights.save import save_hf
 from megatron_fp8rl.weights.shards import ShardSender, resolve
-from megatron_fp8rl.weights.transport import Transport, TransportError, build_transport
+from megatron_fp8rl.weights.transport import Transport, build_transport
 from megatron_fp8rl.weights.verify import Expected, verify, verify_kv_scales
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.policy import Policy
 
-__all__ = ["WeightExporter", "save_hf"]
+__all__ = ["Engines", "WeightExporter", "save_hf"]
 
 _GROUP_MARGIN_S = 60.0  # how much longer the other ranks wait than rank 0 gives the engines
-
-
-class Engines:
-    """All replicas of a fleet, driven together from a blocking thread. Every call has what is left of one deadline."""
-
-    def __init__(self, fleet: Fleet, rollout_tensor: int, deadline_s: float):
-        self.num_replicas = len(fleet.clients)
-        self.workers_per_replica = rollout_tensor
-        self._fleet = fleet
-        self._deadline_s = deadline_s
-        self._end = time.monotonic() + deadline_s
-
-    def start_clock(self) -> None:
-        """Begin a publication: from now on ``deadline_s`` for all calls in all."""
-        self._end = time.monotonic() + self._deadline_s
-
-    def call(self, what: str, method: Callable[[int, Any], Awaitable[Any]]) -> list[Any]:
-        """``method(i, client)`` on all replicas at once; results in their order.
-
-        Raises TransportError with the replica and ``what`` as soon as one fails or the deadline passes.
-        """
-
-        async def one(index: int, client: Any) -> Any:
-            try:
-                return await method(index, client)
-            except Exception as error:  # of any layer of the client; the cause says which
-                raise TransportError(f"{what}: replica {index}: {error}") from error
-
-        async def everywhere() -> list[Any]:
-            return await asyncio.gather(*(one(i, client) for i, client in enumerate(self._fleet.clients)))
-
-        left_s = self._end - time.monotonic()
-        try:
-            return self._fleet.sync(everywhere(), max(left_s, 0.1))
-        except TimeoutError as error:
-            raise TransportError(
-                f"{what}: not all engines answered; the publication had {self._deadline_s:.0f} s "
-                "(rollout.update_deadline_s). Look at the engines' logs for one that hangs"
-            ) from error
-
-    def init_transfer(self, infos: Sequence[dict[str, Any]]) -> None:
-        """See :class:`megatron_fp8rl.weights.transport.Receivers`."""
-        self.call("init_weight_transfer_engine", lambda i, client: client.init_transfer(infos[i]))
-
-    def update_weights(self, info: dict[str, Any]) -> None:
-        """See :class:`megatron_fp8rl.weights.transport.Receivers`."""
-        what = f"policy version {info['version']} ({info['mode']})"
-        if "bucket" in info:
-            what = f"bucket {info['bucket'] + 1} of {info['num_buckets']} ({info['names'][0]} to {info['names'][-1]})"
-        self.call(what, lambda _, client: client.update_weights(info))
 
 
 @dataclass
@@ -153,9 +102,12 @@ class WeightExporter:
         self._is_connected = False
         self._previous: Expected | None = None
         self._num_publications = 0
-        kind = resolve(cfg.rollout.transport, on_gpu=parallel.device.type == "cuda", one_host=_one_host(parallel.world_size))
+        on_gpu, one_host = parallel.device.type == "cuda", _one_host(parallel.world_size)
+        kind = resolve(cfg.rollout.transport, on_gpu=on_gpu, one_host=one_host)
         together(lambda: self._set_up(fleet, kind), self._group)
         self._shards: ShardSender | None = None
+        if kind == "ipc" and not one_host:
+            raise ValueError("rollout.transport = ipc: the trainer's ranks are on several hosts; choose nccl or auto")
         if kind in ("ipc", "nccl") and transport is None:
             self._shards = ShardSender(
                 kind,
@@ -344,9 +296,7 @@ class WeightExporter:
             num_bytes=self.plan.num_bytes,
             seconds=seconds,
             pause_s=sent.pause_s,
-            checksum=combine(
-                {f"{rank} {name}": value for rank, held in enumerate(sent.expected.by_rank) for name, value in held.items()}
-            ),
+            checksum=combine({f"{rank} {name}": value for rank, name, value in sent.expected.items()}),
             pack_s=sent.pack_s,
             send_s=sent.send_s,
             load_s=sent.load_s,

@@ -98,19 +98,17 @@ class RoundPacker:
         copies: list[tuple[Tensor, Tensor]] = []
         quantizations: list[Quantization] = []
         self._parts = [(part, tensor) for message in self._messages for part, tensor in _views(message, slot)]
-        by_key = {(part.name, part.start): tensor for part, tensor in self._parts}
-        # The same rows for another engine rank lie elsewhere, so scales are found by their message.
         for message in self._messages:
             views = list(_views(message, slot))
             by_key = {(part.name, part.start): tensor for part, tensor in views}
             for part, target in views:
                 if part.is_scale:
                     continue
-                pieces = (
-                    [(whole[part.name].narrow(part.transfer.axis, part.start, part.stop - part.start), part.start, part.stop)]
-                    if part.name in whole
-                    else holdings.pieces(part.transfer, part.start, part.stop)
-                )
+                if part.name in whole:
+                    view = whole[part.name].narrow(part.transfer.axis, part.start, part.stop - part.start)
+                    pieces = [(view, part.start, part.stop)]
+                else:
+                    pieces = holdings.pieces(part.transfer, part.start, part.stop)
                 if part.transfer.is_fp8:
                     scale = by_key[part.transfer.scale_name, part.start // FP8_BLOCK]
                     quantizations += self._quantizations(part, pieces, target, scale)
@@ -126,7 +124,9 @@ class RoundPacker:
     ) -> Iterator[Quantization]:
         """Each piece alone where its edges are edges of blocks; the others are joined in BF16 first."""
         alone = all(
-            view.dtype == torch.bfloat16 and (first - part.start) % FP8_BLOCK == 0 and (end % FP8_BLOCK == 0 or end == part.stop)
+            view.dtype == torch.bfloat16
+            and (first - part.start) % FP8_BLOCK == 0
+            and (end % FP8_BLOCK == 0 or end == part.stop)
             for view, first, end in pieces
         )
         if not alone:

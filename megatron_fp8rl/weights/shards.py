@@ -2,8 +2,8 @@
 
 In:  this rank's parameters, the plan's inputs, and on rank 0 the engines.
 Out: messages delivered and loaded, digests of what every engine rank has to hold.
-Runs on every trainer rank; rank 0 alone makes requests, one for a whole publication. While the GPU quantizes a round, the
-one before travels, and the engines load the one before that.
+Runs on every trainer rank; rank 0 alone makes requests, one for a whole publication. While the GPU quantizes a round,
+the one before travels, and the engines load the one before that.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ class ShardSender:
         self._group = group
         self._device = device
         self._deadline_s = inputs.rollout.update_deadline_s
+        # Less than a request has, so that the error that says who waited for whom comes back with it.
+        self._timeout_s = 0.9 * self._deadline_s
         self._slices, self._whole = inputs.exchanges()
         self._holdings = Holdings(parameters, TrainerLayout.from_config(inputs.parallel), inputs.model, rank)
         self._packers: dict[bool, list[RoundPacker]] = {}
@@ -88,7 +90,7 @@ class ShardSender:
         store = None
         if self.rank == 0:
             host = own_address()
-            store = open_store(host, 0, self._deadline_s, is_master=True)
+            store = open_store(host, 0, self._timeout_s, is_master=True)
             address = [(host, store.port)]
         if self._group is not None:
             dist.broadcast_object_list(address, src=0, group=self._group)
@@ -112,18 +114,18 @@ class ShardSender:
                 "world_size": place.world_size,
                 "num_trainers": place.num_trainers,
                 "num_replicas": place.num_replicas,
-                "timeout_s": self._deadline_s,
+                "timeout_s": self._timeout_s,
             }
             infos = [
                 shared | {"rank_offset": place.num_trainers + i * place.num_engine_ranks}
                 for i in range(place.num_replicas)
             ]
             self._request = self._requests.submit(self._receivers.init_transfer, infos)
-        store = store or open_store(host, port, self._deadline_s, is_master=False)
+        store = store or open_store(host, port, self._timeout_s, is_master=False)
         with self._errors_named("connecting to the engines"):
             exchanges = (self._slices, self._whole)
             self._fabric = open_fabric(
-                self.kind, place, store, self._device, self._deadline_s, exchanges, watch=self._raise_request_error
+                self.kind, place, store, self._device, self._timeout_s, exchanges, watch=self._raise_request_error
             )
 
     # ---- a publication
@@ -156,14 +158,14 @@ class ShardSender:
             self._addresses = addresses
         if whole not in self._packers:
             assert self._fabric is not None
-            rollout_scales = self.inputs.precision.scales
+            nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._packers = {  # one at a time: the other's gathered tensors take memory
                 whole: [
                     RoundPacker(
                         number,
-                        self._fabric.slot(i) if number.sent_by(self.rank) else torch.empty(0, dtype=torch.uint8),
+                        self._fabric.slot(i) if number.sent_by(self.rank) else nothing,
                         self._holdings,
-                        scales=rollout_scales,
+                        scales=self.inputs.precision.scales,
                         rank=self.rank,
                         group=self._group,
                     )
@@ -183,8 +185,8 @@ class ShardSender:
             self._fabric.reserve(number)
             reserved = time.perf_counter()
             found, is_finite = packer()
-            sums.append(found)
-            finite.append(is_finite)
+            sums.append(found.to(self._device))
+            finite.append(is_finite.to(self._device))
             packed = time.perf_counter()
             self._fabric.send(number, content.sent_by(self.rank))
             self.pack_s += packed - reserved
@@ -192,7 +194,7 @@ class ShardSender:
         started = time.perf_counter()
         self._fabric.finish()
         self.send_s += time.perf_counter() - started
-        if not torch.stack([f.to(self._device) for f in finite]).all():
+        if not torch.stack(finite).all():
             self._raise_not_finite(packers)
         return torch.cat(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
@@ -204,7 +206,7 @@ class ShardSender:
             wrong += packer.not_finite()
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise ValueError(
-            f"the engines were not resumed, for what was published holds NaN or infinity: {', '.join(wrong[:5])}{more}; "
+            f"the engines were not resumed, for what was sent holds NaN or infinity: {', '.join(wrong[:5])}{more}; "
             "lower optim.lr and resume from the last checkpoint"
         )
 

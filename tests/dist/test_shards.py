@@ -60,6 +60,13 @@ class Worker:
         self.fabric = open_fabric(info["kind"], place, store, CPU, info["timeout_s"], self.exchanges)
 
     def update(self, info: dict) -> None:
+        try:
+            self._update(info)
+        except Exception as error:
+            self.fabric.fail(str(error))  # as the engine does, so that nobody waits for this worker
+            raise
+
+    def _update(self, info: dict) -> None:
         exchange = self.exchanges[info["mode"] == "reload"]
         self.held.clear()
         self.fabric.begin(info["attempt"], exchange.rounds)
@@ -205,7 +212,7 @@ def fail_shards(cfg: RunConfig, failure: str):
     ("failure", "error", "texts"),
     [
         ("engine", "TransportError", ["replica 0", "exit code -9"]),
-        ("late", "TransportError", ["replica 0", "within 2 s"]),
+        ("late", "TransportError", ["replica 0", "trainer rank 1", "within 1.8 s"]),
         ("nan", "ValueError", ["model.layers.1.mlp.experts.2.gate_proj.weight", "NaN"]),
     ],
 )

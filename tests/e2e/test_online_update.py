@@ -47,24 +47,27 @@ CASES = {
 }
 
 
-def config(case: str, bucket_bytes: int) -> RunConfig:
-    model, precision, transport = CASES[case]
+def config(case: str, bucket_bytes: int, transport: str = "") -> RunConfig:
+    model, precision, own_transport = CASES[case]
+    transport = transport or own_transport
     rollout = RolloutConfig(transport=transport, bucket_bytes=bucket_bytes, update_deadline_s=30.0)
     return RunConfig(name=case, model=model, precision=precision, rollout=rollout)
 
 
-def update_and_reload(case: str, folder: Path) -> dict:
+def update_and_reload(case: str, folder: Path, transport: str = "") -> dict:
     """Log-probabilities after two online updates, and of a fresh engine that loads the second one's checkpoint."""
-    cfg = config(case, bucket_bytes=100_000)  # several buckets; modules are split between them
+    cfg = config(case, 100_000, transport)  # several buckets; modules are split between them
     first, second = (inprocess.random_weights(cfg, seed) for seed in (1, 2))
     inprocess.write_checkpoint(cfg, second, folder)
     llm = inprocess.build_engine(cfg, folder, load_format="dummy")
     result = {}
-    for version, weights in ((1, first), (2, second)):
-        exporter = WeightExporter(inprocess.policy_of(cfg, weights), inprocess.InProcessFleet(llm), cfg)
+    policy = inprocess.policy_of(cfg, first)
+    exporter = WeightExporter(policy, inprocess.InProcessFleet(llm), cfg)
+    for version, weights in ((1, first), (2, second)):  # by vLLM's loaders and then directly; directly alone
+        inprocess.set_weights(policy, weights)
         result["report"] = exporter.publish(version)
-        exporter.close()
         result[f"online_{version}"] = inprocess.prompt_logprobs(llm)
+    exporter.close()
     result["num_buckets"] = len(exporter.plan.buckets)
     result["num_held"] = len(llm.collective_rpc("weight_digests")[0]["digests"])
     result["num_sent"] = sum(len(bucket.tensors) for bucket in exporter.plan.buckets)
@@ -84,6 +87,15 @@ def test_online_update_equals_a_fresh_load(case, tmp_path):
     assert result["num_held"] == result["num_sent"]
     num_fp8 = {"bf16": 0, "edges": 4 + 3 * 4, "fp8": 3 * (4 + 3 * 4), "edges_tied": 7}[case.partition("_")[2]]
     assert result["report"].num_fp8_tensors == num_fp8
+
+
+@pytest.mark.parametrize(("case", "transport"), [("moe_edges", "ipc"), ("dense_edges_tied", "nccl")])
+def test_from_shard_to_shard_equals_a_fresh_load(case, transport, tmp_path):
+    """Shared memory in the place of CUDA IPC and gloo in that of NCCL; all else is what runs between GPUs."""
+    result = inprocess.call(update_and_reload, case, tmp_path, transport)
+    assert torch.equal(result["online_2"], result["fresh"])
+    assert (result["online_1"] - result["fresh"]).abs().max() > 0.01
+    assert result["num_held"] == result["num_sent"]
 
 
 class DamagingTransport(SharedMemoryTransport):
@@ -125,8 +137,8 @@ DAMAGES = [
     ("scale", f"{EXPERT}_scale_inv", (EXPERT, "mis-scaled")),
     ("scale", f"{Q}_scale_inv", (Q, "mis-scaled")),
     ("stale", NORM, (NORM, "stale")),
-    ("missing", NORM, (NORM, "stale")),  # vLLM keeps the weights of a module that receives none
-    ("missing", EXPERT, (EXPERT, "corrupted")),
+    ("missing", NORM, (NORM, "stale")),  # what receives nothing stays as it is
+    ("missing", EXPERT, (EXPERT, "stale")),
 ]
 
 
@@ -162,6 +174,4 @@ def damage_and_recover(folder: Path) -> list:
 def test_damage_on_the_way_is_named(tmp_path):
     found = inprocess.call(damage_and_recover, tmp_path)
     for (kind, name, expected), mismatches in zip(DAMAGES, found, strict=True):
-        assert expected in mismatches, (kind, name, mismatches)
-        if kind != "missing":
-            assert mismatches == [expected], (kind, name)
+        assert mismatches == [expected], (kind, name)

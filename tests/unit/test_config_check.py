@@ -272,6 +272,7 @@ def test_every_shipped_configuration_is_sound():
         ({"rollout__expert": 2}, "--rollout.expert"),
         ({"rollout__moe_backend": "triton"}, "--rollout.moe_backend"),
         ({"rollout__linear_backend": "cutlass"}, "--rollout.linear_backend"),
+        ({"rollout__transport": "nccl"}, "--rollout.transport"),
         ({"rollout__attention_backend": "FLASHINFER", "rollout__kv_cache_dtype": "fp8"}, "--rollout.attention_backend"),
     ],
 )
@@ -295,6 +296,8 @@ def test_experts_that_engines_cannot_hold(changes, field):
     "cfg",
     [
         make(rollout__num_replicas=2, rollout__placement="separate"),
+        make(rollout__transport="ipc"),
+        make(rollout__transport="nccl", rollout__placement="separate"),
         make(parallel__world_size=2, rollout__num_replicas=2, rollout__sleep_level=2, optim__offload=("optimizer",)),
         make(MOE, parallel__world_size=2, rollout__tensor=2, rollout__expert=2, rollout__moe_backend="deep_gemm"),
         make(rollout__linear_backend="cutlass", precision__scales="fp32"),
@@ -302,6 +305,11 @@ def test_experts_that_engines_cannot_hold(changes, field):
 )
 def test_engines_that_can_work_on_gpus(cfg):
     assert check(cfg, accelerator="hopper") == []
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_weights_do_not_travel_between_gpus_without_one(transport):
+    assert fields_of(make(rollout__transport=transport)) == ["--rollout.transport"]
 
 
 def test_kernels_and_storage_that_cannot_be():

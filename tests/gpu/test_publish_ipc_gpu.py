@@ -1,0 +1,87 @@
+"""Direct publications over CUDA IPC on one GPU, colocated and with CUDA graphs, against an engine that reloads.
+
+Two engines hold the same weights all the time: one gets them from shard to shard, written into the memory that its
+captured graphs read; the other by way of a file and vLLM's own loaders. Run with -s for seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import ParallelConfig, RunConfig
+from megatron_fp8rl.rollout.fleet import Fleet
+from tests.e2e.engine_weights import write_hf_dir
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+PROMPTS = [list(range(20, 20 + n)) for n in (5, 17, 24)]
+NUM_UPDATES = 5
+SAME_LOGPROB = 1e-6  # the same kernels on the same bytes in the same batches
+
+
+def _cfg(kind: str, how: str) -> RunConfig:
+    from model_configs import tiny
+
+    cfg = {"dense": tiny.tiny_qwen3, "moe": tiny.tiny_qwen3_moe}[kind]()
+    model = replace(cfg.model, hidden_size=512, head_dim=128, max_position_embeddings=512)
+    rollout = replace(
+        cfg.rollout, max_prompt_tokens=64, max_completion_tokens=32, max_num_sequences=8, enforce_eager=False,
+        torch_compile=False, kv_cache_bytes=256 << 20, gpu_memory_utilization=0.2, start_deadline_s=120.0,
+        request_deadline_s=30.0, update_deadline_s=60.0, bucket_bytes=1 << 20,
+        transport="ipc" if how == "direct" else "shm", weight_update=how,
+    )  # fmt: skip
+    return replace(cfg, name=f"publish_{kind}_{how}", model=model, rollout=rollout)
+
+
+def _sample(fleet: Fleet) -> list:
+    client = fleet.clients[0]
+    how = replace(client.sampling, max_tokens=16, stop_token_ids=(), temperature=1.0)
+
+    async def all_prompts() -> list:
+        return [(await client.generate(prompt, 1, 7 + i, sampling=how))[0] for i, prompt in enumerate(PROMPTS)]
+
+    return fleet.sync(all_prompts(), 60.0)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_direct_updates_equal_reloads(kind, tmp_path):
+    from benchmarks.light_policy import light_policy
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.weights.export import WeightExporter
+
+    started = time.monotonic()
+    parallel = Parallel.init(ParallelConfig())
+    fleets, exporters = [], []
+    try:
+        for how in ("direct", "reload"):
+            cfg = _cfg(kind, how)
+            hf_dir = write_hf_dir(cfg, tmp_path / f"hf_{how}")
+            fleets.append(Fleet.start(cfg, hf_dir, tmp_path / f"run_{how}", wait=False))
+        policy = light_policy(fleets[0].cfg, parallel)
+        for fleet in fleets:
+            fleet.wait_until_ready()
+            exporters.append(WeightExporter(policy, fleet, fleet.cfg))
+        print(f"\n{kind}: engines after {time.monotonic() - started:.1f} s")
+        seen = []
+        for version in range(1, NUM_UPDATES + 1):
+            reports = [exporter.publish(version) for exporter in exporters]
+            assert reports[0].checksum == reports[1].checksum
+            direct, reload = (_sample(fleet) for fleet in fleets)
+            for a, b in zip(direct, reload, strict=True):
+                assert a.token_ids == b.token_ids and a.version_spans == ((0, version),)
+                pairs = zip(a.rollout_logprobs, b.rollout_logprobs, strict=True)
+                assert max(abs(x - y) for x, y in pairs) <= SAME_LOGPROB
+            seen.append(direct[2].rollout_logprobs)
+            print(f"  {version}: {reports[0]}")
+            torch._foreach_mul_(list(policy.tensors.values()), -0.93)
+        assert len(set(seen)) == NUM_UPDATES, "every publication changed what is sampled"
+    finally:
+        for exporter in exporters:
+            exporter.close()
+        for fleet in fleets:
+            fleet.shutdown()
+        parallel.close()

@@ -1,0 +1,68 @@
+"""The GPU's sums of parts are those of the definition, here in Triton's interpreter: ragged ends, pitches, both widths."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_fp8rl.weights.partial import PartialSums
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+def test_in_the_interpreter():
+    """Triton reads the variable when it is imported, so that the tests below need a process of their own."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def places() -> list[tuple[torch.Tensor, tuple[int, int, int]]]:
+    """Parts of one buffer, as they lie in a message: 64-byte steps, tensors that end anywhere."""
+    buffer = torch.randint(0, 256, (1 << 18,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found, start = [], 0
+    for num_bytes, dtype, layout in (
+        (128 * 1024, torch.float8_e4m3fn, (5, 16, 48)),
+        (64 * 3 * 8, torch.bfloat16, (1000, 192, 192)),
+        (26, torch.bfloat16, (0, 4, 4)),
+        (4 * 15, torch.float32, (2, 3, 7)),
+        (4 * 3001, torch.float32, (0, 3001, 3001)),
+        (8, torch.bfloat16, ((1 << 40), 1, 1)),
+    ):
+        found.append((buffer[start : start + num_bytes].view(dtype), layout))
+        start += -(-num_bytes // 64) * 64
+    return found
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+def test_kernel_equals_definition():
+    from megatron_fp8rl.weights import partial
+
+    parts = places()
+    expected = PartialSums(parts)().clone()
+    sums = torch.zeros_like(expected)
+    for launch in partial._prepare(parts):
+        launch(sums)
+    assert sums.tolist() == expected.tolist()
+    assert len(set(sums.tolist())) == len(parts)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_same_on_cuda():
+    parts = places()
+    storage = parts[0][0].untyped_storage()
+    moved = torch.empty(0, dtype=torch.uint8).set_(storage).cuda()
+    on_gpu = []
+    for tensor, layout in parts:
+        start = tensor.storage_offset() * tensor.element_size()
+        num_bytes = tensor.numel() * tensor.element_size()
+        on_gpu.append((moved[start : start + num_bytes].view(tensor.dtype), layout))
+    assert PartialSums(on_gpu)().tolist() == PartialSums(parts)().tolist()
