@@ -47,7 +47,7 @@ FAMILY_FP8 = 0.1
 # Transformer Engine against the emulation, signal over error in decibels: the same FP8 numbers, float32 sums in another
 # order and with the tensor cores' own truncation, rounded to BF16 (2^-9 relative, 55 dB).
 TE_DECIBELS = 45.0
-# FP32 block scales: x * (448 / amax) there, x / (amax / 448) here; one number in some hundreds is rounded the other way.
+# FP32 scales: x * (448 / amax) there, x / (amax / 448) here; one number in some hundreds is rounded the other way.
 TE_DECIBELS_FP32_SCALES = 35.0
 # Losses, of terms near 1 that cancel, of a tiny policy on two sets of FP8 kernels. At equal weights float32 sums in
 # another order move a number to the next FP8 one (6 %) here and there. After an update weights differ by a thousandth of

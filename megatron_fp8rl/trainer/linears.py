@@ -30,7 +30,11 @@ from megatron_fp8rl.trainer.weight_cache import WeightCache
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with float32 statistics, rounded once to the type of the input."""
+    """Root-mean-square norm with float32 statistics, rounded to the type of the input before the weight multiplies it.
+
+    Rounding once would be a little more exact, but engines and the published models round here too, and the policy that
+    trains has to be the one that samples.
+    """
 
     kernels: Kernels = "emulated"
 
@@ -46,7 +50,7 @@ class RMSNorm(nn.Module):
             from megatron_fp8rl.trainer.te_norm import te_rms_norm
 
             return te_rms_norm(x, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 
 def current_device() -> torch.device:

@@ -1,7 +1,8 @@
-"""RMSNorm on Transformer Engine's kernel: float32 statistics and one rounding, as ``linears.RMSNorm`` on a CPU."""
+"""RMSNorm on Transformer Engine's kernel, rounded as ``linears.RMSNorm`` on a CPU."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,13 +12,19 @@ from torch import Tensor
 from transformer_engine.pytorch.constants import TE_DType
 
 
+@functools.lru_cache(maxsize=64)
+def _ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.ones(size, dtype=dtype, device=device)
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x_TH = x.reshape(-1, x.shape[-1]).contiguous()
-        y, _, rsigma_T = tex.rmsnorm_fwd(x_TH, weight, eps, None, None, TE_DType[x.dtype], 0, False)
+        ones_H = _ones(weight.numel(), weight.dtype, weight.device)
+        y, _, rsigma_T = tex.rmsnorm_fwd(x_TH, ones_H, eps, None, None, TE_DType[x.dtype], 0, False)
         ctx.save_for_backward(x_TH, weight, rsigma_T)
-        return y.view(x.shape)
+        return y.mul_(weight).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
@@ -27,5 +34,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def te_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] over the root mean square of its last axis, times weight [H], in the type of x."""
+    """x [..., H] over the root mean square of its last axis, in the type of x, times weight [H].
+
+    Gradients pass the rounding in between unchanged.
+    """
     return _RmsNorm.apply(x, weight, eps)

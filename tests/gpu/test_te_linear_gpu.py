@@ -99,7 +99,9 @@ def test_forward_and_gradients(name, shape):
         for what, a, b, c in zip(("y", "dx", "dW"), ours, theirs, against_emulation)
     )
     print(f"\nTE {name:16s} {shape:8s} dB: {shown}")
-    limit = TE_DECIBELS_FP32_SCALES if name == "blockwise fp32" else TE_DECIBELS
+    # Under delayed scaling both ends are handed the same scale; here each computes its own.
+    own_scales = name == "blockwise fp32" or name.startswith("tensorwise")
+    limit = TE_DECIBELS_FP32_SCALES if own_scales else TE_DECIBELS
     assert min(against_emulation) > limit
     assert max(abs(a - b) for a, b in zip(ours, theirs)) < 0.5
 
@@ -196,14 +198,14 @@ def test_delayed_scaling_over_steps():
 
 
 @pytest.mark.parametrize("shape", [(37, 4096), (4, 5, 8, 128), (1000, 96)])
-def test_the_norm_rounds_once(shape):
+def test_the_norm_rounds_before_the_weight(shape):
     from megatron_fp8rl.trainer.te_norm import te_rms_norm
 
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(shape, generator=generator, device="cuda").bfloat16().requires_grad_()
     weight = (1 + torch.randn(shape[-1], generator=generator, device="cuda") / 4).bfloat16().requires_grad_()
     grad = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-    plain = torch.nn.functional.rms_norm(x.float(), weight.shape, weight.float(), 1e-6).to(x.dtype)
+    plain = torch.nn.functional.rms_norm(x.float(), weight.shape, eps=1e-6).to(x.dtype) * weight
     found = te_rms_norm(x, weight, 1e-6)
     equal = (found == plain).float().mean().item()
     ours = torch.autograd.grad(found, [x, weight], grad)
