@@ -7,14 +7,15 @@ are neighbours at both ends, as the stacked experts of a layer are, make one cop
 launches.
 
 What an engine computes from its weights is refreshed after an update: the dequantized weights of the CPU kernels, and
-the two factors of latent attention, in place (vLLM would bind new tensors, which captured graphs do not read). An
-engine that slept at level 2 has lost both, and all weights; a publication brings back everything that has a name in
+the two factors of latent attention, in place (vLLM would bind new tensors, which captured graphs do not read). After a
+reload the kernels of FP8 experts are led back to the scales that their layer holds. An engine that slept at level 2 has lost both, and all weights; a publication brings back everything that has a name in
 the checkpoint. Rotary caches and attention scales are buffers, which vLLM saves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ class DerivedTensors:
         self._dequantized = [m for m in model.modules() if any(hasattr(m, name) for name in dequantized)]
         self._latent = [m for m in model.modules() if isinstance(getattr(m, _LATENT_FACTORS[0], None), Tensor)]
         self._factors = [{name: getattr(m, name) for name in _LATENT_FACTORS} for m in self._latent]
+        self._experts = [m for m in model.modules() if hasattr(m, "w13_weight_scale_inv")]
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -84,10 +86,32 @@ class DerivedTensors:
 
     @torch.no_grad()
     def keep_in_place(self) -> None:
-        """Move new factors of latent attention into the tensors that captured graphs read."""
+        """Move what vLLM has bound anew back into the tensors that captured graphs read.
+
+        Its reload leaves the kernels of FP8 experts with scales of a copy of the layer: right after it they have the
+        same values, but a direct update would not reach them (vLLM 0.25.1; drop this when it keeps them).
+        """
+        for module in self._experts:
+            config = getattr(module.quant_method, "moe_quant_config", None)
+            if config is not None:
+                _share_scale(config._w1, module.w13_weight_scale_inv)
+                _share_scale(config._w2, module.w2_weight_scale_inv)
         for module, factors in zip(self._latent, self._factors):
             for name, tensor in factors.items():
                 new = getattr(module, name)
                 if new is not tensor:
                     tensor.copy_(new)
                     setattr(module, name, tensor)
+
+
+def _share_scale(description: Any, held: Tensor) -> None:
+    """Have a kernel's description read the scales that the layer holds."""
+    scale = description.scale
+    if not isinstance(scale, Tensor) or scale.data_ptr() == held.data_ptr():
+        return
+    if scale.shape != held.shape or scale.dtype != held.dtype or scale.stride() != held.stride():
+        raise UnwritableKernel(
+            f"scales of experts: the kernel reads {scale.dtype} {list(scale.shape)}, the layer holds {held.dtype} "
+            f"{list(held.shape)}; choose rollout.weight_update reload, or another rollout.moe_backend"
+        )
+    description.scale = held

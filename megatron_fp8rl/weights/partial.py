@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_fp8rl.weights.digest import sum_words
 
-_CHUNK_WORDS = 1 << 13  # of one program on a GPU
+_CHUNK_WORDS = 1 << 12  # of one program on a GPU
 
 
 def widened(tensor: Tensor) -> Tensor:
