@@ -148,7 +148,7 @@ def test_speed(capsys):
             ("16384^2", [large], ([large_data], [large_scale])),
         ):
             moved = 3 * sum(w.numel() for w in weights)
-            speed = moved / seconds(lambda: kernels.quantize_weights_into(weights, *outs, scales))
+            speed = moved / seconds(kernels.prepare_weights_into(weights, *outs, scales))
             speeds[f"quantize {name}, {scales}"] = speed
     held = [*experts, large]
     speeds["digest"] = sum(t.nbytes for t in held) / seconds(lambda: digest.digests(held))
