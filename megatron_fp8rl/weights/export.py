@@ -103,7 +103,8 @@ class WeightExporter:
         self._previous: Expected | None = None
         self._num_publications = 0
         on_gpu, one_host = parallel.device.type == "cuda", _one_host(parallel.world_size)
-        kind = resolve(cfg.rollout.transport, on_gpu=on_gpu, one_host=one_host)
+        colocated = cfg.rollout.placement == "colocated"
+        kind = resolve(cfg.rollout.transport, on_gpu=on_gpu, one_host=one_host, colocated=colocated)
         together(lambda: self._set_up(fleet, kind), self._group)
         self._shards: ShardSender | None = None
         if kind == "ipc" and not one_host:

@@ -294,10 +294,12 @@ class _Named:
                 raise TransportError(f"{self._what}: {error}") from error
 
 
-def resolve(kind: str, *, on_gpu: bool, one_host: bool) -> str:
+def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:
     """What ``rollout.transport`` auto means here; other values mean themselves."""
     if kind != "auto":
         return kind
     if not on_gpu:
         return "shm" if one_host else "gloo"
-    return "ipc" if one_host else "nccl"
+    if one_host:
+        return "ipc"
+    return "gloo" if colocated else "nccl"  # NCCL does not take two processes on one GPU

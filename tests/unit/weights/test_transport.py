@@ -234,3 +234,21 @@ def test_gloo_names_a_worker_that_never_joins(monkeypatch):
     with pytest.raises(TransportError, match="not all 1 engine workers joined"):
         transport.connect()
     transport.close()
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "one_host", "colocated", "kind"),
+    [
+        (False, True, True, "shm"),
+        (False, False, True, "gloo"),
+        (True, True, True, "ipc"),
+        (True, True, False, "ipc"),
+        (True, False, False, "nccl"),
+        (True, False, True, "gloo"),
+    ],
+)
+def test_what_auto_means(on_gpu, one_host, colocated, kind):
+    from megatron_fp8rl.weights.shards import resolve
+
+    assert resolve("auto", on_gpu=on_gpu, one_host=one_host, colocated=colocated) == kind
+    assert resolve("nccl", on_gpu=on_gpu, one_host=one_host, colocated=colocated) == "nccl"
