@@ -54,6 +54,22 @@ def test_kernel_equals_definition():
     assert len(set(sums.tolist())) == len(parts)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels do not compile")
+@pytest.mark.parametrize("narrow", [False, True])
+def test_kernel_compiles_for_hopper_without_one(narrow):
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from megatron_fp8rl.weights import partial, partial_kernel
+
+    constants = {"NARROW": narrow, "CHUNK": partial._CHUNK_WORDS}
+    signature = {"table": "*i64", "of_chunk": "*i32", "sums": "*i64"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(partial_kernel._add_sums, signature, constants, {})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    assert "add.u64" in ptx and "st.local" not in ptx  # one atomic; no register spills
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_same_on_cuda():
