@@ -1,0 +1,40 @@
+"""From shard to shard over HTTP to an engine of two workers: one request for a publication, each worker its slices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from engine_weights import write_hf_dir
+from inprocess import policy_of, random_weights, set_weights
+
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weights.export import WeightExporter
+
+PROMPT = list(range(20, 40))
+
+
+def sample(fleet: Fleet):
+    client = fleet.clients[0]
+    sampling = replace(client.sampling, max_tokens=8, stop_token_ids=())
+    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=sampling), 60.0)
+    return completion
+
+
+def test_two_workers_get_their_slices(engine_cfg, tmp_path):
+    rollout = replace(engine_cfg.rollout, tensor=2, bucket_bytes=200_000, record_routed_experts=False)
+    cfg = replace(engine_cfg, rollout=rollout)
+    weights = [random_weights(cfg, seed) for seed in (1, 2)]
+    seen = {}
+    with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
+        for transport in ("ipc", "shm"):
+            chosen = replace(cfg, rollout=replace(cfg.rollout, transport=transport))
+            policy = policy_of(chosen, weights[0])
+            exporter = WeightExporter(policy, fleet, chosen)
+            for version, index in ((1, 0), (2, 1), (3, 0)):
+                set_weights(policy, weights[index])
+                report = exporter.publish(version)
+                seen[transport, version] = report.checksum, sample(fleet).rollout_logprobs
+            exporter.close()
+    assert seen["ipc", 1] == seen["ipc", 3] == seen["shm", 1]
+    assert seen["ipc", 2] == seen["shm", 2] != seen["ipc", 1]
+    assert 0 < report.load_s < report.seconds
