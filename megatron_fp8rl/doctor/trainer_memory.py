@@ -11,12 +11,16 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
                                                                           update (is_first_microbatch)
     activations   see ``activations.py``, times the microbatches in       Narayanan et al., arXiv:2104.04473, 2.2
                   flight: 1F1B: stages behind this one, and itself;
-                  interleaved: 2 (stages behind) + (v - 1) p + 1 chunks
-    logits        10 bytes per logit of a chunk (FP32 twice, BF16 once),  ``trainer/logprobs.py``
-                  and the head's gradient in FP32 and BF16
+                  interleaved: 2 (stages behind) + (v - 1) p + 1 chunks;
+                  on the last stage also the inputs of the last norm
+                  and of the head
+    logits        the head's gradient in FP32 and, at once, two FP32      ``trainer/logprobs.py``
+                  chunks of logits, or one BF16 chunk and the gradient
+                  that it gives
 
 With FP32 parameters weights take 4 bytes and the optimizer 8. Temporaries of the head and of one layer's backward pass
-do not occur at once; the larger counts.
+do not occur at once; the larger counts. The row-wise FP8 copies live from the first forward pass after an update to the
+next update, the column-wise ones from the first backward pass on; the peak of an update of two microbatches has both.
 """
 
 from __future__ import annotations
@@ -100,7 +104,7 @@ def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbala
     layers = [layer_bytes(cfg, layer, tokens) for layer in held]
     parts = (
         *_states(cfg, gpu, on_trainer_rank(cfg, stage)),
-        _activations(cfg, layers, stage),
+        _activations(cfg, layers, tokens, stage),
         _temporaries(cfg, layers, tokens, stage),
         _overhead(cfg, tokens),
     )
@@ -143,14 +147,15 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def _activations(cfg: RunConfig, layers: list[LayerBytes], stage: int) -> Part:
+def _activations(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int) -> Part:
     mean = sum(layer.kept for layer in layers) / len(layers)
     in_flight = layers_in_flight(cfg, stage, len(layers))
-    return Part(
-        name="activations",
-        num_bytes=int(mean * in_flight),
-        formula=f"{in_flight:g} layers in flight x {mean / 2**20:.0f} MiB (recompute {cfg.optim.recompute})",
-    )
+    shown = f"{in_flight:g} layers in flight x {mean / 2**20:.0f} MiB (recompute {cfg.optim.recompute})"
+    behind = 0.0
+    if stage == cfg.parallel.pipeline - 1:
+        behind = (tokens.sequence + tokens.context) * cfg.model.hidden_size * Bytes.of(cfg).weight
+        shown += f", last norm and head {behind / 2**20:.0f} MiB"
+    return Part(name="activations", num_bytes=int(mean * in_flight + behind), formula=shown)
 
 
 def _temporaries(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int) -> Part:
@@ -163,18 +168,19 @@ def _temporaries(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage
 
 
 def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
-    """Temporaries of log-probabilities: see ``trainer/logprobs.py``.
+    """Temporaries of the backward pass of log-probabilities: see ``trainer/logprobs.py``.
 
-    Two FP32 chunks of logits and one in BF16; the gradient of the head's shard, summed over chunks in FP32 with one
-    BF16 product at a time, or BF16 alone when one chunk holds all tokens; hidden states of all tokens and their
-    gradient.
+    Gradients of the head's shard, summed over chunks in FP32, or in the parameters' type when one chunk holds all
+    tokens, and of the hidden states. Beside them, a chunk at a time, FP32 logits and their gradient; then that gradient
+    in the parameters' type and its product with the hidden states; at the end the head's gradient in that type.
     """
     rows = padded_vocab_size(cfg.model, cfg.parallel.tensor) / cfg.parallel.tensor
     chunk = min(cfg.optim.logprob_chunk_tokens, tokens.context)
-    element = 2 if cfg.precision.params == "bf16" else 4
-    logits = chunk * rows * (4 + 4 + element)
-    gradient = rows * cfg.model.hidden_size * (element + (4 if chunk < tokens.context else element))
-    return logits + gradient + 2 * tokens.context * cfg.model.hidden_size * element
+    element = Bytes.of(cfg).weight
+    logits, head = chunk * rows, rows * cfg.model.hidden_size
+    summed = head * (4 if chunk < tokens.context else element)
+    widest = max(logits * (4 + 4), (logits + head) * element)
+    return summed + widest + tokens.context * cfg.model.hidden_size * element
 
 
 def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:

@@ -100,10 +100,8 @@ def test_activations_of_a_bf16_layer():
     """Bytes per token, all tensors listed by hand: h 512, q 512, kv 256, f 1024."""
     cfg = run(precision=BF16)
     stream = 2 * 512 * 2  # inputs of two norms
-    attention = (
-        512 * 2 + (512 + 256 + 256) * 2 + (512 + 256) * 2 + 512 * 2 + 8 * 4
-    )  # normed, qkv, rotated, output, sums
-    feed_forward = 512 * 2 + 2048 * 2 + 1024 * 2
+    attention = 512 * 2 + (512 + 256 + 256) * 2 + 512 * 2 + 8 * 4  # normed; rotated q and k, v; output, sums
+    feed_forward = 512 * 2 + 4 * 1024 * 2 + 1024 * 2  # normed; gate, up, silu(gate), up + 0; their product
     found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
     assert found.kept == 4096 * (stream + attention + feed_forward)
     assert found.recomputed == 0
@@ -114,10 +112,17 @@ def test_activations_of_an_fp8_layer():
     cfg = run()
     fp8 = 1 + 4 / 128
     stream = 2 * 512 * 2
-    attention = 512 * fp8 + 1024 * 2 + 768 * 2 + 512 * 2 + 8 * 4 + 512 * fp8
-    feed_forward = 512 * fp8 + 2048 * 2 + 1024 * fp8
+    attention = 512 * fp8 + 1024 * 2 + 512 * 2 + 8 * 4 + 512 * fp8
+    feed_forward = 512 * fp8 + 4096 * 2 + 1024 * fp8
     found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
     assert found.kept == 4096 * (stream + attention + feed_forward)
+
+
+def test_norms_of_queries_and_keys_keep_their_inputs():
+    plain, normed = (
+        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)).kept for cfg in (run(), run(replace(DENSE, qk_norm=True)))
+    )
+    assert normed - plain == 4096 * (512 + 256) * 2
 
 
 def test_tensor_parallelism_divides_all_but_the_small_parts():
@@ -134,11 +139,21 @@ def test_full_recompute_keeps_the_input_of_a_layer():
     assert found.kept + found.recomputed == layer_bytes(run(), 0, Tokens.of(cfg, 1.0)).kept
 
 
-def test_selective_recompute_frees_what_it_names():
-    cfg = run(precision=BF16, optim__recompute="selective", optim__recompute_modules=("core_attn", "mlp"))
+def test_selective_recompute_of_the_mlp_keeps_its_input():
+    cfg = run(precision=BF16, optim__recompute="selective", optim__recompute_modules=("mlp",))
     found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
-    # BF16: the projection keeps the attention's output, so that only the log-sums go; of the MLP, everything.
-    assert found.recomputed == 4096 * (8 * 4 + 512 * 2 + 2048 * 2 + 1024 * 2)
+    whole = layer_bytes(run(precision=BF16), 0, Tokens.of(cfg, 1.0)).kept
+    inside = 4096 * (512 * 2 + 5 * 1024 * 2)
+    assert (found.recomputed, found.kept) == (inside, whole - inside + 4096 * 512 * 2)
+
+
+def test_selective_recompute_of_core_attention_keeps_the_whole_projection():
+    """Without it rotated q and k and a copy of v are kept, 1024 wide; with it q, and what k and v are views of."""
+    cfg = run(optim__recompute="selective", optim__recompute_modules=("core_attn",))
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    whole = layer_bytes(run(), 0, Tokens.of(cfg, 1.0)).kept
+    assert found.recomputed == 4096 * (1024 * 2 + 8 * 4 + 512 * 2)
+    assert found.kept - (whole - found.recomputed) == 4096 * (512 + 1024) * 2
 
 
 def test_experts_keep_every_copy_of_a_token():
@@ -149,7 +164,14 @@ def test_experts_keep_every_copy_of_a_token():
     cfg = run(model, BF16, optim__recompute="selective", optim__recompute_modules=("moe",))
     found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5))
     copies = 4096 * 2 * 1.5
-    assert found.recomputed == 4096 * 8 * 9 + copies * (512 * 4 + 512 * 2 + 256 * 2)
+    assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * 4 + 4 * 256 * 2)
+    assert found.workspace == copies * 512 * 3 * 4 + 2 * 4096 * 512 * 2
+
+
+def test_the_last_stage_keeps_inputs_of_the_last_norm_and_of_the_head():
+    one = run(parallel=ParallelConfig(world_size=2, pipeline=2))
+    first, last = (trainer_memory.estimate_stage(one, H200, H200.memory_bytes, 1.0, stage) for stage in (0, 1))
+    assert last.part("activations").num_bytes == first.part("activations").num_bytes // 2 + 2 * 4096 * 512 * 2
 
 
 @pytest.mark.parametrize(
@@ -164,10 +186,17 @@ def test_microbatches_in_flight(stage, virtual, layers, expected):
     assert trainer_memory.layers_in_flight(cfg, stage, layers) == expected
 
 
-def test_logits_follow_the_code_that_makes_them():
-    cfg = run(precision=BF16, optim__logprob_chunk_tokens=1024)
-    expected = 1024 * 1024 * 10 + 1024 * 512 * (2 + 4) + 2 * 4096 * 512 * 2
-    assert trainer_memory.head_bytes(cfg, Tokens.of(cfg, 1.0)) == expected
+@pytest.mark.parametrize(
+    ("chunk", "expected"),
+    [
+        (1024, 4 * 1024 * 512 + 8 * 1024 * 1024),  # the head's gradient in FP32; logits and their gradient
+        (128, 4 * 1024 * 512 + 2 * 128 * 1024 + 2 * 1024 * 512),  # a narrow chunk: its share of the head's gradient
+        (4096, 2 * 1024 * 512 + 8 * 4096 * 1024),  # one chunk: nothing is summed
+    ],
+)
+def test_logits_follow_the_code_that_makes_them(chunk, expected):
+    cfg = run(precision=BF16, optim__logprob_chunk_tokens=chunk)
+    assert trainer_memory.head_bytes(cfg, Tokens.of(cfg, 1.0)) == expected + 4096 * 512 * 2
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])

@@ -1,0 +1,329 @@
+"""How much memory an update of the trainer takes on one GPU, part by part, next to what doctor predicts.
+
+    python -m benchmarks.memory
+    python -m benchmarks.memory --model qwen3_8b --layers 4 --recompute none full
+    python -m benchmarks.memory --quick
+
+A policy with the matrices of a real model, fewer layers and random weights computes the log-probabilities of a batch of
+two full microbatches and is updated with it twice. The second update is measured: by then Adam has its moments, and the
+second microbatch finds both FP8 copies of every weight. Predictions are ``doctor.trainer_memory.worst_rank``'s, as
+``megatron_fp8rl doctor`` shows them. Without a GPU predictions alone are printed, and the exit status is 2.
+
+What is measured, and what it is compared with:
+
+    weights, gradients     Megatron-Core's buffers
+    optimizer states       what else stays allocated after an update
+    FP8 copies             what dropping the copies frees, between the backward pass and the optimizer
+    activations            allocated when the loss is computed, less all of the above
+    temporaries            the peak of forward and backward pass, less all of the above
+    communication, CUDA    used on the device, less what PyTorch reserved
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.results import FOLDER, Results, Row, num_gpus
+from benchmarks.synthetic import Language
+from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.doctor import trainer_memory
+from megatron_fp8rl.doctor.hardware import GIB, GPUS, Gpu
+from megatron_fp8rl.doctor.memory import TIGHT, Estimate
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+    from megatron_fp8rl.types import TrainBatch
+
+KEYS = ("model", "layers", "tokens", "precision", "recompute", "device")
+PARTS = (
+    *("weights", "gradients", "optimizer states", "FP8 copies"),
+    *("activations", "temporaries", "communication, CUDA"),
+)
+_SHAPES = {"qwen3_8b": (8, 16384), "qwen3_30b_a3b": (3, 8192)}  # (layers, tokens of a microbatch)
+_MICROBATCHES = 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One policy to measure."""
+
+    model: str
+    layers: int
+    tokens: int  # of a microbatch
+    precision: str
+    recompute: str
+
+    def run_config(self) -> RunConfig:
+        """The run of this cell on one rank. Selective recompute is of the feed-forward part, which keeps the most."""
+        model = model_of(self.model, self.layers)
+        precision = PrecisionConfig(trainer=self.precision, rollout="bf16")
+        modules = ("moe",) if model.is_moe else ("mlp",)
+        return RunConfig(
+            name="memory",
+            model=model,
+            precision=precision,
+            optim=OptimConfig(recompute=self.recompute, recompute_modules=modules),
+            rollout=RolloutConfig(
+                prompts_per_step=_MICROBATCHES * self.tokens // self.length // 2,
+                completions_per_prompt=2,
+                max_prompt_tokens=1,
+                max_completion_tokens=self.length - 1,
+                max_tokens_per_microbatch=self.tokens,
+            ),
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens of every sequence, so that microbatches are full."""
+        return min(2048, self.tokens)
+
+
+class Meter:
+    """Bytes of this process on the current GPU."""
+
+    def allocated(self) -> int:
+        import torch
+
+        return torch.cuda.memory_allocated()
+
+    def peak(self) -> int:
+        """The largest :meth:`allocated` since :meth:`reset`."""
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+
+    def reset(self) -> None:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+    def outside(self) -> int:
+        """Used on the device and not by PyTorch's allocator: the CUDA context, modules, communication."""
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+
+def plan_cells(options: argparse.Namespace) -> Iterator[Cell]:
+    for name in options.model:
+        layers, tokens = _SHAPES.get(name, (2, 1024))
+        for precision in options.precision:
+            for recompute in options.recompute:
+                if precision == "bf16" and recompute != "none" and not options.all:
+                    continue
+                yield Cell(name, options.layers or layers, options.tokens or tokens, precision, recompute)
+
+
+def predict(cfg: RunConfig, gpu: Gpu, capacity_bytes: int) -> Estimate:
+    """What doctor says about the only rank of ``cfg``."""
+    return trainer_memory.worst_rank(cfg, gpu, capacity_bytes)
+
+
+def build(cfg: RunConfig, parallel: Parallel) -> Policy:
+    """A policy as :meth:`Policy.build` makes it, with weights drawn on the device: a host takes minutes for them."""
+    import torch
+
+    from megatron_fp8rl.trainer.model import build_chunks, named_global_parameters
+    from megatron_fp8rl.trainer.optimizer import Optimizer, wrap_chunks
+    from megatron_fp8rl.trainer.policy import Policy
+
+    models = build_chunks(replace(cfg, model=replace(cfg.model, hf_path="drawn below")), parallel)
+    generator = torch.Generator(parallel.device).manual_seed(cfg.seed)
+    with torch.no_grad():
+        for _, parameter in named_global_parameters(models, parallel):
+            if parameter.ndim > 1:
+                parameter.normal_(std=cfg.model.initializer_range, generator=generator)
+            else:
+                parameter.fill_(1.0)
+    chunks = wrap_chunks(models, cfg)
+    optimizer = Optimizer(chunks, cfg, parallel)
+    return Policy(cfg=cfg, parallel=parallel, chunks=chunks, optimizer=optimizer, reference=None)
+
+
+def full_batch(cfg: RunConfig, cell: Cell) -> TrainBatch:
+    """Two microbatches of exactly the tokens that the estimate is for; raises ValueError when packing left a gap."""
+    count = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
+    (batch,) = batches(cfg, Language(cfg.model.vocab_size), 1, num_sequences=count, length=cell.length)
+    sizes = [mb.tokens_T.numel() for mb in batch.microbatches]
+    if sizes != [cell.tokens] * _MICROBATCHES:
+        raise ValueError(f"microbatches have {sizes} tokens, not {_MICROBATCHES} x {cell.tokens}; change --tokens")
+    return batch
+
+
+def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row:
+    """Bytes by part, and of the phases that doctor has no part for."""
+    before = meter.allocated()
+    batch = full_batch(cfg, cell)
+    policy = build(cfg, parallel)
+    built = meter.allocated() - before
+    meter.reset()
+    batch = policy.with_old_logprobs(batch)
+    logprobs_peak = meter.peak() - before
+    watch = _Watch(policy, meter)
+    watch.update(batch)
+    states = meter.allocated() - before
+    watch.update(batch)
+
+    buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+    # FP32 parameters have no buffer of their own where Megatron-Core leaves them in place.
+    weights = sum(b.param_data.nbytes for b in buffers if b.param_data is not None)
+    activations = watch.at_loss - watch.before_step
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer states": states - weights - gradients,
+        "FP8 copies": watch.fp8_copies,
+        "activations": activations,
+        "temporaries": watch.peak - watch.before_step - activations,
+        "communication, CUDA": meter.outside(),
+        "left": before,
+        "built": built,
+        "logprobs_peak": logprobs_peak,
+        "update_peak": watch.peak - before,
+        "step_peak": watch.step_peak - before,
+    }
+
+
+class _Watch:
+    """Reads the meter at the turning points of an update."""
+
+    def __init__(self, policy: Policy, meter: Meter):
+        self._policy, self._meter = policy, meter
+        self._step = policy.optimizer.step
+        policy.optimizer.step = self._observed_step
+        self.at_loss = self.peak = self.before_step = self.fp8_copies = self.step_peak = 0
+
+    def update(self, batch: TrainBatch) -> None:
+        self._meter.reset()
+        self._policy.update(batch, self._loss)
+
+    def _loss(self, *arguments):
+        from megatron_fp8rl.algo.loss import sft_loss
+
+        self.at_loss = self._meter.allocated()  # of the last microbatch, in the end
+        return sft_loss(*arguments)
+
+    def _observed_step(self, lr: float) -> float:
+        from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
+
+        self.peak, self.before_step = self._meter.peak(), self._meter.allocated()
+        forget_quantized_weights()  # as the step itself does, at its end
+        self.fp8_copies = self.before_step - self._meter.allocated()
+        self._meter.reset()
+        norm = self._step(lr)
+        self.step_peak = self._meter.peak()
+        return norm
+
+
+def compare(estimate: Estimate, measured: Mapping[str, int]) -> Row:
+    """GiB by part, [predicted, measured], and of the totals, with their ratio."""
+    row: Row = {name: [_gib(estimate.part(name).num_bytes), _gib(measured[name])] for name in PARTS}
+    total = max(measured["update_peak"], measured["step_peak"]) + measured["communication, CUDA"]
+    row["total"] = [_gib(estimate.total_bytes), _gib(total)]
+    row["ratio"] = round(estimate.total_bytes / total, 3)
+    for name in ("built", "logprobs_peak", "update_peak", "step_peak", "left"):
+        row[name] = _gib(measured[name])
+    return row
+
+
+def _gib(num_bytes: int) -> float:
+    return round(num_bytes / GIB, 3)
+
+
+def table(rows: Sequence[Row]) -> list[Row]:
+    """One line per policy; parts as 'predicted / measured'."""
+    found = []
+    for row in rows:
+        line: Row = {key: row[key] for key in KEYS[:-1]}
+        for name in (*PARTS, "total"):
+            line[name] = "{:.2f} / {:.2f}".format(*row[name])
+        found.append(line | {"predicted : measured": row["ratio"], "logprobs peak": row["logprobs_peak"]})
+    return found
+
+
+def write_section(rows: Sequence[Row]) -> None:
+    from benchmarks import record
+
+    notes = (
+        "GiB, doctor's prediction / measured, of the second update with two full microbatches on one rank. Random "
+        "weights. Selective recompute is of `mlp`, or `moe`. Total: the peak that PyTorch allocated, and what else the "
+        "process took; fragments that the allocator reserves are not in it. Logprobs peak: allocated in the pass "
+        "before the first update, without Adam's moments."
+    )
+    record.section("memory", "Memory of the trainer, predicted and measured", table(rows), notes=notes)
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.split("\n")[0])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(_SHAPES))
+    parser.add_argument("--layers", type=int, help=f"default by model: {_SHAPES}, with tokens")
+    parser.add_argument("--tokens", type=int, help="of a microbatch")
+    parser.add_argument("--precision", nargs="+", choices=["bf16", "blockwise", "delayed", "tensorwise"],
+                        default=["bf16", "blockwise"])  # fmt: skip
+    parser.add_argument("--recompute", nargs="+", choices=["none", "selective", "full"],
+                        default=["none", "selective", "full"])  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="recompute also in BF16")
+    parser.add_argument("--quick", action="store_true", help="one layer, FP8, no recompute; without a GPU: tiny models")
+    parser.add_argument("--results", type=Path, default=FOLDER / "memory.jsonl")
+    options = parser.parse_args(argv)
+    if options.quick:
+        options.layers, options.precision, options.recompute = 1, ["blockwise"], ["none"]
+        options.results = options.results.with_name("memory_quick.jsonl")  # no rows of the table
+        if not num_gpus():
+            options.model = ["tiny", "tiny_moe"]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    if not num_gpus():
+        for cell in plan_cells(options):
+            estimate = predict(cell.run_config(), GPUS["h200"], GPUS["h200"].memory_bytes)
+            shown = {part.name: _gib(part.num_bytes) for part in estimate.parts}
+            print("PREDICTED", json.dumps(asdict(cell) | shown | {"total": _gib(estimate.total_bytes)}), flush=True)
+        print("benchmarks.memory needs 1 GPU to measure; this machine has 0", file=sys.stderr)
+        return 2
+    results = Results(options.results, KEYS)
+    measure_all(list(plan_cells(options)), results)
+    if not options.quick:
+        write_section([row for row in results.rows() if "error" not in row])
+    return 0
+
+
+def measure_all(cells: Sequence[Cell], results: Results) -> None:
+    """One row for each cell; those that would not fit are named and left out."""
+    import torch
+
+    device = torch.cuda.get_device_name()
+    capacity = torch.cuda.get_device_properties(0).total_memory
+    gpu = next((gpu for name, gpu in GPUS.items() if name in device.lower()), GPUS["h200"])
+    with single_rank(cells[0].run_config()) as parallel:
+        for cell in cells:
+            cfg = cell.run_config()
+            estimate = predict(cfg, gpu, capacity)
+            if estimate.share > TIGHT:
+                print(f"SKIPPED {cell}: needs {estimate.total_bytes / GIB:.1f} GiB of {capacity / GIB:.1f}", flush=True)
+                continue
+            free_memory()
+            started = time.perf_counter()
+            row = asdict(cell) | {"device": device}
+            try:
+                row |= compare(estimate, measure(cell, cfg, parallel, Meter()))
+            except torch.cuda.OutOfMemoryError as error:
+                row |= {"error": str(error)[:300]}
+            results.add(row | {"seconds": round(time.perf_counter() - started, 1)})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
