@@ -185,7 +185,7 @@ def _prepared(members: list[tuple[Tensor, Tensor, Tensor]], scales: Scales) -> C
                 POW2=scales == "pow2",
                 ALIGNED=aligned,
                 HARDWARE=not _INTERPRETED,
-                num_warps=8,
+                num_warps=4 if scales == "pow2" else 16,  # the fastest of 4, 8 and 16 on an H200
             )
 
     return launch

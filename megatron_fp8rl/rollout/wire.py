@@ -79,6 +79,12 @@ class PlanInputs:
     def of(cls, cfg: RunConfig) -> PlanInputs:
         return cls(model=cfg.model, precision=cfg.precision, parallel=cfg.parallel, rollout=cfg.rollout)
 
+    @property
+    def loaders_requantize(self) -> bool:
+        """Whether vLLM's loaders on a GPU bring FP8 blocks into canonical form (``fp8.blockwise.canonical``)."""
+        is_deep_gemm = self.rollout.linear_backend in ("auto", "deep_gemm")
+        return self.rollout.weight_update == "reload" and self.precision.scales == "pow2" and is_deep_gemm
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

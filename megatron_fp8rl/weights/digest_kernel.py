@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 _WORD_BYTES = 8
-_TILE_WORDS: tl.constexpr = tl.constexpr(1024)
-_CHUNK_WORDS: tl.constexpr = tl.constexpr(16384)  # of one program: 128 KiB
+_TILE_WORDS: tl.constexpr = tl.constexpr(512)
+_CHUNK_WORDS: tl.constexpr = tl.constexpr(8192)  # of one program: 64 KiB
 
 # Of digest.py, where they are explained; a kernel reads no variables of another module.
 _GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)

@@ -96,6 +96,7 @@ class WeightExporter:
             rank=self.rank,
             group=self._group,
             device=parallel.device,
+            in_canonical_form=inputs.loaders_requantize and parallel.device.type == "cuda",
         )
         self._engines = None
         self._transport = transport

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.fp8.blockwise import Scales, quantize_weight
+from megatron_fp8rl.fp8.blockwise import Scales, canonical, quantize_weight
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.plan import ALIGNMENT_BYTES, Bucket, Plan, Source, Transfer, scale_range
 
@@ -102,7 +102,8 @@ class Gather:
     """The movement of one plan's tensors to rank 0.
 
     ``group`` is for small agreements on the CPU (None: one rank), ``device`` where parameters live: messages travel
-    over ``group`` from a CPU, over the default group from a GPU.
+    over ``group`` from a CPU, over the default group from a GPU. With ``in_canonical_form`` FP8 blocks travel in the form
+    that vLLM's loaders would give them.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Gather:
         rank: int,
         group: dist.ProcessGroup | None,
         device: torch.device,
+        in_canonical_form: bool = False,
     ):
         self.plan = plan
         self.model = model
@@ -123,6 +125,7 @@ class Gather:
         self.rank = rank
         self.group = group
         self.device = device
+        self._in_canonical_form = in_canonical_form
 
     def check(self) -> None:
         """Raise RuntimeError when this rank's model does not hold what the plan expects of it."""
@@ -152,6 +155,10 @@ class Gather:
         at_source = [i for i in parts if bucket.transfers[i].quantize == "at_source"]
         return pieces | self._quantize({i: parts[i] for i in at_source})
 
+    def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        found = quantize_weight(weight, self.scales)
+        return canonical(*found) if self._in_canonical_form else found
+
     def _quantize(self, parts: dict[int, Tensor]) -> dict[int, Piece]:
         """Quantize matrices, those of equal width in one call: whole blocks of rows can be stacked without mixing."""
         stacks: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -161,7 +168,7 @@ class Gather:
         pieces: dict[int, Piece] = {}
         for members in stacks.values():
             stacked = torch.cat([parts[i] for i in members]) if len(members) > 1 else parts[members[0]]
-            data, scale = quantize_weight(stacked, self.scales)
+            data, scale = self._quantized(stacked)
             rows = [parts[i].shape[0] for i in members]
             blocks = [-(-n // FP8_BLOCK) for n in rows]
             pieces |= dict(zip(members, zip(data.split(rows), scale.split(blocks))))
@@ -211,7 +218,7 @@ class Gather:
             target = tensors[transfer.name]
             if transfer.quantize == "gathered":
                 whole = torch.cat([part for part, _ in pieces[index]], dim=transfer.axis)
-                data, scale = quantize_weight(whole, self.scales)
+                data, scale = self._quantized(whole)
                 target.copy_(data)
                 tensors[transfer.scale_name].copy_(scale)
                 continue

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.fp8.blockwise import Scales, quantize_weight
+from megatron_fp8rl.fp8.blockwise import Scales, canonical, quantize_weight
 from megatron_fp8rl.rollout.copies import Copies
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.exchange import Gathering, Message, Part, Round
@@ -85,8 +85,8 @@ class RoundPacker:
         scales: Scales,
         rank: int,
         group: dist.ProcessGroup | None,
+        in_canonical_form: bool = False,
     ):
-        self._scales: Scales = scales
         self._messages = number.sent_by(rank)
         self._gatherings = [
             _Gather(gathering, holdings, rank, slot.device, group)
@@ -117,6 +117,7 @@ class RoundPacker:
                     copies += [(target.narrow(axis, a - part.start, b - a), view) for view, a, b in pieces]
         self._copy = Copies(copies)
         self._quantize = _prepared(quantizations, scales)
+        self._canonical = [outs for _, *outs in quantizations] if in_canonical_form else []
         self._sums = PartialSums([(tensor, part.words) for part, tensor in self._parts])
 
     def _quantizations(
@@ -155,6 +156,9 @@ class RoundPacker:
             target.copy_(view)
         self._copy()
         self._quantize()
+        for data, scale in self._canonical:
+            for target, source in zip((data, scale), canonical(data, scale)):
+                target.copy_(source)
         return self._sums().clone(), self._all_finite()
 
     def _all_finite(self) -> Tensor:

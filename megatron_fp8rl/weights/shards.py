@@ -168,6 +168,7 @@ class ShardSender:
                         scales=self.inputs.precision.scales,
                         rank=self.rank,
                         group=self._group,
+                        in_canonical_form=self.inputs.loaders_requantize and self._device.type == "cuda",
                     )
                     for i, number in enumerate(exchange.rounds)
                 ]

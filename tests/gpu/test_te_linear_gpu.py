@@ -212,7 +212,7 @@ def test_the_norm_rounds_before_the_weight(shape):
     theirs = torch.autograd.grad(plain, [x, weight], grad)
     print(f"\nTE norm {shape}: {equal:.2%} of the outputs equal")
     assert equal > 0.99
-    assert torch.allclose(found.float(), plain.float(), rtol=2**-7, atol=0)
+    assert torch.allclose(found.float(), plain.float(), rtol=2**-6, atol=0)  # two roundings
     for a, b in zip(ours, theirs):
         assert torch.allclose(a.float(), b.float(), rtol=2**-6, atol=2**-7 * float(b.abs().max()))
 

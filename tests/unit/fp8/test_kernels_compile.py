@@ -46,4 +46,4 @@ def test_the_digest_adds_in_64_bits():
     signature = {"table": "*i64", "tensor_of_chunk": "*i32", "totals": "*i64"}
     found = instructions(digest_kernel._add_chunks, signature, {}, num_warps=4)
     assert sum(found[name] for name in found if name.startswith("atom") and name.endswith("add.u64")) == 1
-    assert found["ld.global.b64"] == 3 + 8  # of the table, and 8 words a thread in each turn of the loop
+    assert found["ld.global.b64"] == 3 + 4  # of the table, and 4 words a thread in each turn of the loop
