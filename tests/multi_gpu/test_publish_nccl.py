@@ -2,7 +2,7 @@
 
 Trainer ranks have the first GPUs, engines of both kinds those behind them. For every layout three publications are
 proven by digest, the first of them against vLLM's own loaders; the log-probabilities after the last equal those after a
-reload of the same weights. Run with -s for the reports.
+reload of the same weights and a comparison with it, by way of files. Run with -s for the reports.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _compare(cfg: RunConfig, policy, fleet, layout, exporter_class) -> str:
         report = exporter.publish(version)
     exporter.close()
     direct = _sample(fleet) if fleet is not None else []
-    by_file = replace(cfg, rollout=replace(cfg.rollout, transport="shm", weight_update="reload"))
+    by_file = replace(cfg, rollout=replace(cfg.rollout, transport="shm"))  # reloads and compares first
     exporter = exporter_class(policy, fleet, by_file)
     expected = exporter.publish(4)
     exporter.close()
