@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from megatron_fp8rl.observe.operations import Difference
     from megatron_fp8rl.trainer.policy import Policy
 
+_EQUAL_DB = -999.0  # stands for minus infinity, which JSON does not have
+
 
 def run_config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
     """The configuration on one trainer rank and one eager engine."""
@@ -180,9 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             for kind in dict.fromkeys(row.name.rpartition(".")[2] for row in rows)
         },
         "tokens_with_other_experts": other_experts,
+        "device": _device_name(),
         "seconds": round(time.perf_counter() - started, 1),
     }
-    results = Results(options.results, ("config", "layers", "precision", "kv_cache", "kernels"))
+    results = Results(options.results, ("config", "layers", "precision", "kv_cache", "kernels", "device"))
     results.add(result)
     if num_gpus() and not options.damage:
         _record(results.rows(), table(rows))
@@ -200,7 +203,7 @@ def _record(results: Sequence[dict[str, Any]], newest: str) -> None:
             "bits first differ at": r["first_different"],
             "beyond BF16 rounding first at": r["first_beyond_rounding"] or "nowhere",
             "logits dB": r["logits_db"],
-            "largest own dB": ", ".join(f"{k} {v}" for k, v in sorted(r["worst_own_db"].items(), key=_largest)[:4]),
+            "largest own dB": ", ".join(_own_db(r["worst_own_db"])),
         }
         for r in results
     ]
@@ -217,8 +220,17 @@ def _finite(decibels: float) -> float:
     return round(max(decibels, -999.0), 1)
 
 
-def _largest(item: tuple[str, float]) -> float:
-    return -item[1]
+def _own_db(by_kind: dict[str, float], shown: int = 4) -> list[str]:
+    """The kinds of operations with the largest errors of their own, and that all others have none."""
+    inexact = sorted(((db, kind) for kind, db in by_kind.items() if db > _EQUAL_DB), reverse=True)
+    rest = ["all others bit-equal"] if len(inexact) < len(by_kind) else []
+    return [f"{kind} {db}" for db, kind in inexact[:shown]] + rest
+
+
+def _device_name() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

@@ -20,33 +20,38 @@ from typing import Any
 Row = dict[str, Any]
 
 FOLDER = Path("runs/benchmarks")
+KEPT = Path("docs/measured")  # rows behind the tables of docs/measured.md, part of the repository
 
 # Bytes per second of device memory, from the vendor's data sheets, by a word of the name that the driver reports.
 _PEAK_BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "B200": 8.0e12, "A100": 2.04e12}
 
 
 class Results:
-    """Rows in a file of JSON lines. ``keys`` are the fields that tell one measurement from another."""
+    """Rows in a file of JSON lines. ``keys`` are the fields that tell one measurement from another.
+
+    Rows that a GPU measured are kept in ``KEPT``, unless the file is not in ``FOLDER``, where all go by default.
+    """
 
     def __init__(self, path: Path | str, keys: Sequence[str]):
         self.path = Path(path)
+        self.kept = KEPT / self.path.name if self.path.parent == FOLDER else self.path
         self._keys = tuple(keys)
 
     def rows(self) -> list[Row]:
         """The newest row of each key, in the order in which the keys first came."""
-        if not self.path.exists():
-            return []
         newest: dict[tuple, Row] = {}
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            row = json.loads(line)
-            newest[self.key(row)] = row
+        for path in dict.fromkeys((self.kept, self.path)):
+            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+                row = json.loads(line)
+                newest[self.key(row)] = row
         return list(newest.values())
 
     def add(self, row: Row) -> None:
         """Append a row, and print it as ``RESULT {...}``."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        path = self.kept if "NVIDIA" in row.get("device", "") else self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(row)
-        with self.path.open("a", encoding="utf-8") as file:
+        with path.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
         print("RESULT", text, flush=True)
 
