@@ -21,5 +21,5 @@ demo:
 	@$(PYTHON) -m megatron_fp8rl demo --output_dir runs/demo $(ARGS)
 
 test:
-	@sh tools/bootstrap.sh test
+	@sh tools/bootstrap.sh test launch
 	@$(PYTHON) -m pytest $(ARGS)

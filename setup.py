@@ -22,7 +22,9 @@ setup(
     version=VERSION,
     description="FP8 reinforcement learning for dense and mixture-of-experts language models",
     python_requires=f"=={PINS['python']}.*",
-    packages=find_packages(include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools"]),
+    packages=find_packages(
+        include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools", "launch", "launch.*"]
+    ),
     install_requires=PINS["core"],
     extras_require={name: extra(name) for name in PINS["extras"]},
     entry_points={
