@@ -1,0 +1,143 @@
+"""Accuracy and pass@k of sampled completions, with intervals. Pure; numpy alone, no ranks.
+
+In: for each problem how many completions were sampled and how many passed. Out: estimates over the problems.
+
+pass@k is the chance that at least one of k completions passes. From n >= k completions of which c passed, the estimate
+without bias is the share of the k-subsets that hold a passing one, 1 - C(n - c, k) / C(n, k) (Chen et al.,
+arXiv:2107.03374, section 2.1). One minus (1 - c/n)^k, the obvious one, is too low.
+
+What an interval of 95 % covers is the choice of problems and the sampling of completions, not the choice of the
+environment. Completions of one problem resemble each other, so that they are never counted as independent trials:
+
+    accuracy   Wilson's interval of a proportion, over n / (1 + (m - 1) rho) trials, with m completions of each problem
+               and rho their correlation within a problem (the estimator of an analysis of variance)
+    pass@k     percentiles of the mean over problems that are drawn with replacement, from a fixed seed. Where all
+               problems agree on 0 or 1 redrawing says nothing, and Wilson's interval over the problems takes its place
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+CONFIDENCE = 0.95
+NUM_RESAMPLES = 10_000
+_Z = 1.959963984540054  # quantile (1 + CONFIDENCE) / 2 of the normal distribution
+_SEED = 20210707
+_RESAMPLES_AT_ONCE = 500  # bounds the memory of counts [resamples, problems]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A proportion and its interval of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
+    """Estimate without bias for one problem, from ``num_completions`` of which ``num_passed`` passed.
+
+    As a product of factors between 0 and 1, which neither overflows nor cancels as quotients of binomials do.
+    Raises ValueError when k is not in 1..num_completions, or the numbers are no counts.
+    """
+    if not 0 <= num_passed <= num_completions:
+        raise ValueError(f"{num_passed} of {num_completions} completions passed: not a count")
+    if not 1 <= k <= num_completions:
+        raise ValueError(f"pass@{k} needs at least {max(k, 1)} completions of a problem, and k >= 1; there are {num_completions}")
+    none_passes = 1.0
+    for i in range(num_completions - num_passed + 1, num_completions + 1):
+        none_passes *= max(0.0, 1.0 - k / i)
+    return 1.0 - none_passes
+
+
+def wilson(successes: float, trials: float) -> Estimate:
+    """A proportion with Wilson's score interval. Neither number need be whole. Raises ValueError without trials."""
+    if trials <= 0:
+        raise ValueError(f"a proportion of {trials} trials")
+    share = successes / trials
+    center = (share + _Z**2 / (2 * trials)) / (1 + _Z**2 / trials)
+    reach = _Z / (1 + _Z**2 / trials) * math.sqrt(share * (1 - share) / trials + _Z**2 / (4 * trials**2))
+    # At the ends the formula gives 0 and 1 but for rounding.
+    low = 0.0 if share == 0 else max(0.0, center - reach)
+    high = 1.0 if share == 1 else min(1.0, center + reach)
+    return Estimate(value=share, low=low, high=high)
+
+
+def accuracy(counts: Sequence[tuple[int, int]]) -> Estimate:
+    """Share of the completions that passed, from (completions, passed) of each problem, problems weighing the same."""
+    sampled, passed = _columns(counts)
+    share = float(np.mean(passed / sampled))
+    trials = sampled.sum() / design_effect(counts)
+    return wilson(share * trials, float(trials))
+
+
+def design_effect(counts: Sequence[tuple[int, int]]) -> float:
+    """By how much resemblance within problems inflates the variance: 1 for independent completions, m for equal ones.
+
+    1 + (m - 1) rho with rho between 0 and 1. When all completions of all problems agree, nothing tells resemblance from
+    an easy environment, and rho is 1.
+    """
+    sampled, passed = _columns(counts)
+    total, problems = sampled.sum(), len(sampled)
+    if total == problems:
+        return 1.0
+    size = (total - (sampled**2).sum() / total) / (problems - 1) if problems > 1 else total / problems
+    if problems == 1 or passed.sum() in (0, total):
+        return float(total / problems)
+    rates = passed / sampled
+    between = (sampled * (rates - passed.sum() / total) ** 2).sum() / (problems - 1)
+    within = (passed * (1 - rates)).sum() / (total - problems)
+    rho = (between - within) / (between + (size - 1) * within)
+    return float(1 + (total / problems - 1) * min(1.0, max(0.0, rho)))
+
+
+def pass_at_ks(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int, Estimate]:
+    """pass@k over problems for every k, from (completions, passed) of each problem. The same for the same counts.
+
+    Raises ValueError when a problem has fewer completions than a k.
+    """
+    table = np.array([[pass_at_k(n, c, k) for k in ks] for n, c in counts])  # [problems, ks]
+    if not table.size:
+        raise ValueError("pass@k of no problems or no k")
+    low, high = np.quantile(_resampled_means(table), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    estimates = {}
+    for column, k in enumerate(ks):
+        value = float(table[:, column].mean())
+        if value in (0.0, 1.0):
+            estimates[k] = wilson(value * len(table), len(table))
+        else:
+            estimates[k] = Estimate(value=value, low=float(low[column]), high=float(high[column]))
+    return estimates
+
+
+def powers_of_two(num_completions: int) -> tuple[int, ...]:
+    """1, 2, 4, ... and the number itself: the k that are shown when none is asked for."""
+    powers = (1 << exponent for exponent in range(num_completions.bit_length()))
+    return tuple(sorted({*powers, num_completions}))
+
+
+def _resampled_means(table: np.ndarray) -> np.ndarray:
+    """float64 [NUM_RESAMPLES, ks]: means of as many problems, drawn with replacement."""
+    rng = np.random.default_rng(_SEED)
+    problems = len(table)
+    shares = np.full(problems, 1 / problems)
+    parts = [
+        rng.multinomial(problems, shares, size=_RESAMPLES_AT_ONCE) @ table / problems
+        for _ in range(NUM_RESAMPLES // _RESAMPLES_AT_ONCE)
+    ]
+    return np.concatenate(parts)
+
+
+def _columns(counts: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """(completions, passed) as float64 [problems]."""
+    if not counts:
+        raise ValueError("accuracy of no problems")
+    sampled, passed = np.array(counts, dtype=np.float64).T
+    if (sampled < 1).any():
+        raise ValueError(f"problem {int(np.argmin(sampled))} has no completions")
+    return sampled, passed
