@@ -140,7 +140,7 @@ def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, st
     if not is_due or not cfg.observe.eval_prompts or cfg.rollout.replay is not None:
         return
     held_out = prompts.eval_prompts(cfg.observe.eval_prompts)
-    log.evaluation(rollouts.sample(held_out, num_completions=1))
+    log.evaluation(rollouts.sample(held_out, num_completions=cfg.observe.eval_completions))
 
 
 def _resume(cfg: RunConfig, policy: Policy, prompts: PromptStream, checkpoints: Path) -> int:

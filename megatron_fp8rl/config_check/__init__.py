@@ -310,6 +310,6 @@ def _check_storage(found: Findings) -> None:
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
     found.at_least(0, "checkpoint.every_steps", "observe.verify_every", "observe.eval_every")
-    found.at_least(1, "checkpoint.keep", "observe.eval_prompts")
+    found.at_least(1, "checkpoint.keep", "observe.eval_prompts", "observe.eval_completions")
     if cfg.observe.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         found.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")

@@ -44,6 +44,9 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
             eval_steps, evals, "D", color=ORANGE, markersize=6, label="held-out pass rate", zorder=5, clip_on=False
         )
         axes.axhline(evals[0], color=ORANGE, linestyle=":", linewidth=1.2)
+        low, high = (run.values(f"eval/pass_rate_{end}/mean") for end in ("low", "high"))
+        if len(low) == len(high) == len(evals):
+            axes.vlines(eval_steps, low, high, color=ORANGE, linewidth=1.2, clip_on=False)  # 95 %
         for at, value in {0: evals[0], -1: evals[-1]}.items() if len(evals) > 1 else [(0, evals[0])]:
             side = (7, -13) if at == 0 else (-7, -14)
             axes.annotate(

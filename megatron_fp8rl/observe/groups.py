@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megatron_fp8rl.algo.pass_at_k import Estimate, accuracy, pass_at_ks, powers_of_two
 from megatron_fp8rl.observe.metrics import key_part
 from megatron_fp8rl.types import Rollout, RolloutGroup
 
@@ -18,6 +19,35 @@ FULL_REWARD = 1.0
 def passes(rollout: Rollout) -> bool:
     """Whether the completion earned the full reward."""
     return rollout.reward >= FULL_REWARD
+
+
+def pass_counts(groups: Sequence[RolloutGroup]) -> list[tuple[int, int]]:
+    """(completions, of which passed) of every problem."""
+    return [(len(group.rollouts), sum(map(passes, group.rollouts))) for group in groups]
+
+
+def evaluation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Metrics of ``eval/`` over completions of held-out problems, as many of each; empty when there is none."""
+    counted = group_metrics(groups)
+    if not counted:
+        return {}
+    counts = pass_counts(groups)
+    ks = [k for k in powers_of_two(min(sampled for sampled, _ in counts)) if k > 1]
+    estimates: dict[str, Estimate] = {"pass_rate": accuracy(counts)}
+    if ks:
+        estimates |= {f"pass_at_{k}": estimate for k, estimate in pass_at_ks(counts, ks).items()}
+    intervals = {
+        f"eval/{name}{end}/mean": value
+        for name, estimate in estimates.items()
+        for end, value in (("", estimate.value), ("_low", estimate.low), ("_high", estimate.high))
+    }
+    return {
+        "eval/score/mean": counted["reward/score/mean"],
+        **intervals,
+        "eval/length/mean": counted["rollout/length/mean"],
+        "eval/num_prompts/sum": len(groups),
+        "eval/num_completions/sum": counted["rollout/num_completions/sum"],
+    }
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:

@@ -39,9 +39,19 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
     ),
     "Evaluation": (
         Metric("eval/score/mean", "Mean reward on held-out problems."),
-        Metric("eval/pass_rate/mean", "Fraction of held-out problems whose completion earned the full reward of 1."),
+        Metric("eval/pass_rate/mean", "Fraction of completions of held-out problems that earned the full reward of 1."),
+        Metric("eval/pass_rate_low/mean", "Lower end of the 95 % interval of `eval/pass_rate/mean`, by Wilson's score."),
+        Metric("eval/pass_rate_high/mean", "Upper end of the 95 % interval of `eval/pass_rate/mean`."),
+        Metric("eval/pass_at_<k>_low/mean", "Lower end of the 95 % interval of `eval/pass_at_<k>/mean`, by bootstrap."),
+        Metric("eval/pass_at_<k>_high/mean", "Upper end of the 95 % interval of `eval/pass_at_<k>/mean`."),
+        Metric(
+            "eval/pass_at_<k>/mean",
+            "Chance that at least one of k completions of a held-out problem earns the full reward, estimated without "
+            "bias; for k above 1 with observe.eval_completions above 1.",
+        ),
         Metric("eval/length/mean", "Mean length of the completions on held-out problems, in tokens."),
         Metric("eval/num_prompts/sum", "Held-out problems that were asked."),
+        Metric("eval/num_completions/sum", "Completions that were sampled of them."),
     ),
     "Warm start": (
         Metric(

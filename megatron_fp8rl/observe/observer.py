@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.display import Display, make_display
-from megatron_fp8rl.observe.groups import group_metrics
+from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
 from megatron_fp8rl.observe.records import RolloutWriter, truncate_from
 from megatron_fp8rl.observe.spans import take_seconds
@@ -252,15 +252,7 @@ class StepLog:
     def evaluation(self, groups: Sequence[RolloutGroup]) -> None:
         """Take the completions of held-out problems. They are counted, not recorded: a replay must not train on
         them."""
-        counted = group_metrics(groups)
-        self.update(
-            {
-                "eval/score/mean": counted["reward/score/mean"],
-                "eval/pass_rate/mean": counted["reward/pass_rate/mean"],
-                "eval/length/mean": counted["rollout/length/mean"],
-                "eval/num_prompts/sum": len(groups),
-            }
-        )
+        self.update(evaluation_metrics(groups))
 
     def samples(self, samples: Sequence[Sample]) -> None:
         """Count advantages, staleness and what was dropped of the step's groups, which have to be given before."""
