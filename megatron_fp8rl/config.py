@@ -145,6 +145,7 @@ class PrecisionConfig:
     amax_algorithm: Literal["max", "most_recent"] = "max"
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # storage of the trainer's parameters; fp32 is for numerical tests
     kernels: Literal["auto", "emulated", "te"] = "auto"  # auto: Transformer Engine on a GPU, emulated without one
+    attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's outputs come from the engine's own kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +181,7 @@ class RolloutConfig:
     linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU
     moe_backend: Literal["auto", "deep_gemm", "triton", "flashinfer_cutlass"] = "auto"  # of FP8 experts
     attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
+    batch_invariant: bool = False  # kernels whose results do not depend on what else is in the batch; slower
     torch_compile: bool = True  # False: CUDA graphs without torch.compile, which starts a minute sooner
     weight_update: Literal["direct", "reload"] = "direct"  # into the kernels' tensors, or through vLLM's loaders
     prompts_per_step: int = 32

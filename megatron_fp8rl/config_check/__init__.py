@@ -105,6 +105,11 @@ def _check_precision(found: Findings, accelerator: Accelerator) -> None:
         found.refuse("precision.kernels", "Transformer Engine needs a GPU, and this machine has none", "Choose auto")
     elif precision.kernels == "emulated" and precision.trainer == "mxfp8":
         found.refuse("precision.kernels", "MXFP8 is not emulated", "Choose auto, or --precision.trainer blockwise")
+    if precision.attention == "engine":
+        if accelerator == "cpu":
+            found.refuse("precision.attention", "needs a GPU, and there is none here", "Choose auto")
+        elif cfg.model.mla is not None:
+            found.refuse("precision.attention", "the engine has another kernel for latent attention", "Choose auto")
     is_blockwise = "blockwise" in (precision.trainer, precision.rollout)
     if is_blockwise and precision.scales == "fp32" and accelerator == "blackwell":
         found.refuse(

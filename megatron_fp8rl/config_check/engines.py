@@ -80,7 +80,8 @@ def _check_memory_turns(found: Findings) -> None:
 def _check_kernels(found: Findings, accelerator: str) -> None:
     cfg, rollout, precision = found.cfg, found.cfg.rollout, found.cfg.precision
     is_fp8 = precision.rollout != "bf16"
-    if rollout.linear_backend in ("cutlass", "triton") and is_fp8 and precision.scales == "pow2" and accelerator != "cpu":
+    is_pow2_on_gpu = is_fp8 and precision.scales == "pow2" and accelerator != "cpu"
+    if rollout.linear_backend in ("cutlass", "triton") and is_pow2_on_gpu:
         found.refuse(
             "rollout.linear_backend",
             "does not round the scales of activations to powers of two, as the trainer does",
@@ -99,6 +100,11 @@ def _check_kernels(found: Findings, accelerator: str) -> None:
         edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
         if not is_fp8 or edges:
             found.refuse("rollout.moe_backend", "multiplies FP8 alone, and there are experts in BF16", "Set triton")
+    if rollout.batch_invariant:
+        if accelerator == "cpu":
+            found.refuse("rollout.batch_invariant", "chooses GPU kernels, and there is no GPU", "Leave it out")
+        if rollout.moe_backend == "deep_gemm":
+            found.refuse("rollout.moe_backend", "is not among vLLM's batch-invariant kernels", "Set triton")
     if rollout.attention_backend == "FLASHINFER" and rollout.kv_cache_dtype == "fp8":
         found.refuse(
             "rollout.attention_backend",

@@ -128,7 +128,8 @@ def _attention_dimensions(model: ModelConfig) -> list[Dimension]:
 def _fused_rows(model: ModelConfig) -> list[Dimension]:
     """Rows of Megatron's matrix of queries, keys and values.
 
-    More ranks than query groups share the rows of a group evenly, so that their edges may lie anywhere in it. Up to as many ranks as groups the rows of q, k and v alone say whether they tile.
+    More ranks than query groups share the rows of a group evenly, so that their edges may lie anywhere in it. Up to as
+    many ranks as groups the rows of q, k and v alone say whether they tile.
     """
     if model.mla is not None:
         return []

@@ -175,6 +175,8 @@ def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
             # Compiles for every batch size in advance, which takes minutes; a kernel is compiled when first used.
             "VLLM_DEEP_GEMM_WARMUP": "skip",
         }
+        if cfg.rollout.batch_invariant:
+            environment["VLLM_BATCH_INVARIANT"] = "1"
         if not _has_flashinfer():
             environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it
     if cpu:

@@ -34,6 +34,8 @@ from megatron_fp8rl.trainer.rotary import Rotary, rotary_table
 class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
 
+    like_engine = False  # whether the outputs come from the engine's kernel: see trainer/fused_attention.py
+
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary: Rotary, scale: float,
                  window: int | None = None, pg_collection=None, **unused):  # fmt: skip
         super().__init__(config=config)
@@ -95,7 +97,9 @@ class PackedAttention(MegatronModule):
             if fused_attention.supports(query, key, value, segments):
                 if segments.key_rows is not None:
                     key, value = (x.index_select(0, segments.key_rows) for x in (key, value))
-                return fused_attention.attend(query, key, value, segments, self.softmax_scale)
+                return fused_attention.attend(
+                    query, key, value, segments, self.softmax_scale, like_engine=self.like_engine
+                )
         batches = plan.batches
         parts = [self._attend_batch(query, key, value, batch) for batch in batches.parts]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,7 +1,12 @@
-"""Causal attention of variable length by cuDNN, as Transformer Engine binds it. GPU only.
+"""Causal attention of variable length on a GPU, by cuDNN, as Transformer Engine binds it, or by the engine's kernel.
 
 In: rotated queries, keys and values of one packed microbatch and its segments. Out: attention outputs in the order of
 the queries, with gradients. Runs on every trainer rank that has a Hopper GPU or a newer one.
+
+The engine attends with FlashAttention 3, which vLLM carries without a backward pass. With ``like_engine`` it computes
+the outputs here too, and cuDNN's backward pass continues from them: both kernels keep the logarithm of every row's sum
+of exponentials, and nothing else. One split of the keys (``num_splits=1``) makes a query's sums independent of what
+else is attended, as in an engine under ``rollout.batch_invariant``.
 
 Transformer Engine's functions are called directly: its DotProductAttention would choose silently between this kernel
 and an unfused one that holds all scores, compare lengths on the device in every layer, and run a ring over
@@ -14,6 +19,7 @@ of a query or key head, V = features of a value head.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,9 +42,14 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
     )
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`."""
-    return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale)
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *, like_engine: bool = False
+) -> Tensor:
+    """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
+
+    ``like_engine`` takes the engine's kernel forward; it needs V = D and vLLM, and raises RuntimeError without.
+    """
+    return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale, like_engine)
 
 
 def _mask_type(is_square: bool) -> str:
@@ -86,23 +97,11 @@ class _Attention(torch.autograd.Function):
     """Always in training mode: one kernel for log-probabilities and for gradients gives the same bits in both."""
 
     @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-        from transformer_engine.pytorch.cpp_extensions import fused_attn
-
-        out, statistics = fused_attn.fused_attn_fwd(
-            True,
-            segments.max_queries,
-            segments.max_keys,
-            segments.cu_queries,
-            segments.cu_keys,
-            query,
-            key,
-            value,
-            query.dtype,
-            fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
-            **_offsets(segments),
-            **_settings(segments, scale),
-        )
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, like_engine: bool
+    ) -> Tensor:
+        compute = _like_engine if like_engine else _by_cudnn
+        out, statistics = compute(query, key, value, segments, scale)
         ctx.save_for_backward(query, key, value, out, *statistics)
         ctx.segments, ctx.scale = segments, scale
         return out
@@ -132,7 +131,56 @@ class _Attention(torch.autograd.Function):
             dqkv_layout=_LAYOUT,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return grad_query, grad_key, grad_value, None, None
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def _by_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Sequence[Tensor]]:
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    return fused_attn.fused_attn_fwd(
+        True,
+        segments.max_queries,
+        segments.max_keys,
+        segments.cu_queries,
+        segments.cu_keys,
+        query,
+        key,
+        value,
+        query.dtype,
+        fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
+        **_offsets(segments),
+        **_settings(segments, scale),
+    )
+
+
+def _like_engine(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Sequence[Tensor]]:
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError as error:
+        raise RuntimeError(
+            "precision.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, or "
+            "choose --precision.attention auto"
+        ) from error
+    out, sums_HT = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        max_seqlen_q=segments.max_queries,
+        cu_seqlens_q=segments.cu_queries,
+        max_seqlen_k=segments.max_keys,
+        cu_seqlens_k=segments.cu_keys,
+        softmax_scale=scale,
+        causal=True,  # aligned to the bottom right, as segments are
+        num_splits=1,
+        fa_version=3,
+        return_softmax_lse=True,
+    )
+    no_dropout = torch.zeros(2, dtype=torch.int64, device=query.device)
+    return out, (sums_HT.t().contiguous().unsqueeze(-1), no_dropout)
 
 
 def _offsets(segments: Segments) -> dict:

@@ -35,6 +35,7 @@ from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.fp8.blockwise import BLOCK
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.fp8.recipe import Blockwise, Delayed, finish_step, make_recipe
+from megatron_fp8rl.trainer.attention import PackedAttention
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
 from megatron_fp8rl.trainer.kernels import choose_kernels
 from megatron_fp8rl.trainer.layers import block_spec
@@ -199,6 +200,8 @@ def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Paral
                 module.kernels, module.cache = kernels, WeightCache()
             elif isinstance(module, RMSNorm):
                 module.kernels = kernels
+            elif isinstance(module, PackedAttention):
+                module.like_engine = cfg.precision.attention == "engine"
     table = LayerTable.build(cfg.model, cfg.precision)
     for weight_names, module in named_linears(chunks, parallel):
         hf_names = [hf_name for name in weight_names for hf_name in names.hf_names_of(name, cfg.model)]

@@ -320,3 +320,11 @@ def test_kernels_and_storage_that_cannot_be():
     assert fields_of(make(**mxfp8, precision__kernels="emulated"), "blackwell") == ["--precision.kernels"]
     (found,) = check(make(precision__params="fp8"), accelerator="hopper")
     assert found.field == "--precision.params" and "Choose bf16" in found.remedy
+
+
+def test_choices_that_need_a_gpu():
+    cfg = make(precision__attention="engine", rollout__batch_invariant=True)
+    assert fields_of(cfg) == ["--precision.attention", "--rollout.batch_invariant"]
+    assert check(cfg, accelerator="hopper") == []
+    cfg = make(MOE, rollout__batch_invariant=True, rollout__moe_backend="deep_gemm")
+    assert fields_of(cfg, "hopper") == ["--rollout.moe_backend"]

@@ -1,0 +1,92 @@
+"""The trainer's attention by the engine's kernel: the bits of paged decoding, and cuDNN's gradients; run with -s."""
+
+import math
+
+import pytest
+import torch
+
+from tests.tolerances import TE_DECIBELS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+LENGTHS = (1, 77, 128, 300, 515)
+PAGE_TOKENS = 16  # of vLLM's KV cache
+
+
+def _case(num_heads: int, num_groups: int, head_dim: int):
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = [(sum(LENGTHS), heads, head_dim) for heads in (num_heads, num_groups, num_groups)]
+    return [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in shapes]
+
+
+def _segments():
+    from megatron_fp8rl.trainer.pack_plan import plan_pack
+
+    return plan_pack(LENGTHS, 1, 0, torch.device("cuda")).segments
+
+
+def _decoded(query, key, value, scale: float) -> torch.Tensor:
+    """Every query alone over the pages of the keys before it, all queries as one batch of an engine."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    num_pages = [-(-n // PAGE_TOKENS) for n in LENGTHS]
+    caches = []
+    for x in (key, value):
+        pages = [
+            torch.nn.functional.pad(part, (0, 0, 0, 0, 0, pages * PAGE_TOKENS - len(part)))
+            for part, pages in zip(x.split(LENGTHS), num_pages)
+        ]
+        caches.append(torch.cat(pages).view(-1, PAGE_TOKENS, *x.shape[1:]))
+    table = torch.zeros(len(LENGTHS), max(num_pages), dtype=torch.int32)
+    first = 0
+    for row, pages in zip(table, num_pages):
+        row[:pages] = torch.arange(first, first + pages)
+        first += pages
+    rows = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    used = torch.cat([torch.arange(1, n + 1) for n in LENGTHS]).int().cuda()
+    return flash_attn_varlen_func(
+        query,
+        *caches,
+        max_seqlen_q=1,
+        cu_seqlens_q=torch.arange(len(query) + 1, dtype=torch.int32, device="cuda"),
+        max_seqlen_k=max(LENGTHS),
+        seqused_k=used,
+        block_table=table[rows].cuda(),
+        softmax_scale=scale,
+        causal=True,
+        num_splits=1,
+        fa_version=3,
+    )
+
+
+def _decibels(found: torch.Tensor, reference: torch.Tensor) -> float:
+    error = (found.double() - reference.double()).norm()
+    return math.inf if error == 0 else float(20 * torch.log10(reference.double().norm() / error))
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 2, 64)], ids=str)
+def test_packed_sequences_have_the_bits_of_decoding(heads):
+    from megatron_fp8rl.trainer import fused_attention
+
+    query, key, value = _case(*heads)
+    scale = heads[2] ** -0.5
+    packed = fused_attention.attend(query, key, value, _segments(), scale, like_engine=True)
+    decoded = _decoded(query, key, value, scale)
+    print(f"\n{heads}: decoding {_decibels(packed, decoded):.1f} dB, equal {(packed == decoded).float().mean():.4%}")
+    assert torch.equal(packed, decoded)
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 2, 64)], ids=str)
+def test_gradients_continue_from_the_engines_outputs(heads):
+    from megatron_fp8rl.trainer import fused_attention
+
+    tensors = [x.requires_grad_() for x in _case(*heads)]
+    grad = torch.randn(tensors[0].shape, device="cuda").bfloat16()
+    outputs, gradients = [], []
+    for like_engine in (False, True):
+        out = fused_attention.attend(*tensors, _segments(), heads[2] ** -0.5, like_engine=like_engine)
+        outputs.append(out.detach())
+        gradients.append(torch.autograd.grad(out, tensors, grad))
+    apart = [_decibels(b, a) for a, b in zip(*gradients)]
+    print(f"\n{heads}: outputs {_decibels(*outputs):.1f} dB apart, dq dk dv {', '.join(f'{x:.1f}' for x in apart)}")
+    assert min(apart) > TE_DECIBELS
