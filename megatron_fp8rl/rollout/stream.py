@@ -139,7 +139,8 @@ class RolloutStream:
             if temperature is not None:
                 sampling = replace(self._fleet.clients[0].sampling, temperature=temperature)
             groups = self._gather_groups(prompts, num_completions, sampling)
-            return self._fleet.sync(groups, self._deadline_s(num_rounds=1, num_prompts=len(prompts)))
+            num_scores = len(prompts) * num_completions
+            return self._fleet.sync(groups, self._deadline_s(num_rounds=1, num_scores=num_scores))
 
         with span("evaluate"):
             return self._from_rank_0(produce)
@@ -298,10 +299,10 @@ class RolloutStream:
             seed=seed,
         )
 
-    def _deadline_s(self, *, num_rounds: int, num_prompts: int | None = None) -> float:
+    def _deadline_s(self, *, num_rounds: int, num_scores: int | None = None) -> float:
         """A last resort above the deadlines of single calls: every round may sample, wait out an update and score."""
         rollout, data = self.cfg.rollout, self.cfg.data
-        num_scores = (num_prompts or rollout.prompts_per_step) * rollout.completions_per_prompt
+        num_scores = num_scores or rollout.prompts_per_step * rollout.completions_per_prompt
         score_s = data.score_deadline_s * (1 + num_scores / data.num_score_workers)
         return num_rounds * (rollout.request_deadline_s + rollout.update_deadline_s + score_s)
 
