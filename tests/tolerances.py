@@ -10,6 +10,10 @@ FLOAT32_STORAGE = {"rtol": 2e-7, "atol": 1e-7}
 # 6 %, and a near tie of the router changes an expert. In nats, for weights that give logits a standard deviation of 1:
 # two unrelated models are 1 apart in the mean.
 ENGINE_LOGPROB_MEAN, ENGINE_LOGPROB_MAX = 0.1, 0.5
+# The same noise in the logits of a router, of standard deviation 1: how far an expert that the engine chose may lie below
+# the one that the model chose. Two attention kernels in the model itself move a logit of the second layer by 0.05 in the
+# standard deviation and by up to 0.17; measured between engine and model 0.002 and 0.05.
+ROUTER_LOGIT_MEAN, ROUTER_LOGIT_MAX = 0.02, 0.25
 # FP8 products against BF16 ones (3 % per operand) through two layers. The median: a few tokens change experts.
 ENGINE_FP8_LOGPROB_MEDIAN = 0.2  # nats; measured 0.06 to 0.12
 # FP32 logits over 50 tokens of unit normals times 16 features: sums of 50 terms of size up to 20, 2^-24 each.

@@ -102,7 +102,9 @@ class Reference:
         self.cfg = cfg
         self._table = LayerTable.build(cfg.model, cfg.precision)
         self._weights = weights
-        self.own_experts: list[Tensor] = []  # by layer, of the last call: the reference's own choice [tokens, top_k]
+        # By layer, of the last call: the reference's own choice [tokens, top_k], and the router logits that it chose by.
+        self.own_experts: list[Tensor] = []
+        self.router_logits: list[Tensor] = []
         config = Qwen3MoeConfig(**to_hf_config(cfg.model))
         self._model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="eager").eval()
         named = {f"{name}.weight": module for name, module in self._model.named_modules()}
@@ -122,7 +124,7 @@ class Reference:
 
         ``routed_experts`` [L - 1, num_layers, top_k] are used where they are not negative, the model's own elsewhere.
         """
-        self.own_experts = []
+        self.own_experts, self.router_logits = [], []
         self._replayed = torch.from_numpy(routed_experts.astype(np.int64))
         with torch.no_grad():
             logits = self._model(torch.tensor([token_ids[:-1]]), use_cache=False).logits[0].float() / temperature
@@ -142,6 +144,7 @@ class Reference:
         replayed = self._replayed[:, layer]
         own = probabilities.topk(replayed.shape[1]).indices
         self.own_experts.append(own)
+        self.router_logits.append(logits)
         expert_ids = torch.where(replayed < 0, own, replayed)
         chosen = probabilities.gather(-1, expert_ids)
         return logits, chosen / chosen.sum(-1, keepdim=True), expert_ids

@@ -13,7 +13,7 @@ from engine_weights import Reference, publish, random_weights
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadlineError, EngineError
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion
-from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
+from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN, ROUTER_LOGIT_MAX, ROUTER_LOGIT_MEAN
 
 PROMPT = list(range(20, 44))
 
@@ -69,11 +69,12 @@ def test_routed_experts_are_those_of_the_model(fleet, client, weights):
     (completion,) = generate(fleet, PROMPT, 1, seed=3, max_tokens=24)
     reference = Reference(fleet.cfg, weights)
     reference.logprobs([*PROMPT, *completion.token_ids], 1.0, completion.routed_experts)
-    for layer in range(2):
-        expected = reference.own_experts[layer].sort(-1).values
-        actual = torch.from_numpy(completion.routed_experts[:, layer].astype("int64")).sort(-1).values
-        # A router logit is BF16: two experts may tie, or differ by the rounding of the layers below.
-        assert (actual == expected).all(-1).float().mean() > 0.95
+    for layer, logits in enumerate(reference.router_logits):
+        own = logits.float().gather(-1, reference.own_experts[layer])
+        chosen = logits.float().gather(-1, torch.from_numpy(completion.routed_experts[:, layer].astype("int64")))
+        # Near ties may go either way; an expert that the model would not have chosen costs about 1.
+        lost = own.amin(-1) - chosen.amin(-1)
+        assert lost.mean() < ROUTER_LOGIT_MEAN and lost.max() < ROUTER_LOGIT_MAX
 
 
 def test_a_completion_depends_on_its_seed_and_on_nothing_else(fleet, client):
