@@ -192,8 +192,12 @@ class RolloutStream:
         return groups
 
     def _start_batches(self, *, at_least_one: bool = False) -> None:
-        """Start every batch that may be sampled by the present version."""
+        """Start every batch that may be sampled by the present version and that a step will train on.
+
+        Behind the last step the engines stay idle: they may have to sleep while the policy is written.
+        """
         num_allowed = self.version - self._first_version + 1 + self.cfg.rollout.max_staleness
+        num_allowed = min(num_allowed, self.cfg.num_steps - self._first_version)
         while self._num_started < num_allowed or (at_least_one and not self._batches):
             start_position = self._prompts.position
             prompts = self._take(self.cfg.rollout.prompts_per_step)

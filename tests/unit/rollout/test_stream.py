@@ -109,10 +109,11 @@ class Ranks:
         return self.carried.pop(0)
 
 
-def build(fleet, *, scorer=None, rollout=None, algo=None, ranks=None):
+def build(fleet, *, scorer=None, rollout=None, algo=None, ranks=None, num_steps=80):
     cfg = tiny_qwen3_moe()
     cfg = replace(
         cfg,
+        num_steps=num_steps,
         rollout=replace(cfg.rollout, **({"prompts_per_step": 2, "completions_per_prompt": 2} | (rollout or {}))),
         algo=replace(cfg.algo, **(algo or {})),
     )
@@ -161,6 +162,19 @@ def test_generation_goes_on_while_the_trainer_works():
     stream.next_groups()
     fleet.call(lambda: None)  # let the loop turn
     assert fleet.clients[0].prompts == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_nothing_is_sampled_behind_the_last_step(max_staleness):
+    fleet = Fleet()
+    stream = build(fleet, rollout={"max_staleness": max_staleness}, num_steps=13)
+    publish(fleet, stream, 10)  # a resumed run, with three steps to go
+    for version in (11, 12, 13):
+        stream.next_groups()
+        publish(fleet, stream, version)
+    fleet.call(lambda: None)  # let the loop turn
+    assert fleet.clients[0].prompts == [0, 1, 2, 3, 4, 5]
+    assert stream.position == 6
 
 
 def test_prompts_are_spread_over_replicas():
