@@ -135,7 +135,7 @@ class _TeLinear(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
         dx = grad_TN.new_empty(ctx.shape) if needs_dx else None
         if not ctx.shape[0]:
-            return dx, None, *([_no_gradient(w) for w in weights] if needs_dw else [None] * len(weights))
+            return dx, None, *(_no_gradients(weights) if needs_dw else [None] * len(weights))
         if call.block_rows is not None:
             grad_TN = grad_TN[:, call.block_rows]
         grad_PN = _pad(grad_TN, call.splits, call.padded)
@@ -201,7 +201,7 @@ def _weight_gradients(weights: Sequence[Tensor], x: list, grad: list, call: _Cal
         return out if not reorder else [part[call.block_rows.argsort()] for part in out]
     if reorder:
         weights[0].main_grad.index_add_(0, call.block_rows, out[0].to(weights[0].main_grad.dtype))
-    return [_no_gradient(weight) for weight in weights]
+    return _no_gradients(weights)
 
 
 def _is_fused(weight: Tensor) -> bool:
@@ -209,15 +209,18 @@ def _is_fused(weight: Tensor) -> bool:
     return hasattr(weight, "grad_added_to_main_grad") and getattr(weight, "main_grad", None) is not None
 
 
-def _no_gradient(weight: Tensor) -> Tensor:
-    """What autograd gets for a weight whose gradient is where it belongs, or is zero.
+def _no_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
+    """What autograd gets for weights of one shape whose gradients are where they belong, or are zero.
 
-    Megatron-Core's hook wants to see a gradient when reductions overlap with backward, and throws it away.
+    Megatron-Core's hook wants to see gradients when reductions overlap with backward, and throws them away: all are the
+    same uninitialized memory. It is not expanded from one number, of which autograd would keep a full copy per weight.
     """
-    if not _is_fused(weight):
-        return torch.zeros_like(weight)
-    weight.grad_added_to_main_grad = True
-    return torch.empty_like(weight)
+    if not _is_fused(weights[0]):
+        return [torch.zeros_like(weight) for weight in weights]
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    unused = torch.empty_like(weights[0])
+    return [unused.detach() for _ in weights]
 
 
 def _quantizers(

@@ -82,6 +82,14 @@ def test_weight_gradients_are_added_to_main_grad_and_to_nothing_else(te_linear, 
             assert weight.grad_added_to_main_grad and dummy.shape == weight.shape
 
 
+def test_gradients_that_are_thrown_away_need_the_memory_of_one_weight(te_linear):
+    x, weights, splits, grad = _case("experts")
+    for weight in weights:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(N, K), False
+    te_linear(x, weights, make_recipe(RECIPES["blockwise"]), splits=splits).backward(grad)
+    assert len({weight.grad.data_ptr() for weight in weights}) == 1, "autograd has copied them"
+
+
 def test_bf16_results_are_rounded_once(te_linear):
     recipe = make_recipe(RECIPES["blockwise"])
     x, weights, splits, grad = _case("experts", dtype=torch.bfloat16)
