@@ -87,7 +87,7 @@ def _compare(cases: list[tuple[str, RunConfig]], num_updates: int) -> list[tuple
 def test_losses_follow_the_emulated_run(model):
     cases = [(name, _cfg(model, precision)) for name, precision in RECIPES.items()]
     cases.append(("blockwise overlap", _cfg(model, RECIPES["blockwise"], overlap=True)))
-    for name, ours, theirs, histories in _compare(cases, 4):
+    for (_, cfg), (name, ours, theirs, histories) in zip(cases, _compare(cases, 4), strict=True):
         losses = [[step["train/loss/mean"] for step in run] for run in (ours, theirs)]
         norms = [[step["train/grad_norm/max"] for step in run] for run in (ours, theirs)]
         kind = "moe" if model.is_moe else "dense"
@@ -96,7 +96,10 @@ def test_losses_follow_the_emulated_run(model):
               f"emulated {[round(x, 3) for x in norms[1]]}")  # fmt: skip
         assert losses[0][0] == pytest.approx(losses[1][0], abs=FP8_FIRST_LOSS), name
         assert losses[0][1:] == pytest.approx(losses[1][1:], abs=FP8_LOSS_NOISE), name
-        assert norms[0][0] == pytest.approx(norms[1][0], rel=0.03), name
+        # E5M2 has 2 bits of mantissa: a gradient that rounds the other way moves by a fifth, E4M3's by a tenth. Measured on
+        # an H200: 6 % of the norm, where E4M3 stays below 3 %.
+        norm_noise = 0.1 if cfg.precision.gradients == "e5m2" else 0.03
+        assert norms[0][0] == pytest.approx(norms[1][0], rel=norm_noise), name
         assert norms[0][1:] == pytest.approx(norms[1][1:], rel=0.2), name
         for key, (found, expected) in histories.items():
             # The first step begins at equal weights; a rounding moves a magnitude by a unit of BF16 here and there.
