@@ -1,0 +1,183 @@
+"""Where a node stands in its job, and the files by which the nodes of one attempt speak to each other.
+
+In: Slurm's environment, or the launcher's on this machine. Out: a :class:`Place` and a :class:`Board`, a folder below
+the run on the shared file system. Runs in the agent of every node; the standard library alone.
+
+The folder is named after job and attempt, so what an earlier attempt left is never read:
+
+    node-<i>.json            {"host", "address", "port", "pid"}; its time of change is the agent's last sign of life
+    role-<role>.node<i>.json {"state": "running" | "ended" | "given up", "pid", "incarnation", "status"}
+    restart-<role>.<n>.json  the role begins incarnation n on all of its nodes
+    stop.json                somebody asks the trainer to save: {"reason", "node", "is_cancelled"}
+    stopped.json             the trainer did: {"step", "checkpoint"}
+    error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log"}
+    failed.json              the attempt has failed, all stop: {"role", "node", "reason"}
+    gone-<i>.json            everything on node i has ended
+    outcome.json, done, first_error.txt   what came of it; see ``outcome.py``
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.spec import attempt_dir
+
+_POLL_S = 0.1
+STOP, STOPPED, FAILED = "stop.json", "stopped.json", "failed.json"
+
+
+class PeersMissingError(RuntimeError):
+    """Nodes of the job did not come. The message names them, and those that did."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which node of which attempt of which job this is."""
+
+    job: str
+    attempt: int  # 0 for the first
+    node: int
+    num_nodes: int
+    is_slurm: bool
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Place:
+        """From the launcher of this machine (LAUNCH_*), or else from Slurm. Raises ValueError without either."""
+        if "LAUNCH_NODE" in environment:
+            return cls(
+                job=environment.get("LAUNCH_JOB", f"local-{os.getppid()}"),
+                attempt=int(environment.get("LAUNCH_ATTEMPT", "0")),
+                node=int(environment["LAUNCH_NODE"]),
+                num_nodes=int(environment["LAUNCH_NODES"]),
+                is_slurm=False,
+            )
+        if "SLURM_JOB_ID" not in environment or "SLURM_NODEID" not in environment:
+            raise ValueError(
+                "an agent runs under srun, with SLURM_JOB_ID and SLURM_NODEID, or on one machine with LAUNCH_NODE and "
+                "LAUNCH_NODES; neither is set. Start the job with `python -m launch`"
+            )
+        # A step of one node says SLURM_NNODES=1 in a job of many; agents are a step of the whole job.
+        num_nodes = environment.get("SLURM_JOB_NUM_NODES") or environment["SLURM_NNODES"]
+        return cls(
+            job=environment["SLURM_JOB_ID"],
+            attempt=int(environment.get("SLURM_RESTART_COUNT") or "0"),
+            node=int(environment["SLURM_NODEID"]),
+            num_nodes=int(num_nodes),
+            is_slurm=True,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A node of the attempt."""
+
+    host: str
+    address: str
+    port: int  # was free when the node came
+    pid: int  # of its agent
+
+
+class Board:
+    """The folder of one attempt. Every file is written under another name and renamed: nobody reads half of one."""
+
+    def __init__(self, run_dir: str | Path, place: Place) -> None:
+        self.place = place
+        self.folder = attempt_dir(run_dir, place.job, place.attempt)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def names(self) -> set[str]:
+        """Names of all files. Listing a folder, unlike asking for a file, shows what other nodes wrote on NFS."""
+        return {name for name in os.listdir(self.folder) if not name.startswith(".")}
+
+    def put(self, name: str, content: Mapping[str, Any] | str, *, once: bool = False) -> bool:
+        """Write a file. With ``once`` the first of all nodes wins; returns whether this content is the one."""
+        temporary = self.folder / f".{name}.{self.place.node}.{os.getpid()}"
+        temporary.write_text(content if isinstance(content, str) else json.dumps(content))
+        if not once:
+            os.replace(temporary, self.folder / name)
+            return True
+        try:
+            os.link(temporary, self.folder / name)
+        except FileExistsError:
+            return False
+        finally:
+            temporary.unlink()
+        return True
+
+    def get(self, name: str) -> dict[str, Any] | None:
+        """Content of a JSON file; None when there is none."""
+        try:
+            return json.loads((self.folder / name).read_text())
+        except FileNotFoundError:
+            return None
+
+    def all(self, prefix: str) -> dict[str, dict[str, Any]]:
+        """Contents of all JSON files whose names begin with ``prefix``, by name."""
+        names = sorted(name for name in self.names() if name.startswith(prefix) and name.endswith(".json"))
+        return {name: content for name in names if (content := self.get(name)) is not None}
+
+    def meet(self, deadline_s: float) -> dict[int, Peer]:
+        """Say that this node is here and wait for the others; peers by node.
+
+        Raises PeersMissingError, with the nodes that did not come, after ``deadline_s`` or when another node has
+        given up; FileExistsError when the folder belongs to another job.
+        """
+        own = Peer(host=socket.gethostname(), address=own_address(self.place), port=free_port(), pid=os.getpid())
+        if not self.put(f"node-{self.place.node}.json", vars(own), once=True):
+            raise FileExistsError(
+                f"{self.folder} was already used by an agent of node {self.place.node}: another job had this number. "
+                "Remove that folder, or give the run another output_dir"
+            )
+        deadline = time.monotonic() + deadline_s
+        while True:
+            expected = {f"node-{node}.json": node for node in range(self.place.num_nodes)}
+            names = self.names()
+            if expected.keys() <= names:
+                return {node: Peer(**self.get(name)) for name, node in expected.items()}
+            if time.monotonic() > deadline or FAILED in names:
+                missing = [node for name, node in expected.items() if name not in names]
+                here = [f"{node} ({self.get(name)['host']})" for name, node in expected.items() if name in names]
+                raise PeersMissingError(
+                    f"node(s) {', '.join(map(str, missing))} of {self.place.num_nodes} did not come within "
+                    f"{deadline_s:g} s; here are {', '.join(here)}. Look for the output of the missing nodes in the "
+                    "job's own log, and at whether they see the same run folder"
+                )
+            time.sleep(_POLL_S)
+
+    def sign_of_life(self) -> None:
+        """Touch this node's file, for those who watch."""
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(self.folder / f"node-{self.place.node}.json")
+
+
+def own_address(place: Place) -> str:
+    """The address at which other nodes of the job reach this one."""
+    if not place.is_slurm or place.num_nodes == 1:
+        return "127.0.0.1"
+    # The way back to where the job was started from leads over the right interface; many images resolve the name of a
+    # host to its loopback.
+    if origin := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((origin, 9))
+            if not (address := probe.getsockname()[0]).startswith("127."):
+                return address
+    address = socket.gethostbyname(socket.gethostname())
+    if address.startswith("127."):
+        # The node from which srun came reaches itself by loopback: Slurm knows how others reach it.
+        address = socket.gethostbyname(os.environ.get("SLURM_NODE_ADDR") or os.environ["SLURMD_NODENAME"])
+    return address
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,225 @@
+"""One role on one node as a process: started, listened to, asked to end, and made to.
+
+In: a role of the job, and where its nodes are. Out: its process, its log below the run's folder, and the moment of each
+traceback in it. Runs in the agent; the standard library alone.
+
+Signals. Slurm sends the warning of the time limit, SIGUSR1, to every process of the job, and SIGTERM at its end; an
+ordinary process dies of either. The agent blocks SIGUSR1, and what it starts inherits that: a blocked signal waits
+harmlessly, in torchrun, ranks, engines and their children alike. torchrun has SIGTERM blocked too, since it would give
+its ranks 30 s and then kill them, in the middle of a checkpoint; it is ended by SIGINT. Trainer ranks unblock what
+they handle (``megatron_fp8rl/stop.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from launch.peers import Board, Peer
+from launch.spec import JobSpec, Role, log_file
+
+_TRACEBACK = b"Traceback (most recent call last)"
+_ERROR_BYTES = 8000
+_LAST_LINES = 20
+_MEMORY_S = 120.0  # a traceback that a process survived for longer than this was not what ended it
+_RANK = re.compile(r"\[rank (\d+)\] ")
+_OWNER = "LAUNCH_OWNER"  # in the environment of all descendants, also of those in sessions of their own
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a process said when it failed."""
+
+    time: float  # seconds since 1970: of its first traceback, or of its end without one
+    text: str
+    rank: int | None  # of the trainer, when the output says so
+
+
+class RoleProcess:
+    """A role on this node. ``start`` may be called again when it has ended."""
+
+    def __init__(self, role: Role, spec: JobSpec, board: Board, peers: Mapping[int, Peer]) -> None:
+        self.role = role
+        self.incarnation = 0
+        self.started_s = 0.0  # monotonic
+        self.log = log_file(spec.run_dir, role.name, board.place.node)
+        self._spec = spec
+        self._board = board
+        self._peers = peers
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
+        self._tracebacks: list[tuple[float, int]] = []  # (time, offset into the log)
+        self._begin = 0  # offset of this incarnation's output
+        self._owner = f"{board.folder}/{role.name}/{board.place.node}"
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self, incarnation: int = 0) -> None:
+        """Start the process, below a new header in its log. Raises OSError when there is no such program."""
+        self.incarnation = incarnation
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        words = self._words()
+        place, host = self._board.place, self._peers[self._board.place.node].host
+        with self.log.open("ab") as log:
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            number = f", incarnation {incarnation}" if self.role.restart else ""
+            header = f"=== job {place.job}, attempt {place.attempt}{number}, node {place.node} ({host}), {when} ==="
+            log.write(f"{header}\n".encode())
+            self._begin = log.tell()
+        self._tracebacks = []
+        blocked = {signal.SIGUSR1} | ({signal.SIGTERM} if self.role.kind == "torchrun" else set())
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        try:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._environment(),
+                start_new_session=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.started_s = time.monotonic()
+        self._reader = threading.Thread(target=self._listen, args=(self._process.stdout,), daemon=True)
+        self._reader.start()
+        self.tell("running")
+
+    def tell(self, state: str, status: int | None = None) -> None:
+        """Write on the board how this part of the role stands."""
+        name = f"role-{self.role.name}.node{self._board.place.node}.json"
+        pid = None if self._process is None else self._process.pid
+        self._board.put(name, {"state": state, "pid": pid, "incarnation": self.incarnation, "status": status})
+
+    def ended(self) -> int | None:
+        """The exit status once the process has ended and all its output is in the log; None while it runs."""
+        if self._process is None or (status := self._process.poll()) is None:
+            return None
+        # What it started may hold the pipe open, or a GPU: it has no more use.
+        self.kill()
+        if self._reader is not None:
+            self._reader.join(5.0)
+        return status
+
+    def ask(self, sign: int | None = None) -> None:
+        """Ask the process to end."""
+        if self.is_running:
+            polite = signal.SIGINT if self.role.kind == "torchrun" else signal.SIGTERM
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, polite if sign is None else sign)
+
+    def kill(self) -> None:
+        """End by force the process and everything that it started, in whatever session."""
+        if self._process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        marker = f"{_OWNER}={self._owner}".encode()
+        for environment in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):  # it may end meanwhile, or belong to somebody else
+                if marker in environment.read_bytes().split(b"\0"):
+                    os.kill(int(environment.parent.name), signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(5.0)
+
+    def failure(self) -> Failure:
+        """Its first traceback of the last two minutes, or else the end of its output. Call when it has ended."""
+        ended_s = time.time()
+        recent = [(when, offset) for when, offset in self._tracebacks if ended_s - when < _MEMORY_S]
+        with self.log.open("rb") as log:
+            if recent:
+                when, offset = recent[0]
+                log.seek(offset)
+                lines = log.read(_ERROR_BYTES).decode(errors="replace").splitlines()
+                match = _RANK.match(lines[0])
+                if match is not None:
+                    lines = [line.removeprefix(match[0]) for line in lines if line.startswith(match[0])]
+                return Failure(when, "\n".join(_one_error(lines)), int(match[1]) if match else None)
+            log.seek(max(self._begin, self.log.stat().st_size - _ERROR_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+        status = self._process.poll()
+        said = "\n".join(lines) or "(it wrote nothing)"
+        return Failure(ended_s, f"ended with {status_in_words(status)} and no traceback; its last lines:\n{said}", None)
+
+    def _words(self) -> list[str]:
+        role, node = self.role, self._board.place.node
+        head = self._peers[role.nodes[0]]
+        words = role.words(node, head_address=head.address, head_port=head.port)
+        if role.kind != "torchrun":
+            return [sys.executable, *words]
+        return [
+            sys.executable, "-m", "torch.distributed.run",
+            f"--nnodes={len(role.nodes)}", f"--node-rank={role.rank_of(node)}",
+            f"--nproc-per-node={role.processes_per_node}",
+            # Static: ranks follow the order of nodes, where torchrun's own meeting would sort them by host name.
+            "--rdzv-backend=static", f"--master-addr={head.address}", f"--master-port={head.port}",
+            # Through files, so that lines of two ranks are never mixed within a line.
+            "--tee=3", f"--log-dir={self.log.with_suffix('.ranks')}",
+            *words,
+        ]  # fmt: skip
+
+    def _environment(self) -> dict[str, str]:
+        role, place = self.role, self._board.place
+        cores = len(os.sched_getaffinity(0))
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, cores // max(1, role.processes_per_node))),
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
+            "LAUNCH_JOB": place.job,
+            "LAUNCH_ATTEMPT": str(place.attempt),
+            "LAUNCH_NODE": str(place.node),
+            "LAUNCH_NODES": str(place.num_nodes),
+            "LAUNCH_DIR": str(self._board.folder),
+            "LAUNCH_ROLE": role.name,
+            "LAUNCH_ROLE_RANK": str(role.rank_of(place.node)),
+            "LAUNCH_ADDRESS": self._peers[place.node].address,
+            # Rises with every start of the role in a run, over attempts: a newer server is never taken for an older.
+            "LAUNCH_INCARNATION": str(1000 * place.attempt + self.incarnation),
+            _OWNER: self._owner,
+        }
+        if role.gpus:
+            visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+            chosen = [visible[gpu] if gpu < len(visible) else str(gpu) for gpu in role.gpus]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
+        return environment | self._spec.env | role.env
+
+    def _listen(self, output: BinaryIO) -> None:
+        """Copy lines into the log and note when a traceback begins: clocks of nodes compare, offsets in logs do not."""
+        with self.log.open("ab") as log, output:
+            for line in output:
+                if _TRACEBACK in line:
+                    self._tracebacks.append((time.time(), log.tell()))
+                log.write(line)
+                log.flush()
+
+
+def status_in_words(status: int | None) -> str:
+    """``exit status 1``, or ``signal SIGKILL`` for a negative one."""
+    if status is not None and status < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-status).name}"
+    return f"exit status {status}"
+
+
+def _one_error(lines: Sequence[str]) -> list[str]:
+    """From the head of a traceback to the message below it; up to 15 lines of what follows belong to the message."""
+    end = next((i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))), len(lines))
+    following = 0
+    for line in lines[end + 1 : end + 16]:
+        if _TRACEBACK.decode() in line or line.startswith(("=== ", "During handling of", "The above exception")):
+            break
+        following += 1
+    return list(lines[: end + 1 + following])
