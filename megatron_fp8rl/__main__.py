@@ -11,11 +11,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
-from megatron_fp8rl import cli, doctor
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl import cli, doctor, evaluate
+from megatron_fp8rl.config import ConfigError, RunConfig
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
@@ -33,11 +35,11 @@ class ReportOptions:
 
 def _train(invocation: cli.Invocation) -> int:
     """Warm start when the configuration asks for one, then reinforcement learning."""
-    return _on_every_rank(invocation.cfg, wants_sft=True, wants_rl=True)
+    return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=True))
 
 
 def _sft(invocation: cli.Invocation) -> int:
-    return _on_every_rank(invocation.cfg, wants_sft=True, wants_rl=False)
+    return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=False))
 
 
 def _rl(invocation: cli.Invocation) -> int:
@@ -48,7 +50,17 @@ def _rl(invocation: cli.Invocation) -> int:
             file=sys.stderr,
         )
         return 2
-    return _on_every_rank(invocation.cfg, wants_sft=False, wants_rl=True)
+    return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=False, wants_rl=True))
+
+
+def _eval(invocation: cli.Invocation) -> int:
+    try:
+        evaluation = evaluate.plan(invocation.cfg, invocation.options)
+    except ConfigError as error:
+        print(f"eval: {error}", file=sys.stderr)
+        return 2
+    deadline_s = _longest_wait_s(evaluation.cfg)
+    return _on_every_rank(evaluation.cfg, partial(evaluate.run, evaluation, deadline_s=deadline_s))
 
 
 def _study(invocation: cli.Invocation) -> int:
@@ -66,7 +78,7 @@ def _report(invocation: cli.Invocation) -> int:
     return 0
 
 
-def _on_every_rank(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> int:
+def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     """Run here, or start torchrun on this machine when the trainer has several ranks and this is none of them."""
     if cfg.parallel.world_size > 1 and "RANK" not in os.environ:
         command = [
@@ -75,7 +87,12 @@ def _on_every_rank(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> int:
         ]  # fmt: skip
         cores = max(1, (os.cpu_count() or 1) // cfg.parallel.world_size)
         return subprocess.run(command, env={"OMP_NUM_THREADS": str(cores), **os.environ}).returncode
-    _run(cfg, wants_sft=wants_sft, wants_rl=wants_rl)
+    import torch
+
+    if not torch.cuda.is_available():
+        # Before Megatron-Core and vLLM are imported: their compiled functions need no compiler on a CPU.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    program()
     return 0
 
 
@@ -84,10 +101,6 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
     import contextlib
 
     import torch
-
-    if not torch.cuda.is_available():
-        # Before Megatron-Core and vLLM are imported: their compiled functions need no compiler on a CPU.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
     from megatron_fp8rl import rl_loop, sft_loop
     from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
@@ -134,6 +147,12 @@ COMMANDS = (
     ),
     cli.Command(name="sft", summary="the supervised warm start alone", run=_sft),
     cli.Command(name="rl", summary="reinforcement learning from a Hugging Face checkpoint", run=_rl),
+    cli.Command(
+        name="eval",
+        summary="accuracy and pass@k of a checkpoint on held-out problems",
+        run=_eval,
+        options=evaluate.EvalOptions,
+    ),
     cli.Command(
         name="study",
         summary="compare rollout and training precisions over several seeds",

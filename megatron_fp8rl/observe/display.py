@@ -219,6 +219,11 @@ def sparkline(values: list[float], *, width: int = 60, low: float | None = None)
     )
 
 
+def interval_text(estimate: Mapping[str, float]) -> str:
+    """``0.412 [0.330, 0.500]``: a value and its interval, from {"value", "low", "high"}."""
+    return f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+
+
 def duration(seconds: float) -> str:
     """``75`` -> ``1m 15s``."""
     whole = round(seconds)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from megatron_fp8rl.observe.evaluation_figures import draw_pass_at_k_by_step
 from megatron_fp8rl.observe.metrics import PHASES
 from megatron_fp8rl.observe.run_data import RunData
 from megatron_fp8rl.observe.style import (
@@ -331,6 +332,7 @@ SECTIONS: dict[str, tuple[Draw, ...]] = {
         draw_lengths,
         draw_problem_share,
         draw_environments,
+        draw_pass_at_k_by_step,
         draw_warm_start,
         draw_warm_start_pass_rate,
     ),

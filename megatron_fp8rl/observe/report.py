@@ -12,7 +12,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.observe.display import duration
+from matplotlib.figure import Figure
+
+from megatron_fp8rl.observe.display import duration, interval_text
+from megatron_fp8rl.observe.evaluation_figures import draw_pass_at_k
 from megatron_fp8rl.observe.figures import SECTIONS, make_figure, overview
 from megatron_fp8rl.observe.metrics import meaning
 from megatron_fp8rl.observe.run_data import RunData
@@ -53,8 +56,10 @@ def write_report(run_dir: Path | str) -> Path:
     Raises FileNotFoundError when the folder holds no run.
     """
     run = RunData(Path(run_dir))
-    if not run.records and not run.config:
-        raise FileNotFoundError(f"{run_dir} holds no run: neither metrics.jsonl nor config.json is there")
+    if not run.records and not run.config and not run.evaluations:
+        raise FileNotFoundError(
+            f"{run_dir} holds no run: neither metrics.jsonl nor config.json nor evaluations are there"
+        )
     with styled():
         page = render(run)
         if run.records:
@@ -73,14 +78,11 @@ def render(run: RunData) -> str:
     name = escape(str(run.config.get("name", run.run_dir.name)))
     parts = [f"<h1>{name}</h1>", f'<p class="lead">{_lead(run)}</p>', _failure(run), _tiles(run)]
     for title, draws in SECTIONS.items():
-        figures = [figure for draw in draws if (figure := make_figure(draw, run)) is not None]
-        if figures:
-            images = "".join(
-                f'<figure><img alt="{escape(figure.axes[0].get_title(loc="left"))}" src="{svg_uri(figure)}"></figure>'
-                for figure in figures
-            )
+        images = "".join(_image(figure) for draw in draws if (figure := make_figure(draw, run)) is not None)
+        if images:
             parts.append(f'<h2>{escape(title)}</h2><div class="plots">{images}</div>')
     parts += [
+        _evaluations(run),
         _worst_sequences(run),
         _warnings(run),
         _samples(run),
@@ -96,7 +98,14 @@ def render(run: RunData) -> str:
     )
 
 
+def _image(figure: Figure) -> str:
+    title = escape(figure.axes[0].get_title(loc="left"))
+    return f'<figure><img alt="{title}" src="{svg_uri(figure)}"></figure>'
+
+
 def _lead(run: RunData) -> str:
+    if not run.records and not run.config:
+        return "Evaluations of checkpoints"
     model, precision = run.config.get("model", {}), run.config.get("precision", {})
     status = "failed" if run.failure else "finished" if run.is_done else "still running when this page was written"
     words = [status]
@@ -154,6 +163,28 @@ def _tiles(run: RunData) -> str:
         tiles.append((duration(sum(run.values("time/step/s"))), "in all steps"))
     inner = "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(label)}</span></div>' for v, label in tiles)
     return f'<div class="tiles">{inner}</div>' if tiles else ""
+
+
+def _evaluations(run: RunData) -> str:
+    """Accuracy and pass@k of checkpoints, as the eval command measured them."""
+    figure = make_figure(draw_pass_at_k, run)
+    if figure is None:
+        return ""
+    ks = sorted({int(k) for one in run.evaluations for k in one["overall"]["pass_at"]})
+    header = ("checkpoint", "environment", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks))
+    rows = []
+    for one in run.evaluations:
+        parts = dict(one["environments"]) | ({"all": one["overall"]} if len(one["environments"]) > 1 else {})
+        for name, part in parts.items():
+            estimates = [part["accuracy"], *(part["pass_at"].get(str(k)) for k in ks)]
+            rows.append((one["name"], name, part["num_problems"], part["num_completions"], *map(_interval, estimates)))
+    note = "<p>Brackets hold intervals of 95 %: Wilson's score for accuracy, bootstrap over problems for pass@k.</p>"
+    card = f'<div class="card">{_table(header, rows)}{note}</div>'
+    return f'<h2>Evaluations of checkpoints</h2><div class="plots">{_image(figure)}</div><br>{card}'
+
+
+def _interval(estimate: dict[str, float] | None) -> str:
+    return "–" if estimate is None else interval_text(estimate)
 
 
 def _worst_sequences(run: RunData) -> str:

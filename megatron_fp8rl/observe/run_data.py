@@ -17,6 +17,7 @@ from megatron_fp8rl.observe.records import read_json_lines, read_steps
 from megatron_fp8rl.types import RolloutGroup
 
 WARM_START_DIR = "warm_start"  # folder within a run's folder where the supervised warm start is observed
+EVALUATIONS = "evaluations/*/eval.json"  # results of the eval command
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class RunData:
     @property
     def is_done(self) -> bool:
         return (self.run_dir / "done.json").exists()
+
+    @cached_property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Results of the eval command, by step of the checkpoint, those of unknown step last."""
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.run_dir.glob(EVALUATIONS))]
+        return sorted(found, key=lambda one: (one["step"] is None, one["step"] or 0, one["name"]))
 
     @cached_property
     def warm_start(self) -> RunData:

@@ -1,0 +1,350 @@
+"""How good a checkpoint is: accuracy and pass@k on held-out problems, sampled by the engines that a run would use.
+
+    python -m megatron_fp8rl eval CONFIG --checkpoint PATH --num_problems 200 --num_completions 8 --ks 1 4 8
+
+In: a configuration and a checkpoint of its model: a Hugging Face folder, one that checkpoint_tools converted, a
+checkpoint of a run, or a run's folder. Out, below ``<run>/evaluations/<checkpoint>``:
+
+    eval.json        accuracy and pass@k with intervals, by environment and over all problems
+    problems.jsonl   every problem with its completions and rewards
+    logs/            of the engines that this program started
+
+and a section of the run's report. Every trainer rank loads its part of the weights, which then travel as they do in
+training, with the proof that they arrived: what is measured is the policy in the precision in which it would sample.
+
+What runs on a login node (:func:`plan`) needs no torch; the rest imports it when it runs, in every trainer rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, latest, missing_part
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.types import Prompt, PublishReport, RolloutGroup
+
+EVALUATIONS, RESULT, PROBLEMS = "evaluations", "eval.json", "problems.jsonl"
+_CHECKPOINTS, _FINAL_HF, _MODEL_DIR = "checkpoints", "hf", "model"  # within a run's folder
+_ROUNDS_IN_FLIGHT = 4  # requests given to the engines at once, in multiples of what they decode at a time
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions:
+    """What to evaluate, and on how much."""
+
+    checkpoint: str = ""  # folder of weights, or of a run: its newest checkpoint, or hf/ when it has none
+    num_problems: int | None = None  # held-out problems; None: observe.eval_prompts
+    num_completions: int = 8  # sampled for each problem
+    ks: tuple[int, ...] = ()  # of pass@k; none: 1, 2, 4, ... up to num_completions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """An evaluation that can start. Build it with :func:`plan`."""
+
+    cfg: RunConfig  # of a run; model.hf_path names the weights
+    checkpoint: Path
+    model_dir: Path | None  # config.json and tokenizer that belong to the checkpoint; None: those of the configuration
+    folder: Path
+    num_problems: int
+    num_completions: int
+    ks: tuple[int, ...]
+
+
+def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
+    """Pure but for looking at folders. Raises ConfigError with everything that is wrong with the options."""
+    from megatron_fp8rl.algo.pass_at_k import powers_of_two
+
+    checkpoint, violations = _find(options.checkpoint)
+
+    def refuse(option: str, value: Any, problem: str, remedy: str) -> None:
+        violations.append(Violation(f"--{option}", value, problem, remedy))
+
+    num_problems = cfg.observe.eval_prompts if options.num_problems is None else options.num_problems
+    if num_problems < 1:
+        refuse("num_problems", num_problems, "is below 1", "Ask at least one problem; some hundreds are usual")
+    if options.num_completions < 1:
+        refuse("num_completions", options.num_completions, "is below 1", "Sample at least one completion of a problem")
+    elif bad := [k for k in options.ks if not 1 <= k <= options.num_completions]:
+        refuse(
+            "ks",
+            options.ks,
+            f"pass@{bad[0]} cannot be estimated from {options.num_completions} completions of a problem",
+            f"Choose k from 1 to {options.num_completions}, or raise --num_completions",
+        )
+    if cfg.rollout.replay is not None:
+        refuse("rollout.replay", cfg.rollout.replay, "an evaluation samples anew", "Leave it out")
+    if violations:
+        raise ConfigError(violations)
+    assert checkpoint is not None
+    return Evaluation(
+        cfg=replace(
+            cfg,
+            model=replace(cfg.model, hf_path=str(checkpoint)),
+            rollout=replace(cfg.rollout, record_routed_experts=False),
+            observe=replace(cfg.observe, verify_every=1),
+        ),
+        checkpoint=checkpoint,
+        model_dir=_model_dir(cfg, checkpoint),
+        folder=Path(cfg.run_dir) / EVALUATIONS / label(checkpoint, Path(cfg.run_dir)),
+        num_problems=num_problems,
+        num_completions=options.num_completions,
+        ks=tuple(sorted(set(options.ks))) or powers_of_two(options.num_completions),
+    )
+
+
+def label(checkpoint: Path, run_dir: Path) -> str:
+    """Name of a checkpoint's evaluation: ``step_00000040`` or ``warm_start_hf``, after its run when that is another."""
+    path, home = checkpoint.absolute(), run_dir.absolute()
+    parts = path.relative_to(home).parts if path.is_relative_to(home) else path.parts[-3:]
+    return "_".join(part for part in parts if part not in (_CHECKPOINTS, path.anchor))
+
+
+def run(evaluation: Evaluation, *, deadline_s: float) -> None:
+    """Collective: evaluate, and let rank 0 write and print the result. ``deadline_s`` bounds what ranks wait for."""
+    import torch
+
+    from megatron_fp8rl.data.model_dir import write_model_dir
+    from megatron_fp8rl.data.prompts import PromptStream
+    from megatron_fp8rl.data.tokenizer import load_tokenizer
+    from megatron_fp8rl.envs.scoring import ScorePool
+    from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.rollout.stream import RolloutStream
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    cfg, started_s = evaluation.cfg, time.monotonic()
+    with ExitStack() as stack:
+        parallel = Parallel.init(cfg.parallel, deadline_s=deadline_s)
+        stack.callback(parallel.close)
+        model_dir, fleet, scorers = evaluation.model_dir, None, None
+        if parallel.rank == 0:
+            if model_dir is None:
+                model_dir = write_model_dir(replace(cfg, model=replace(cfg.model, hf_path=None)))
+            # Engines of other nodes are found through the run's folder; those of this one get a folder of their own.
+            engine_dir = cfg.run_dir if cfg.rollout.placement == "remote" else evaluation.folder
+            fleet = stack.enter_context(Fleet.start(cfg, model_dir, engine_dir, wait=False))
+            scorers = stack.enter_context(ScorePool.build(cfg.data))
+            if cfg.rollout.placement == "colocated" and torch.cuda.is_available():
+                # An engine measures how much memory is free; the weights are loaded when that is done.
+                fleet.wait_until_ready()
+                fleet.sleep()
+        model_dir = parallel.broadcast_object(model_dir)
+        stream = PromptStream(cfg, load_tokenizer(str(model_dir)))
+        prompts = stream.eval_prompts(evaluation.num_problems)
+        published = _publish(cfg, parallel, fleet, prompts)
+        ready_s = time.monotonic()
+        rollouts = RolloutStream(cfg, fleet, stream if parallel.rank == 0 else None, scorers, parallel)
+        groups: list[RolloutGroup] = []
+        for part in _rounds(cfg, prompts, evaluation.num_completions):
+            groups += rollouts.sample(part, num_completions=evaluation.num_completions)
+            if parallel.rank == 0:
+                _say(cfg, f"{len(groups)} of {len(prompts)} problems, {time.monotonic() - ready_s:.0f} s")
+        if parallel.rank == 0:
+            seconds = {"start": ready_s - started_s, "sample": time.monotonic() - ready_s}
+            _finish(evaluation, groups, published, seconds)
+
+
+def _publish(cfg: RunConfig, parallel: Parallel, fleet: Fleet | None, prompts: Sequence[Prompt]) -> PublishReport:
+    """Collective: load the checkpoint, hand it to the engines, let go of it, and have the engines ready to sample."""
+    import torch
+
+    from megatron_fp8rl.trainer.frozen import FrozenPolicy
+    from megatron_fp8rl.weights.export import WeightExporter
+
+    policy = FrozenPolicy.build(cfg, parallel)
+    scales = policy.kv_scales(prompts[: cfg.rollout.prompts_per_step])
+    if fleet is not None:
+        fleet.wait_until_ready()
+        if cfg.rollout.sleep_level:
+            fleet.wake("weights")
+    exporter = WeightExporter(policy, fleet, cfg)
+    try:
+        published = exporter.publish(0, scales)
+    finally:
+        exporter.close()
+    if cfg.rollout.sleep_level:
+        del exporter, policy  # the engines' caches take the memory
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        parallel.barrier("weights published")
+        if fleet is not None:
+            fleet.wake()
+    return published
+
+
+def _rounds(cfg: RunConfig, prompts: Sequence[Prompt], num_completions: int) -> Iterator[Sequence[Prompt]]:
+    """Problems in portions that keep the engines busy, so that no request waits for its turn beyond its deadline."""
+    at_once = _ROUNDS_IN_FLIGHT * cfg.rollout.max_num_sequences * cfg.rollout.num_replicas
+    size = max(1, at_once // num_completions)
+    return (prompts[start : start + size] for start in range(0, len(prompts), size))
+
+
+def result_of(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, Any]:
+    """Pure: estimates over scored groups of equal size. Keys of "pass_at" are texts, as JSON has them."""
+    from megatron_fp8rl.algo.pass_at_k import accuracy, pass_at_ks
+    from megatron_fp8rl.observe.groups import pass_counts
+
+    counts = pass_counts(groups)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "num_problems": len(groups),
+        "num_completions": len(rollouts),
+        "num_passed": sum(passed for _, passed in counts),
+        "accuracy": asdict(accuracy(counts)),
+        "pass_at": {str(k): asdict(estimate) for k, estimate in pass_at_ks(counts, ks).items()},
+        "mean_reward": statistics.fmean(rollout.reward for rollout in rollouts),
+        "mean_length_tokens": statistics.fmean(len(rollout.completion.token_ids) for rollout in rollouts),
+        "truncated": statistics.fmean(rollout.completion.finish_reason == "length" for rollout in rollouts),
+        "not_scored": statistics.fmean(rollout.status == "score_failed" for rollout in rollouts),
+    }
+
+
+def summarize(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, Any]:
+    """Pure: :func:`result_of` all groups, and of those of each environment."""
+    names = sorted({group.prompt.environment for group in groups})
+    by_name = {name: [group for group in groups if group.prompt.environment == name] for name in names}
+    return {
+        "overall": result_of(groups, ks),
+        "environments": {name: result_of(part, ks) for name, part in by_name.items()},
+    }
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """The result as lines for a terminal: one for each environment, and one for all when there are several."""
+    from megatron_fp8rl.observe.display import interval_text
+
+    rows = dict(summary["environments"])
+    if len(rows) > 1:
+        rows["all problems"] = summary["overall"]
+    ks = list(summary["overall"]["pass_at"])
+    header = ["", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks)]
+    lines = [header]
+    for name, row in rows.items():
+        estimates = [row["accuracy"], *(row["pass_at"][k] for k in ks)]
+        lines.append([name, str(row["num_problems"]), str(row["num_completions"]), *map(interval_text, estimates)])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _finish(
+    evaluation: Evaluation, groups: Sequence[RolloutGroup], published: PublishReport, seconds: Mapping[str, float]
+) -> None:
+    """Write the result, the problems and the report; print the table."""
+    from megatron_fp8rl.observe.observer import write_json
+    from megatron_fp8rl.observe.report import write_report
+
+    cfg, folder = evaluation.cfg, evaluation.folder
+    summary = {
+        "name": folder.name,
+        "checkpoint": str(evaluation.checkpoint),
+        "step": _step_of(evaluation.checkpoint),
+        "precision": cfg.precision.rollout,
+        "seed": cfg.seed,
+        "sampling": {
+            name: getattr(cfg.rollout, name) for name in ("temperature", "top_p", "top_k", "max_completion_tokens")
+        },
+        "intervals": "95 %: accuracy by Wilson's score, pass@k by bootstrap over problems",
+        **summarize(groups, evaluation.ks),
+        "weights_checksum": published.checksum,
+        "seconds": {name: round(value, 1) for name, value in seconds.items()},
+        "finished_unix_s": time.time(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f".{PROBLEMS}.tmp"
+    partial.write_text("".join(json.dumps(_problem(group)) + "\n" for group in groups), encoding="utf-8")
+    os.replace(partial, folder / PROBLEMS)
+    write_json(folder / RESULT, summary)
+    if len(groups) < evaluation.num_problems:
+        _say(cfg, f"the environments have only {len(groups)} different held-out problems of the {evaluation.num_problems}")
+    print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.rollout.temperature:g}")
+    print(table(summary))
+    print(f"{folder / RESULT}\n{write_report(cfg.run_dir)}", flush=True)
+
+
+def _problem(group: RolloutGroup) -> dict[str, Any]:
+    from megatron_fp8rl.observe.groups import passes
+
+    return {
+        "prompt_id": group.prompt.prompt_id,
+        "environment": group.prompt.environment,
+        "num_completions": len(group.rollouts),
+        "num_passed": sum(map(passes, group.rollouts)),
+        "prompt": group.prompt.text,
+        "answer": group.prompt.answer,
+        "completions": [
+            {
+                "text": rollout.completion.text,
+                "reward": rollout.reward,
+                "num_tokens": len(rollout.completion.token_ids),
+                "status": rollout.status,
+                "seed": rollout.seed,
+                **({"detail": rollout.detail} if rollout.detail else {}),
+            }
+            for rollout in group.rollouts
+        ],
+    }
+
+
+def _find(given: str) -> tuple[Path | None, list[Violation]]:
+    """(folder of weights, why there is none)."""
+    path = Path(given)
+
+    def refuse(problem: str, remedy: str) -> tuple[None, list[Violation]]:
+        return None, [Violation("--checkpoint", given, problem, remedy)]
+
+    if not given:
+        return refuse("names nothing", "Name a Hugging Face folder, a converted one, a checkpoint of a run or a run")
+    if not path.is_dir():
+        return refuse("is not a folder", "Look at its spelling; the folder has to be on a file system of this machine")
+    if not _holds_weights(path):
+        found = latest(path / _CHECKPOINTS) or latest(path)
+        path = found or path / _FINAL_HF
+        if found is None and not _holds_weights(path):
+            return refuse(
+                "holds no weights, and neither a whole checkpoint nor hf/ as a run does",
+                "Name a folder with *.safetensors or .metadata, or a run that has saved a checkpoint",
+            )
+    if (path / STATE_FILE).is_file() and (missing := missing_part(path)) is not None:
+        return refuse(f"is not whole: {missing}", "Choose another checkpoint, or convert it again")
+    return path, []
+
+
+def _holds_weights(folder: Path) -> bool:
+    """Whether trainer ranks can load it: Hugging Face's format, or Megatron-Core's distributed one."""
+    is_hf = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return is_hf or (folder / ".metadata").is_file()
+
+
+def _state(checkpoint: Path) -> dict[str, Any]:
+    file = checkpoint / STATE_FILE
+    return json.loads(file.read_text()) if file.is_file() else {}
+
+
+def _step_of(checkpoint: Path) -> int | None:
+    state = _state(checkpoint)
+    return None if state.get("weights_only") else state.get("step")
+
+
+def _model_dir(cfg: RunConfig, checkpoint: Path) -> Path | None:
+    """Where config.json and the tokenizer of a checkpoint are: with it, where its run began, in its run, or unknown."""
+    began = [_state(checkpoint).get("config", {}).get("model", {}).get("hf_path"), cfg.model.hf_path]
+    run_dir = checkpoint.parent.parent if checkpoint.parent.name == _CHECKPOINTS else checkpoint.parent
+    candidates = [checkpoint, *(Path(folder) for folder in began if folder), run_dir / _MODEL_DIR]
+    return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+
+
+def _say(cfg: RunConfig, text: str) -> None:
+    if cfg.observe.display != "none":
+        print(f"eval: {text}", flush=True)

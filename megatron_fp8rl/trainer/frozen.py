@@ -1,0 +1,59 @@
+"""A policy that nobody trains: the weights of a checkpoint, without gradients and optimizer.
+
+In: a configuration whose ``model.hf_path`` names weights of any kind and layout. Out: what publishing them takes. Runs
+on every trainer rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.packing import pack_for
+from megatron_fp8rl.trainer import kv_scales
+from megatron_fp8rl.trainer.forward import Forward
+from megatron_fp8rl.trainer.model import build_chunks, load_hf, named_global_tensors
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.types import KVScales, Prompt
+
+
+@dataclass(kw_only=True)
+class FrozenPolicy:
+    """Stands in for :class:`megatron_fp8rl.trainer.policy.Policy` where weights are only read. Build it with
+    :meth:`build`."""
+
+    cfg: RunConfig
+    parallel: Parallel
+    models: list[nn.Module]  # this rank's model chunks
+
+    @classmethod
+    def build(cls, cfg: RunConfig, parallel: Parallel) -> FrozenPolicy:
+        """Collective: load ``cfg.model.hf_path``, a Hugging Face or distributed checkpoint.
+
+        Raises FileNotFoundError, KeyError or ValueError, as :func:`load_hf` does, when it is not of this model.
+        """
+        if cfg.model.hf_path is None:
+            raise ValueError("model.hf_path is None: there are no weights to load")
+        models = build_chunks(cfg, parallel)
+        load_hf(models, cfg.model.hf_path, cfg, parallel)
+        for model in models:
+            model.requires_grad_(False)
+            model.eval()
+        return cls(cfg=cfg, parallel=parallel, models=models)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's parameters and router biases under their global names."""
+        return named_global_tensors(self.models, self.parallel)
+
+    def kv_scales(self, prompts: Sequence[Prompt]) -> KVScales | None:
+        """Collective: scales of the engines' FP8 KV cache, measured on ``prompts``; None for BF16 caches."""
+        if self.cfg.rollout.kv_cache_dtype != "fp8":
+            return None
+        forward = Forward(self.cfg, self.parallel)
+        with kv_scales.measured(self.models, self.cfg.model.num_layers, self.parallel.device) as amax:
+            for batch in pack_for(self.cfg, kv_scales.as_samples(prompts), data_rank=self.parallel.dp_rank):
+                forward.logprobs(self.models, batch.microbatches)
+        return kv_scales.scales(kv_scales.over_all_ranks(amax, self.parallel.world_size))
