@@ -4,6 +4,7 @@
 #   cluster.sh install        packages by apt (Debian, Ubuntu), about 15 s; does nothing when they are there
 #   cluster.sh start | stop   bring it up (about 6 s) or take everything down again, leftovers included
 #   cluster.sh status | env   what Slurm says; the line that points a shell's sbatch and squeue at it
+#   cluster.sh running        is it? the exit status answers
 #   cluster.sh kill-node N    node N loses power: its network goes silent and all its processes are gone
 #   cluster.sh start-node N   the node comes back, empty
 #
@@ -45,13 +46,13 @@ daemon() {  # daemon NAME COMMAND...: in the background, detached from this shel
     echo $! >"$DIR/run/$name.pid"
 }
 
-halt() {  # halt NAME SIGNAL: end a daemon of ours and wait for its end
+halt() {  # halt NAME: kill a daemon of ours, whose data is thrown away, and wait for its end
     local file=$DIR/run/$1.pid pid
     [ -f "$file" ] || return 0
     pid=$(cat "$file")
-    kill "-$2" "$pid" 2>/dev/null || true
-    for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
     kill -9 "$pid" 2>/dev/null || true
+    # Gone, or a zombie that some process 1 takes its time to reap.
+    for _ in $(seq 100); do grep -qs '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$pid/status" || break; sleep 0.1; done
     rm -f "$file"
 }
 
@@ -190,7 +191,12 @@ start_node() {
 
 kill_node() {
     ip link set "fp8rlveth$1" down  # first: its peers get no closed connections, only silence
-    halt "node$1" 9
+    halt "node$1"
+}
+
+running() {
+    local file=$DIR/run/slurmctld.pid
+    [ -f "$file" ] && kill -0 "$(cat "$file")" 2>/dev/null
 }
 
 all_idle() { [ "$(sinfo -h -N -t idle -p main | wc -l)" = "$NODES" ]; }
@@ -214,7 +220,7 @@ start() {
     local i
     [ "$(id -u)" = 0 ] || fail "namespaces and Slurm's daemons need root"
     installed || fail "programs of Slurm, munge or MariaDB are missing: run $0 install"
-    if scontrol ping 2>/dev/null | grep -q "is UP"; then fail "a cluster of $DIR is running already"; fi
+    if running; then fail "the cluster in $DIR is running already"; fi
     stop
     rm -rf "$DIR/log"
     write_configuration
@@ -234,9 +240,9 @@ start() {
 stop() {
     local i name
     for name in $(ip netns list 2>/dev/null | awk '/^fp8rl-node/ {print $1}'); do
-        halt "${name#fp8rl-}" 9
+        halt "${name#fp8rl-}"
     done
-    for name in slurmctld slurmdbd mariadbd munged; do halt $name TERM; done
+    for name in slurmctld slurmdbd mariadbd munged; do halt $name; done
     for name in $(ip netns list 2>/dev/null | awk '/^fp8rl-node/ {print $1}'); do
         i=${name#fp8rl-node}
         ip link del "fp8rlveth$i" 2>/dev/null || true
@@ -248,9 +254,10 @@ stop() {
 
 case ${1:-} in
     install | start | stop) "$1" ;;
+    running) running ;;
     status) sinfo -N -l && squeue && sacct -X -n | tail -5 ;;
     env) echo "export SLURM_CONF=$SLURM_CONF" ;;
     kill-node | start-node)
         case ${2:-} in [1-9]) "${1/-/_}" "$2" ;; *) fail "$1 needs the number of a node" ;; esac ;;
-    *) sed -n 's/^# \{0,1\}//p' "$0" | sed -n 1,8p; exit 2 ;;
+    *) sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | sed -n 1,8p; exit 2 ;;
 esac
