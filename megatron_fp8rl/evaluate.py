@@ -86,9 +86,12 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
         )
     if cfg.rollout.replay is not None:
         refuse("rollout.replay", cfg.rollout.replay, "an evaluation samples anew", "Leave it out")
-    if violations:
+    model_dir = None
+    if checkpoint is not None:
+        model_dir, unknown = _model_dir(cfg, checkpoint)
+        violations += unknown
+    if checkpoint is None or violations:
         raise ConfigError(violations)
-    assert checkpoint is not None
     return Evaluation(
         cfg=replace(
             cfg,
@@ -97,7 +100,7 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
             observe=replace(cfg.observe, verify_every=1),
         ),
         checkpoint=checkpoint,
-        model_dir=_model_dir(cfg, checkpoint),
+        model_dir=model_dir,
         folder=Path(cfg.run_dir) / EVALUATIONS / label(checkpoint, Path(cfg.run_dir)),
         num_problems=num_problems,
         num_completions=options.num_completions,
@@ -337,12 +340,25 @@ def _step_of(checkpoint: Path) -> int | None:
     return None if state.get("weights_only") else state.get("step")
 
 
-def _model_dir(cfg: RunConfig, checkpoint: Path) -> Path | None:
-    """Where config.json and the tokenizer of a checkpoint are: with it, where its run began, in its run, or unknown."""
-    began = [_state(checkpoint).get("config", {}).get("model", {}).get("hf_path"), cfg.model.hf_path]
+def _model_dir(cfg: RunConfig, checkpoint: Path) -> tuple[Path | None, list[Violation]]:
+    """(folder with config.json and the tokenizer that belong to a checkpoint, why it cannot be told).
+
+    They are with the weights, or where the run began, or in the run's own folder; None for a run that began with random
+    weights, whose configuration says it all.
+    """
+    recorded = _state(checkpoint).get("config", {})
+    began = recorded.get("model", {}).get("hf_path")
     run_dir = checkpoint.parent.parent if checkpoint.parent.name == _CHECKPOINTS else checkpoint.parent
-    candidates = [checkpoint, *(Path(folder) for folder in began if folder), run_dir / _MODEL_DIR]
-    return next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+    candidates = [checkpoint, *(Path(folder) for folder in (began, cfg.model.hf_path) if folder), run_dir / _MODEL_DIR]
+    found = next((folder for folder in candidates if (folder / "config.json").is_file()), None)
+    if found is None and began is not None:
+        problem = f"is unknown for this checkpoint: its run began with {began}, which is not here"
+        return None, [Violation("--model.hf_path", cfg.model.hf_path, problem, "Name the folder with its tokenizer")]
+    tokenizer = recorded.get("data", {}).get("tokenizer", cfg.data.tokenizer)
+    if found is None and tokenizer != cfg.data.tokenizer:
+        problem = f"is another tokenizer than the checkpoint's, {tokenizer!r}"
+        return None, [Violation("--data.tokenizer", cfg.data.tokenizer, problem, f"Pass --data.tokenizer {tokenizer}")]
+    return found, []
 
 
 def _say(cfg: RunConfig, text: str) -> None:

@@ -91,6 +91,15 @@ def test_tokenizer_and_config_are_those_that_the_run_began_with(cfg: RunConfig, 
     assert evaluate.plan(cfg, EvalOptions(checkpoint=str(base))).model_dir == base
 
 
+def test_a_tokenizer_that_is_gone_or_another_is_not_guessed(cfg: RunConfig, tmp_path: Path):
+    gone = write_checkpoint(tmp_path / "a" / "checkpoints", 1, model={"hf_path": str(tmp_path / "moved")})
+    with pytest.raises(ConfigError, match=r"--model.hf_path = None: .*moved, which is not here"):
+        evaluate.plan(cfg, EvalOptions(checkpoint=str(gone)))
+    other = write_checkpoint(tmp_path / "b" / "checkpoints", 1, model={}, data={"tokenizer": "/tokenizers/x"})
+    with pytest.raises(ConfigError, match="Pass --data.tokenizer /tokenizers/x"):
+        evaluate.plan(cfg, EvalOptions(checkpoint=str(other)))
+
+
 def test_every_mistake_is_named_at_once(cfg: RunConfig, tmp_path: Path):
     recorded = replace(cfg, rollout=replace(cfg.rollout, replay="rollouts.jsonl"))
     with pytest.raises(ConfigError) as refusal:
