@@ -106,6 +106,21 @@ class Cluster:
                 found.append(_bad(f"sbatch[{name!r}]", self.sbatch[name], "is set by the launcher", "Remove it"))
         return found
 
+    def missing_files(self) -> list[Violation]:
+        """Files that the cluster names and this machine does not have; none behind a tunnel, where nobody can look."""
+        if self.tunnel is not None:
+            return []
+        found = []
+        image = self.container_image
+        if image is not None and image.startswith(("/", ".")) and not Path(image).exists():
+            found.append(_bad("container_image", image, "does not exist", "Name an image file, or registry#name:tag"))
+        for mount in self.container_mounts:
+            if not Path(mount.partition(":")[0]).exists():
+                found.append(_bad("container_mounts", mount, "begins where nothing is", "Name what all nodes see"))
+        if self.python is not None and self.container_image is None and not Path(self.python).exists():
+            found.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
+        return found
+
 
 def _of_nodes(cluster: Cluster) -> list[Violation]:
     found = []
@@ -140,14 +155,10 @@ def _of_environment(cluster: Cluster) -> list[Violation]:
     if image is None:
         if cluster.container_mounts:
             found.append(_bad("container_mounts", cluster.container_mounts, "without container_image", "Remove them"))
-    elif cluster.tunnel is None and image.startswith(("/", "./", "~")) and not Path(image).exists():
-        found.append(_bad("container_image", image, "does not exist", "Name an image file, or registry#name:tag"))
     for mount in cluster.container_mounts:
         parts = mount.split(":")
         if len(parts) not in (2, 3) or not all(parts) or "," in mount:
             found.append(_bad("container_mounts", mount, "is not from:to", "pyxis takes no ':' or ',' in a path"))
-        elif cluster.tunnel is None and not Path(parts[0]).exists():
-            found.append(_bad("container_mounts", mount, f"{parts[0]} does not exist", "Name what all nodes see"))
     for line in cluster.setup:
         if "\n" in line:
             found.append(_bad("setup", line, "holds a line break", "Write one entry for each line"))
