@@ -15,7 +15,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from launch.spec import SAVED, JobSpec, launch_dir
+from launch.spec import SAVED, JobSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -35,7 +35,7 @@ def setup_lines(spec: JobSpec, link: Link, *, log_dir: str, setup: tuple[str, ..
     variables = [
         "# What became of an attempt is in the files of its agents.",
         "set +vx",
-        f"launch_folder={quoted(str(launch_dir(spec.run_dir)))}",
+        f"launch_folder={spec.launch_dir_in_shell}",
         f"launch_chain={quoted(link.chain)}",
         f"launch_logs={quoted(log_dir)}",
         f"max_restarts={spec.max_restarts}",

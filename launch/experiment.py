@@ -121,7 +121,7 @@ def _experiment(submission: Submission, base_dir: str) -> Iterator[run.Experimen
         serialize_metadata_for_scripts=False,
     )
     script = run.Script(
-        path="launch.agent",
+        path=submission.spec.agent_module,
         m=True,
         entrypoint=shlex.quote(submission.cluster.interpreter),
         args=[submission.spec.encode()],

@@ -18,11 +18,12 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import shlex
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 SAVED = 85  # exit status of a trainer, and of an agent, that saved a checkpoint and asks to be started again
 
@@ -72,6 +73,9 @@ class NodePlan:
 class JobSpec:
     """A whole job: everything that an agent has to know."""
 
+    agent_module: ClassVar[str] = "launch.agent"  # what every node starts, with the job as its word
+    local_module: ClassVar[str] = "launch.local"  # what starts the agents on this machine
+
     name: str
     run_dir: str  # absolute, on a file system that all nodes share
     roles: tuple[Role, ...]
@@ -111,6 +115,11 @@ class JobSpec:
             found.append(f"run_dir {self.run_dir!r} is not absolute")
         return found
 
+    @property
+    def launch_dir_in_shell(self) -> str:
+        """:func:`launch_dir` as a word of a batch script."""
+        return shlex.quote(str(launch_dir(self.run_dir)))
+
     def encode(self) -> str:
         """One word of letters, digits, '-', '_' and '=', which no shell changes: compressed JSON in base64."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
@@ -120,10 +129,15 @@ class JobSpec:
     def decode(cls, word: str) -> JobSpec:
         """The inverse of :meth:`encode`. Raises ValueError for anything else."""
         try:
-            values = json.loads(zlib.decompress(base64.urlsafe_b64decode(word)))
-            return cls(**{**values, "roles": tuple(_role(role) for role in values["roles"])})
+            return JobSpec.of(json.loads(zlib.decompress(base64.urlsafe_b64decode(word))))
         except (ValueError, zlib.error, TypeError, KeyError) as error:
             raise ValueError(f"not the word of a job: {word[:40]!r}: {error}") from error
+
+    @staticmethod
+    def of(values: dict[str, Any]) -> JobSpec:
+        """The job of a decoded dictionary; of an array of jobs, what all of them have."""
+        own = {name: value for name, value in values.items() if name not in ("elements", "labels")}
+        return JobSpec(**{**own, "roles": tuple(_role(role) for role in values["roles"])})
 
 
 def launch_dir(run_dir: str | Path) -> Path:
