@@ -147,6 +147,9 @@ def job_spec(request: Request, run_dir: str, roles: tuple[Role, ...], nodes: int
     """A job of these roles, with what the cluster's file says about all."""
     cluster = request.cluster
     env = {"PYTHONUNBUFFERED": "1", **cluster.env}
+    paths = [path for path in (env.get("PYTHONPATH"), request.code_dir) if path]
+    if paths:
+        env["PYTHONPATH"] = ":".join(paths)
     default = request.cfg.name if request.cfg is not None else request.job
     return JobSpec(
         name=name or default,

@@ -7,7 +7,9 @@ status needs accounting and its exit status says nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -16,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from launch.cluster import NEMO_RUN_PLACEHOLDER, Cluster
 from launch.spec import JobSpec, add_job
@@ -91,8 +94,8 @@ def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
             found.append(f"the run's folder = {spec.run_dir!r} holds {mark!r}: {why}. Choose another --output_dir.")
     if cluster.container_image is not None and re.search(r"[:,]", spec.run_dir + (cluster.run_root or "")):
         found.append(f"the run's folder = {spec.run_dir!r} holds ':' or ',', which pyxis cannot mount. Choose another.")
-    if cluster.tunnel is not None and slug(spec.run_dir.replace("/", "-").replace(".", "-").replace("_", "-")) and " " in spec.run_dir:
-        found.append(f"the run's folder = {spec.run_dir!r} holds a blank, which does not go through the tunnel.")
+    if cluster.tunnel is not None and shlex.quote(spec.run_dir) != spec.run_dir:
+        found.append(f"the run's folder = {spec.run_dir!r} holds marks that a shell reads, which the tunnel does not quote. Choose another.")
     return found
 
 
@@ -102,7 +105,7 @@ def dry_run(
     """The complete batch scripts. Needs no Slurm; the same text for the same id."""
     nemo = _nemo_run()
     id = id or f"{slug(spec.name)}_dry-run"
-    scripts = nemo.scripts(nemo.Submission(spec=spec, cluster=cluster, id=id, chain=chain, array=array))
+    scripts = nemo.scripts(_submission(nemo, spec, cluster, id, chain, array))
     for index in range(1, len(scripts)):
         # It stands on sbatch's command line, with a number that only Slurm knows.
         scripts[index] = scripts[index].replace(
@@ -128,7 +131,7 @@ def submit(
             "tunnel to one, or use --cluster local or --dry-run"
         )
     nemo = _nemo_run()
-    submission = nemo.Submission(spec=spec, cluster=cluster, id=id or new_id(spec), chain=chain, array=array)
+    submission = _submission(nemo, spec, cluster, id or new_id(spec), chain, array)
     copy_code(Path(submission.code_dir))
     try:
         job_ids = nemo.submit(submission)
@@ -157,6 +160,16 @@ def submit(
     return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=str(Path(submission.job_dir(0)).parent))
 
 
+def _submission(
+    nemo: ModuleType, spec: JobSpec, cluster: Cluster, id: str, chain: int, array: str | None
+) -> Any:
+    """With the copied code first on every role's PYTHONPATH."""
+    submission = nemo.Submission(spec=spec, cluster=cluster, id=id, chain=chain, array=array)
+    inherited = spec.env.get("PYTHONPATH")
+    path = f"{submission.code_dir}:{inherited}" if inherited else submission.code_dir
+    return dataclasses.replace(submission, spec=dataclasses.replace(spec, env={**spec.env, "PYTHONPATH": path}))
+
+
 def copy_code(folder: Path) -> None:
     """Keep this code as it is: a job that waits for days, or is started again, must not run what is edited meanwhile."""
     folder.mkdir(parents=True)
@@ -182,7 +195,7 @@ def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> tuple[int, list[
             state = job_state(job_id)
             if state is not None:
                 last_answer = time.monotonic()
-                if _is_over(state):
+                if is_over(state):
                     states[job_id] = state
         if time.monotonic() - last_answer > _SILENCE_S:
             unknown = ", ".join(job_id for job_id in job_ids if job_id not in states)
@@ -200,12 +213,13 @@ def job_state(job_id: str) -> str | None:
     if not found:
         accounted = _ask("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
         found = [line.split()[0] for line in (accounted or "").splitlines() if line.split()]
-    running = [state for state in found if not _is_over(state)]
+    running = [state for state in found if not is_over(state)]
     failed = [state for state in found if state != "COMPLETED"]
     return (running or failed or found or [None])[0]
 
 
-def _is_over(state: str) -> bool:
+def is_over(state: str) -> bool:
+    """Whether a job in this state will never run again."""
     waiting = {"PENDING", "RUNNING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "COMPLETING", "CONFIGURING"}
     return state not in waiting | {"RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
 

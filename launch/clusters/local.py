@@ -27,5 +27,6 @@ CLUSTER = Cluster(
     gpu=_KIND if _NAMES else None,
     gpus_per_node=len(_NAMES),
     ranks_per_node=None if _NAMES else 2 * (os.cpu_count() or 1),
+    max_nodes=1 if _NAMES else None,  # the GPUs of a machine are those of one node
     max_restarts=3,
 )

@@ -1,0 +1,109 @@
+"""A job without Slurm: its agents as processes of this machine, and one process that does what Slurm would do.
+
+``python -m launch.local SPEC`` is that process: it starts one agent for each node of the job, hands signals on, and
+starts all again when they ask for it, within ``max_restarts``. It is started apart from the terminal, so that closing
+this ends nothing. Its exit status is the agents'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from launch.spec import SAVED, JobSpec, add_job, attempt_dir, launch_dir
+
+_ROOT = Path(__file__).parents[1]
+_POLL_S = 0.2
+_GRACE_S = 120.0  # for the other agents, once one has ended
+
+
+def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[bytes]]:
+    """(number of the job, its process), which outlives this one. Raises OSError when the run's folder is not writable."""
+    folder = launch_dir(spec.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    log_path = folder / f"local-{time.strftime('%Y%m%d-%H%M%S')}.out"
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "launch.local", spec.encode()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": _python_path()},
+        )
+    job_id = f"local-{process.pid}"
+    add_job(
+        spec.run_dir,
+        {
+            "job_id": job_id,
+            "cluster": cluster_name,
+            "kind": "local",
+            "name": spec.name,
+            "nodes": spec.nodes,
+            "submitted_at": time.time(),
+            "experiment": "",
+            "folder": str(folder),
+            "script": str(log_path),
+            "array": None,
+            "spec": spec.encode(),
+        },
+    )
+    return job_id, process
+
+
+def supervise(spec: JobSpec) -> int:
+    """Run the job here, over all of its attempts; the exit status."""
+    job_id = f"local-{os.getpid()}"
+    wanted: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, lambda received, _: wanted.append(received))
+    for attempt in range(spec.max_restarts + 1):
+        status = _attempt(spec, job_id, attempt, wanted)
+        print(f"launch: attempt {attempt} of job {job_id} ended with status {status}", flush=True)
+        if status != SAVED or any(number != signal.SIGUSR1 for number in wanted):
+            return status
+        wanted.clear()
+    print(f"launch: saved, but max_restarts = {spec.max_restarts} attempts are used up; start the run again", flush=True)
+    return status
+
+
+def _attempt(spec: JobSpec, job_id: str, attempt: int, wanted: list[int]) -> int:
+    """Start one agent for each node, and wait for all: what they agreed on, or the first failure."""
+    agents = []
+    for node in range(spec.nodes):
+        place = {"LAUNCH_JOB": job_id, "LAUNCH_ATTEMPT": str(attempt), "LAUNCH_NODE": str(node)}
+        env = {**os.environ, **place, "LAUNCH_NODES": str(spec.nodes), "PYTHONPATH": _python_path()}
+        agents.append(subprocess.Popen([sys.executable, "-m", "launch.agent", spec.encode()], env=env))
+    sent = 0
+    deadline = None
+    while any(agent.poll() is None for agent in agents):
+        for number in wanted[sent:]:
+            for agent in agents:
+                if agent.poll() is None:
+                    agent.send_signal(number)
+        sent = len(wanted)
+        if deadline is None and any(agent.poll() is not None for agent in agents):
+            deadline = time.monotonic() + _GRACE_S
+        if deadline is not None and time.monotonic() > deadline:
+            for node, agent in enumerate(agents):
+                if agent.poll() is None:
+                    print(f"launch: the agent of node {node} is killed, {_GRACE_S:.0f} s after the first ended", flush=True)
+                    agent.kill()
+        time.sleep(_POLL_S)
+    with contextlib.suppress(OSError, ValueError):
+        return int((attempt_dir(spec.run_dir, job_id, attempt) / "done").read_text())
+    return next((agent.returncode for agent in agents if agent.returncode), 0) & 0xFF
+
+
+def _python_path() -> str:
+    inherited = os.environ.get("PYTHONPATH")
+    return f"{_ROOT}:{inherited}" if inherited else str(_ROOT)
+
+
+if __name__ == "__main__":
+    sys.exit(supervise(JobSpec.decode(sys.argv[1])))
