@@ -145,6 +145,8 @@ class PrecisionConfig:
     amax_algorithm: Literal["max", "most_recent"] = "max"
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # storage of the trainer's parameters; fp32 is for numerical tests
     kernels: Literal["auto", "emulated", "te"] = "auto"  # auto: Transformer Engine on a GPU, emulated without one
+    experts: Literal["auto", "te", "deep_gemm"] = "auto"  # kernels of the experts; auto: as kernels says
+    expert_wgrad: Literal["fp8", "bf16"] = "fp8"  # operands of the experts' weight gradients under deep_gemm
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's outputs come from the engine's own kernel
 
 
@@ -176,7 +178,9 @@ class RolloutConfig:
     num_replicas: int = 1
     tensor: int = 1  # tensor parallel degree of one replica
     expert: int = 1  # expert parallel degree of one replica: 1, or as large as ``tensor``
-    placement: Literal["colocated", "separate"] = "colocated"  # on the trainer's GPUs, or on those behind them
+    # On the trainer's GPUs, on those behind them, or wherever the agents of a launched job start them.
+    placement: Literal["colocated", "separate", "remote"] = "colocated"
+    max_replica_restarts: int = 3  # of replicas that died, in one run, all together; not of colocated ones on GPUs
     sleep_level: Literal[0, 1, 2] = 0  # while training, engines keep their memory (0), or move (1) or drop (2) weights
     linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU
     moe_backend: Literal["auto", "deep_gemm", "triton", "flashinfer_cutlass"] = "auto"  # of FP8 experts

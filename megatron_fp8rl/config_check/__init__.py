@@ -20,6 +20,7 @@ from typing import Literal
 
 from megatron_fp8rl.config import RunConfig, Violation
 from megatron_fp8rl.config_check.engines import check_engines
+from megatron_fp8rl.config_check.experts import check_experts
 from megatron_fp8rl.config_check.findings import Findings
 from megatron_fp8rl.config_check.shapes import check_degrees, check_model
 from megatron_fp8rl.config_check.tiling import check_tiling
@@ -37,6 +38,7 @@ def check(cfg: RunConfig, *, accelerator: Accelerator | None = None) -> list[Vio
     _check_precision(found, accelerator)
     if model_is_sound and degrees_are_sound:
         check_tiling(found)
+        check_experts(found, accelerator)
     _check_optim(found)
     _check_rollout(found)
     check_engines(found, accelerator)

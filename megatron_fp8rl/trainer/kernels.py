@@ -13,6 +13,7 @@ import torch
 from megatron_fp8rl.config import PrecisionConfig
 
 Kernels = Literal["te", "emulated"]
+ExpertKernels = Literal["te", "deep_gemm"]
 
 _REMEDY = (
     "Install it: pip install 'transformer-engine[pytorch]' built for this PyTorch (FP8RL_EXTRA=gpu make install does), "
@@ -53,15 +54,43 @@ def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
     return "te"
 
 
+def choose_expert_kernels(precision: PrecisionConfig, device: torch.device) -> ExpertKernels:
+    """What multiplies the experts on a device: the linears' own kernels ("te"), or DeepGEMM's grouped ones.
+
+    On a CPU "deep_gemm" runs the same program on products in torch. Raises ValueError on a GPU other than Hopper, and
+    RuntimeError when DeepGEMM is not installed, each with its remedy.
+    """
+    if precision.experts != "deep_gemm":
+        return "te"
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability[0] != 9:
+            raise ValueError(
+                f"precision.experts = 'deep_gemm': the grouped kernels of weight gradients need compute capability 9.0 "
+                f"(Hopper), and this GPU has {capability[0]}.{capability[1]}. Choose --precision.experts te"
+            )
+        from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
+
+        if not has_deep_gemm():
+            raise RuntimeError(
+                "precision.experts = 'deep_gemm': DeepGEMM is not installed; vLLM for CUDA brings it. Install vLLM, or "
+                "choose --precision.experts te"
+            )
+    return "deep_gemm"
+
+
 def fused_kernels(precision: PrecisionConfig, device: torch.device) -> dict[str, str]:
     """What computes each part of a training step, in words for the record of a run."""
     from megatron.core.optimizer import Adam  # what Megatron-Core found when it was imported
 
     on_te = choose_kernels(precision, device) == "te"
     engine = "Transformer Engine" if on_te else "PyTorch"
+    experts = f"{engine} (grouped)" if on_te else engine
+    if choose_expert_kernels(precision, device) == "deep_gemm":
+        experts = "DeepGEMM (grouped)" if device.type == "cuda" else "PyTorch (as DeepGEMM)"
     return {
         "trainer kernel, FP8 linears": engine if on_te else "PyTorch (emulated)",
-        "trainer kernel, expert linears": f"{engine} (grouped)" if on_te else engine,
+        "trainer kernel, expert linears": experts,
         "trainer kernel, norms": engine,
         "trainer kernel, optimizer": f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}",
     }

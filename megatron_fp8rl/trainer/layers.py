@@ -23,8 +23,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.trainer.attention import PackedAttention
+from megatron_fp8rl.trainer.experts import GroupedExperts
+from megatron_fp8rl.trainer.kernels import ExpertKernels
 from megatron_fp8rl.trainer.latent import LatentAttention, LatentSubmodules
 from megatron_fp8rl.trainer.linears import ColumnLinear, GroupedLinear, RMSNorm, RowLinear
 from megatron_fp8rl.trainer.rotary import Rotary, softmax_scale
@@ -65,7 +67,7 @@ def _attention(model: ModelConfig) -> ModuleSpec:
     )
 
 
-def _feed_forward(model: ModelConfig, is_moe_layer: bool) -> Any:
+def _feed_forward(model: ModelConfig, is_moe_layer: bool, experts: Any) -> Any:
     dense = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     if not is_moe_layer:
         return partial(MLP.as_mlp_submodule, submodules=dense)
@@ -76,14 +78,14 @@ def _feed_forward(model: ModelConfig, is_moe_layer: bool) -> Any:
     return partial(
         MoELayer,
         submodules=MoESubmodules(
-            experts=partial(Experts, submodules=grouped),
+            experts=partial(experts, submodules=grouped),
             shared_experts=partial(SharedExpertMLP, submodules=dense),
             router=partial(Router, router=model.router),
         ),
     )
 
 
-def _layer_spec(model: ModelConfig, is_moe_layer: bool) -> ModuleSpec:
+def _layer_spec(model: ModelConfig, is_moe_layer: bool, experts: Any) -> ModuleSpec:
     # Checkpoint names of Transformer Engine, which keeps these norms inside the linear behind them.
     names = {}
     if model.mla is None:
@@ -97,16 +99,23 @@ def _layer_spec(model: ModelConfig, is_moe_layer: bool) -> ModuleSpec:
             self_attention=_attention(model),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=_feed_forward(model, is_moe_layer),
+            mlp=_feed_forward(model, is_moe_layer, experts),
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map=names,
         ),
     )
 
 
-def block_spec(config: TransformerConfig, model: ModelConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+def block_spec(
+    config: TransformerConfig,
+    model: ModelConfig,
+    vp_stage: int | None,
+    precision: PrecisionConfig,
+    expert_kernels: ExpertKernels,
+) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage."""
+    experts = partial(GroupedExperts, wgrad=precision.expert_wgrad) if expert_kernels == "deep_gemm" else Experts
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [_layer_spec(model, model.is_moe_layer(layer)) for layer in range(first, first + num_layers)]
+    layers = [_layer_spec(model, model.is_moe_layer(layer), experts) for layer in range(first, first + num_layers)]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

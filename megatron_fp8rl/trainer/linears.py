@@ -173,8 +173,11 @@ class GroupedLinear(QuantizableLinear, nn.Module):
             config.expert_model_parallel_size > 1
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         )
-        for index in range(num_gemms):
-            weight = nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=current_device()))
+        stack = torch.empty(num_gemms, *shape, dtype=config.params_dtype, device=current_device())
+        # Megatron-Core's buffers hold parameters from the last to the first. Registered in this order experts lie there
+        # in theirs, as in this one tensor: grouped kernels read the weights and add the gradients of all, uncopied.
+        for index in reversed(range(num_gemms)):
+            weight = nn.Parameter(stack[index])
             stride = 2 if self.axis == 0 and config.gated_linear_unit else 1
             set_tensor_model_parallel_attributes(weight, tp_size > 1, self.axis, stride)
             weight.allreduce = not own_groups  # False: gradients are reduced over the experts' own groups

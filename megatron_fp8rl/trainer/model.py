@@ -37,7 +37,7 @@ from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.fp8.recipe import Blockwise, Delayed, finish_step, make_recipe
 from megatron_fp8rl.trainer.attention import PackedAttention
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
-from megatron_fp8rl.trainer.kernels import choose_kernels
+from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels
 from megatron_fp8rl.trainer.layers import block_spec
 from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear, RMSNorm
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -161,7 +161,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
     Megatron-Core's Float16Module, which returns float32 logits on the last stage.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
-    config = transformer_config(cfg, parallel)
+    config, expert_kernels = transformer_config(cfg, parallel), choose_expert_kernels(cfg.precision, parallel.device)
     virtual_stages = parallel.config.virtual_stages
     chunks: list[nn.Module] = []
     for stage in range(virtual_stages):
@@ -169,7 +169,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
         vp_size = virtual_stages if virtual_stages > 1 else None
         chunk: nn.Module = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, cfg.model, vp_stage),
+            transformer_layer_spec=block_spec(config, cfg.model, vp_stage, cfg.precision, expert_kernels),
             vocab_size=names.padded_vocab_size(cfg.model, parallel.tp_size),
             max_sequence_length=cfg.model.max_position_embeddings,
             pre_process=is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(parallel.pp_group),

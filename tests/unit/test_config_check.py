@@ -322,6 +322,23 @@ def test_kernels_and_storage_that_cannot_be():
     assert found.field == "--precision.params" and "Choose bf16" in found.remedy
 
 
+def test_grouped_experts_that_cannot_be():
+    moe = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256)
+    for accelerator, fields in (("cpu", []), ("hopper", []), ("blackwell", ["--precision.experts"])):
+        assert fields_of(make(moe, precision__experts="deep_gemm"), accelerator) == fields
+    grouped = dict(precision__experts="deep_gemm")
+    assert fields_of(make(moe, **grouped, precision__trainer="delayed"), "hopper") == ["--precision.experts"]
+    assert fields_of(make(moe, **grouped, precision__gradients="e5m2"), "hopper") == ["--precision.gradients"]
+    assert fields_of(make(moe, **grouped, precision__params="fp32"), "hopper") == ["--precision.params"]
+    assert fields_of(make(moe, **grouped, precision__kernels="emulated"), "hopper") == ["--precision.experts"]
+    bf16 = grouped | dict(precision__trainer="bf16", precision__rollout="bf16")
+    odd = replace(moe, hidden_size=192)
+    assert fields_of(make(odd, **bf16), "hopper") == ["--model.hidden_size"]
+    split = dict(parallel__world_size=4, parallel__expert_tensor=4)
+    (found,) = check(make(moe, **bf16, **split), accelerator="hopper")
+    assert found.field == "--parallel.expert_tensor" and "64 features" in found.problem
+
+
 def test_choices_that_need_a_gpu():
     cfg = make(precision__attention="engine", rollout__batch_invariant=True)
     assert fields_of(cfg) == ["--precision.attention", "--rollout.batch_invariant"]

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.trainer import kernels
-from megatron_fp8rl.trainer.kernels import choose_kernels, fused_kernels
+from megatron_fp8rl.trainer import grouped_gemm, kernels
+from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels, fused_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -49,3 +49,19 @@ def test_the_record_of_a_run_names_what_computes(hopper):
         "trainer kernel, optimizer": "torch.AdamW",  # what Megatron-Core falls back to on a machine without a GPU
     }
     assert fused_kernels(PrecisionConfig(), GPU)["trainer kernel, expert linears"] == "Transformer Engine (grouped)"
+
+
+def test_grouped_experts_are_a_choice_that_names_what_it_needs(hopper, monkeypatch):
+    asked = PrecisionConfig(experts="deep_gemm")
+    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
+    for device in (CPU, GPU):
+        assert choose_expert_kernels(PrecisionConfig(), device) == "te"
+        assert choose_expert_kernels(asked, device) == "deep_gemm"
+    assert fused_kernels(asked, GPU)["trainer kernel, expert linears"] == "DeepGEMM (grouped)"
+    assert fused_kernels(asked, CPU)["trainer kernel, expert linears"] == "PyTorch (as DeepGEMM)"
+    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: False)
+    with pytest.raises(RuntimeError, match="DeepGEMM is not installed.*--precision.experts te"):
+        choose_expert_kernels(asked, GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    with pytest.raises(ValueError, match=r"compute capability 9.0 \(Hopper\), and this GPU has 10.0. Choose"):
+        choose_expert_kernels(asked, GPU)
