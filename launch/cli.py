@@ -16,29 +16,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import cluster as clusters
-from launch import local, slurm
-from launch.plan import TRAINING_JOBS, Plan, Request, lines, plan_training
+from launch import jobs, local, slurm
+from launch.plan import TRAINING_JOBS, Plan, Request, lines
 from launch.spec import JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError
 
 _PROGRAM = "python -m launch"
 WATCH = ("status", "logs", "cancel")
-OTHER_JOBS = ("eval", "convert", "study", "sweep")  # launch/jobs.py knows their roles
-JOBS = (*TRAINING_JOBS, *OTHER_JOBS)
 _USAGE = f"""\
-usage: {_PROGRAM} CONFIG --cluster NAME [--field value ...] [-- words for the job's own program]
+usage: {_PROGRAM} CONFIG --cluster NAME [--field value ...]
        {_PROGRAM} status|logs|cancel RUN [--help]
 
   --cluster NAME   a file of launch/clusters/ ({{known}}), or the path of one
-  --job JOB        {", ".join(JOBS)}; train (warm start if there is one, then RL) unless said otherwise
+  --job JOB        {", ".join(jobs.KINDS)}; train (warm start if there is one, then RL) unless said otherwise
   --nodes N        nodes of the job; as few as trainer and replicas fit on unless said otherwise
   --chain K        K jobs, each after the one before, for clusters that do not requeue
   --dry-run        print the complete batch script, and queue nothing
   --wait           until the job has ended; exit status 1 when it failed
   --id TEXT        name of the submission; letters, digits and '-'
 
-CONFIG and --field value are those of `python -m megatron_fp8rl train`."""
+CONFIG and --field value are those of `python -m megatron_fp8rl train`; so are options of the other jobs:
+  --job eval --checkpoint FOLDER, --job study --seeds 1 2 3, --job sweep --over FIELD VALUE VALUE,
+  --job convert with a checkpoint tool and its folders in the place of CONFIG."""
 
 
 class UsageError(ValueError):
@@ -57,8 +57,7 @@ class Options:
     dry_run: bool = False
     wait: bool = False
     id: str | None = None
-    overrides: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()  # overrides, and options of the job's own program
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,13 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str]) -> Options:
     """Split the words. Raises UsageError that names the word."""
-    queue, own, overrides = list(words), {}, []
+    queue, own, rest = list(words), {}, []
     own["config_name"] = queue.pop(0) if not queue[0].startswith("-") else ""
     while queue:
         word = queue.pop(0)
-        if word == "--":
-            own["words"] = tuple(queue)
-            break
         name, _, value = word.partition("=")
         field = name.removeprefix("--").replace("-", "_")
         if name in ("--dry-run", "--dry_run", "--wait"):
@@ -98,45 +94,45 @@ def parse(words: Sequence[str]) -> Options:
                 value = queue.pop(0)
             own[field] = _number(name, value) if name in ("--nodes", "--chain") else value
         else:
-            overrides.append(word)
-    return _checked(own, overrides)
+            rest.append(word)
+    return _checked(own, rest)
 
 
-def _checked(own: dict, overrides: list[str]) -> Options:
+def _checked(own: dict, rest: list[str]) -> Options:
     if "cluster" not in own:
         raise UsageError(f"--cluster is missing. Clusters: {', '.join(clusters.known())}; or give the path of a file")
     job = own.get("job", "train")
-    if job not in JOBS:
-        raise UsageError(f"--job {job!r} is unknown. Jobs: {', '.join(JOBS)}")
+    if job not in jobs.KINDS:
+        raise UsageError(f"--job {job!r} is unknown. Jobs: {', '.join(jobs.KINDS)}")
     if "id" in own and slurm.slug(own["id"]) != own["id"]:
         raise UsageError(f"--id {own['id']!r}: use letters, digits and '-' alone")
     if own.get("chain", 1) < 1:
         raise UsageError(f"--chain {own['chain']}: a chain has one job or more")
-    if not own["config_name"] and job != "convert":
-        raise UsageError(f"CONFIG is missing: {_PROGRAM} CONFIG --cluster {own['cluster']} ...")
-    return Options(**own, overrides=tuple(overrides))
+    if not own["config_name"]:
+        what = "TOOL" if job == "convert" else "CONFIG"
+        raise UsageError(f"{what} is missing: {_PROGRAM} {what} --cluster {own['cluster']} ...")
+    return Options(**own, words=tuple(rest))
 
 
 def read_request(options: Options) -> Request:
     """Load the configuration and the cluster. Raises what their loaders raise; an unknown field raises SystemExit."""
-    cfg = None
-    if options.config_name:
-        cfg = run_cli.parse_overrides(run_cli.load_config(options.config_name), options.overrides)
+    cluster = clusters.load(options.cluster)
+    target = jobs.read(options.job, options.config_name, options.words)
     return Request(
         job=options.job,
-        cluster=clusters.load(options.cluster),
+        cluster=cluster,
         config_name=options.config_name,
-        cfg=cfg,
-        overrides=options.overrides,
+        cfg=target.cfg,
+        overrides=target.overrides,
         nodes=options.nodes,
-        words=options.words,
+        words=target.words,
         code_dir=_code_dir(options.config_name),
     )
 
 
 def launch(options: Options, request: Request) -> int:
     """Plan, and then print, queue or refuse."""
-    plan = plan_training(request) if options.job in TRAINING_JOBS else _other_job(request)
+    plan = jobs.plan(request)
     cluster, spec = request.cluster, plan.spec
     problems, warnings = list(plan.problems), list(plan.warnings)
     missing = [str(violation) for violation in cluster.missing_files()]
@@ -238,15 +234,6 @@ def _show_first_error(spec: JobSpec, job_ids: Sequence[str], status: int) -> Non
         for path in sorted(launch_dir(spec.run_dir).glob(f"{job_id}.*/first_error.txt")):
             print(f"first error of job {job_id} ({path}):\n{path.read_text(errors='replace').strip()}", file=sys.stderr)
             return
-
-
-def _other_job(request: Request) -> Plan:
-    """Jobs without a trainer, or with many runs."""
-    try:
-        jobs = importlib.import_module("launch.jobs")
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--job {request.job}: {error}") from error
-    return jobs.plan(request)
 
 
 def _running(spec: JobSpec) -> list[str]:
