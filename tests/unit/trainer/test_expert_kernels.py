@@ -1,0 +1,295 @@
+"""Data movement of grouped experts: torch's definition against loops over experts, and Triton's interpreter against it.
+
+The interpreter has to be chosen before Triton is imported, and other tests import it without; so this file runs itself
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy
+import pytest
+import torch
+
+from megatron_fp8rl.fp8 import blockwise
+from megatron_fp8rl.trainer import expert_kernels, expert_reference
+from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+in_torch = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
+
+COUNTS = {
+    "ragged": [3, 130, 0, 128, 255, 1],
+    "none at both ends": [0, 0, 77, 0],
+    "one has all": [0, 300, 0, 0, 0],
+    "all full": [128, 256, 128],
+    "one expert": [200],
+    "no token": [0, 0, 0],
+}
+
+
+CASES = {"ragged, fp32 scales": (COUNTS["ragged"], "fp32"), **{name: (c, "pow2") for name, c in COUNTS.items()}}
+each_case = pytest.mark.parametrize("counts, scales", CASES.values(), ids=CASES)
+
+
+@in_torch
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+def layout_of(counts: list[int], *, exact: bool, dropped: int = 0) -> Layout:
+    return Layout.of(torch.tensor(counts), sum(counts) + dropped, counts if exact else None)
+
+
+def random_rows(num_rows: int, num_columns: int, seed: int = 0) -> torch.Tensor:
+    """BF16 numbers over many orders of magnitude, with blocks of zeros along rows and along columns."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, num_columns, generator=generator)
+    x *= torch.exp2(torch.randint(-12, 7, x.shape, generator=generator).float())
+    x[1::5, :128] = 0
+    x[:, 2::50] = 0
+    x[:2, -3:] = torch.tensor([448.0, 17.0, -19.0])
+    return x.bfloat16()
+
+
+def random_gates(num_rows: int) -> torch.Tensor:
+    """[num_rows, 512] whose silu is no subnormal number, which the interpreter does not convert to BF16."""
+    return random_rows(max(2, num_rows), 512)[:num_rows].clamp(-60, 60)
+
+
+def expected_padded(x: torch.Tensor, counts: list[int], num_rows: int) -> torch.Tensor:
+    """Padding by a loop over experts."""
+    out, first, row = torch.zeros(num_rows, x.shape[1], dtype=x.dtype), 0, 0
+    for count in counts:
+        out[row : row + count] = x[first : first + count]
+        first += count
+        row += -(-count // 128) * 128
+    return out
+
+
+def assert_equal(found: Quantized, expected: Quantized, layout: Layout) -> None:
+    """Bytes, scales and numbers of all rows up to the end of the last expert."""
+    end = int(layout.offsets[-1])
+    for name in ("rows", "row_scales", "columns", "column_scales", "bf16"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None), name
+        if ours is None:
+            continue
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, name
+        assert not ours.numel() or ours.stride() == theirs.stride(), name
+        if name == "columns":
+            end_of_bytes = end * (ours.numel() // layout.num_rows) if layout.num_rows else 0
+            ours, theirs = ours[:end_of_bytes], theirs[:end_of_bytes]
+        elif name == "column_scales":
+            ours, theirs = ours[:, : end // 128], theirs[:, : end // 128]
+        else:
+            ours, theirs = ours[:end], theirs[:end]
+        if ours.dtype == torch.float8_e4m3fn:
+            ours, theirs = ours.view(torch.uint8), theirs.view(torch.uint8)
+            ours, theirs = (torch.where(x & 0x7F == 0x7F, 0x7F, x) for x in (ours, theirs))  # NaN has no sign
+        differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+        assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, first {differ.nonzero()[0].tolist()}"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_layout(counts, exact):
+    layout = layout_of(counts, exact=exact, dropped=2)
+    padded = [-(-count // 128) * 128 for count in counts]
+    assert layout.num_rows >= sum(padded) and layout.num_rows % 128 == 0
+    assert layout.padded_counts.tolist() == padded and layout.offsets.tolist() == [0, *torch.tensor(padded).cumsum(0)]
+    assert layout.host_counts == (tuple(padded) if exact else None)
+    experts, rows = [-1] * layout.num_rows, [-1] * layout.num_rows
+    positions, token, row = [-1] * layout.num_tokens, 0, 0
+    for expert, count in enumerate(counts):
+        for i in range(count):
+            experts[row + i], rows[row + i], positions[token + i] = expert, token + i, row + i
+        token, row = token + count, row + padded[expert]
+    assert layout.experts.tolist() == experts and layout.rows.tolist() == rows
+    assert layout.positions.tolist() == positions
+    for tensor in (layout.offsets, layout.padded_counts, layout.experts, layout.rows, layout.positions):
+        assert tensor.dtype == torch.int32
+
+
+def test_no_counts_need_more_rows_than_the_bound():
+    for counts in ([1] * 8, [129, 1, 1], [1, 0, 0, 0], [128] * 3, [0, 0]):
+        needed = sum(-(-count // 128) * 128 for count in counts)
+        assert needed <= expert_kernels.max_rows(sum(counts), len(counts))
+    assert expert_kernels.max_rows(8, 8) == 1024 and expert_kernels.max_rows(1, 128) == 128
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_columns_are_the_rows_of_each_experts_transpose(scales):
+    counts = COUNTS["ragged"]
+    layout, x = layout_of(counts, exact=True), random_rows(sum(counts), 256)
+    found = expert_kernels.permute_quantize(x, layout, scales, columns=True, bf16=True)
+    padded = expected_padded(x, counts, layout.num_rows)
+    assert torch.equal(found.bf16, padded)
+    data, scale = blockwise.quantize_activation(padded, scales)
+    assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8)) and torch.equal(found.row_scales, scale)
+    assert found.row_scales.stride() == (1, layout.num_rows) and found.column_scales.stride() == (1, 256)
+    offsets = layout.offsets.tolist()
+    for begin, end in zip(offsets, offsets[1:]):
+        data, scale = blockwise.quantize_activation(padded[begin:end].t(), scales)
+        mine = found.columns[begin * 256 : end * 256].view(256, end - begin)
+        assert torch.equal(mine.view(torch.uint8), data.view(torch.uint8))
+        assert torch.equal(found.column_scales[:, begin // 128 : end // 128], scale)
+
+
+@in_interpreter
+@each_case
+def test_interpreted_permutation(counts, scales):
+    layout = layout_of(counts, exact=scales == "fp32", dropped=1)
+    x = random_rows(max(2, layout.num_tokens), 256)[: layout.num_tokens]
+    wanted = dict(rows=True, columns=True, bf16=True)
+    found = expert_kernels.permute_quantize(x, layout, scales, **wanted)
+    expected = expert_reference.permute_quantize(x, layout, scales, probs=None, **wanted)
+    assert_equal(found, expected, layout)
+    weights = torch.rand(layout.num_tokens)
+    found = expert_kernels.permute_quantize(x, layout, scales, probs=weights, **wanted)
+    assert_equal(found, expert_reference.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
+    garbage = torch.where(layout.experts[:, None] < 0, torch.nan, expected.bf16)
+    found = expert_kernels.quantize_rows_columns(garbage, layout, scales)
+    assert_equal(found, expert_reference.quantize_rows_columns(garbage, layout, scales, rows=True, columns=True), layout)
+
+
+@in_interpreter
+@each_case
+def test_interpreted_swiglu(counts, scales, monkeypatch):
+    use_the_interpreters_exponential(monkeypatch)
+    layout = layout_of(counts, exact=False)
+    h = random_gates(layout.num_rows)
+    h[layout.experts < 0] = torch.nan
+    wanted = dict(rows=True, columns=True, bf16=True)
+    found = expert_kernels.swiglu_quantize(h, layout, scales, **wanted)
+    assert_equal(found, expert_reference.swiglu_quantize(h, layout, scales, **wanted), layout)
+
+
+@in_interpreter
+@each_case
+def test_interpreted_swiglu_backward(counts, scales, monkeypatch):
+    weighted = len(counts) != 1
+    use_the_interpreters_exponential(monkeypatch)
+    layout = layout_of(counts, exact=False, dropped=1)
+    h = random_gates(layout.num_rows)
+    dy = random_rows(max(2, layout.num_rows), 256, seed=1)[: layout.num_rows]
+    for x in (h, dy):
+        x[layout.experts < 0] = torch.nan
+    wanted = dict(rows=True, columns=True, bf16=True, activation_columns=True, activation_bf16=True)
+    wanted["probs"] = torch.rand(layout.num_tokens) if weighted else None
+    found = expert_kernels.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    expected = expert_reference.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    assert_equal(found.dh, expected.dh, layout)
+    assert_equal(found.activation, expected.activation, layout)
+    assert (found.dprobs is None) == (expected.dprobs is None) == (not weighted)
+    if weighted:
+        largest = expected.dprobs.abs().max()
+        torch.testing.assert_close(found.dprobs, expected.dprobs, rtol=1e-5, atol=float(largest) * 1e-6)
+
+
+@in_interpreter
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_interpreted_unpermutation(counts, weighted):
+    layout = layout_of(counts, exact=False, dropped=3)
+    y = random_rows(max(2, layout.num_rows), 640)[: layout.num_rows]
+    weights = torch.rand(layout.num_tokens) if weighted else None
+    found = expert_kernels.unpermute(y, layout, weights)
+    assert torch.equal(found, expert_reference.unpermute(y, layout, weights))
+    assert not found[sum(counts) :].any()
+
+
+@in_interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_makes_its_blocks_nan(bad):
+    counts = [130, 5]
+    layout, x = layout_of(counts, exact=True), torch.ones(135, 256, dtype=torch.bfloat16)
+    x[129, 200] = bad
+    found = expert_kernels.permute_quantize(x, layout, "pow2", columns=True)
+    assert found.row_scales.isnan().nonzero().tolist() == [[129, 1]]
+    assert found.column_scales.isnan().nonzero().tolist() == [[200, 1]]
+    expected = expert_reference.permute_quantize(
+        x, layout, "pow2", rows=True, columns=True, bf16=False, probs=None
+    )
+    assert_equal(found, expected, layout)
+
+
+def use_the_interpreters_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter computes with numpy, whose exp of contiguous memory differs from torch's in the last bit."""
+    monkeypatch.setattr(torch, "exp", lambda x: torch.from_numpy(numpy.exp(x.contiguous().numpy())))
+
+
+@in_torch
+def test_swiglu_and_its_gradient_are_those_of_autograd():
+    counts = [100, 28]
+    layout = layout_of(counts, exact=True)
+    h = torch.randn(256, 512).bfloat16()
+    dout, weights = torch.randn(128, 256), torch.rand(128)
+    exact = h.double().requires_grad_()
+    p = weights.double().requires_grad_()
+    gate, up = exact.chunk(2, dim=1)
+    activation = torch.nn.functional.silu(gate) * up
+    (activation[layout.positions.long()] * p[:, None] * dout.double()).sum().backward()
+    dy = torch.zeros(256, 256)
+    dy[layout.positions.long()] = dout
+    found = expert_kernels.swiglu_backward_quantize(
+        dy.bfloat16(), h, layout, "pow2", bf16=True, activation_bf16=True, probs=weights
+    )
+    torch.testing.assert_close(found.dh.bf16.double(), exact.grad, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found.dprobs.double(), p.grad, rtol=0.02, atol=0.3)
+    expected = activation.detach()[layout.positions.long()] * weights[:, None]
+    found_activation = found.activation.bf16[layout.positions.long()].double()
+    torch.testing.assert_close(found_activation, expected, rtol=0.02, atol=1e-3)
+    forward = expert_kernels.swiglu_quantize(h, layout, "pow2", bf16=True).bf16
+    padding = layout.experts < 0
+    assert not forward[padding].any() and not found.dh.bf16[padding].any()
+
+
+@in_torch
+def test_what_does_not_fit_is_named():
+    layout = layout_of([5, 3], exact=True)
+    with pytest.raises(ValueError, match=r"x_TK has to be contiguous bfloat16 \[8, a multiple of 128\], not float32"):
+        expert_kernels.permute_quantize(torch.zeros(8, 128), layout, "pow2")
+    with pytest.raises(ValueError, match=r"h_P2F .* \[256, a multiple of 256\]"):
+        expert_kernels.swiglu_quantize(torch.zeros(256, 128).bfloat16(), layout, "pow2")
+    with pytest.raises(ValueError, match="128 features for h_P2F of 512"):
+        expert_kernels.swiglu_backward_quantize(
+            torch.zeros(256, 128).bfloat16(), torch.zeros(256, 512).bfloat16(), layout, "pow2"
+        )
+    with pytest.raises(ValueError, match=r"probs have to be float32 \[8\]"):
+        expert_kernels.unpermute(torch.zeros(256, 128).bfloat16(), layout, torch.ones(7))
+    with pytest.raises(ValueError, match="counts of 1 experts"):
+        Layout.of(torch.tensor([5, 3]), 8, [8])
+    with pytest.raises(ValueError, match="tokens_per_expert"):
+        Layout.of(torch.tensor([5.0, 3.0]), 8)
+
+
+@in_torch
+def test_bytes_are_those_of_the_tensors():
+    counts = [128, 256]
+    layout, x = layout_of(counts, exact=True), random_rows(384, 512)
+
+    def size(*tensors: torch.Tensor | None) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def size_of(q: Quantized) -> int:
+        return size(q.rows, q.row_scales, q.columns, q.column_scales, q.bf16)
+
+    wanted = dict(rows=True, columns=True, bf16=True)
+    found = expert_kernels.permute_quantize(x, layout, "pow2", **wanted)
+    moved = expert_kernels.permute_quantize_bytes(384, 384, 512, **wanted)
+    assert moved == size(x, layout.rows) + size_of(found)
+    dy = x[:, :256].contiguous()
+    gradients = expert_kernels.swiglu_backward_quantize(dy, x, layout, "pow2", activation_columns=True, **wanted)
+    moved = expert_kernels.swiglu_backward_bytes(384, 384, 256, activation_columns=True, **wanted)
+    assert moved == size(dy, x, layout.rows) + size_of(gradients.dh) + size_of(gradients.activation)
+    out = expert_kernels.unpermute(x, layout, torch.ones(384))
+    assert expert_kernels.unpermute_bytes(384, 512, probs=True) == size(x, out, layout.positions, torch.ones(384))
