@@ -29,7 +29,7 @@ def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[by
     log_path = folder / f"local-{time.strftime('%Y%m%d-%H%M%S')}.out"
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "launch.local", spec.encode()],
+            [sys.executable, "-m", spec.local_module, spec.encode()],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
