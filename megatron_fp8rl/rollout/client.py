@@ -263,9 +263,9 @@ class EngineClient:
         """Declare which policy version the engine holds, for instance after a resumed run has published it."""
         self.version = version
 
-    async def weight_digests(self) -> list[dict[str, Any]]:
+    async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
         """What each worker holds: see :meth:`megatron_fp8rl.rollout.worker.WorkerExtension.weight_digests`."""
-        return await self.collective_rpc("weight_digests")
+        return await self.collective_rpc("weight_digests", names=names)
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
         """Scales of the FP8 KV cache, between :meth:`finish_update` and :meth:`resume`; what each worker holds then.

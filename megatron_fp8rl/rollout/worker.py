@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.rollout.kv_cache import set_kv_scales
 from megatron_fp8rl.rollout.probe import Probe
-from megatron_fp8rl.weights.digest import digests
-from megatron_fp8rl.weights.partial import widened
+from megatron_fp8rl.weights.digest import combine, prepare_digests
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
 _MATRICES = ("weight", "weight_scale_inv")
@@ -83,19 +82,11 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{parent}.{expert}.{down}.{kind}", w2[local]
 
 
-def held_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, this worker's slice) of every weight that ``model`` multiplies by, as it was sent.
-
-    Raises RuntimeError when a kernel no longer holds a weight in a readable form.
-    """
-    for name, tensor in kernel_weights(model):
-        yield name, _as_sent(tensor) if name.endswith(".weight") else tensor
-
-
 def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """As :func:`held_weights`, but views of the memory that the kernels read, in the kernels' own type.
+    """(Hugging Face name, this worker's slice) of every weight that ``model`` multiplies by.
 
-    Raises RuntimeError when a kernel no longer holds a weight in a readable form.
+    Slices are views of the memory that the kernels read, in the kernels' own type. Raises RuntimeError when a kernel no
+    longer holds a weight in a readable form.
     """
     vocabularies: set[int] = set()
     for path, module in model.named_modules():
@@ -118,23 +109,63 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{kind}", tensor
 
 
+def _places(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Address, shape, strides and dtype of everything that :func:`kernel_weights` looks at."""
+    attributes = [*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES)]
+    found = []
+    for module in model.modules():
+        for name in attributes:
+            tensor = getattr(module, name, None)
+            if isinstance(tensor, Tensor):
+                found.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+    return found
+
+
+class HeldDigests:
+    """Digests of :func:`kernel_weights` as they were sent, again and again: names and views are worked out once.
+
+    Thousands of experts take the host longer than their weights take the GPU, while the engine is paused.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[tuple[Any, ...]] | None = None
+
+    def __call__(self, model: nn.Module) -> dict[str, str]:
+        """{Hugging Face name: digest}, as the memory is now. Raises what :func:`kernel_weights` raises."""
+        places = _places(model)
+        if places != self._places:
+            weights = dict(kernel_weights(model))
+            # What _as_sent makes of these depends on their content.
+            self._converted = {n: t for n, t in weights.items() if n.endswith(".weight") and t.dtype == torch.float32}
+            self._names = sorted(weights.keys() - self._converted.keys())
+            self._digests = prepare_digests([weights[name] for name in self._names])
+            self._places = places
+        found = dict(zip(self._names, self._digests(), strict=True))
+        if self._converted:
+            values = prepare_digests([_as_sent(tensor) for tensor in self._converted.values()])()
+            found |= zip(self._converted, values, strict=True)
+        return found
+
+
 class WorkerExtension(Probe):
     """Methods that vLLM adds to its worker; each is a target of ``collective_rpc``."""
 
-    def weight_digests(self) -> dict[str, Any]:
-        """{"rank": of this worker in its replica, "version": of the weights, "digests": {Hugging Face name: digest}}.
+    def weight_digests(self, names: bool = True) -> dict[str, Any]:
+        """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,
+        "digests": {Hugging Face name: digest}}; the last without ``names`` is left out.
 
         ``version`` is None unless the last update completed; "load_s" is what receiving and writing its weights took.
         """
+        held_digests = self.__dict__.setdefault("held_digests", HeldDigests())
         with torch.inference_mode():
-            held = dict(held_weights(self.model_runner.model))
-            values = digests(map(widened, held.values()))
-        return {
+            digests = held_digests(self.model_runner.model)
+        report = {
             "rank": self.rank,
             "version": getattr(self.weight_transfer_engine, "version", None),
-            "digests": dict(zip(held, values)),
+            "combined": combine(digests),
             "load_s": getattr(self.weight_transfer_engine, "load_s", 0.0),
         }
+        return report | ({"digests": digests} if names else {})
 
     def set_kv_scales(self, scales: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """Set the FP8 KV cache's (query, key, value) scales of every layer, while the engine is paused.

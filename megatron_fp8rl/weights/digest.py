@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,22 +43,37 @@ def _mix_tensor_(x: Tensor) -> Tensor:
     return x
 
 
-def _mix_int(x: int) -> int:
-    for shift, multiplier in itertools.zip_longest(_SHIFTS, _MULTIPLIERS):
-        x ^= x >> shift
-        if multiplier is not None:
-            x = x * multiplier & _MASK
-    return x
-
-
 @functools.lru_cache(maxsize=4096)
 def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-def _finish(total: int, tensor: Tensor) -> str:
-    return f"{_mix_int(((total & _MASK) + _header(tensor.dtype, tuple(tensor.shape))) & _MASK):016x}"
+def headers_of(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> np.ndarray:
+    """What (dtype, shape) adds to the sums of tensors: uint64, for :func:`digests_of_sums`."""
+    return np.fromiter(itertools.starmap(_header, kinds), dtype=np.uint64)
+
+
+def digests_of_sums(totals: np.ndarray, headers: np.ndarray) -> list[str]:
+    """Digests of tensors whose words have these sums, int64 or uint64 of one shape with ``headers``."""
+    x = totals.view(np.uint64) + headers
+    for shift, multiplier in itertools.zip_longest(_SHIFTS, _MULTIPLIERS):
+        x ^= x >> np.uint64(shift)
+        if multiplier is not None:
+            x *= np.uint64(multiplier)
+    text = x.astype(">u8").tobytes().hex()
+    return [text[i : i + 16] for i in range(0, len(text), 16)]
+
+
+def _finish(totals: list[int], tensors: Sequence[Tensor]) -> list[str]:
+    """From sums, signed 64-bit or differences of such."""
+    unsigned = np.array([total & _MASK for total in totals], dtype=np.uint64)
+    return digests_of_sums(unsigned, headers_of((t.dtype, tuple(t.shape)) for t in tensors))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor that is digested in place of ``tensor``: int64 of the bits of float32 numbers. See ``partial.py``."""
+    return tensor.view(torch.int32).to(torch.int64) if tensor.dtype == torch.float32 else tensor
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -77,7 +93,7 @@ def _digest_large(tensor: Tensor) -> str:
             chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
         words = chunk.view(torch.int64)
         total += int(_mix_tensor_(words + _positions(words.numel(), words.device, start // 8)).sum())
-    return _finish(total, tensor)
+    return _finish([total], [tensor])[0]
 
 
 def _digest_group(tensors: Sequence[Tensor]) -> list[str]:
@@ -98,21 +114,37 @@ def _digest_group(tensors: Sequence[Tensor]) -> list[str]:
     # Sums of segments as differences of a running sum; both wrap modulo 2^64.
     running = torch.cat([words.new_zeros(1), torch.cumsum(_mix_tensor_(words + positions), 0)])
     totals = running[torch.tensor(ends, device=device)].tolist()
-    return [_finish(end - start, t) for t, start, end in zip(tensors, totals, totals[1:])]
+    return _finish([end - start for start, end in itertools.pairwise(totals)], tensors)
 
 
-def _digest_on_gpu(tensors: Sequence[Tensor]) -> list[str]:
+def prepare_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
+    """``digests(map(widened, tensors))`` of the same memory, to be called again and again as its content changes.
+
+    On a GPU everything but reading the memory is done here, where thousands of tensors take the host longer.
+    """
+    tensors = [t.detach() for t in tensors]
+    if not _on_one_gpu(tensors):
+        return lambda: digests(map(widened, tensors))
     from megatron_fp8rl.weights import digest_kernel  # imports Triton
 
-    totals = digest_kernel.sums([t.detach().contiguous() for t in tensors])
-    return [_finish(total, tensor) for total, tensor in zip(totals, tensors, strict=True)]
+    sums = digest_kernel.prepare(tensors, widen=True)
+    # As of int64, which is what float32 numbers are widened to.
+    kinds = [(torch.int64 if t.dtype == torch.float32 else t.dtype, tuple(t.shape)) for t in tensors]
+    headers = headers_of(kinds)
+    return lambda: digests_of_sums(sums().cpu().numpy(), headers)
+
+
+def _on_one_gpu(tensors: Sequence[Tensor]) -> bool:
+    return bool(tensors) and all(t.is_cuda and t.device == tensors[0].device for t in tensors)
 
 
 def digests(tensors: Iterable[Tensor]) -> list[str]:
     """:func:`digest` of each tensor. On a GPU one kernel reads all of them; elsewhere small ones are hashed together."""
     tensors = list(tensors)
-    if tensors and all(t.is_cuda and t.device == tensors[0].device for t in tensors):
-        return _digest_on_gpu(tensors)
+    if _on_one_gpu(tensors):
+        from megatron_fp8rl.weights import digest_kernel  # imports Triton
+
+        return _finish(digest_kernel.sums(tensors), tensors)
     result: list[str] = [""] * len(tensors)
     group: list[int] = []
     group_bytes = 0
@@ -147,12 +179,8 @@ def sum_words(words: Tensor, places: Tensor) -> Tensor:
     return _mix_tensor_(words + (places + 1) * _signed(_GOLDEN)).sum()
 
 
-def digest_of_sum(total: int, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
-    """The digest of a tensor of this dtype and shape whose words have the sum ``total``."""
-    return f"{_mix_int(((total & _MASK) + _header(dtype, shape)) & _MASK):016x}"
-
-
 def combine(named_digests: Mapping[str, str]) -> str:
     """One digest of many, independent of their order: 16 hexadecimal digits."""
-    text = "\n".join(f"{name} {named_digests[name]}" for name in sorted(named_digests))
+    names = sorted(named_digests)
+    text = "\n".join([*names, "", *map(named_digests.__getitem__, names)])
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -35,15 +35,14 @@ from torch import Tensor
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.wire import BucketInfo, PlanInputs, unpack
 from megatron_fp8rl.types import KVScales, PublishReport
-from megatron_fp8rl.weights.digest import combine, digests
+from megatron_fp8rl.weights.digest import combine, prepare_digests
 from megatron_fp8rl.weights.engines import Engines
 from megatron_fp8rl.weights.gather import Gather, Piece, together
-from megatron_fp8rl.weights.partial import widened
 from megatron_fp8rl.weights.plan import Bucket, Plan, Transfer, scale_range
 from megatron_fp8rl.weights.save import save_hf
 from megatron_fp8rl.weights.shards import ShardSender, resolve
 from megatron_fp8rl.weights.transport import Transport, build_transport
-from megatron_fp8rl.weights.verify import Expected, verify, verify_kv_scales
+from megatron_fp8rl.weights.verify import Expected, holds_all, verify, verify_kv_scales
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
@@ -250,7 +249,7 @@ class WeightExporter:
             for rank, kept in enumerate(transfer.slices):
                 if kept is not None and (rank == 0 or not _is_whole(transfer, kept) or transfer.slices[0] != kept):
                     slices += [(rank, name, part) for name, part in _cut(transfer, kept, tensors)]
-        for (rank, name, _), value in zip(slices, digests(widened(part) for _, _, part in slices)):
+        for (rank, name, _), value in zip(slices, prepare_digests([part for _, _, part in slices])()):
             sent.expected.by_rank[rank][name] = value
         for transfer in bucket.transfers:  # what every engine rank keeps whole is digested once
             for rank, kept in enumerate(transfer.slices):
@@ -280,8 +279,10 @@ class WeightExporter:
         every = self.cfg.observe.verify_every
         if every and self._num_publications % every == 0:
             started = time.perf_counter()
-            reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests())
-            verify(reports, sent.expected, self._previous)
+            reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests(names=False))
+            if not holds_all(reports, sent.expected):
+                reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests())
+                verify(reports, sent.expected, self._previous)
             sent.verify_s = time.perf_counter() - started
             sent.load_s = max(worker.get("load_s", 0.0) for workers in reports for worker in workers)
         self._previous = sent.expected

@@ -5,7 +5,7 @@ of the parts, each with the places that its words have in the whole, add up to t
 digested where it is sent from; only sums travel to rank 0.
 
 A float32 number counts as one word, widened to 64 bits: rows of block scales may hold an odd number of them, and a part
-has to begin with a word. :func:`widened` does the same to a tensor that lies in one place.
+has to begin with a word. ``digest.widened`` does the same to a tensor that lies in one place.
 """
 
 from __future__ import annotations
@@ -17,14 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.weights.digest import sum_words
+from megatron_fp8rl.weights.digest import sum_words, widened
 
 _CHUNK_WORDS = 1 << 12  # of one program on a GPU
-
-
-def widened(tensor: Tensor) -> Tensor:
-    """The tensor that is digested in place of ``tensor``: int64 of the bits of float32 numbers."""
-    return tensor.view(torch.int32).to(torch.int64) if tensor.dtype == torch.float32 else tensor
 
 
 def _words(part: Tensor) -> Tensor:

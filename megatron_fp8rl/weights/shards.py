@@ -8,19 +8,21 @@ the one before travels, and the engines load the one before that.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.rollout.fabric import Fabric, FabricError, Place, open_fabric, open_store
 from megatron_fp8rl.rollout.wire import PlanInputs
-from megatron_fp8rl.weights.digest import digest_of_sum
+from megatron_fp8rl.weights.digest import digests_of_sums, headers_of
 from megatron_fp8rl.weights.exchange import Exchange
 from megatron_fp8rl.weights.gather import together
 from megatron_fp8rl.weights.pack import Holdings, RoundPacker
@@ -220,26 +222,32 @@ class ShardSender:
             by_rank = gathered or []
         if self.rank != 0:
             return []
-        totals: list[dict[str, int]] = [{} for _ in range(self._slices.num_engine_ranks)]
-        kinds: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{} for _ in totals]
-        for sender, values in enumerate(by_rank):
-            parts = [
-                (message.engine_rank, part)
-                for number in self._slices.rounds
-                for message in number.sent_by(sender)
-                for part in message.parts
-            ]
-            for (engine_rank, part), value in zip(parts, values.tolist(), strict=True):
-                total, name = totals[engine_rank], part.name
-                total[name] = total.get(name, 0) + value
-                if name not in kinds[engine_rank]:
+        places, names, headers = self._sums_of_names
+        totals = np.zeros(len(names), dtype=np.int64)
+        for of_sender, values in zip(places, by_rank, strict=True):
+            np.add.at(totals, of_sender, values)  # modulo 2^64
+        found: list[dict[str, str]] = [{} for _ in range(self._slices.num_engine_ranks)]
+        for (engine_rank, name), value in zip(names, digests_of_sums(totals, headers), strict=True):
+            found[engine_rank][name] = value
+        return found
+
+    @functools.cached_property
+    def _sums_of_names(self) -> tuple[list[np.ndarray], list[tuple[int, str]], np.ndarray]:
+        """By sender the places that its sums are added to; of every place the engine rank and the name; the headers."""
+        kinds: dict[tuple[int, str], tuple[torch.dtype, tuple[int, ...]]] = {}
+        index: dict[tuple[int, str], int] = {}
+        places: list[np.ndarray] = []
+        for sender in range(self.inputs.parallel.world_size):
+            of_sender = []
+            for message in (m for number in self._slices.rounds for m in number.sent_by(sender)):
+                for part in message.parts:
+                    key = message.engine_rank, part.name
+                    of_sender.append(index.setdefault(key, len(index)))
                     # float32 numbers are digested as int64 words: see weights/partial.py
                     dtype = torch.int64 if part.dtype == "float32" else getattr(torch, part.dtype)
-                    kinds[engine_rank][name] = dtype, part.kept_shape
-        return [
-            {name: digest_of_sum(value, *kind[name]) for name, value in total.items()}
-            for total, kind in zip(totals, kinds)
-        ]
+                    kinds[key] = dtype, part.kept_shape
+            places.append(np.array(of_sender, dtype=np.int64))
+        return places, list(index), headers_of(kinds[key] for key in index)
 
     # ---- errors
 

@@ -24,8 +24,7 @@ from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.rollout.wire import BucketInfo, read_file, unpack
 from megatron_fp8rl.types import PublishReport
 from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.digest import digests
-from megatron_fp8rl.weights.partial import widened
+from megatron_fp8rl.weights.digest import combine, digests, widened
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import continue_training, full_weights, run_config, weight_pieces
 
@@ -77,6 +76,16 @@ def config(kind: str, layout: dict[str, int]) -> RunConfig:
     )
 
 
+def digests_of(held: dict[str, torch.Tensor]) -> dict[str, str]:
+    """As an engine worker takes them."""
+    return dict(zip(held, digests(map(widened, held.values()))))
+
+
+def report_of(rank: int, version: int | None, held: dict[str, str]) -> dict:
+    """Of an engine worker."""
+    return {"rank": rank, "version": version, "combined": combine(held), "digests": held}
+
+
 class Engine:
     """An engine that keeps what it receives and reports it as its tensor-parallel workers would."""
 
@@ -106,8 +115,8 @@ class Engine:
     async def finish_update(self, version) -> None:
         self.version = version
 
-    async def weight_digests(self) -> list[dict]:
-        return [{"rank": rank, "version": self.version, "digests": self.digests(rank)} for rank in range(self.size)]
+    async def weight_digests(self, *, names: bool = True) -> list[dict]:
+        return [report_of(rank, self.version, self.digests(rank)) for rank in range(self.size)]
 
     def digests(self, rank: int) -> dict[str, str]:
         """vLLM's slices, from its rules: column-parallel by rows, row-parallel by columns, vocabulary padded to 64."""
@@ -119,7 +128,7 @@ class Engine:
                 held[name] = tensor[32 * rank : 32 * rank + 32]
             else:
                 held[name] = tensor.chunk(2, dim=1 if "o_proj" in name or "down_proj" in name else 0)[rank]
-        return dict(zip(held, digests(map(widened, held.values()))))
+        return digests_of(held)
 
     async def resume(self) -> None:
         self.calls.append("resume")
@@ -261,8 +270,8 @@ def fail(kind_of_failure: str):
             parameters["decoder.layers.1.mlp.experts.2.linear_fc1.weight"][5, 7] = float("nan")
     elif kind_of_failure == "lie" and rank == 0:
 
-        async def lie():
-            return [{"rank": r, "version": 2, "digests": engine.digests(0)} for r in range(2)]
+        async def lie(names=True):
+            return [report_of(r, 2, engine.digests(0)) for r in range(2)]
 
         engine.weight_digests = lie
     try:

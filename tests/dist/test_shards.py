@@ -13,14 +13,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_export import MODELS, Fleet, build, config, layout_name, publish, timeless
+from test_export import MODELS, Fleet, build, config, digests_of, layout_name, publish, report_of, timeless
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.fabric import Fabric, Place, open_fabric, open_store
 from megatron_fp8rl.rollout.wire import PlanInputs
 from megatron_fp8rl.types import PublishReport
-from megatron_fp8rl.weights.digest import digests
-from megatron_fp8rl.weights.partial import widened
 from tests.helpers.dist import run_ranks
 
 CPU = torch.device("cpu")
@@ -116,15 +114,8 @@ class Replica:
     async def finish_update(self, version) -> None:
         self.version = version
 
-    async def weight_digests(self) -> list[dict]:
-        return [
-            {
-                "rank": worker.engine_rank,
-                "version": self.version,
-                "digests": dict(zip(worker.held, digests(map(widened, worker.held.values())))),
-            }
-            for worker in self.workers
-        ]
+    async def weight_digests(self, *, names: bool = True) -> list[dict]:
+        return [report_of(worker.engine_rank, self.version, digests_of(worker.held)) for worker in self.workers]
 
     async def resume(self) -> None:
         self.calls.append("resume")

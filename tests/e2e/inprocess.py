@@ -222,8 +222,8 @@ class Client:
         carried = json.loads(json.dumps(scales))
         return json.loads(json.dumps(self.llm.collective_rpc("set_kv_scales", kwargs={"scales": carried})))
 
-    async def weight_digests(self) -> list[dict[str, Any]]:
-        return json.loads(json.dumps(self.llm.collective_rpc("weight_digests")))
+    async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
+        return json.loads(json.dumps(self.llm.collective_rpc("weight_digests", kwargs={"names": names})))
 
     async def resume(self) -> None:
         self.paused = False

@@ -29,7 +29,7 @@ def by_kernel(tensors: list[torch.Tensor]) -> list[str]:
     from megatron_fp8rl.weights import digest_kernel
 
     # The interpreter reports that 64-bit products wrap, which is what they are for.
-    return [digest._finish(total, t) for total, t in zip(digest_kernel.sums(tensors), tensors, strict=True)]
+    return digest._finish(digest_kernel.sums(tensors), tensors)
 
 
 @in_interpreter
@@ -57,3 +57,32 @@ def test_dtypes_and_views_that_begin_anywhere():
         torch.full((9,), -1, dtype=torch.int64),
     ]
     assert by_kernel(tensors) == digest.digests(tensors)
+
+
+@in_interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_prepared_sums_follow_the_content_of_the_memory():
+    from megatron_fp8rl.weights import digest_kernel
+
+    generator = torch.Generator().manual_seed(3)
+    scales = torch.randn(61, 33, generator=generator)
+    weights = torch.randn(64, 129, generator=generator).bfloat16()
+    tensors = [
+        scales,
+        scales[7:9],  # begins between words of 8 bytes
+        scales[:, 3:8],  # rows lie apart
+        scales.t(),
+        torch.randn(20_011, generator=generator),
+        weights,
+        weights[:, :64],
+        weights[3:5],
+        weights[:0],
+        scales[:0],
+    ]
+    sums = digest_kernel.prepare(tensors, widen=True)
+    for _ in range(3):
+        wide = [digest.widened(tensor) for tensor in tensors]
+        assert digest._finish(sums().tolist(), wide) == digest.digests(wide)
+        scales.mul_(-1.5)
+        weights[3].add_(1)
+    assert digest_kernel.sums([]) == []

@@ -6,14 +6,15 @@ import pickle
 
 import pytest
 
-from megatron_fp8rl.weights.verify import Expected, WeightMismatch, verify
+from megatron_fp8rl.weights.digest import combine
+from megatron_fp8rl.weights.verify import Expected, WeightMismatch, holds_all, verify
 
 SENT = {"norm.weight": "n2", "q.weight": "q2", "q.weight_scale_inv": "s2", "k.weight": "k2", "k.weight_scale_inv": "t2"}
 BEFORE = {name: digest.replace("2", "1") for name, digest in SENT.items()}
 
 
 def report(held: dict[str, str], rank: int = 0, version: int | None = 7) -> dict:
-    return {"rank": rank, "version": version, "digests": held}
+    return {"rank": rank, "version": version, "combined": combine(held), "digests": held}
 
 
 def mismatches(held: dict[str, str]) -> list[tuple[str, str]]:
@@ -25,7 +26,25 @@ def mismatches(held: dict[str, str]) -> list[tuple[str, str]]:
 
 
 def test_equal_passes():
-    verify([[report(SENT)], [report(dict(reversed(SENT.items())))]], Expected(7, [SENT]))
+    replicas = [[report(SENT)], [report(dict(reversed(SENT.items())))]]
+    verify(replicas, Expected(7, [SENT]))
+    assert holds_all(replicas, Expected(7, [SENT]))
+
+
+def test_one_digest_of_everything_tells_that_something_is_wrong():
+    other = {name: digest + "'" for name, digest in SENT.items()}
+    expected = Expected(7, [SENT, other])
+    assert holds_all([[report(other, rank=1), report(SENT)]], expected)
+    for workers in (
+        [report(SENT), report(SENT, rank=1)],
+        [report(SENT), report(other | {"q.weight": "xx"}, rank=1)],
+        [report(SENT), report(other, rank=1, version=None)],
+        [report(SENT, version=6), report(other, rank=1)],
+        [report(SENT)],
+        [report(SENT), report(SENT), report(other, rank=1)],
+    ):
+        assert not holds_all([workers], expected)
+        assert not holds_all([[report(SENT), report(other, rank=1)], workers], expected)
 
 
 @pytest.mark.parametrize(
