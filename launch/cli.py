@@ -144,8 +144,9 @@ def launch(options: Options, request: Request) -> int:
         problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
         if not options.dry_run and not problems and options.job in TRAINING_JOBS:
             problems += _running(spec)
-    if cluster.kind == "local" and (options.chain > 1 or plan.array):
-        problems.append("--chain and sweeps need Slurm: a local job is started again by itself. Leave it out.")
+    if options.chain > 1 and (cluster.kind == "local" or plan.array):
+        why = "an array has no chains" if plan.array else "a local job is started again by itself"
+        problems.append(f"--chain {options.chain}: {why}. Leave it out.")
     for text in warnings:
         print(f"warning: {text}", file=sys.stderr)
     if problems or spec is None:
