@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -219,7 +220,7 @@ def _local(options: Options, spec: JobSpec) -> int:
 
 
 def _show_launched(headline: str, spec: JobSpec) -> None:
-    run = spec.run_dir if all(mark.isalnum() or mark in "/._-" for mark in spec.run_dir) else f"'{spec.run_dir}'"
+    run = shlex.quote(spec.run_dir)
     print(headline)
     print("\n".join(line for line in lines(spec) if not line.startswith("    ")))
     print(f"report: {spec.run_dir}/report.html")
