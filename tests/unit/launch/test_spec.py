@@ -1,0 +1,91 @@
+"""The word of a job survives whatever stands in it, and a wrong job says what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+
+import pytest
+
+from launch import spec
+from launch.spec import JobSpec, Role
+
+ODD = "it's \"odd\" $HOME `id` \\ %j {x} 'nemo_run'\nnext"
+
+
+def role(**changes) -> Role:
+    values = {"name": "trainer", "kind": "torchrun", "nodes": (0, 1), "command": ("-m", "program")} | changes
+    return Role(**values)
+
+
+def job(*roles: Role, **changes) -> JobSpec:
+    values = {"name": "run", "run_dir": "/shared/run", "roles": roles or (role(),), "nodes": 2} | changes
+    return JobSpec(**values)
+
+
+def test_decoding_returns_the_same_job():
+    one = role(command=("-m", ODD), gpus=(0, 3), env={"lower": ODD}, restart=True, essential=False)
+    whole = job(role(), one, name=ODD, run_dir=f"/a b/{ODD}", env={"A": ODD}, max_restarts=7, save_signal_s=11)
+    assert JobSpec.decode(whole.encode()) == whole
+
+
+def test_the_word_is_one_that_no_shell_changes():
+    word = job(role(command=(ODD,)), env={"A": ODD}).encode()
+    assert shlex.quote(word) == word or re.fullmatch(r"[\w=-]+", word)
+    assert not word.startswith("-")
+
+
+def test_replicas_of_one_command_do_not_outgrow_an_argument():
+    """Linux takes 128 KiB in one argument of a program."""
+    command = ("-m", "megatron_fp8rl.rollout.replica", "grpo_deepseek_v3", *(["--some.field", "value"] * 20))
+    many = job(*(role(name=f"rollout-{i}", command=(*command, str(i)), nodes=(i,)) for i in range(1000)), nodes=1000)
+    assert len(many.encode()) < 100_000
+
+
+@pytest.mark.parametrize("word", ["", "abc", "eJw=", "not base64!"])
+def test_another_word_is_refused(word):
+    with pytest.raises(ValueError, match="not the word of a job"):
+        JobSpec.decode(word)
+
+
+def test_words_name_the_head_of_the_role_and_the_rank_in_it():
+    spanning = role(kind="replica", nodes=(2, 5), command=("--node_rank", "{node_rank}", "tcp://{head_address}:{head_port}"))
+    assert spanning.words(5, head_address="10.0.0.3", head_port=123) == ("--node_rank", "1", "tcp://10.0.0.3:123")
+    with pytest.raises(ValueError):
+        spanning.words(3, head_address="", head_port=0)
+
+
+def test_a_command_with_other_braces_stays():
+    assert role(command=('{"a": {node_rank}}',)).words(1, head_address="", head_port=0) == ('{"a": 1}',)
+
+
+def test_every_problem_is_named_at_once():
+    wrong = job(role(nodes=(0, 4)), role(essential=False), nodes=3, run_dir="relative")
+    text = "\n".join(dataclasses.replace(wrong, roles=tuple(dataclasses.replace(r, essential=False) for r in wrong.roles)).problems())
+    for part in ("two roles are named 'trainer'", "[0, 4]", "nodes [2] carry no role", "never end", "'relative'"):
+        assert part in text
+    assert job().problems() == []
+
+
+def test_roles_of_a_node_and_by_name():
+    both = job(role(nodes=(0,)), role(name="rollout-0", nodes=(0, 1)))
+    assert [r.name for r in both.on_node(0).roles] == ["trainer", "rollout-0"]
+    assert [r.name for r in both.on_node(1).roles] == ["rollout-0"]
+    assert both.role("rollout-0").nodes == (0, 1)
+    with pytest.raises(KeyError, match="trainer, rollout-0"):
+        both.role("score")
+    with pytest.raises(ValueError, match="no node 2"):
+        both.on_node(2)
+
+
+def test_jobs_are_remembered_in_order(tmp_path):
+    assert spec.read_jobs(tmp_path) == []
+    spec.add_job(tmp_path, {"job_id": "1", "name": ODD})
+    spec.add_job(tmp_path, {"job_id": "2"})
+    assert [one["job_id"] for one in spec.read_jobs(tmp_path)] == ["1", "2"]
+    assert spec.read_jobs(tmp_path)[0]["name"] == ODD
+
+
+def test_nodes_in_words():
+    assert [spec.nodes_in_words(nodes) for nodes in ((3,), (0, 1, 2), (0, 2))] == ["node 3", "nodes 0-2", "nodes 0, 2"]
