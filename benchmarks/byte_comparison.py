@@ -83,10 +83,9 @@ class Waiting:
 
 def digests_as_held(tensors: Sequence[Tensor]) -> list[str]:
     """Digests as an engine worker takes them of the same tensors."""
-    from megatron_fp8rl.weights.digest import digests
-    from megatron_fp8rl.weights.partial import widened
+    from megatron_fp8rl.weights.digest import prepare_digests
 
-    return digests([widened(tensor) for tensor in tensors])
+    return prepare_digests(tensors)()
 
 
 class TransformerEngine:
