@@ -1,0 +1,187 @@
+"""Jobs of small programs on a real Slurm: who starts where, who ends with whom, and what becomes of failures.
+
+The programs are a few lines each, so that these tests cost seconds; training itself is in ``test_slurm_training.py``.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, logs_of
+
+from launch import slurm as launcher
+from launch.cluster import Cluster
+from launch.spec import JobSpec, Role, log_file
+
+QUOTED = "it's \"two words\" $HOME `id` \\ * ;"
+RANKS = """
+    import os, sys
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    print("RANK", dist.get_rank(), "OF", dist.get_world_size(), os.uname().nodename, sys.argv[1:], flush=True)
+    print("ENV", os.environ["WITH QUOTES".replace(" ", "_")], flush=True)
+    dist.barrier()
+"""
+SERVE = "import time; print('serving', flush=True); time.sleep(1000)"
+# Counts steps into a file, as a trainer does with checkpoints: a line of metrics and a folder for each step.
+COUNT = """
+    import json, os, pathlib, signal, sys, time
+    run, last, pause = pathlib.Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    signal.signal(signal.SIGUSR1, lambda *_: asked.append(1))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1, signal.SIGTERM})
+    with (run / "metrics.jsonl").open("a+") as metrics:
+        metrics.seek(0)
+        step = len(metrics.readlines())
+        print("from step", step, "on", os.uname().nodename, flush=True)
+        while step < last:
+            time.sleep(pause)
+            step += 1
+            metrics.write(json.dumps({"step": step}) + "\\n")
+            metrics.flush()
+            if asked:
+                print("saved at", step, flush=True)
+                sys.exit(85)
+"""
+
+
+def ci_cluster(**changes) -> Cluster:
+    """The test cluster, as a cluster's file describes it."""
+    values = dict(
+        account="research", partition="main", time_limit="00:10:00", gpu=None, gpus_per_node=0, ranks_per_node=2,
+        save_signal_s=60, max_restarts=3, env={"TORCHDYNAMO_DISABLE": "1"},
+    )  # fmt: skip
+    return Cluster(**(values | changes))
+
+
+def program(folder: Path, name: str, text: str) -> str:
+    """Path of a program that all nodes see."""
+    path = folder / f"{name}.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def submit(spec: JobSpec, cluster: Cluster, **options) -> list[str]:
+    """Numbers of the jobs."""
+    Path(spec.run_dir).mkdir(parents=True, exist_ok=True)
+    return list(launcher.submit(spec, cluster, cluster_name="ci", **options).job_ids)
+
+
+def counting(folder: Path, *, last: int, pause: float, **changes) -> JobSpec:
+    command = (program(folder, "count", COUNT), str(folder), str(last), str(pause))
+    task = Role(name="task", kind="command", nodes=(0,), command=command)
+    other = Role(name="serve", kind="command", nodes=(1,), command=("-c", SERVE), restart=True, essential=False)
+    spec = JobSpec(name="count steps", run_dir=str(folder), nodes=2, roles=(task, other), save_signal_s=60)
+    return replace(spec, **changes)
+
+
+def steps(folder: Path) -> int:
+    try:
+        return len((folder / "metrics.jsonl").read_text().splitlines())
+    except FileNotFoundError:
+        return 0
+
+
+def test_ranks_follow_the_order_of_nodes_and_words_arrive_as_they_are(slurm: SlurmCluster, folder: Path):
+    trainer = Role(
+        name="trainer",
+        kind="torchrun",
+        nodes=(1, 2),
+        processes_per_node=2,
+        command=(program(folder, "ranks", RANKS), QUOTED),
+    )
+    beside = Role(name="beside", kind="command", nodes=(0, 1), command=("-c", SERVE), restart=True, essential=False)
+    spec = JobSpec(
+        name=f"a name {QUOTED}",
+        run_dir=str(folder),
+        nodes=3,
+        roles=(trainer, beside),
+        env={"WITH_QUOTES": QUOTED, "lower_case": "1"},
+    )
+    (job,) = submit(spec, ci_cluster())
+    assert slurm.wait(job) == "COMPLETED", logs_of(folder)
+    nodes = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
+    logs = [log_file(folder, "trainer", node).read_text() for node in (1, 2)]
+    for index, log in enumerate(logs):
+        for rank in (2 * index, 2 * index + 1):
+            assert f"RANK {rank} OF 4 {nodes[1 + index]} {[QUOTED]!r}" in log
+        assert log.count(f"ENV {QUOTED}\n") == 2
+    # Those that only serve are ended with the job.
+    assert all("serving" in log_file(folder, "beside", node).read_text() for node in (0, 1))
+
+
+def test_a_crash_ends_the_job_with_its_error_its_node_and_its_rank(slurm: SlurmCluster, folder: Path):
+    crash = """
+        import os, time
+        time.sleep(1 if os.environ["RANK"] == "3" else 600)
+        raise RuntimeError("the disk of rank 3 is full")
+    """
+    trainer = Role(
+        name="trainer",
+        kind="torchrun",
+        nodes=(0, 1),
+        processes_per_node=2,
+        command=(program(folder, "crash", crash),),
+    )
+    (job,) = submit(JobSpec(name="crash", run_dir=str(folder), nodes=2, roles=(trainer,)), ci_cluster())
+    assert slurm.wait(job) == "FAILED", logs_of(folder)
+    assert slurm.job(job)["Restarts"] == "0", "what fails before a step is not tried again"
+    error = (folder / "launch" / f"{job}.0" / "first_error.txt").read_text()
+    assert "RuntimeError: the disk of rank 3 is full" in error
+    assert "role trainer, node 1 (" in error and "rank 3" in error and "trainer.node1.log" in error
+
+
+def test_a_request_to_save_queues_the_job_again_and_it_goes_on(slurm: SlurmCluster, folder: Path):
+    (job,) = submit(counting(folder, last=40, pause=0.25), ci_cluster())
+    slurm.until(lambda: steps(folder) >= 5, "five steps", 60, lambda: logs_of(folder))
+    slurm.command("scancel", "--signal=USR1", job)
+    slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 60, lambda: logs_of(folder))
+    assert slurm.wait(job) == "COMPLETED", logs_of(folder)
+    log = log_file(folder, "task", 0).read_text()
+    saved = int(log.partition("saved at ")[2].split()[0])
+    assert f"from step {saved} on" in log and steps(folder) == 40
+    assert log.count("=== job") == 2
+
+
+@pytest.mark.slow
+def test_the_time_limit_itself_saves_and_queues_the_job_again(slurm: SlurmCluster, folder: Path):
+    """Slurm looks at limits twice a minute, and its shortest limit is one: nothing here is asked for by hand."""
+    cluster = ci_cluster(time_limit="00:01:00", save_signal_s=50)
+    (job,) = submit(counting(folder, last=180, pause=0.25, save_signal_s=50), cluster)
+    slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 120, lambda: logs_of(folder))
+    slurm.until(lambda: (folder / "launch" / f"{job}.1" / "node-1.json").exists(), "the second attempt", 60)
+    assert slurm.wait(job, deadline_s=150) == "COMPLETED", logs_of(folder)
+    assert "saved at" in log_file(folder, "task", 0).read_text() and steps(folder) == 180
+
+
+def test_a_chain_goes_on_where_the_job_before_it_stopped(slurm: SlurmCluster, folder: Path):
+    jobs = submit(counting(folder, last=30, pause=0.25), ci_cluster(), chain=3)
+    slurm.until(lambda: steps(folder) >= 3, "three steps", 60, lambda: logs_of(folder))
+    assert [slurm.job(job)["JobState"] for job in jobs] == ["RUNNING", "PENDING", "PENDING"]
+    slurm.command("scancel", "--signal=USR1", jobs[0])
+    assert [slurm.wait(job) for job in jobs] == ["COMPLETED"] * 3, logs_of(folder)
+    log = log_file(folder, "task", 0).read_text()
+    assert steps(folder) == 30 and log.count("=== job") == 2, "the third job finds the run finished"
+
+
+def test_a_failure_ends_its_chain(slurm: SlurmCluster, folder: Path):
+    task = Role(name="task", kind="command", nodes=(0,), command=("-c", "raise SystemExit('no such data')"))
+    spec = JobSpec(name="broken", run_dir=str(folder), nodes=1, roles=(task,))
+    jobs = submit(spec, ci_cluster(), chain=2)
+    assert [slurm.wait(job) for job in jobs] == ["FAILED", "FAILED"], logs_of(folder)
+    assert not (folder / "launch" / f"{jobs[1]}.0" / "node-0.json").exists(), "its agents were not started"
+
+
+def test_a_node_that_loses_power_costs_an_attempt_and_not_the_run(slurm: SlurmCluster, folder: Path):
+    (job,) = submit(counting(folder, last=80, pause=0.25), ci_cluster())
+    slurm.until(lambda: steps(folder) >= 5, "five steps", 60, lambda: logs_of(folder))
+    lost = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()[1]
+    slurm.kill_node(int(lost.removeprefix("node")))
+    slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "Slurm to notice", 90, lambda: logs_of(folder))
+    assert slurm.wait(job, deadline_s=150) == "COMPLETED", logs_of(folder)
+    assert lost not in slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
+    assert steps(folder) == 80
