@@ -16,6 +16,8 @@ def check_engines(found: Findings, accelerator: str) -> None:
 
 def _check_placement(found: Findings, accelerator: str) -> None:
     cfg, rollout = found.cfg, found.cfg.rollout
+    if rollout.max_replica_restarts < 0:
+        found.refuse("rollout.max_replica_restarts", "counts restarts", "Set 0 to end the run with its replicas")
     wanted = rollout.num_replicas * rollout.tensor
     if accelerator == "cpu" or rollout.placement != "colocated" or rollout.replay is not None:
         return
@@ -32,7 +34,13 @@ def _check_placement(found: Findings, accelerator: str) -> None:
 
 def _check_transport(found: Findings, accelerator: str) -> None:
     rollout = found.cfg.rollout
-    if rollout.transport in ("ipc", "nccl") and accelerator == "cpu":
+    if rollout.placement == "remote" and rollout.transport in ("shm", "ipc") and rollout.replay is None:
+        found.refuse(
+            "rollout.transport",
+            "travels through memory of one host, and rollout.placement = 'remote' puts the engines on others",
+            "Choose auto, which takes gloo without GPUs and nccl between them",
+        )
+    elif rollout.transport in ("ipc", "nccl") and accelerator == "cpu":
         found.refuse("rollout.transport", "travels between GPUs, and this machine has none", "Choose auto, shm or gloo")
     elif rollout.transport == "nccl" and rollout.placement == "colocated":
         found.refuse(

@@ -19,15 +19,15 @@ def model_dir(cfg: RunConfig) -> Path:
     return Path(cfg.model.hf_path) if cfg.model.hf_path is not None else Path(cfg.run_dir) / "model"
 
 
-def write_model_dir(cfg: RunConfig) -> Path:
-    """Make sure that :func:`model_dir` exists, and return it.
+def write_model_dir(cfg: RunConfig, folder: Path | None = None) -> Path:
+    """Make sure that :func:`model_dir`, or another ``folder`` with the same content, exists, and return it.
 
     The tokenizer is the one that ``data.tokenizer`` names. A checkpoint in ``model.hf_path`` brings its own files and
     is left as it is.
     """
-    folder = model_dir(cfg)
     if cfg.model.hf_path is not None:
-        return folder
+        return model_dir(cfg)
+    folder = folder or model_dir(cfg)
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -18,16 +18,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import aiohttp
 
 from megatron_fp8rl.config import RolloutConfig
+from megatron_fp8rl.rollout import access
 from megatron_fp8rl.rollout.completions import PartialCompletion, read_choice
+from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.types import Completion, KVScales
 
 PauseMode = Literal["keep", "wait", "abort"]
@@ -36,8 +36,6 @@ Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that sle
 _SETTLE_S = 1.0  # for results that the engine returned when it paused and that are still on their way
 _EXIT_GRACE_S = 2.0  # vLLM's server ends itself after its engine core has died; tell the two apart
 _MAX_SEED = (1 << 63) - 1
-_LOG_TAIL_BYTES = 1 << 16
-_EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 
 class EngineError(RuntimeError):
@@ -77,29 +75,6 @@ class Sampling:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Replica:
-    """A running server process, as the client needs to know it."""
-
-    name: str
-    url: str
-    log_path: Path
-    process_group: int  # of the server and every process that it starts
-    exited: asyncio.Future[int]  # exit code, once there is one
-
-    def last_log_lines(self, count: int = 15) -> str:
-        """The end of the replica's log, after the first exception in it, which vLLM's later ones only follow."""
-        try:
-            with self.log_path.open("rb") as log:
-                log.seek(max(0, log.seek(0, 2) - _LOG_TAIL_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()
-        except OSError as error:
-            return f"(no log: {error})"
-        causes = [line for line in lines[:-count] if _EXCEPTION.search(line) and "WARNING" not in line]
-        first = causes[:1] if count > 1 else []
-        return "\n".join(f"    {line}" for line in [*first, *lines[-count:]])
-
-
 class EngineClient:
     """Use on one event loop, the fleet's. ``version`` is the policy version of the weights that the engine holds."""
 
@@ -129,6 +104,15 @@ class EngineClient:
         self._kv_scales: KVScales | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
 
+    @property
+    def is_alive(self) -> bool:
+        """False once the process has ended, as far as is known."""
+        return not self.replica.exited.done()
+
+    def hold(self) -> None:
+        """Have requests wait until :meth:`resume`: an engine that has just started holds weights of no policy."""
+        self._open.clear()
+
     # ---- sampling
 
     async def generate(
@@ -157,7 +141,7 @@ class EngineClient:
 
     async def _advance(self, prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> None:
         """One request to the engine. Several parts share it only while they have no tokens."""
-        await self._open.wait()
+        await self._until_open()
         version, num_pauses = self.version, self._num_pauses
         body = _generate_body(prompt, parts, sampling)
         task = asyncio.ensure_future(
@@ -179,6 +163,13 @@ class EngineClient:
             if segment is not None and segment.finish_reason == "abort" and not paused:
                 raise EngineError(self._message("ended a request on its own", "/inference/v1/generate"))
             part.extend(segment, version, give_up=paused and self._pause_mode == "abort")
+
+    async def _until_open(self) -> None:
+        """Return when the engine samples, or has ended: then the call that follows says so."""
+        if not self._open.is_set():
+            opened = asyncio.ensure_future(self._open.wait())
+            await asyncio.wait({opened, self.replica.exited}, return_when=asyncio.FIRST_COMPLETED)
+            opened.cancel()
 
     # ---- pausing and weights
 
@@ -263,6 +254,10 @@ class EngineClient:
         """Declare which policy version the engine holds, for instance after a resumed run has published it."""
         self.version = version
 
+    async def abandon_update(self) -> None:
+        """Give up an update that has begun, so that another can begin. The engine holds weights of no version then."""
+        await self.collective_rpc("abandon_update")
+
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
         """What each worker holds: see :meth:`megatron_fp8rl.rollout.worker.WorkerExtension.weight_digests`."""
         return await self.collective_rpc("weight_digests", names=names)
@@ -308,6 +303,8 @@ class EngineClient:
 
     async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
         """JSON of the answer, None when it is empty."""
+        if not self.is_alive:
+            raise EngineDeadError(self._message(self.replica.exited.result(), path))
         request = asyncio.ensure_future(self._request(verb, path, body))
         try:
             await asyncio.wait(
@@ -319,7 +316,7 @@ class EngineClient:
                 except (aiohttp.ClientError, OSError, EngineError) as error:
                     await self._raise_failure(path, error)
             if self.replica.exited.done():
-                raise EngineDeadError(self._message(f"died with exit code {self.replica.exited.result()}", path))
+                raise EngineDeadError(self._message(self.replica.exited.result(), path))
             raise EngineDeadlineError(
                 self._message(
                     f"did not answer within {deadline_s:g} s", path, "raise the deadline in rollout.*_deadline_s or "
@@ -332,7 +329,9 @@ class EngineClient:
         if self._session is None:
             # Deadlines are ours, and so is the bound on concurrent requests.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None),
+                headers=access.headers(self.replica.token),
             )
         async with self._session.request(verb, self.replica.url + path, json=body) as response:
             content = await response.read()
@@ -346,8 +345,7 @@ class EngineClient:
         if not isinstance(error, EngineError) or str(error).startswith("status 5"):
             await asyncio.wait({self.replica.exited}, timeout=_EXIT_GRACE_S)
         if self.replica.exited.done():
-            code = self.replica.exited.result()
-            raise EngineDeadError(self._message(f"died with exit code {code}", path)) from error
+            raise EngineDeadError(self._message(self.replica.exited.result(), path)) from error
         raise EngineError(self._message(f"failed ({type(error).__name__}: {error})", path)) from error
 
     def _message(self, problem: str, path: str, remedy: str = "") -> str:

@@ -1,9 +1,14 @@
-"""All rollout replicas of a run: started, watched, asked and stopped.
+"""All rollout replicas of a run: started or found, watched, asked, replaced and stopped.
 
 In: the run's configuration and the folder of the Hugging Face model. Out: one :class:`EngineClient` per replica.
 Which process: trainer rank 0. Each replica is a process group of its own, with a log file under ``<run>/logs``. Clients
 live on an event loop in a thread of the fleet; the training loop, which is not asynchronous, goes through
 :meth:`Fleet.sync`.
+
+**A replica that dies** is taken out of :attr:`Fleet.clients`; what it was asked is asked of the others. Its successor is
+started (or, of a launched job, found: see ``rollout/replicas.py``) meanwhile, and waits until a publication begins, which
+admits it; it samples when that publication has proven its weights. Only when no replica is left, and none comes back,
+the run ends, with the first failure.
 """
 
 from __future__ import annotations
@@ -13,10 +18,6 @@ import atexit
 import contextlib
 import logging
 import os
-import re
-import signal
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,39 +28,41 @@ from typing import Any, TypeVar
 
 import torch
 
-import megatron_fp8rl
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout import engine, placement
-from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, Replica, Sampling, Tag
+from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, EngineError, Sampling, Tag
+from megatron_fp8rl.rollout.endpoint import replica_name
+from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, knock
+from megatron_fp8rl.rollout.server_process import TERM_GRACE_S
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_EXIT_POLL_S = 0.1
 _HEALTH_POLL_S = 0.25
 _PROGRESS_S = 10.0
-_TERM_GRACE_S = 5.0
-# Set by torchrun for the trainer's own process group; an engine that inherits them believes to be one of its ranks.
-_TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-# Chosen for the trainer's allocator and streams. Segments that expand exclude the memory pools of a sleeping engine, and
-# one queue for all streams would make its copies wait for its kernels.
-_TRAINER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+_MEMBER_POLL_S = 0.1
+_NEWS_S = 3.0  # for the news that a replica has ended to follow the failure of a call
 
 
 class Fleet:
-    """Build with :meth:`start`; a context manager that shuts down at its end."""
+    """Build with :meth:`start`; a context manager that shuts down at its end.
 
-    def __init__(self, cfg: RunConfig, hf_dir: Path | str, run_dir: Path | str, *, cpu: bool) -> None:
+    ``clients`` are the replicas that may be asked, in order; replicas come and go between two calls.
+    """
+
+    def __init__(self, cfg: RunConfig, hf_dir: Path | str, replicas: Replicas) -> None:
         self.cfg = cfg
         self.clients: tuple[EngineClient, ...] = ()
-        self._cpu = cpu
         self._hf_dir = Path(hf_dir)
-        self._log_dir = Path(run_dir) / "logs"
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._shared_memory: list[str] = []  # files that vLLM's workers made, and leave behind when killed
-        self._watchers: list[asyncio.Task[None]] = []
-        self._gpus: list[str] = []  # CUDA_VISIBLE_DEVICES of each replica; empty on a CPU
+        self._replicas = replicas
+        self._joining: list[EngineClient] = []  # they answer, and wait for the publication that admits them
+        self._is_ready = False
+        self._ready: dict[int, asyncio.Future[EngineClient]] = {}  # the first incarnations
+        self._given_up: set[int] = set()
+        self._first_failure: str | None = None
+        self._fewest = cfg.rollout.num_replicas  # since take_metrics, and what follows too
+        self._num_lost = self._num_joined = self._num_asked_again = 0
+        self._keepers: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollout-fleet", daemon=True)
@@ -69,19 +72,26 @@ class Fleet:
     def start(cls, cfg: RunConfig, hf_dir: Path | str, run_dir: Path | str, *, wait: bool = True) -> Fleet:
         """Start ``cfg.rollout.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
 
+        With ``rollout.placement`` remote nothing is started: replicas are found by the files in ``<run_dir>/replicas``.
         Waits until all answer, unless ``wait`` is False: then call :meth:`wait_until_ready` before the first use, and
         do something else meanwhile. Raises EngineDeadError or EngineDeadlineError, which name the replica and end with
         its log; nothing is left running then. Raises ConfigError before anything starts when this host has too few
         GPUs or lacks a kernel that the configuration names.
         """
-        fleet = cls(cfg, hf_dir, run_dir, cpu=not torch.cuda.is_available())
-        atexit.register(fleet.shutdown)
-        try:
-            if not fleet._cpu:
+        run_dir = Path(run_dir)
+        if cfg.rollout.placement == "remote":
+            fleet = cls(cfg, hf_dir, RemoteReplicas(cfg, run_dir))
+        else:
+            cpu = not torch.cuda.is_available()
+            gpus: list[str] = []
+            if not cpu:
                 engine.require_backends(cfg)
                 local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
-                fleet._gpus = placement.assign(cfg, placement.visible_gpus(), local_ranks=local_ranks)
-            fleet._spawn_all()
+                gpus = placement.assign(cfg, placement.visible_gpus(), local_ranks=local_ranks)
+            fleet = cls(cfg, hf_dir, LocalReplicas(cfg, Path(hf_dir), run_dir / "logs", gpus, cpu=cpu))
+        atexit.register(fleet.shutdown)
+        try:
+            fleet._keep_all()
             if wait:
                 fleet.wait_until_ready()
         except BaseException:
@@ -91,22 +101,17 @@ class Fleet:
 
     def wait_until_ready(self) -> None:
         """Return when every replica answers, at most ``rollout.start_deadline_s`` after the start."""
-        deadline_s = self.cfg.rollout.start_deadline_s
-
-        async def all_ready() -> None:
-            await asyncio.gather(*(self._wait_healthy(client) for client in self.clients))
-
-        self.sync(all_ready(), deadline_s + 2 * _PROGRESS_S)
-        groups = [client.replica.process_group for client in self.clients]
-        self._shared_memory = [path for group in groups for path in _shared_memory_of(group)]
-        _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
+        if not self._is_ready:
+            self.sync(self._all_ready(), self.cfg.rollout.start_deadline_s + 2 * _PROGRESS_S)
+            _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
     @property
     def kernels(self) -> dict[str, str]:
         """What the engines' logs say of their kernels: {"linear": ..., "moe": ..., "attention": ...}, as far as named."""
-        if not self.clients:
+        try:
+            return engine.chosen_kernels(self.clients[0].replica.log_path.read_text(errors="replace"))
+        except (IndexError, OSError):  # no replica at the moment, or a log on another host
             return {}
-        return engine.chosen_kernels(self.clients[0].replica.log_path.read_text(errors="replace"))
 
     def sleep(self) -> None:
         """Free the GPU memory of all replicas, as ``rollout.sleep_level`` says; at level 0 and when asleep, nothing.
@@ -124,8 +129,14 @@ class Fleet:
         self._everywhere(lambda client: client.wake_up(*tags))
 
     def _everywhere(self, call: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
+        async def one(client: EngineClient) -> None:
+            try:
+                await call(client)
+            except EngineDeadError as error:
+                self.take_out(client, str(error))
+
         async def all_clients() -> None:
-            await asyncio.gather(*(call(client) for client in self.clients))
+            await asyncio.gather(*(one(client) for client in self.clients))
 
         self.sync(all_clients(), 3 * self.cfg.rollout.update_deadline_s)  # a client makes up to three calls
 
@@ -150,100 +161,162 @@ class Fleet:
         """Start ``coroutine`` on the fleet's event loop and leave it running."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def shutdown(self) -> None:
-        """Stop all replicas and the event loop. May be called again."""
-        atexit.unregister(self.shutdown)
-        if not self._thread.is_alive():
-            return
-        with contextlib.suppress(Exception):
-            self.sync(self._cancel_all(), _TERM_GRACE_S)
-        _stop(self._processes)
-        for path in self._shared_memory:
-            Path(path).unlink(missing_ok=True)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(_TERM_GRACE_S)
-        self._loop.close()
+    # ---- replicas that come and go
 
-    def __enter__(self) -> Fleet:
-        return self
+    def take_out(self, client: EngineClient, reason: str, *, asked_again: int = 0) -> None:
+        """Ask this replica no more, for it has ended. On the loop. ``asked_again`` prompts have to be asked of others."""
+        self._num_asked_again += asked_again
+        if self._first_failure is None:
+            self._first_failure = reason
+        if client in self.clients:
+            self._num_lost += 1
+            _log.warning("%d of %d replicas left: %s", len(self.clients) - 1, self.cfg.rollout.num_replicas, reason)
+        self.clients = tuple(other for other in self.clients if other is not client)
+        self._joining = [other for other in self._joining if other is not client]
+        self._fewest = min(self._fewest, len(self.clients))
 
-    def __exit__(self, *_: object) -> None:
-        self.shutdown()
+    @property
+    def wants_publication(self) -> bool:
+        """Whether nothing can be sampled until the replicas that have come back are given weights."""
+        return bool(self._joining) and not self.clients
 
-    def _spawn_all(self) -> None:
+    async def wait_for_members(self, *, or_joining: bool = False) -> None:
+        """Return when a replica may be asked; ``or_joining`` when one waits to be admitted, too. On the loop.
+
+        Raises EngineDeadError with the first failure of the run when there is none and none will come back, or none has
+        within ``rollout.start_deadline_s``.
+        """
+        since = time.monotonic()
+        while not self.clients and not (or_joining and self._joining):
+            waited_s = time.monotonic() - since
+            is_hopeless = len(self._given_up) == self.cfg.rollout.num_replicas
+            if not self._joining and (is_hopeless or waited_s > self.cfg.rollout.start_deadline_s):
+                why = "rollout.max_replica_restarts is used up" if is_hopeless else f"none came back in {waited_s:.0f} s"
+                raise EngineDeadError(f"no rollout replica is left, and {why}. The first failure: {self._first_failure}")
+            await asyncio.sleep(_MEMBER_POLL_S)
+
+    def admit(self) -> tuple[EngineClient, ...]:
+        """The replicas that take part in the publication that begins: those that sample, and those that came back.
+
+        Waits while there is none, as :meth:`wait_for_members` does, and raises what it does.
+        """
+
+        async def admit() -> tuple[EngineClient, ...]:
+            while True:
+                await self.wait_for_members(or_joining=True)
+                joining, self._joining = self._joining, []
+                self._num_joined += len(joining)
+                alive = [client for client in (*self.clients, *joining) if client.is_alive]
+                self.clients = tuple(sorted(alive, key=lambda client: client.name))
+                if alive:
+                    return self.clients
+
+        return self.sync(admit(), self.cfg.rollout.start_deadline_s + 2 * _PROGRESS_S)
+
+    def lost(self, clients: Sequence[EngineClient]) -> bool:
+        """Whether one of these has ended, which may be why a call has just failed; they are asked no more then."""
+
+        async def look() -> bool:
+            await asyncio.wait([c.replica.exited for c in clients], timeout=_NEWS_S, return_when=asyncio.FIRST_COMPLETED)
+            dead = [client for client in clients if not client.is_alive]
+            for client in dead:
+                self.take_out(client, _ended(client.replica))
+            return bool(dead)
+
+        return self.sync(look(), 2 * _NEWS_S)
+
+    def take_metrics(self) -> dict[str, float]:
+        """What has become of the replicas since the last call."""
+        found = {
+            "rollout/replicas/min": self._fewest,
+            "rollout/replicas_lost/sum": self._num_lost,
+            "rollout/replicas_joined/sum": self._num_joined,
+            "rollout/asked_again/sum": self._num_asked_again,
+        }
+        self._fewest = len(self.clients)
+        self._num_lost = self._num_joined = self._num_asked_again = 0
+        return found
+
+    def _keep_all(self) -> None:
+        """Start a keeper for each replica; then read the tokenizer, while engines import."""
+        tokenizer: asyncio.Future[Any] = self._loop.create_future()
+
+        async def begin() -> None:
+            for index in range(self.cfg.rollout.num_replicas):
+                self._ready[index] = self._loop.create_future()
+                self._keepers.append(self._loop.create_task(self._keep(index, tokenizer)))
+
+        self.sync(begin(), 10.0)
         from transformers import AutoTokenizer
 
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        replicas = [self._spawn(index) for index in range(self.cfg.rollout.num_replicas)]
-        tokenizer = AutoTokenizer.from_pretrained(self._hf_dir)  # while the engines import
+        self._loop.call_soon_threadsafe(tokenizer.set_result, AutoTokenizer.from_pretrained(self._hf_dir))
 
-        def decode(token_ids: Sequence[int]) -> str:
-            return tokenizer.decode(token_ids, skip_special_tokens=True)
+    async def _keep(self, index: int, tokenizer: asyncio.Future[Any]) -> None:
+        """One replica, as long as the fleet lives: incarnation after incarnation."""
+        first = self._ready[index]
+        try:
+            while (replica := await self._replicas.next(index)) is not None:
+                client = self._client(replica, await tokenizer)
+                try:
+                    await self._wait_healthy(client)
+                except EngineError as error:
+                    if self._replicas.starts_here and not first.done():
+                        raise
+                    self.take_out(client, str(error))
+                    await client.close()
+                    continue
+                self._replicas.note_ready(replica)
+                if first.done():
+                    client.hold()
+                    self._joining.append(client)
+                    _log.info("%s is back and joins at the next publication", replica.name)
+                else:
+                    first.set_result(client)
+                await replica.exited
+                self.take_out(client, _ended(replica))
+                await client.close()
+            self._given_up.add(index)
+        except Exception as error:  # a defect, or a mistake in the configuration: whoever waits for the replica has it
+            self._given_up.add(index)
+            if first.done():
+                _log.exception("%s is given up", replica_name(index))
+            else:
+                first.set_exception(error)
 
-        async def build() -> tuple[EngineClient, ...]:
-            return tuple(
-                EngineClient(
-                    self._watched(*replica),
-                    sampling=Sampling.of(self.cfg.rollout, tokenizer.eos_token_id),
-                    decode=decode,
-                    request_deadline_s=self.cfg.rollout.request_deadline_s,
-                    update_deadline_s=self.cfg.rollout.update_deadline_s,
-                )
-                for replica in replicas
+    def _client(self, replica: Replica, tokenizer: Any) -> EngineClient:
+        rollout = self.cfg.rollout
+        return EngineClient(
+            replica,
+            sampling=Sampling.of(rollout, tokenizer.eos_token_id),
+            decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+            request_deadline_s=rollout.request_deadline_s,
+            update_deadline_s=rollout.update_deadline_s,
+        )
+
+    async def _all_ready(self) -> None:
+        """The first incarnations of all replicas, as ``clients``."""
+        limit_s = self.cfg.rollout.start_deadline_s
+        left_s = max(0.0, limit_s - (time.monotonic() - self._started_s))
+        waiting = list(self._ready.values())
+        done, _ = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        missing = [index for index, future in self._ready.items() if not future.done()]
+        if missing:
+            found = [f"{replica_name(index)}: {self._replicas.missing(index)}" for index in missing]
+            noun = "replica" if len(missing) == 1 else "replicas"
+            raise EngineDeadlineError(
+                f"rollout {noun} {', '.join(map(replica_name, missing))} did not start within {limit_s:g} s; raise "
+                "rollout.start_deadline_s or see why:\n" + "\n".join(found)
             )
-
-        self.clients = self.sync(build(), 10.0)
-
-    def _spawn(self, index: int) -> tuple[str, str, Path, subprocess.Popen[bytes]]:
-        """(name, url, log file, process) of a new replica. It inherits a bound socket: no port is free by guess."""
-        name = f"rollout-{index}"
-        log_path = self._log_dir / f"{name}.log"
-        arguments = engine.engine_arguments(self.cfg, self._hf_dir, cpu=self._cpu)
-        with socket.socket() as sock, log_path.open("wb") as log:
-            sock.bind(("127.0.0.1", 0))
-            process = subprocess.Popen(
-                engine.server_command(arguments, listen_fd=sock.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=(sock.fileno(),),
-                env=self._environment(index),
-                start_new_session=True,
-            )
-            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        self._processes.append(process)
-        return name, url, log_path, process
-
-    def _environment(self, index: int) -> dict[str, str]:
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name not in (*_TORCHRUN_VARIABLES, *_TRAINER_VARIABLES) and not name.startswith(_TORCHRUN_PREFIXES)
-        }
-        package_root = str(Path(megatron_fp8rl.__file__).parents[1])
-        if self._gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = self._gpus[index]
-        inherited = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = package_root if not inherited else f"{package_root}{os.pathsep}{inherited}"
-        return environment | engine.engine_environment(self.cfg, cpu=self._cpu)
-
-    def _watched(self, name: str, url: str, log_path: Path, process: subprocess.Popen[bytes]) -> Replica:
-        """The replica with a future that becomes its exit code. Call on the loop."""
-        exited: asyncio.Future[int] = self._loop.create_future()
-
-        async def watch() -> None:
-            while (code := process.poll()) is None:
-                await asyncio.sleep(_EXIT_POLL_S)
-            exited.set_result(code)
-
-        replica = Replica(name=name, url=url, log_path=log_path, process_group=process.pid, exited=exited)
-        self._watchers.append(self._loop.create_task(watch()))
-        return replica
+        self.clients = tuple(future.result() for future in waiting if future.result().is_alive)
+        self._is_ready = True
 
     async def _wait_healthy(self, client: EngineClient) -> None:
-        limit_s = self.cfg.rollout.start_deadline_s
+        """Return when the replica answers. Raises EngineDeadError or EngineDeadlineError with the end of its log."""
+        started_s, limit_s = time.monotonic(), self.cfg.rollout.start_deadline_s
         next_report_s = _PROGRESS_S
-        while (waited_s := time.monotonic() - self._started_s) < limit_s:
+        while (waited_s := time.monotonic() - started_s) < limit_s:
             if await _answers(client):
                 return
             if waited_s >= next_report_s:
@@ -257,8 +330,28 @@ class Fleet:
             f"look into {replica.log_path}, which ends with\n{replica.last_log_lines()}"
         )
 
+    # ---- the end
+
+    def shutdown(self) -> None:
+        """Stop all replicas and the event loop. May be called again."""
+        atexit.unregister(self.shutdown)
+        if not self._thread.is_alive():
+            return
+        with contextlib.suppress(Exception):
+            self.sync(self._cancel_all(), TERM_GRACE_S)
+        self._replicas.stop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(TERM_GRACE_S)
+        self._loop.close()
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shutdown()
+
     async def _cancel_all(self) -> None:
-        for client in self.clients:
+        for client in (*self.clients, *self._joining):
             await client.close()
         current = asyncio.current_task()
         tasks = [task for task in asyncio.all_tasks() if task is not current]
@@ -267,41 +360,20 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _ended(replica: Replica) -> str:
+    how = replica.exited.result()
+    return f"rollout replica {replica.name} {how}; {replica.log_path} ends with\n{replica.last_log_lines()}"
+
+
 async def _answers(client: EngineClient) -> bool:
     """Whether the server listens and is healthy. Raises EngineDeadError when its process has ended."""
     replica = client.replica
-    if replica.exited.done():
+    if not client.is_alive:
         raise EngineDeadError(
-            f"rollout replica {replica.name} died with exit code {replica.exited.result()} while it started; "
+            f"rollout replica {replica.name} {replica.exited.result()} while it started; "
             f"{replica.log_path} ends with\n{replica.last_log_lines()}"
         )
-    port = int(replica.url.rpartition(":")[2])
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
+    if await knock(replica.url) is not None:
         return False  # bound, not yet listening
-    writer.close()
     await client.health()
     return True
-
-
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End process groups: a request first, so that vLLM can remove its shared memory, then by force."""
-    for sign, grace_s in ((signal.SIGTERM, _TERM_GRACE_S), (signal.SIGKILL, _TERM_GRACE_S)):
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, sign)
-        deadline = time.monotonic() + grace_s
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-
-
-def _shared_memory_of(group: int) -> set[str]:
-    """Files in /dev/shm that the processes of a group have mapped."""
-    found: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # a process may end, or belong to someone else
-            if os.getpgid(int(maps.parent.name)) == group:
-                found |= set(re.findall(r"/dev/shm/\S+(?=\n)", maps.read_text()))
-    return found

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.rollout.fabric import NUM_SLOTS, Fabric, FabricError, recorded
+from megatron_fp8rl.rollout.wire import gloo_group
 from megatron_fp8rl.weights.exchange import Exchange, Message, Round
 
 
@@ -36,7 +37,7 @@ class GroupFabric(Fabric):
         prefix = dist.PrefixStore("group", self._store)
         timeout = timedelta(seconds=self.timeout_s)
         if self.device.type == "cpu":
-            self._group = dist.ProcessGroupGloo(prefix, place.rank, place.world_size, timeout)
+            self._group = gloo_group(prefix, place.rank, place.world_size, timeout)
             return
         options = dist.ProcessGroupNCCL.Options()
         # Deadlines are ours: past its own one, NCCL's watchdog ends the whole process.

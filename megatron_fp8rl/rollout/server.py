@@ -27,6 +27,7 @@ from pathlib import Path
 
 _PARENT_POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MIDDLEWARE = "megatron_fp8rl.rollout.access.RequireToken"
 
 
 def die_with_parent(parent: int) -> None:
@@ -100,6 +101,8 @@ def main(argv: list[str]) -> None:
     ours.add_argument("--parent-pid", type=int, required=True)  # getppid() is too late when the parent has just died
     known, rest = ours.parse_known_args(argv)
     die_with_parent(known.parent_pid)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning of a time limit, to every process of a job
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a trainer's ranks are started with it blocked
     sock = socket.socket(fileno=known.listen_fd)
     gc.disable()  # while importing, when nearly all that is made stays; 3 s of CPU time
 
@@ -119,10 +122,17 @@ def main(argv: list[str]) -> None:
 
     plugin.register()
     args = make_arg_parser(FlexibleArgumentParser(prog="megatron_fp8rl.rollout.server")).parse_args(rest)
+    args.middleware.append(_MIDDLEWARE)
     validate_parsed_serve_args(args)
     validate_api_server_args(args)
     set_ulimit()
     gc.enable()
+    if args.headless:  # further nodes of an engine that spans several: workers alone
+        from vllm.entrypoints.cli.serve import run_headless
+
+        args.api_server_count = 0
+        run_headless(args)
+        return
     uvloop.run(serve(args, sock))
 
 

@@ -10,7 +10,8 @@ returned batch is older than k versions. Batches come back in order whatever the
 favours short answers.
 
 With ``max_staleness = 0`` the rollouts of a run depend on its configuration alone: prompts come in order, each
-completion has a seed derived from the run's seed and its prompt, and the engine samples it from that seed.
+completion has a seed derived from the run's seed and its prompt, and the engine samples it from that seed. So it does
+not matter which replica is asked: what a replica that dies leaves unfinished is asked of the others, from the start.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron_fp8rl.algo.advantages import has_signal
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.records import read_steps
 from megatron_fp8rl.observe.spans import add_seconds, span
-from megatron_fp8rl.rollout.client import EngineClient, Sampling
+from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, Sampling
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 Groups = tuple[RolloutGroup, ...]
+
+_LOOK_S = 0.2  # between looks whether replicas wait for weights
 
 
 class RolloutError(RuntimeError):
@@ -91,6 +94,8 @@ class RolloutStream:
     ) -> None:
         self.cfg = cfg
         self.version = 0  # of the policy that the engines hold
+        # Collective: publish the present version again, when every replica was lost and others have come back.
+        self.republish: Callable[[], None] | None = None
         self._fleet = fleet
         self._prompts = prompts
         self._scorer = score_pool
@@ -121,7 +126,7 @@ class RolloutStream:
         deadline, a scorer that cannot start, the end of a recording.
         """
         with span("rollouts"):
-            return self._from_rank_0(self._next_groups)
+            return self._sampled(self._next_groups)
 
     def sample(
         self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None
@@ -132,18 +137,18 @@ class RolloutStream:
         so that two evaluations differ by the policy and by nothing else.
         """
 
-        def produce() -> Groups:
+        asked: list[Future[Groups]] = []
+
+        def produce() -> Groups | None:
             if self._fleet is None:
                 raise RolloutError("evaluation samples from engines, but this run replays rollout.replay")
-            sampling = None
-            if temperature is not None:
-                sampling = replace(self._fleet.clients[0].sampling, temperature=temperature)
-            groups = self._gather_groups(prompts, num_completions, sampling)
+            if not asked:
+                asked.append(self._fleet.submit(self._gather_groups(prompts, num_completions, temperature)))
             num_scores = len(prompts) * num_completions
-            return self._fleet.sync(groups, self._deadline_s(num_rounds=1, num_scores=num_scores))
+            return self._result(asked[0], self._deadline_s(num_rounds=1, num_scores=num_scores))
 
         with span("evaluate"):
-            return self._from_rank_0(produce)
+            return self._sampled(produce)
 
     def before_update(self) -> None:
         """Call before a publication. Raises RolloutError when completions of a synchronous run are still sampled."""
@@ -157,7 +162,18 @@ class RolloutStream:
         if self._first_version is not None and self._recording is None and self._parallel.rank == 0:
             self._start_batches()
 
-    # ---- rank 0
+    def take_metrics(self) -> dict[str, float]:
+        """On rank 0: what has become of the engines since the last call."""
+        return {} if self._fleet is None else self._fleet.take_metrics()
+
+    # ---- every rank
+
+    def _sampled(self, produce: Callable[[], Groups | None]) -> Groups:
+        """Collective: what ``produce`` makes of the engines on rank 0, publishing again whenever it returns None."""
+        while (groups := self._from_rank_0(produce)) is None:
+            assert self.republish is not None
+            self.republish()
+        return groups
 
     def _from_rank_0(self, produce: Callable[[], T]) -> T:
         """Run ``produce`` on rank 0 and hand its result, or its failure, to every rank."""
@@ -176,17 +192,34 @@ class RolloutStream:
             raise RolloutError(f"on trainer rank 0: {failure}")
         return value
 
-    def _next_groups(self) -> Groups:
+    # ---- rank 0
+
+    def _result(self, sampling: Future[Groups], deadline_s: float) -> Groups | None:
+        """What is being sampled; None when the replicas that shall do so wait for weights."""
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                return sampling.result(timeout=_LOOK_S)
+            except TimeoutError:
+                if sampling.done():  # a TimeoutError of its own
+                    raise
+            if self.republish is not None and self._fleet.wants_publication:
+                return None
+            if time.monotonic() > end:
+                sampling.cancel()
+                raise RolloutError("rollouts were not ready in time; look into the engines' logs")
+
+    def _next_groups(self) -> Groups | None:
         if self._recording is not None:
             return self._next_recorded(self._recording)
         if self._first_version is None:
             self._first_version = self.version
         self._start_batches(at_least_one=True)
-        batch = self._batches.popleft()
-        try:
-            groups = batch.groups.result(timeout=self._deadline_s(num_rounds=1 + self.cfg.algo.max_refills))
-        except TimeoutError:
-            raise RolloutError("a batch of rollouts was not ready in time; look into the engines' logs") from None
+        deadline_s = self._deadline_s(num_rounds=1 + self.cfg.algo.max_refills)
+        groups = self._result(self._batches[0].groups, deadline_s)
+        if groups is None:
+            return None
+        self._batches.popleft()
         self._position = self._batches[0].start_position if self._batches else self._prompts.position
         self._check_staleness(groups)
         return groups
@@ -251,16 +284,15 @@ class RolloutStream:
         return tuple(useful) or groups
 
     async def _gather_groups(
-        self, prompts: Sequence[Prompt], num_completions: int, sampling: Sampling | None, *, timed: bool = False
+        self, prompts: Sequence[Prompt], num_completions: int, temperature: float | None, *, timed: bool = False
     ) -> Groups:
         """All groups at once; the engines bound how many sequences run at a time."""
         sampled_s = [time.monotonic()] * len(prompts)
 
         async def group(index: int, prompt: Prompt) -> RolloutGroup:
-            client: EngineClient = min(self._fleet.clients, key=lambda c: c.num_running)
             seed = seed_of(self.cfg.seed, prompt)
             with self._sampling_time() if timed else contextlib.nullcontext():
-                completions = await client.generate(prompt.token_ids, num_completions, seed, sampling=sampling)
+                completions = await self._ask(prompt, num_completions, seed, temperature)
             sampled_s[index] = time.monotonic()
             rollouts = await asyncio.gather(
                 *(self._rollout(prompt, i, completion, seed + i) for i, completion in enumerate(completions))
@@ -272,6 +304,20 @@ class RolloutStream:
         if timed:
             add_seconds("score", time.monotonic() - max(sampled_s))
         return groups
+
+    async def _ask(self, prompt: Prompt, num_completions: int, seed: int, temperature: float | None) -> list[Completion]:
+        """Completions by the replica with the least to do; by another, from the same seeds, when it dies."""
+        while True:
+            if not self._fleet.clients:
+                await self._fleet.wait_for_members()
+            client: EngineClient = min(self._fleet.clients, key=lambda c: c.num_running)
+            sampling: Sampling = client.sampling
+            if temperature is not None:
+                sampling = replace(sampling, temperature=temperature)
+            try:
+                return await client.generate(prompt.token_ids, num_completions, seed, sampling=sampling)
+            except EngineDeadError as error:
+                self._fleet.take_out(client, str(error), asked_again=1)
 
     @contextlib.contextmanager
     def _sampling_time(self) -> Iterator[None]:
@@ -304,11 +350,15 @@ class RolloutStream:
         )
 
     def _deadline_s(self, *, num_rounds: int, num_scores: int | None = None) -> float:
-        """A last resort above the deadlines of single calls: every round may sample, wait out an update and score."""
+        """A last resort above the deadlines of single calls: every round may sample, wait out an update and score.
+
+        And once, a replica that dies may be waited for, and its prompts sampled again.
+        """
         rollout, data = self.cfg.rollout, self.cfg.data
         num_scores = num_scores or rollout.prompts_per_step * rollout.completions_per_prompt
         score_s = data.score_deadline_s * (1 + num_scores / data.num_score_workers)
-        return num_rounds * (rollout.request_deadline_s + rollout.update_deadline_s + score_s)
+        replaced_s = rollout.start_deadline_s + rollout.request_deadline_s
+        return num_rounds * (rollout.request_deadline_s + rollout.update_deadline_s + score_s) + replaced_s
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:

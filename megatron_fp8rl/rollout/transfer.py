@@ -36,6 +36,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_fp8rl.fp8.blockwise import canonical
 from megatron_fp8rl.rollout.copies import Copies
@@ -110,6 +111,7 @@ class TransferEngine(WeightTransferEngine):
         self.load_s = 0.0
         self._incoming: int | None = None
         self._mode = "reload"
+        self._is_reloading = False  # vLLM's loaders hold the model in pieces
         self._num_received = 0
         self._num_expected = 0
         self._init = InitInfo()
@@ -179,6 +181,7 @@ class TransferEngine(WeightTransferEngine):
         if self._num_received == 0:
             self._mode = update_info.mode
             if self._mode == "reload":
+                self._is_reloading = True
                 initialize_layerwise_reload(self.model)
         self._incoming = update_info.version
         if self._fabric is None:
@@ -199,10 +202,25 @@ class TransferEngine(WeightTransferEngine):
         assert self._derived is not None
         if self._mode == "reload":
             finalize_layerwise_reload(self.model, self.model_config)
+            self._is_reloading = False
             self._derived.keep_in_place()
         else:
             self._derived.refresh()
         self.version = self._incoming
+
+    def abandon(self) -> None:
+        """Give up an update that has begun, and the connections that it came by. There is no version then."""
+        self.shutdown()
+        self.version = self._incoming = None
+        if self._is_reloading:
+            for module in self.model.modules():
+                info = get_layerwise_info(module)
+                info.loaded_weights.clear()  # vLLM puts the kernel tensors back of modules that got nothing
+                info.load_numel = 0
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._is_reloading = False
+            assert self._derived is not None
+            self._derived.keep_in_place()
 
     def shutdown(self) -> None:
         if self._fabric is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.rollout.address import own_address
 from megatron_fp8rl.weights.exchange import Exchange, exchange
 from megatron_fp8rl.weights.plan import EngineLayout, Plan, Range, TrainerLayout, plan, scale_range
 
@@ -135,6 +137,20 @@ def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:
     return cls(**values)
 
 
+def gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """A gloo group that other hosts reach.
+
+    By itself gloo listens on the address that the host's name resolves to, which on many nodes is one of loopback.
+    ``GLOO_SOCKET_IFNAME`` is respected as usual.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address())]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
 class GlooGroup:
     """A process group of trainer rank 0 and all engine workers that leaves torch.distributed's own state alone.
 
@@ -147,7 +163,7 @@ class GlooGroup:
         self.timeout = timeout
         self._store = dist.TCPStore(host, port, world_size, rank == 0, timeout, wait_for_workers=True)
         prefix = dist.PrefixStore("megatron_fp8rl/weights", self._store)
-        self._group = dist.ProcessGroupGloo(prefix, rank, world_size, timeout)
+        self._group = gloo_group(prefix, rank, world_size, timeout)
 
     def broadcast(self, buffer: Tensor) -> None:
         """Collective: rank 0's bytes into ``buffer`` (uint8, CPU, contiguous) of all members.

@@ -150,6 +150,13 @@ class HeldDigests:
 class WorkerExtension(Probe):
     """Methods that vLLM adds to its worker; each is a target of ``collective_rpc``."""
 
+    def abandon_update(self) -> None:
+        """Give up an update that has begun: some other replica or the trainer failed in it. Harmless without one."""
+        self.weight_transfer_engine.abandon()
+        # vLLM 0.25.1 ends an update that failed here, but refuses to start another while one is under way, and has no
+        # call that ends it.
+        self._weight_update_active = False
+
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
         """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,
         "digests": {Hugging Face name: digest}}; the last without ``names`` is left out.

@@ -18,15 +18,18 @@ Either way:
 
 The first publication to an engine goes twice: through vLLM's own loaders, then straight into the tensors that its
 kernels read, where the engine compares before it writes. Later ones go straight there (rollout.weight_update direct).
+Replicas come and go between publications; when one is new, all of them take its two rounds, in step. One that dies in the
+middle of a publication costs a repetition without it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,12 +39,13 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.wire import BucketInfo, PlanInputs, unpack
 from megatron_fp8rl.types import KVScales, PublishReport
 from megatron_fp8rl.weights.digest import combine, prepare_digests
-from megatron_fp8rl.weights.engines import Engines
-from megatron_fp8rl.weights.gather import Gather, Piece, together
+from megatron_fp8rl.weights.engines import Engines, NoReplicaError
+from megatron_fp8rl.weights.finite import require_finite
+from megatron_fp8rl.weights.gather import Gather, Piece, TrainerRankError, together
 from megatron_fp8rl.weights.plan import Bucket, Plan, Transfer, scale_range
 from megatron_fp8rl.weights.save import save_hf
 from megatron_fp8rl.weights.shards import ShardSender, resolve
-from megatron_fp8rl.weights.transport import Transport, build_transport
+from megatron_fp8rl.weights.transport import Transport, TransportError, build_transport
 from megatron_fp8rl.weights.verify import Expected, holds_all, verify, verify_kv_scales
 
 if TYPE_CHECKING:
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
 
 __all__ = ["Engines", "WeightExporter", "save_hf"]
+
+_log = logging.getLogger(__name__)
 
 _GROUP_MARGIN_S = 60.0  # how much longer the other ranks wait than rank 0 gives the engines
 
@@ -85,7 +91,8 @@ class WeightExporter:
         self.plan: Plan = inputs.plan
         self._group = None
         if parallel.world_size > 1:
-            timeout = timedelta(seconds=cfg.rollout.update_deadline_s + _GROUP_MARGIN_S)
+            longest_s = cfg.rollout.update_deadline_s + cfg.rollout.start_deadline_s  # rank 0 may wait for a replica
+            timeout = timedelta(seconds=longest_s + _GROUP_MARGIN_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._gather = Gather(
             self.plan,
@@ -100,9 +107,12 @@ class WeightExporter:
         self._engines = None
         self._transport = transport
         self._is_connected = False
+        self._num_replicas = 0  # that take part, and whether one does for the first time
+        self._has_new = True
         self._previous: Expected | None = None
         self._num_publications = 0
         on_gpu, one_host = parallel.device.type == "cuda", _one_host(parallel.world_size)
+        one_host = one_host and cfg.rollout.placement != "remote"
         colocated = cfg.rollout.placement == "colocated"
         kind = resolve(cfg.rollout.transport, on_gpu=on_gpu, one_host=one_host, colocated=colocated)
         together(lambda: self._set_up(fleet, kind), self._group)
@@ -141,12 +151,45 @@ class WeightExporter:
 
         Returns the same report on every rank. Raises, on every rank, TransportError when an engine fails or does not
         answer within ``rollout.update_deadline_s``, WeightMismatch or KVScaleMismatch when an engine holds something
-        else than what was sent, and ValueError when a weight is not finite.
+        else than what was sent, and ValueError when a weight is not finite. A replica that dies is left out, and the
+        publication repeated; when it was the last, and none comes back, that is a TransportError.
         """
+        failure: Exception | None = None
+        while True:
+            try:
+                self._meet()
+                return self._publish(version, kv_scales)
+            except NoReplicaError as error:
+                raise error from failure
+            except (TransportError, TrainerRankError) as error:
+                if not self._may_repeat():
+                    raise
+                _log.warning("policy version %d is published again, for a replica has died: %s", version, error)
+                failure = error
+
+    def _meet(self) -> None:
+        """Collective: settle which replicas take part."""
+        found = together(lambda: None if self._engines is None else self._engines.meet(), self._group)
+        must_connect, self._has_new, self._num_replicas = self._from_rank_0(found)
+        self._is_connected = self._is_connected and not must_connect
+
+    def _may_repeat(self) -> bool:
+        """Collective: whether a replica has died, so that what failed may succeed without it."""
+        lost = together(lambda: self._engines is not None and self._engines.lost_one(), self._group)
+        if self._transport is not None and lost:
+            self._transport.reset()
+        return self._from_rank_0(lost)
+
+    def _from_rank_0(self, value: Any) -> Any:
+        carried = [value]
+        if self._group is not None:
+            dist.broadcast_object_list(carried, src=0, group=self._group)
+        return carried[0]
+
+    def _publish(self, version: int, kv_scales: KVScales | None) -> PublishReport:
+        """Collective: one attempt."""
         started = time.perf_counter()
         sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.tensor)]), kv_scales=kv_scales)
-        if self._engines is not None:
-            self._engines.start_clock()
         for sent.mode in self._modes():
             if self._shards is not None:
                 self._send_shards(sent, self._shards)
@@ -161,22 +204,17 @@ class WeightExporter:
 
         report = together(finish, self._group)
         self._num_publications += 1
-        if self._group is not None:
-            carried = [report]
-            dist.broadcast_object_list(carried, src=0, group=self._group)
-            report = carried[0]
-        assert report is not None
-        return report
+        return self._from_rank_0(report)
 
     def _modes(self) -> tuple[str, ...]:
         if self.cfg.rollout.weight_update == "reload":
             return ("reload",)
-        return ("direct",) if self._num_publications else ("reload", "compare")
+        return ("reload", "compare") if self._has_new else ("direct",)
 
     def _send_shards(self, sent: _Sent, shards: ShardSender) -> None:
         """Collective: one round trip of all weights, from shard to shard."""
         if not self._is_connected:
-            shards.connect()
+            shards.connect(self._num_replicas)
             self._is_connected = True
         together(lambda: self._stop_engines(sent) if self.rank == 0 else None, self._group)
         sums = together(lambda: shards.send(sent.version, sent.mode), self._group)
@@ -229,7 +267,7 @@ class WeightExporter:
         buffer = slot if device.type == "cpu" else torch.empty(bucket.num_bytes, dtype=torch.uint8, device=device)
         tensors = dict(unpack(buffer, info))
         self._gather.assemble(bucket, pieces, tensors)
-        _require_finite(tensors)
+        require_finite(tensors)
         # Before they leave, so that damage on any part of the way shows.
         self._digest(sent, bucket, tensors)
         if buffer is not slot:
@@ -277,7 +315,7 @@ class WeightExporter:
             held = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
             verify_kv_scales(held, sent.kv_scales, sent.version)
         every = self.cfg.observe.verify_every
-        if every and self._num_publications % every == 0:
+        if every and (self._has_new or self._num_publications % every == 0):
             started = time.perf_counter()
             reports = self._engines.call("weight_digests", lambda _, client: client.weight_digests(names=False))
             if not holds_all(reports, sent.expected):
@@ -288,6 +326,7 @@ class WeightExporter:
         self._previous = sent.expected
         # The prefix cache is empty: pausing dropped it, and nothing has run since.
         self._engines.call("resume", lambda _, client: client.resume())
+        self._engines.note_success()
         sent.pause_s = time.perf_counter() - sent.paused_at
 
     def _report(self, sent: _Sent, seconds: float) -> PublishReport:
@@ -343,19 +382,3 @@ def _cut(transfer: Transfer, kept: tuple[int, int], tensors: dict[str, Tensor]) 
     if transfer.is_fp8:
         ranges.append((transfer.scale_name, scale_range(kept)))
     return [(name, tensors[name].narrow(transfer.axis, first, end - first)) for name, (first, end) in ranges]
-
-
-def _require_finite(tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError that names the weights that are NaN or infinite. An FP8 block that is not has such a scale."""
-    checked = {name: t for name, t in tensors.items() if t.dtype != torch.float8_e4m3fn}
-    scales = [t.reshape(-1) for t in checked.values() if t.dtype == torch.float32]
-    others = [t for t in checked.values() if t.dtype != torch.float32]
-    # Scales of thousands of experts in one look; only a failure is worth one look each.
-    if (not scales or torch.cat(scales).isfinite().all()) and all(t.isfinite().all() for t in others):
-        return
-    wrong = [name.removesuffix("_scale_inv") for name, t in checked.items() if not t.isfinite().all()]
-    more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-    raise ValueError(
-        f"not published, for they hold NaN or infinity: {', '.join(wrong[:5])}{more}; lower optim.lr and resume from "
-        "the last checkpoint"
-    )

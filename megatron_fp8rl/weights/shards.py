@@ -68,6 +68,7 @@ class ShardSender:
         self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
         self._request: Future[None] | None = None
         self._num_attempts = 0
+        self._num_replicas = inputs.rollout.num_replicas
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
@@ -86,8 +87,14 @@ class ShardSender:
 
     # ---- connection
 
-    def connect(self) -> None:
-        """Collective over all trainer ranks and, by way of a request, all engine workers."""
+    def connect(self, num_replicas: int) -> None:
+        """Collective over all trainer ranks and, by way of a request, all engine workers; again when they are others."""
+        self._num_replicas = num_replicas
+        self._request = None
+        self._close_fabric()
+        if self._receivers is not None:  # a request to engines that have gone may still be under way
+            self._requests.shutdown(wait=False, cancel_futures=True)
+            self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
         address: list[Any] = [None]
         store = None
         if self.rank == 0:
@@ -104,7 +111,7 @@ class ShardSender:
         place = Place(
             rank=self.rank,
             num_trainers=parallel.world_size,
-            num_replicas=rollout.num_replicas,
+            num_replicas=self._num_replicas,
             num_engine_ranks=rollout.tensor,
         )
         if self._receivers is not None:
@@ -268,6 +275,9 @@ class ShardSender:
     def close(self) -> None:
         """Release memory and connections. Harmless when called again, or after an error."""
         self._requests.shutdown(wait=False, cancel_futures=True)
+        self._close_fabric()
+
+    def _close_fabric(self) -> None:
         fabric, self._fabric = self._fabric, None
         self._packers.clear()
         if fabric is not None:

@@ -9,21 +9,25 @@ two buckets: while the engines read one, the exporter fills the other.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import socket
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.rollout.address import own_address
 from megatron_fp8rl.rollout.wire import BucketInfo, GlooGroup
 
 
+_SETTLE_S = 1.0  # for a broadcast whose request has ended to end as well
 _GRACE_S = 10.0  # for the error that names a failed replica to arrive after the first sign of trouble
 
 
@@ -50,7 +54,10 @@ class Transport(Protocol):
     config: dict[str, Any] | None  # of PlanInputs, for the engines: without it they cannot write weights directly
 
     def connect(self) -> None:
-        """Make contact with the engines. Raises TransportError when one does not answer in time."""
+        """Make contact with the engines; again when they are others. Raises TransportError when one is late."""
+
+    def reset(self) -> None:
+        """Forget an attempt that failed; :meth:`connect` comes next."""
 
     def reserve(self, num_bytes: int) -> Tensor:
         """A buffer to fill, uint8 [num_bytes], CPU; waits until the engines have read what was in it."""
@@ -85,6 +92,12 @@ class _PipelinedTransport:
 
     def connect(self) -> None:
         """Nothing to do by default."""
+
+    def reset(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights")
+        self._pending = [None, None]
+        self._failed = False
 
     def reserve(self, num_bytes: int) -> Tensor:
         self._slot = 1 - self._slot
@@ -194,16 +207,6 @@ class SharedMemoryTransport(_PipelinedTransport):
         atexit.unregister(self.close)
 
 
-def own_address() -> str:
-    """An address of this host that other hosts reach: the one that routes outward, or loopback without a network."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # documentation address (RFC 5737); a datagram socket sends nothing here
-            return probe.getsockname()[0]
-        except OSError:
-            return "127.0.0.1"
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
@@ -217,9 +220,26 @@ class GlooTransport(_PipelinedTransport):
         super().__init__(receivers, deadline_s=deadline_s)
         self._group: GlooGroup | None = None
         self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._start_threads()
+
+    def reset(self) -> None:
+        super().reset()
+        self._end_threads()
+        self._start_threads()
+        self._group = None
+        # What failed may still be read by the thread that sends it.
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+
+    def _start_threads(self) -> None:
         self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
+        self._broadcasts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-broadcasts")
+
+    def _end_threads(self) -> None:
+        for pool in (self._requests, self._broadcasts):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def connect(self) -> None:
+        self._group = None
         per_replica = self.receivers.workers_per_replica
         world_size = 1 + self.receivers.num_replicas * per_replica
         shared = {"kind": "gloo", "host": own_address(), "port": _free_port(), "world_size": world_size}
@@ -247,8 +267,15 @@ class GlooTransport(_PipelinedTransport):
         if self._group is None:
             raise TransportError("connect() has to come before the first bucket")
         loading = self._requests.submit(self.receivers.update_weights, info.to_json())
+        sending = self._broadcasts.submit(self._group.broadcast, self._buffers[slot][: info.num_bytes])
+        # A host that vanishes without a word is noticed by the request, long before the broadcast's own deadline.
+        wait_for((sending, loading), timeout=self.deadline_s, return_when=FIRST_EXCEPTION)
+        if loading.done() and not sending.done():
+            with contextlib.suppress(RuntimeError, FutureTimeoutError):
+                sending.result(timeout=_SETTLE_S)
+            loading.result()
         try:
-            self._group.broadcast(self._buffers[slot][: info.num_bytes])
+            sending.result(timeout=self.deadline_s)
         except RuntimeError as error:
             _raise_first(loading)
             raise TransportError(
@@ -259,7 +286,7 @@ class GlooTransport(_PipelinedTransport):
 
     def close(self) -> None:
         super().close()
-        self._requests.shutdown(wait=False, cancel_futures=True)
+        self._end_threads()
         self._group = None
 
 

@@ -138,6 +138,12 @@ class Fleet:
     def __init__(self, engine: Engine):
         self.clients = (engine,)
 
+    def admit(self):
+        return self.clients
+
+    def lost(self, clients):
+        return False
+
     def sync(self, coroutine, deadline_s):
         return asyncio.run(asyncio.wait_for(coroutine, deadline_s))
 

@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -234,6 +234,12 @@ class InProcessFleet:
 
     def __init__(self, *engines: Any):
         self.clients = tuple(Client(llm) for llm in engines)
+
+    def admit(self) -> tuple[Client, ...]:
+        return self.clients
+
+    def lost(self, clients: Sequence[Client]) -> bool:
+        return False
 
     def sync(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
         return asyncio.run(asyncio.wait_for(coroutine, deadline_s))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from dataclasses import replace
@@ -14,7 +15,8 @@ from inprocess import policy_of, random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weights.export import Engines, WeightExporter
-from megatron_fp8rl.weights.transport import GlooTransport, TransportError
+from megatron_fp8rl.weights.engines import NoReplicaError
+from megatron_fp8rl.weights.transport import GlooTransport
 
 PROMPT = list(range(20, 40))
 
@@ -56,13 +58,16 @@ class KillingTransport(GlooTransport):
 
     def send(self, info):
         if info.bucket == self.kill_at:
-            os.killpg(self.fleet._processes[0].pid, signal.SIGKILL)
+            self.kill_at = -1
+            os.killpg(self.fleet.clients[0].replica.process_group, signal.SIGKILL)
         super().send(info)
 
 
 def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path):
     """Gloo, which has two ways to notice, the broadcast and the request; the deadline would be 40 s."""
-    rollout = replace(engine_cfg.rollout, transport="gloo", bucket_bytes=200_000, update_deadline_s=40.0)
+    rollout = replace(
+        engine_cfg.rollout, transport="gloo", bucket_bytes=200_000, update_deadline_s=40.0, max_replica_restarts=0
+    )
     cfg = replace(engine_cfg, rollout=rollout)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         transport = KillingTransport(Engines(fleet, 1, 40.0), fleet=fleet, deadline_s=40.0)
@@ -73,7 +78,8 @@ def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path):
         transport.kill_at = 2
         started = time.monotonic()
         # The bucket before may still be on its way.
-        with pytest.raises(TransportError, match="bucket [23] of .*replica 0.*rollout-0 died with exit code -9"):
+        with pytest.raises(NoReplicaError, match="(?s)no rollout replica is left.*rollout-0 died with exit code -9") as end:
             exporter.publish(2)
+        assert re.search("bucket [23] of .*replica 0.*rollout-0 died with exit code -9", str(end.value.__cause__))
         assert time.monotonic() - started < 20.0
         exporter.close()

@@ -67,6 +67,8 @@ class Client:
 class Fleet:
     """An event loop in a thread."""
 
+    wants_publication = False
+
     def __init__(self, num_clients: int = 1):
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()

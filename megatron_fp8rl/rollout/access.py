@@ -1,0 +1,53 @@
+"""Who may drive an engine: whoever shows its token. Without one, anybody on the network could replace its weights.
+
+In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server.
+
+vLLM's own ``--api-key`` covers ``/v1``, ``/v2`` and ``/inference``, but not the endpoints of its development mode, which
+pause engines, load weights and call methods of workers. This covers every path. The token travels in the environment,
+which other users cannot read, and to a trainer on another host in an endpoint file that its owner alone can read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+TOKEN_VARIABLE = "MEGATRON_FP8RL_TOKEN"
+
+
+def new_token() -> str:
+    """A token that nobody can guess."""
+    return secrets.token_urlsafe(32)
+
+
+def headers(token: str) -> dict[str, str]:
+    """What a request has to carry."""
+    return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+class RequireToken:
+    """ASGI middleware, for vLLM's ``--middleware``. Without a token in the environment nobody is let in."""
+
+    def __init__(self, app: Any, environment: Mapping[str, str] = os.environ) -> None:
+        self._app = app
+        token = environment.get(TOKEN_VARIABLE)
+        self._expected = headers(token)["Authorization"].encode() if token else None
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan" or self._may_pass(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            content = b'{"error": "the token of this rollout replica is missing or wrong"}'
+            length = str(len(content)).encode()
+            head = [(b"content-type", b"application/json"), (b"content-length", length)]
+            await send({"type": "http.response.start", "status": 401, "headers": head})
+            await send({"type": "http.response.body", "body": content})
+        else:
+            await send({"type": "websocket.close", "code": 1008})
+
+    def _may_pass(self, scope: dict[str, Any]) -> bool:
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return self._expected is not None and hmac.compare_digest(given, self._expected)

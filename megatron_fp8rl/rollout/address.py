@@ -1,0 +1,48 @@
+"""Under which address other hosts reach this one. Imports nothing but the standard library.
+
+In: this host's routes, names and interfaces. Out: an IPv4 address. Runs in the trainer, in engine workers, and where a
+rollout replica listens.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+
+ADDRESS_VARIABLE = "LAUNCH_ADDRESS"  # by which the agents of a launched job know each other's nodes
+LOOPBACK = "127.0.0.1"
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
+
+
+def own_address() -> str:
+    """The address in ``LAUNCH_ADDRESS``, else the one that routes outward, else that of the first interface.
+
+    Loopback on a machine without a network. Cluster nodes often have no route outward, so interfaces are asked too.
+    """
+    given = os.environ.get(ADDRESS_VARIABLE)
+    return given or _outward() or _of_interfaces() or LOOPBACK
+
+
+def _outward() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation address (RFC 5737); a datagram socket sends nothing here
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def _of_interfaces() -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue  # without an IPv4 address
+            address = socket.inet_ntoa(answer[20:24])
+            if not address.startswith("127."):
+                return address
+    return None

@@ -1,0 +1,170 @@
+"""One rollout replica that an agent starts on its node, for a trainer that may be on another.
+
+    python -m megatron_fp8rl.rollout.replica CONFIG [--field value ...] --replica INDEX --endpoint FILE
+        [--nnodes N --node_rank R --master_addr HOST --master_port PORT]
+
+In: the configuration of the run, as ``python -m megatron_fp8rl`` takes it, and which of its replicas this is. Out: vLLM's
+server on an address that other nodes reach, and, once it answers, an endpoint file that says where. Its output goes where
+this process's goes. Which process: one on a rollout node, above the server's process group; of a replica that spans
+nodes one on each, of which the first has the server and the others further workers.
+
+It ends with the server's exit status, or with 0 after SIGTERM or SIGINT, which end the server first. SIGUSR1, which
+Slurm sends to every process before a time limit, is left to the agent. When the process that started this one is gone,
+however it ended, replica and server end too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.model_dir import write_model_dir
+from megatron_fp8rl.rollout import access, engine
+from megatron_fp8rl.rollout.address import own_address
+from megatron_fp8rl.rollout.endpoint import Endpoint, replica_name
+from megatron_fp8rl.rollout.server_process import start_server, stop
+
+_POLL_S = 0.2
+
+
+class ReplicaError(RuntimeError):
+    """The server could not be started."""
+
+
+def main(argv: list[str]) -> int:
+    """Run until the server or the parent ends, or a signal comes; the exit status."""
+    parent = os.getppid()
+    options = argparse.ArgumentParser(prog="megatron_fp8rl.rollout.replica", allow_abbrev=False)
+    options.add_argument("config", metavar="CONFIG", help="as for python -m megatron_fp8rl, with the same overrides")
+    options.add_argument("--replica", type=int, required=True, metavar="INDEX", help="0 ... rollout.num_replicas - 1")
+    options.add_argument("--endpoint", type=Path, required=True, metavar="FILE", help="written when the server answers")
+    options.add_argument("--nnodes", type=int, default=1, help="nodes that the replica spans, as vLLM means it")
+    options.add_argument("--node_rank", type=int, default=0)
+    options.add_argument("--master_addr", default="")
+    options.add_argument("--master_port", type=int, default=0)
+    known, overrides = options.parse_known_args(argv)
+    cfg = cli.parse_overrides(cli.load_config(known.config), overrides)
+    if not 0 <= known.replica < cfg.rollout.num_replicas:
+        options.error(f"--replica {known.replica}: rollout.num_replicas is {cfg.rollout.num_replicas}")
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the server inherits it
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, _leave)
+    endpoint = None
+    has_server = known.node_rank == 0
+    cpu = not torch.cuda.is_available()
+    if not cpu:
+        engine.require_backends(cfg)
+    token = access.new_token()
+    process, url = start_server(
+        cfg, _model_dir(cfg, known), host=own_address(), token=token, gpus=None, cpu=cpu, more=_nodes(known)
+    )
+    try:
+        if has_server and _wait_until_ready(cfg, process, url, token, parent):
+            endpoint = _announce(known, process, url, token)
+        while process.poll() is None and os.getppid() == parent:
+            time.sleep(_POLL_S)
+    finally:
+        status = process.poll()  # before it is told to end
+        stop([process])
+        if endpoint is not None and Endpoint.read(known.endpoint) == endpoint:
+            known.endpoint.unlink(missing_ok=True)
+    if status is None:
+        print(f"{replica_name(known.replica)}: the process that started it has gone", file=sys.stderr)
+        return 1
+    return status if status >= 0 else 128 - status
+
+
+def _leave(sign: int, _frame: FrameType | None) -> None:
+    """Asked to end: the way out stops the server."""
+    for further in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(further, signal.SIG_IGN)
+    raise SystemExit(0)
+
+
+def _model_dir(cfg: RunConfig, known: argparse.Namespace) -> Path:
+    """config.json and tokenizer for this replica alone: the trainer may be writing its own at the moment."""
+    return write_model_dir(cfg, known.endpoint.with_name(f"{known.endpoint.stem}.model{known.node_rank}"))
+
+
+def _nodes(known: argparse.Namespace) -> dict[str, Any]:
+    """vLLM's options for an engine that spans nodes."""
+    if known.nnodes == 1:
+        return {}
+    return {
+        "nnodes": known.nnodes,
+        "node-rank": known.node_rank,
+        "master-addr": known.master_addr,
+        "master-port": known.master_port,
+        "headless": known.node_rank > 0,
+        "distributed-executor-backend": "mp",
+    }
+
+
+def _wait_until_ready(
+    cfg: RunConfig, process: subprocess.Popen[bytes], url: str, token: str, parent: int
+) -> bool:
+    """True when the server answers; False when it or the parent has ended before. Raises ReplicaError when it is late."""
+    end = time.monotonic() + cfg.rollout.start_deadline_s
+    while process.poll() is None and os.getppid() == parent:
+        if _is_healthy(url, token):
+            return True
+        if time.monotonic() > end:
+            raise ReplicaError(
+                f"the server on {socket.gethostname()} did not answer at {url} within "
+                f"{cfg.rollout.start_deadline_s:g} s; raise rollout.start_deadline_s or see its output above"
+            )
+        time.sleep(_POLL_S)
+    return False
+
+
+def _is_healthy(url: str, token: str) -> bool:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5.0)
+    try:
+        connection.request("GET", "/health", headers=access.headers(token))
+        return connection.getresponse().status == http.client.OK
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def _announce(known: argparse.Namespace, process: subprocess.Popen[bytes], url: str, token: str) -> Endpoint:
+    before = Endpoint.read(known.endpoint)
+    endpoint = Endpoint(
+        name=replica_name(known.replica),
+        url=url,
+        host=socket.gethostname(),
+        pid=process.pid,
+        incarnation=int(os.environ.get("LAUNCH_INCARNATION", 1 if before is None else before.incarnation + 1)),
+        log=_own_log(),
+        token=token,
+    )
+    endpoint.write(known.endpoint)
+    print(f"{endpoint.name} answers at {url} (incarnation {endpoint.incarnation})", file=sys.stderr, flush=True)
+    return endpoint
+
+
+def _own_log() -> str:
+    """The file that this process's output goes to, directly or by way of the agent, as far as is known."""
+    if given := os.environ.get("LAUNCH_LOG"):
+        return given
+    path = Path("/proc/self/fd/2").resolve()
+    return str(path) if path.is_file() else ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,242 @@
+"""Where replicas come from: processes that the fleet starts on this host, or endpoint files that agents' replicas write.
+
+In: the run's configuration. Out: :class:`Replica` objects, one incarnation after another, each with the news of its end.
+Which process: trainer rank 0, on the fleet's event loop.
+
+    local    started by :class:`LocalReplicas`; again when one has died, at most ``rollout.max_replica_restarts`` times
+    remote   started by others (``rollout/replica.py``); :class:`RemoteReplicas` reads the files that they write, and
+             knocks at their doors: a replica is gone when nothing listens any more, its host is silent, or its file
+             names another incarnation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.rollout.access import new_token
+from megatron_fp8rl.rollout.address import LOOPBACK
+from megatron_fp8rl.rollout.endpoint import Endpoint, endpoint_path, replica_name
+from megatron_fp8rl.rollout.server_process import kill_group, shared_memory_of, start_server, stop
+
+_log = logging.getLogger(__name__)
+
+_EXIT_POLL_S = 0.1
+_FILE_POLL_S = 0.5
+_KNOCK_S = 0.5  # between connections to a remote replica
+_SILENCE_S = 15.0  # after which a host that does not answer has gone
+_LOG_TAIL_BYTES = 1 << 16
+_EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A running server process, as the client needs to know it."""
+
+    name: str
+    url: str
+    log_path: Path
+    process_group: int  # of the server and every process that it starts; 0 on another host
+    exited: asyncio.Future[str]  # how it ended, once it has: "died with exit code -9"
+    token: str = ""  # what the server wants to see
+
+    def last_log_lines(self, count: int = 15) -> str:
+        """The end of the replica's log, after the first exception in it, which vLLM's later ones only follow."""
+        return last_lines(self.log_path, count)
+
+
+def last_lines(path: Path, count: int = 15) -> str:
+    """The end of a log, after the first exception in it."""
+    try:
+        with path.open("rb") as log:
+            log.seek(max(0, log.seek(0, 2) - _LOG_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return f"(no log: {error})"
+    causes = [line for line in lines[:-count] if _EXCEPTION.search(line) and "WARNING" not in line]
+    first = causes[:1] if count > 1 else []
+    return "\n".join(f"    {line}" for line in [*first, *lines[-count:]])
+
+
+class Replicas(Protocol):
+    """A source of replicas. Use on one event loop."""
+
+    starts_here: bool  # a replica that dies while the run starts is a mistake to report, not an accident to survive
+
+    async def next(self, index: int) -> Replica | None:
+        """The next incarnation of replica ``index``, after the last one has ended; None when there will be none."""
+
+    def note_ready(self, replica: Replica) -> None:
+        """The replica answers."""
+
+    def missing(self, index: int) -> str:
+        """What is known of a replica that does not answer."""
+
+    def stop(self) -> None:
+        """End what this has started."""
+
+
+class LocalReplicas:
+    """Servers on this host. ``gpus`` is one ``CUDA_VISIBLE_DEVICES`` for each; empty on a CPU."""
+
+    starts_here = True
+
+    def __init__(self, cfg: RunConfig, hf_dir: Path, log_dir: Path, gpus: list[str], *, cpu: bool) -> None:
+        self.cfg = cfg
+        self._hf_dir = hf_dir
+        self._log_dir = log_dir
+        self._gpus = gpus
+        self._cpu = cpu
+        # The memory that a dead one would need again is the trainer's now.
+        self._num_restarts_left = cfg.rollout.max_replica_restarts if cpu or cfg.rollout.placement != "colocated" else 0
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._num_starts: dict[int, int] = {}
+        self._shared_memory: dict[int, set[str]] = {}  # by process group: vLLM's workers leave them behind when killed
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def next(self, index: int) -> Replica | None:
+        num_starts = self._num_starts.get(index, 0)
+        if num_starts:
+            if not self._num_restarts_left:
+                return None
+            self._num_restarts_left -= 1
+            _log.warning("starting %s again (%d more restarts)", replica_name(index), self._num_restarts_left)
+        return self.spawn(index)
+
+    def spawn(self, index: int) -> Replica:
+        """Start a server. Call on the loop."""
+        name, num_starts = replica_name(index), self._num_starts.get(index, 0)
+        self._num_starts[index] = num_starts + 1
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        log_path = self._log_dir / (f"{name}.restart{num_starts}.log" if num_starts else f"{name}.log")
+        token = new_token()
+        with log_path.open("wb") as log:
+            gpus = self._gpus[index] if self._gpus else None
+            process, url = start_server(
+                self.cfg, self._hf_dir, host=LOOPBACK, token=token, gpus=gpus, cpu=self._cpu, log=log
+            )
+        self._processes[index] = process
+        exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def watch() -> None:
+            while (code := process.poll()) is None:
+                await asyncio.sleep(_EXIT_POLL_S)
+            kill_group(process.pid)  # what it leaves behind would keep its memory
+            self._remove_shared_memory(process.pid)
+            exited.set_result(f"died with exit code {code}")
+
+        task = asyncio.get_running_loop().create_task(watch())
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
+        return Replica(
+            name=name, url=url, log_path=log_path, process_group=process.pid, exited=exited, token=token
+        )
+
+    def note_ready(self, replica: Replica) -> None:
+        self._shared_memory[replica.process_group] = shared_memory_of(replica.process_group)
+
+    def missing(self, index: int) -> str:
+        log_path = max(self._log_dir.glob(f"{replica_name(index)}.*log"), key=lambda path: path.stat().st_mtime)
+        return f"look into {log_path}, which ends with\n{last_lines(log_path)}"
+
+    def stop(self) -> None:
+        stop(list(self._processes.values()))
+        for group in list(self._shared_memory):
+            self._remove_shared_memory(group)
+
+    def _remove_shared_memory(self, group: int) -> None:
+        for path in self._shared_memory.pop(group, ()):
+            Path(path).unlink(missing_ok=True)
+
+
+class RemoteReplicas:
+    """Servers that others start; found through their endpoint files in ``<run>/replicas``."""
+
+    starts_here = False
+
+    def __init__(self, cfg: RunConfig, run_dir: Path) -> None:
+        self.cfg = cfg
+        self._run_dir = run_dir
+        self._known: dict[int, Endpoint] = {}  # the last incarnation that was handed out
+        self._watchers: set[asyncio.Task[None]] = set()
+
+    async def next(self, index: int) -> Replica | None:
+        path = endpoint_path(self._run_dir, index)
+        while True:
+            endpoint = await asyncio.to_thread(Endpoint.read, path)
+            if endpoint is not None and endpoint != self._known.get(index) and await knock(endpoint.url) is None:
+                break
+            await asyncio.sleep(_FILE_POLL_S)
+        self._known[index] = endpoint
+        exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        task = asyncio.get_running_loop().create_task(_watch(endpoint, path, exited))
+        self._watchers.add(task)
+        task.add_done_callback(self._watchers.discard)
+        return Replica(
+            name=endpoint.name,
+            url=endpoint.url,
+            log_path=Path(endpoint.log),
+            process_group=0,
+            exited=exited,
+            token=endpoint.token,
+        )
+
+    def note_ready(self, replica: Replica) -> None:
+        """Nothing: its memory is its own host's."""
+
+    def missing(self, index: int) -> str:
+        path = endpoint_path(self._run_dir, index)
+        endpoint = Endpoint.read(path)
+        found = f"{path} does not exist"
+        if endpoint is not None:
+            found = f"{path} names {endpoint.url} on {endpoint.host}, where nothing answers"
+        logs = sorted((self._run_dir / "logs").glob(f"{replica_name(index)}.*log"))
+        ends = [f"{log} ends with\n{last_lines(log)}" for log in logs]
+        return "; ".join([found, *(ends or [f"there is no log of it in {self._run_dir / 'logs'} either"])])
+
+    def stop(self) -> None:
+        """Nothing: agents end their replicas."""
+
+
+async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) -> None:
+    """Find out that a remote replica has gone."""
+    heard_s = time.monotonic()
+    num_refusals = 0
+    while True:
+        await asyncio.sleep(_KNOCK_S)
+        newer = await asyncio.to_thread(Endpoint.read, path)
+        if newer is not None and newer != endpoint:
+            return exited.set_result(f"was started again on {newer.host} (incarnation {newer.incarnation})")
+        problem = await knock(endpoint.url)
+        if problem is None:
+            heard_s, num_refusals = time.monotonic(), 0
+            continue
+        num_refusals = num_refusals + 1 if isinstance(problem, ConnectionRefusedError) else 0
+        silent_s = time.monotonic() - heard_s
+        if num_refusals >= 2:
+            return exited.set_result(f"has ended: nothing listens at {endpoint.url} on {endpoint.host} any more")
+        if silent_s > _SILENCE_S:
+            return exited.set_result(f"has gone: {endpoint.host} has been silent for {silent_s:.0f} s ({problem})")
+
+
+async def knock(url: str) -> OSError | None:
+    """None when someone listens at ``url``, else why not."""
+    parts = urlsplit(url)
+    try:
+        async with asyncio.timeout(_SILENCE_S / 3):
+            _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    except OSError as error:  # TimeoutError too
+        return error
+    writer.close()
+    with contextlib.suppress(OSError):
+        await writer.wait_closed()
+    return None

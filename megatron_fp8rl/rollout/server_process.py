@@ -1,0 +1,104 @@
+"""The process of one rollout replica's server: its command and environment, its start and its end.
+
+In: the run's configuration, the model folder, an address to listen on. Out: a process group and a URL. Runs on trainer
+rank 0 for replicas of its own host, and in ``rollout/replica.py`` on other hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import megatron_fp8rl
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.rollout import engine
+from megatron_fp8rl.rollout.access import TOKEN_VARIABLE
+
+TERM_GRACE_S = 5.0
+# Set by torchrun for the trainer's own process group; an engine that inherits them believes to be one of its ranks.
+_TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+# Chosen for the trainer's allocator and streams. Segments that expand exclude the memory pools of a sleeping engine, and
+# one queue for all streams would make its copies wait for its kernels.
+_TRAINER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def start_server(
+    cfg: RunConfig,
+    hf_dir: Path,
+    *,
+    host: str,
+    token: str,
+    gpus: str | None,
+    cpu: bool,
+    log: IO[bytes] | None = None,
+    more: Mapping[str, Any] = {},
+) -> tuple[subprocess.Popen[bytes], str]:
+    """(process, url) of a new server, the leader of a process group. It inherits a bound socket: no port is a guess.
+
+    ``gpus`` is its ``CUDA_VISIBLE_DEVICES``, None for that of this process. Without ``log`` it writes where this process
+    does. ``more`` are further options of vLLM.
+    """
+    arguments = engine.engine_arguments(cfg, hf_dir, cpu=cpu) | more
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        process = subprocess.Popen(
+            engine.server_command(arguments, listen_fd=sock.fileno()),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT if log is not None else None,
+            pass_fds=(sock.fileno(),),
+            env=_environment(cfg, token, gpus, cpu=cpu),
+            start_new_session=True,
+        )
+        return process, f"http://{host}:{sock.getsockname()[1]}"
+
+
+def _environment(cfg: RunConfig, token: str, gpus: str | None, *, cpu: bool) -> dict[str, str]:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*_TORCHRUN_VARIABLES, *_TRAINER_VARIABLES) and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+    package_root = str(Path(megatron_fp8rl.__file__).parents[1])
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    inherited = environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = package_root if not inherited else f"{package_root}{os.pathsep}{inherited}"
+    environment[TOKEN_VARIABLE] = token
+    return environment | engine.engine_environment(cfg, cpu=cpu)
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End process groups: a request first, so that vLLM can remove its shared memory, then by force."""
+    for sign, grace_s in ((signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, TERM_GRACE_S)):
+        for process in processes:
+            kill_group(process.pid, sign)
+        deadline = time.monotonic() + grace_s
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+
+
+def kill_group(group: int, sign: int = signal.SIGKILL) -> None:
+    """Signal a process group that may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, sign)
+
+
+def shared_memory_of(group: int) -> set[str]:
+    """Files in /dev/shm that the processes of a group have mapped."""
+    found: set[str] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # a process may end, or belong to someone else
+            if os.getpgid(int(maps.parent.name)) == group:
+                found |= set(re.findall(r"/dev/shm/\S+(?=\n)", maps.read_text()))
+    return found

@@ -1,0 +1,180 @@
+"""Replicas that others start, found by their endpoint files: on another network where this machine can make one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_weights import write_hf_dir
+from inprocess import policy_of, random_weights, set_weights
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.rollout.client import EngineDeadlineError
+from megatron_fp8rl.rollout.endpoint import Endpoint, endpoint_path
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weights.export import WeightExporter
+from model_configs.tiny import tiny_qwen3_moe
+
+PROMPT = list(range(20, 40))
+START_S = 240.0
+_OUTSIDE, _INSIDE = "10.97.0.1", "10.97.0.2"
+
+
+def remote_cfg() -> RunConfig:
+    """What the replica's command line names; the test's overrides are words."""
+    cfg = tiny_qwen3_moe()
+    rollout = replace(
+        cfg.rollout,
+        placement="remote",
+        transport="auto",
+        kv_cache_bytes=16 << 20,
+        start_deadline_s=START_S,
+        request_deadline_s=60.0,
+        update_deadline_s=60.0,
+    )
+    return replace(cfg, name="remote", rollout=rollout)
+
+
+def words() -> list[str]:
+    return [
+        "--rollout.placement", "remote", "--rollout.transport", "auto", "--rollout.kv_cache_bytes", str(16 << 20),
+        "--rollout.start_deadline_s", str(START_S),
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def other_host() -> Iterator[list[str]]:
+    """Words before a command that run it under another address, without a route outward; none without the rights."""
+    name = f"fp8rl{os.getpid()}"
+    if os.geteuid() != 0 or not shutil.which("ip") or subprocess.run(["ip", "netns", "add", name]).returncode:
+        yield []
+        return
+    here, there = f"a{os.getpid()}", f"b{os.getpid()}"
+    inside = ["ip", "netns", "exec", name]
+    try:
+        for command in (
+            ["ip", "link", "add", here, "type", "veth", "peer", "name", there, "netns", name],
+            ["ip", "addr", "add", f"{_OUTSIDE}/24", "dev", here],
+            ["ip", "link", "set", here, "up"],
+            [*inside, "ip", "addr", "add", f"{_INSIDE}/24", "dev", there],
+            [*inside, "ip", "link", "set", there, "up"],
+            [*inside, "ip", "link", "set", "lo", "up"],
+        ):
+            subprocess.run(command, check=True)
+        os.environ["LAUNCH_ADDRESS"] = _OUTSIDE  # on the trainer's side; the other finds its own
+        yield inside
+    finally:
+        os.environ.pop("LAUNCH_ADDRESS", None)
+        subprocess.run(["ip", "netns", "del", name])
+
+
+def start_replica(before: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
+    """What an agent does; the shell in between is a parent that can be killed."""
+    environment = {key: value for key, value in os.environ.items() if key != "LAUNCH_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LAUNCH_LOG": str(run_dir / "logs/rollout-0.log")}
+    command = [
+        *before, sys.executable, "-m", "megatron_fp8rl.rollout.replica", "tiny_qwen3_moe", *words(),
+        "--replica", "0", "--endpoint", str(endpoint_path(run_dir, 0)),
+    ]  # fmt: skip
+    (run_dir / "logs").mkdir(exist_ok=True)
+    with (run_dir / "logs/rollout-0.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+
+def sample(fleet: Fleet):
+    client = fleet.clients[0]
+    how = replace(client.sampling, max_tokens=8, stop_token_ids=())
+    (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=how), 60.0)
+    return completion
+
+
+def status_of(url: str, token: str | None) -> int:
+    request = urllib.request.Request(url, method="POST", data=b"")
+    if token is not None:
+        request.add_header("Authorization", f"Bearer {token}")
+    try:
+        return urllib.request.urlopen(request, timeout=10).status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def wait_for(what) -> None:
+    deadline = time.monotonic() + START_S
+    while not what():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.1)
+
+
+def test_a_remote_replica_is_found_published_to_lost_and_found_again(other_host, tmp_path):
+    cfg = remote_cfg()
+    stale = Endpoint(
+        name="rollout-0", url="http://127.0.0.1:9", host="gone", pid=1, incarnation=7, log="", token="old"
+    )
+    stale.write(endpoint_path(tmp_path, 0))
+    agents = [start_replica(other_host, tmp_path)]
+    fleet = Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path)
+    try:
+        path = endpoint_path(tmp_path, 0)
+        endpoint = Endpoint.read(path)
+        assert endpoint.incarnation == 8 and endpoint.log.endswith("rollout-0.log")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        if other_host:
+            assert endpoint.url.startswith(f"http://{_INSIDE}:")
+        for route in ("/pause", "/collective_rpc", "/inference/v1/generate", "/health"):
+            assert status_of(endpoint.url + route, None) == status_of(endpoint.url + route, "guess") == 401
+        assert status_of(endpoint.url + "/reset_prefix_cache", endpoint.token) == 200
+
+        policy = policy_of(cfg, random_weights(cfg, 1))
+        exporter = WeightExporter(policy, fleet, cfg)
+        exporter.publish(1)
+        before = sample(fleet)
+        os.kill(endpoint.pid, signal.SIGKILL)  # the server; what the agent started ends by itself
+        assert agents[0].wait(30) == 128 + signal.SIGKILL
+        wait_for(lambda: not fleet.clients)
+        agents.append(start_replica(other_host, tmp_path))
+        set_weights(policy, random_weights(cfg, 1))
+        report = exporter.publish(2)  # waits for the replica
+        again = sample(fleet)
+        assert (before.token_ids, before.rollout_logprobs) == (again.token_ids, again.rollout_logprobs)
+        assert again.version_spans == ((0, 2),) and report.version == 2
+        exporter.close()
+        agents[1].terminate()
+        assert agents[1].wait(30) == 0
+        assert not path.exists()
+    finally:
+        fleet.shutdown()
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, signal.SIGTERM)
+                agent.wait(30)
+
+
+def test_missing_replicas_are_named_with_the_ends_of_their_logs(tmp_path):
+    base = remote_cfg()
+    cfg = replace(base, rollout=replace(base.rollout, num_replicas=3, start_deadline_s=1.5))
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rollout-1.node4.log").write_text("starting\nValueError: no such model\n")
+    endpoint = Endpoint(
+        name="rollout-2", url="http://127.0.0.1:9", host="node7", pid=1, incarnation=1, log="", token="x"
+    )
+    endpoint.write(endpoint_path(tmp_path, 2))
+    with pytest.raises(EngineDeadlineError) as error:
+        Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path)
+    text = str(error.value)
+    assert "replicas rollout-0, rollout-1, rollout-2 did not start within 1.5 s" in text
+    assert "rollout-0.json does not exist; there is no log of it" in text
+    assert "rollout-1.node4.log ends with" in text and "no such model" in text
+    assert "rollout-2.json names http://127.0.0.1:9 on node7, where nothing answers" in text
+    assert json.loads(endpoint_path(tmp_path, 2).read_text())["token"] == "x"

@@ -1,0 +1,173 @@
+"""Replicas that die: rollouts and rewards are those of a run in which none did, and successors hold current weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_weights import write_hf_dir
+from inprocess import policy_of, random_weights, set_weights
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.prompts import PromptStream
+from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.rollout.stream import Groups, RolloutStream
+from megatron_fp8rl.types import Prompt
+from megatron_fp8rl.weights.export import WeightExporter
+
+NUM_STEPS = 4
+BACK_S = 200.0
+
+
+class OneRank:
+    rank = 0
+
+    def broadcast_object(self, value):
+        return value
+
+
+class DigitShare:
+    """Reward: the share of digits in the text."""
+
+    async def score(self, prompt: Prompt, text: str) -> tuple[float, str, str]:
+        return sum(c.isdigit() for c in text) / max(1, len(text)), "scored", ""
+
+
+@pytest.fixture(scope="module")
+def pair(engine_cfg: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two replicas."""
+    rollout = replace(
+        engine_cfg.rollout,
+        num_replicas=2,
+        prompts_per_step=8,
+        completions_per_prompt=2,
+        max_completion_tokens=96,
+        kv_cache_bytes=16 << 20,
+        max_replica_restarts=5,
+        transport="gloo",
+        record_routed_experts=False,
+    )
+    cfg = replace(engine_cfg, rollout=rollout)
+    folder = tmp_path_factory.mktemp("pair")
+    with Fleet.start(cfg, write_hf_dir(cfg, folder / "hf"), folder) as fleet:
+        yield fleet
+
+
+def kill(fleet: Fleet, *indices: int) -> None:
+    for client in [client for client in fleet.clients if client.name in {f"rollout-{i}" for i in indices}]:
+        os.killpg(client.replica.process_group, signal.SIGKILL)
+
+
+def wait_for(what: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + BACK_S
+    while not what():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.02)
+
+
+def curve(fleet: Fleet, accidents: dict[str, Callable[[], None]]) -> list[list]:
+    """Per step (name, reward, tokens, log-probabilities) of all rollouts, with other weights at every step."""
+    cfg = fleet.cfg
+    policy = policy_of(cfg, random_weights(cfg, 0))
+    exporter = WeightExporter(policy, fleet, cfg)
+    stream = RolloutStream(cfg, fleet, PromptStream(cfg, character_tokenizer()), DigitShare(), OneRank())
+    stream.republish = lambda: exporter.publish(stream.version)
+    found = []
+    try:
+        for version in range(NUM_STEPS):
+            set_weights(policy, random_weights(cfg, version))
+            accidents.get(f"train {version}", lambda: None)()
+            exporter.publish(version)
+            stream.after_update(version)
+            assert {client.version for client in fleet.clients} == {version}
+            accidents.get(f"sample {version}", lambda: None)()
+            found.append(contents(stream.next_groups()))
+    finally:
+        exporter.close()
+    return found
+
+
+def contents(groups: Groups) -> list:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return [(r.name, r.reward, r.completion.token_ids, r.completion.rollout_logprobs) for r in rollouts]
+
+
+def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
+    def in_the_middle(*indices: int) -> Callable[[], None]:
+        """Once the replicas sample."""
+
+        def watch() -> None:
+            wait_for(lambda: all(client.num_running > 2 for client in pair.clients))
+            kill(pair, *indices)
+
+        return lambda: threading.Thread(target=watch, daemon=True).start()
+
+    def training() -> None:
+        assert [client.name for client in pair.clients] == ["rollout-1"]  # it has done the other's work
+        kill(pair, 1)  # the publication waits for the first that comes back
+
+    def all_back() -> None:
+        wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
+        assert pair.take_metrics()["rollout/replicas_lost/sum"] == 2
+
+    expected = curve(pair, {})
+    assert pair.take_metrics() == {
+        "rollout/replicas/min": 2,
+        "rollout/replicas_lost/sum": 0,
+        "rollout/replicas_joined/sum": 0,
+        "rollout/asked_again/sum": 0,
+    }
+    first = {client.name: client.replica.process_group for client in pair.clients}
+    seen = curve(
+        pair,
+        {
+            "sample 0": in_the_middle(0),
+            "train 1": training,
+            "train 2": all_back,
+            "sample 3": in_the_middle(0, 1),  # nobody is left: the weights are published again in the middle of a step
+        },
+    )
+    assert seen == expected
+    assert len({tuple(map(str, step)) for step in seen}) == NUM_STEPS
+    last = {client.name: client.replica.process_group for client in pair.clients}
+    assert last and all(first[name] != group for name, group in last.items())
+    metrics = pair.take_metrics()
+    assert metrics["rollout/replicas_lost/sum"] == 2 and metrics["rollout/asked_again/sum"] >= 2
+    assert metrics["rollout/replicas/min"] == 0
+
+
+def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(pair: Fleet):
+    rollout = replace(pair.cfg.rollout, bucket_bytes=200_000)
+    cfg = replace(pair.cfg, rollout=rollout)
+    policy = policy_of(cfg, random_weights(cfg, 0))
+    wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
+    exporter = WeightExporter(policy, pair, cfg)
+    deliver = exporter._transport.send
+
+    def send(info) -> None:
+        if info.bucket == 3 and info.mode == mode:
+            kill(pair, 1)
+        deliver(info)
+
+    exporter._transport.send = send
+    for version, mode in ((5, "reload"), (6, "direct")):
+        set_weights(policy, random_weights(cfg, version))
+        started = time.monotonic()
+        report = exporter.publish(version)
+        assert time.monotonic() - started < 30.0
+        assert report.version == version and report.pause_s > 0
+        assert [client.version for client in pair.clients] == [version] * len(pair.clients)
+        if mode == "reload":
+            wait_for(lambda: len(pair._joining) == 1)
+            mode = ""
+            exporter.publish(version)
+            assert len(pair.clients) == 2
+    assert [client.name for client in pair.clients] == ["rollout-0"]
+    exporter.close()

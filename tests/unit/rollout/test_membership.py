@@ -1,0 +1,265 @@
+"""Replicas come and go: who is asked, who is asked instead, when weights are due, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import stat
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_stream import Client, Fleet, Numbers, Ranks, Scorer, numbers
+
+from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.rollout import fleet as fleet_module
+from megatron_fp8rl.rollout.access import TOKEN_VARIABLE, RequireToken, headers
+from megatron_fp8rl.rollout.address import own_address
+from megatron_fp8rl.rollout.client import EngineDeadError
+from megatron_fp8rl.rollout.endpoint import Endpoint
+from megatron_fp8rl.rollout.replicas import Replica
+from megatron_fp8rl.rollout.stream import RolloutStream
+from model_configs.tiny import tiny_qwen3_moe
+
+# ---- the stream
+
+
+class Mortal(Client):
+    """Dies in the middle of its n-th request."""
+
+    dies_at = 0
+
+    async def generate(self, prompt, n, seed, *, sampling=None):
+        found = await super().generate(prompt, n, seed, sampling=sampling)
+        if self.dies_at and len(self.prompts) >= self.dies_at:
+            raise EngineDeadError("rollout-0 died with exit code -9")
+        return found
+
+
+class MortalFleet(Fleet):
+    def __init__(self, num_clients: int):
+        super().__init__()
+        self.clients = [Mortal() for _ in range(num_clients)]
+        self.joining: list[Mortal] = []
+        self.num_asked_again = 0
+
+    @property
+    def wants_publication(self):
+        return bool(self.joining) and not self.clients
+
+    def take_out(self, client, reason, *, asked_again=0):
+        assert "exit code -9" in reason
+        self.num_asked_again += asked_again
+        if client in self.clients:
+            self.clients.remove(client)
+            self.joining.append(Mortal())
+
+    async def wait_for_members(self):
+        while not self.clients:
+            await asyncio.sleep(0.01)
+
+
+def stream_on(fleet, **rollout):
+    cfg = tiny_qwen3_moe()
+    cfg = replace(cfg, rollout=replace(cfg.rollout, prompts_per_step=6, completions_per_prompt=2, **rollout))
+    return RolloutStream(cfg, fleet, Numbers(), Scorer(), Ranks(0, []))
+
+
+def contents(groups):
+    return [(r.name, r.seed, r.reward, r.completion.token_ids) for group in groups for r in group.rollouts]
+
+
+@pytest.mark.parametrize("dies_at", [1, 3])
+def test_prompts_of_a_dead_replica_are_asked_of_the_others_with_the_same_seeds(dies_at):
+    expected = contents(stream_on(MortalFleet(2)).next_groups())
+    fleet = MortalFleet(2)
+    fleet.clients[0].dies_at = dies_at
+    survivor = fleet.clients[1]
+    assert contents(stream_on(fleet).next_groups()) == expected
+    assert fleet.clients == [survivor]
+    assert sorted(survivor.prompts) == [0, 1, 2, 3, 4, 5]  # three of its own, three of the other's
+    assert fleet.num_asked_again == {1: 3, 3: 3}[dies_at]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_when_none_is_left_the_present_version_is_published_to_those_that_come_back(max_staleness):
+    fleet = MortalFleet(1)
+    fleet.clients[0].dies_at = 2
+    stream = stream_on(fleet, max_staleness=max_staleness)
+    calls = []
+
+    def republish():
+        calls.append(stream.version)
+
+        def admit():
+            fleet.clients, fleet.joining = fleet.joining, []
+
+        fleet.call(admit)
+
+    stream.republish = republish
+    assert numbers(stream.next_groups()) == [0, 1, 2, 3, 4, 5]
+    assert calls == [0]
+    assert stream.position == 6
+
+
+# ---- the fleet
+
+
+class Source:
+    """Replicas that die when they are told to; ``starts`` more of each."""
+
+    starts_here = False
+
+    def __init__(self, starts: int):
+        self.starts = starts
+        self.alive: dict[int, Replica] = {}
+
+    async def next(self, index: int) -> Replica | None:
+        if not self.starts:
+            return None
+        self.starts -= 1
+        exited = asyncio.get_running_loop().create_future()
+        self.alive[index] = Replica(
+            name=f"rollout-{index}", url="http://x:1", log_path=Path("/nowhere"), process_group=0, exited=exited
+        )
+        return self.alive[index]
+
+    def note_ready(self, replica):
+        pass
+
+    def missing(self, index):
+        return "lost"
+
+    def stop(self):
+        pass
+
+
+@pytest.fixture
+def started(tmp_path, monkeypatch):
+    """(fleet of two, source) for a number of starts."""
+    character_tokenizer().save_pretrained(tmp_path)
+    made = []
+
+    async def healthy(self, client):
+        if not client.is_alive:
+            raise EngineDeadError("died")
+
+    monkeypatch.setattr(fleet_module.Fleet, "_wait_healthy", healthy)
+
+    def start(starts: int):
+        cfg = tiny_qwen3_moe()
+        cfg = replace(cfg, rollout=replace(cfg.rollout, num_replicas=2, start_deadline_s=20.0))
+        source = Source(starts)
+        made.append(fleet_module.Fleet(cfg, tmp_path, source))
+        made[-1]._keep_all()
+        made[-1].wait_until_ready()
+        return made[-1], source
+
+    yield start
+    for fleet in made:
+        fleet.shutdown()
+
+
+def die(fleet, source, index: int, how: str) -> None:
+    async def end() -> None:
+        source.alive[index].exited.set_result(how)
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    fleet.sync(end(), 5.0)
+
+
+def test_one_that_comes_back_waits_for_a_publication(started):
+    fleet, source = started(3)
+    first, second = fleet.clients
+    die(fleet, source, 0, "died with exit code -9")
+    assert fleet.clients == (second,) and not fleet.wants_publication
+    assert fleet.lost([first]) and not fleet.lost([second])
+    admitted = fleet.admit()
+    assert [client.name for client in admitted] == ["rollout-0", "rollout-1"] and admitted[0] is not first
+    assert not admitted[0]._open.is_set()  # until it is resumed, with proven weights
+    metrics = fleet.take_metrics()
+    assert metrics["rollout/replicas/min"] == 1
+    assert metrics["rollout/replicas_lost/sum"] == metrics["rollout/replicas_joined/sum"] == 1
+    assert fleet.take_metrics()["rollout/replicas/min"] == 2
+
+
+def test_a_publication_waits_for_the_first_that_comes_back(started):
+    fleet, source = started(3)
+    die(fleet, source, 0, "died with exit code 1")
+    die(fleet, source, 1, "died with exit code 2")
+    assert fleet.wants_publication
+    assert [client.name for client in fleet.admit()] == ["rollout-0"]
+
+
+def test_without_a_replica_and_restarts_the_first_failure_ends_the_run(started):
+    fleet, source = started(2)
+    die(fleet, source, 1, "died with exit code -11")
+    die(fleet, source, 0, "died with exit code 1")
+    with pytest.raises(EngineDeadError, match=r"max_replica_restarts is used up.*rollout-1 died with exit code -11"):
+        fleet.admit()
+
+
+def test_requests_that_wait_for_weights_hear_of_the_end_of_their_replica(started):
+    fleet, source = started(2)
+    client = fleet.clients[0]
+
+    async def ask():
+        client.hold()
+        request = asyncio.ensure_future(client.generate([1, 2], 1, 3))
+        await asyncio.sleep(0.01)
+        source.alive[0].exited.set_result("died with exit code -9")
+        await request
+
+    with pytest.raises(EngineDeadError, match="rollout-0 died with exit code -9"):
+        fleet.sync(ask(), 10.0)
+    assert threading.active_count() >= 1
+
+
+# ---- how a replica is reached
+
+
+def test_an_endpoint_is_whole_or_absent_and_readable_by_its_owner_alone(tmp_path):
+    path = tmp_path / "replicas" / "rollout-0.json"
+    assert Endpoint.read(path) is None
+    endpoint = Endpoint(name="rollout-0", url="http://h:1", host="h", pid=3, incarnation=2, log="", token="t")
+    endpoint.write(path)
+    replace(endpoint, incarnation=3).write(path)
+    assert Endpoint.read(path) == replace(endpoint, incarnation=3)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [file.name for file in path.parent.iterdir()] == ["rollout-0.json"]
+    path.write_text('{"name": "rollout-0"}')
+    assert Endpoint.read(path) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "passes"),
+    [
+        ({TOKEN_VARIABLE: "secret"}, "secret", True),
+        ({TOKEN_VARIABLE: "secret"}, "guess", False),
+        ({TOKEN_VARIABLE: "secret"}, "", False),
+        ({}, "", False),
+        ({TOKEN_VARIABLE: ""}, "", False),
+    ],
+)
+@pytest.mark.parametrize("kind", ["http", "websocket"])
+def test_only_the_token_opens_a_server(environment, given, passes, kind):
+    seen, sent = [], []
+
+    async def app(scope, receive, send):
+        seen.append(scope["path"])
+
+    async def send(message):
+        sent.append(message)
+
+    given_headers = [(name.lower().encode(), value.encode()) for name, value in headers(given).items()]
+    scope = {"type": kind, "path": "/collective_rpc", "headers": given_headers}
+    asyncio.run(RequireToken(app, environment)(scope, None, send))
+    assert bool(seen) == passes
+    if not passes:
+        assert sent[0].get("status") == 401 or sent[0]["code"] == 1008
+
+
+def test_the_address_that_the_agents_agreed_on_comes_first(monkeypatch):
+    monkeypatch.setenv("LAUNCH_ADDRESS", "10.1.2.3")
+    assert own_address() == "10.1.2.3"
