@@ -179,33 +179,40 @@ def _swiglu_backward_quantize(
         inside = (token >= 0)[:, None]
         feature = column + tl.arange(0, _SIDE)[None, :]
         place = row[:, None] * (2 * width) + feature
-        gate = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(h + place + width, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(dy + row[:, None] * width + feature, mask=inside, other=0.0).to(tl.float32)
-        exponential = tl.exp(-gate)
-        silu = _rounded_to_bf16(gate / (1.0 + exponential), HARDWARE).to(tl.float32)
-        activation = _rounded_to_bf16(silu * up, HARDWARE)
+        place_of_dy = row[:, None] * width + feature
+        prob = 1.0
         if WEIGHTED:
             prob = tl.load(probs + token, mask=token >= 0, other=0.0)[:, None]
-            sums = tl.sum(activation.to(tl.float32) * grad, axis=1)
-            tl.store(dprobs + (column // _SIDE).to(tl.int64) * num_rows + row, sums)
-            activation = _rounded_to_bf16(activation.to(tl.float32) * prob, HARDWARE)
-            grad = grad * prob
-        sigmoid = 1.0 / (1.0 + exponential)
-        d_up = _rounded_to_bf16(grad * (gate * sigmoid), HARDWARE)
-        slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
-        d_gate = _rounded_to_bf16(grad * up * slope, HARDWARE)
-        _store_tile(
-            d_gate, block, column, num_rows, 2 * width, offsets, expert,
-            data, row_scales, columns_data, column_scales, bf16, ROWS, COLUMNS, BF16, POW2, HARDWARE,
-        )  # fmt: skip
+        if A_COLUMNS or A_BF16 or WEIGHTED:
+            gate = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
+            up = tl.load(h + place + width, mask=inside, other=0.0).to(tl.float32)
+            silu = _rounded_to_bf16(gate / (1.0 + tl.exp(-gate)), HARDWARE).to(tl.float32)
+            activation = _rounded_to_bf16(silu * up, HARDWARE)
+            if WEIGHTED:
+                grad = tl.load(dy + place_of_dy, mask=inside, other=0.0).to(tl.float32)
+                sums = tl.sum(activation.to(tl.float32) * grad, axis=1)
+                tl.store(dprobs + (column // _SIDE).to(tl.int64) * num_rows + row, sums)
+                activation = _rounded_to_bf16(activation.to(tl.float32) * prob, HARDWARE)
+            _store_tile(
+                activation, block, column, num_rows, width, offsets, expert,
+                data, row_scales, a_columns, a_scales, a_bf16, False, A_COLUMNS, A_BF16, POW2, HARDWARE,
+            )  # fmt: skip
+        # Read again, from a cache, for each output: the registers of a program do not hold inputs beside outputs.
+        gate = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(dy + place_of_dy, mask=inside, other=0.0).to(tl.float32) * prob
+        d_up = _rounded_to_bf16(grad * (gate * (1.0 / (1.0 + tl.exp(-gate)))), HARDWARE)
         _store_tile(
             d_up, block, width + column, num_rows, 2 * width, offsets, expert,
             data, row_scales, columns_data, column_scales, bf16, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
+        gate = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(h + place + width, mask=inside, other=0.0).to(tl.float32)
+        grad = tl.load(dy + place_of_dy, mask=inside, other=0.0).to(tl.float32) * prob
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        d_gate = _rounded_to_bf16(grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), HARDWARE)
         _store_tile(
-            activation, block, column, num_rows, width, offsets, expert,
-            data, row_scales, a_columns, a_scales, a_bf16, False, A_COLUMNS, A_BF16, POW2, HARDWARE,
+            d_gate, block, column, num_rows, 2 * width, offsets, expert,
+            data, row_scales, columns_data, column_scales, bf16, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
 
 

@@ -1,0 +1,160 @@
+"""The data movement of grouped experts on a GPU: equality with torch on large shapes, with vLLM's kernel, and GB/s.
+
+Speeds are printed beside a copy's, and only compared with bounds so wide that a kernel has to be broken to miss them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fp8rl.trainer import expert_kernels, expert_reference
+from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+NUM_EXPERTS = 64
+LAYOUTS = ("uniform", "skewed", "one has all", "half have none")
+
+
+def counts_of(kind: str, num_tokens: int, num_experts: int = NUM_EXPERTS) -> list[int]:
+    generator = torch.Generator().manual_seed(0)
+    shares = {
+        "uniform": torch.ones(num_experts),
+        "skewed": torch.exp(2 * torch.randn(num_experts, generator=generator)),
+        "one has all": (torch.arange(num_experts) == num_experts // 2).float(),
+        "half have none": (torch.arange(num_experts) % 2).float(),
+    }[kind]
+    drawn = torch.multinomial(shares / shares.sum(), num_tokens, replacement=True, generator=generator)
+    return torch.bincount(drawn, minlength=num_experts).tolist()
+
+
+def layout_of(counts: list[int], *, exact: bool = True) -> Layout:
+    return Layout.of(torch.tensor(counts, device="cuda"), sum(counts), counts if exact else None)
+
+
+def random_rows(*shape: int, seed: int = 0, octaves: int = 12) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(shape, device="cuda", generator=generator)
+    x *= torch.exp2(torch.randint(-octaves, 4, shape, device="cuda", generator=generator).float())
+    x[1::5, :128] = 0
+    x[:, 2::50] = 0
+    return x.bfloat16()
+
+
+def assert_equal(found: Quantized, expected: Quantized, layout: Layout) -> None:
+    end = int(layout.offsets[-1])
+    for name in ("rows", "row_scales", "columns", "column_scales", "bf16"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None), name
+        if ours is None:
+            continue
+        assert ours.stride() == theirs.stride(), name
+        if name == "columns":
+            last = end * (ours.numel() // layout.num_rows)
+            ours, theirs = ours[:last], theirs[:last]
+        elif name == "column_scales":
+            ours, theirs = ours[:, : end // 128], theirs[:, : end // 128]
+        else:
+            ours, theirs = ours[:end], theirs[:end]
+        if ours.dtype == torch.float8_e4m3fn:
+            ours, theirs = ours.view(torch.uint8), theirs.view(torch.uint8)
+        differ = ours != theirs
+        assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, first {differ.nonzero()[0].tolist()}"
+
+
+def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
+    """Equal but for numbers that a last bit of float32 rounds to the neighbour among BF16 numbers."""
+    end = int(layout.offsets[-1])
+    found, expected = found[:end].float(), expected[:end].float()
+    differ = found != expected
+    assert differ.float().mean() < 2e-3, f"{int(differ.sum())} of {differ.numel()} differ"
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=1e-30)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_permutation(kind, scales):
+    counts = counts_of(kind, 20_000)
+    layout = layout_of(counts, exact=kind != "skewed")
+    expected = Layout.of(torch.tensor(counts), sum(counts), counts if kind != "skewed" else None)
+    for name in ("offsets", "padded_counts", "experts", "rows", "positions"):
+        assert torch.equal(getattr(layout, name).cpu(), getattr(expected, name)), name
+    x, probs = random_rows(layout.num_tokens, 1024), torch.rand(layout.num_tokens, device="cuda")
+    wanted = dict(rows=True, columns=True, bf16=True)
+    for weights in (None, probs):
+        found = expert_kernels.permute_quantize(x, layout, scales, probs=weights, **wanted)
+        assert_equal(found, expert_reference.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
+    rows_alone = expert_kernels.permute_quantize(x, layout, scales)
+    assert_equal(rows_alone, expert_reference.permute_quantize(
+        x, layout, scales, rows=True, columns=False, bf16=False, probs=None), layout)  # fmt: skip
+    y = random_rows(layout.num_rows, 1024, seed=1)
+    again = expert_kernels.quantize_rows_columns(y, layout, scales)
+    assert_equal(again, expert_reference.quantize_rows_columns(y, layout, scales, rows=True, columns=True), layout)
+    for weights in (None, probs):
+        out = expert_kernels.unpermute(y, layout, weights)
+        assert torch.equal(out, expert_reference.unpermute(y, layout, weights))
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_swiglu(kind, scales):
+    """exp and division are approximations in forward, so BF16 is compared with torch, and bytes with this BF16."""
+    layout = layout_of(counts_of(kind, 20_000), exact=kind != "skewed")
+    h = random_rows(layout.num_rows, 1536, octaves=6)
+    h[layout.experts < 0] = torch.nan
+    found = expert_kernels.swiglu_quantize(h, layout, scales, columns=True, bf16=True)
+    valid = (layout.experts >= 0)[:, None]
+    assert_nearly_equal(found.bf16, expert_reference.swiglu(torch.where(valid, h, 0.0)), layout)
+    made_of = dict(rows=True, columns=True, bf16=True)
+    assert_equal(found, expert_reference.quantized(found.bf16, layout, scales, **made_of), layout)
+
+    dy, probs = random_rows(layout.num_rows, 768, seed=2), torch.rand(layout.num_tokens, device="cuda")
+    dy[layout.experts < 0] = torch.nan
+    wanted = made_of | dict(activation_columns=True, activation_bf16=True)
+    for weights in (None, probs):
+        found = expert_kernels.swiglu_backward_quantize(dy, h, layout, scales, probs=weights, **wanted)
+        expected = expert_reference.swiglu_backward_quantize(dy, h, layout, scales, probs=weights, **wanted)
+        assert_nearly_equal(found.dh.bf16, expected.dh.bf16, layout)
+        assert_nearly_equal(found.activation.bf16, expected.activation.bf16, layout)
+        assert_equal(found.dh, expert_reference.quantized(found.dh.bf16, layout, scales, **made_of), layout)
+        of_activation = dict(columns=True, bf16=True)
+        again = expert_reference.quantized(found.activation.bf16, layout, scales, **of_activation)
+        assert_equal(found.activation, again, layout)
+        if weights is not None:
+            largest = float(expected.dprobs.abs().max())
+            torch.testing.assert_close(found.dprobs, expected.dprobs, rtol=1e-3, atol=largest * 1e-4)
+
+
+def test_forward_bytes_are_those_of_the_engines_kernel():
+    fp8_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    layout = layout_of([8192])
+    h = random_rows(8192, 1536, octaves=6)
+    data = torch.empty(8192, 768, dtype=torch.float8_e4m3fn, device="cuda")
+    data, scale = fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor(input=h, output=data, use_ue8m0=True)
+    found = expert_kernels.swiglu_quantize(h, layout, "pow2")
+    assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8))
+    is_zero = (found.rows.float().view(8192, 6, 128) == 0).all(-1)  # whose scale means nothing
+    assert torch.equal(found.row_scales[~is_zero], scale[~is_zero])
+
+
+def test_speed():
+    """Qwen3-30B-A3B experts: 131,072 routed tokens, hidden size 2048, 768 features."""
+    from benchmarks.experts import movement_calls
+    from benchmarks.results import copy_bandwidth
+
+    copy = copy_bandwidth()
+    counts = counts_of("uniform", 131_072, 128)
+    for name, call, num_bytes in movement_calls(layout_of(counts), 2048, 768, "pow2"):
+        for _ in range(3):
+            call()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(10):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        seconds = begin.elapsed_time(end) / 1e4
+        speed = num_bytes / seconds
+        print(f"{name}: {seconds * 1e3:.3f} ms, {speed / 1e9:.0f} GB/s, {speed / copy:.2f} of a copy's")
+        assert speed > 0.1 * copy, name
