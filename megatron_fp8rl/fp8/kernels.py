@@ -223,3 +223,27 @@ def _problem(weight: Tensor, data: Tensor, scale: Tensor) -> str:
         if tensor.device != weight.device:
             return f"{name} is on {tensor.device}, the matrix on {weight.device}"
     return ""
+
+
+@triton.jit
+def _transpose_tiles(source, out, num_rows, num_columns):
+    """Program (c, r, e) moves one tile of [128, 128] bytes of matrix e; sizes are multiples of 128."""
+    base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
+    rows = tl.program_id(1) * _SIDE + tl.arange(0, _SIDE)
+    columns = tl.program_id(0) * _SIDE + tl.arange(0, _SIDE)
+    tile = tl.load(source + base + rows[:, None].to(tl.int64) * num_columns + columns[None, :])
+    tl.store(out + base + columns[:, None].to(tl.int64) * num_rows + rows[None, :], tl.trans(tile))
+
+
+def transposed(data_ENK: Tensor) -> Tensor:
+    """float8 [E, N, K], contiguous, N and K multiples of 128 -> contiguous [E, K, N] with the same bytes.
+
+    Blocks of 128x128 stay blocks: with transposed scales these are the bytes of the quantized transposed matrices.
+    """
+    num_matrices, num_rows, num_columns = data_ENK.shape
+    out = torch.empty(num_matrices, num_columns, num_rows, dtype=data_ENK.dtype, device=data_ENK.device)
+    with torch.cuda.device_of(data_ENK):
+        _transpose_tiles[(num_columns // BLOCK, num_rows // BLOCK, num_matrices)](
+            data_ENK.view(torch.uint8), out.view(torch.uint8), num_rows, num_columns, num_warps=8
+        )
+    return out

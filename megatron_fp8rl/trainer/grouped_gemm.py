@@ -48,8 +48,13 @@ class Fp8(NamedTuple):
 
     def transposed(self) -> Fp8:
         """Weights [E, N, K] -> [E, K, N]: the same bytes, moved, and a view of the same scales."""
-        bytes_EKN = self.data.view(torch.uint8).transpose(1, 2).contiguous()
-        return Fp8(bytes_EKN.view(self.data.dtype), self.scale.transpose(1, 2))
+        if self.data.is_cuda:
+            from megatron_fp8rl.fp8 import kernels  # imports Triton
+
+            data_EKN = kernels.transposed(self.data)
+        else:
+            data_EKN = self.data.view(torch.uint8).transpose(1, 2).contiguous().view(self.data.dtype)
+        return Fp8(data_EKN, self.scale.transpose(1, 2))
 
 
 def has_deep_gemm() -> bool:

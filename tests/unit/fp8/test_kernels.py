@@ -126,3 +126,12 @@ def test_a_destination_that_does_not_fit_is_named():
         kernels.quantize_weights_into([weight] * 2, [data] * 2, [torch.zeros(2, 1), torch.zeros(1, 1)], "pow2")
     with pytest.raises(ValueError, match="BF16 or FP32"):
         kernels.quantize_weight_into(weight.double(), data, torch.zeros(2, 1), "pow2")
+
+
+@in_interpreter
+def test_transposed_bytes():
+    from megatron_fp8rl.fp8 import kernels
+
+    data = torch.randint(0, 256, (3, 256, 384), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+    found = kernels.transposed(data.view(torch.float8_e4m3fn))
+    assert found.is_contiguous() and torch.equal(found.view(torch.uint8), data.transpose(1, 2))

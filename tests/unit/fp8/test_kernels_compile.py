@@ -12,13 +12,19 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 triton = pytest.importorskip("triton")
 
 
-def instructions(kernel, signature: dict[str, str], constants: dict, num_warps: int) -> Counter[str]:
-    """How often each memory, conversion and division instruction stands in the kernel's PTX."""
+def instructions(
+    kernel, signature: dict[str, str], constants: dict, num_warps: int, multiples: tuple[int, ...] = ()
+) -> Counter[str]:
+    """How often each memory, conversion and division instruction stands in the kernel's PTX.
+
+    Pointers, and the arguments at the places ``multiples``, are multiples of 16, as Triton finds when it is launched.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     signature |= dict.fromkeys(constants, "constexpr")
-    hints = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    kinds = enumerate(signature.values())
+    hints = {(i,): [["tt.divisibility", 16]] for i, kind in kinds if kind.startswith("*") or i in multiples}
     source = ASTSource(kernel, signature, constants, hints)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     return Counter(re.findall(r"\b(?:ld\.global|st\.global|cvt|div|mul|atom)\.[\w.:]+", compiled.asm["ptx"]))
@@ -47,3 +53,11 @@ def test_the_digest_adds_in_64_bits():
     found = instructions(digest_kernel._add_chunks, signature, {"NARROW": False}, num_warps=4)
     assert sum(found[name] for name in found if name.startswith("atom") and name.endswith("add.u64")) == 1
     assert found["ld.global.b64"] == 4 + 4  # of the table, and 4 words a thread in each turn of the loop
+
+
+def test_bytes_are_transposed_in_vectors():
+    from megatron_fp8rl.fp8 import kernels
+
+    signature = {"source": "*u8", "out": "*u8", "num_rows": "i32", "num_columns": "i32"}
+    found = instructions(kernels._transpose_tiles, signature, {}, num_warps=8, multiples=(2, 3))
+    assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 4  # a thread of 256 has 64 bytes
