@@ -11,6 +11,7 @@ are. What is shown then is the first of them; those that follow are often its co
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Sequence
@@ -58,8 +59,10 @@ def conclude(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcom
 
 def read_outcome(run_dir: str | Path, job: str, attempt: int) -> Outcome | None:
     """What came of an attempt; None while it runs, or when its nodes were lost before they could say."""
-    content = Board(run_dir, Place(job=job, attempt=attempt, node=0, num_nodes=1, is_slurm=False)).get("outcome.json")
-    return None if content is None else Outcome(**content)
+    try:
+        return Outcome(**json.loads((attempt_dir(run_dir, job, attempt) / "outcome.json").read_text()))
+    except FileNotFoundError:
+        return None
 
 
 def refusal(spec: JobSpec, place: Place) -> Outcome | None:
@@ -104,7 +107,11 @@ def _judge(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcome:
         return Outcome(
             attempt=place.attempt, result=result, status=status, reason=reason, checkpoint=checkpoint
         )
-    errors = list(board.all("error-").values())
+    # A replica that died and came back is no cause of what happened later.
+    states = board.all("role-")
+    lost = {name.removeprefix("role-").rpartition(".node")[0] for name, one in states.items()
+            if one["state"] in ("dead", "given up")}  # fmt: skip
+    errors = [one for one in board.all("error-").values() if not one.get("is_restarted") or one["role"] in lost]
     hosts = {int(name[5:-5]): peer["host"] for name, peer in board.all("node-").items()}
     error = first_error(errors, hosts) if errors or result == "failed" else reason
     signature = _signature(error)
@@ -139,9 +146,8 @@ def _earlier(spec: JobSpec, place: Place) -> list[Outcome]:
     """Outcomes of the attempts before this one, oldest first. Attempts whose nodes were lost have none."""
     found = []
     for attempt in range(place.attempt):
-        if attempt_dir(spec.run_dir, place.job, attempt).is_dir():
-            outcome = read_outcome(spec.run_dir, place.job, attempt)
-            found += [] if outcome is None else [outcome]
+        outcome = read_outcome(spec.run_dir, place.job, attempt)
+        found += [] if outcome is None else [outcome]
     return found
 
 

@@ -6,11 +6,13 @@ the run on the shared file system. Runs in the agent of every node; the standard
 The folder is named after job and attempt, so what an earlier attempt left is never read:
 
     node-<i>.json            {"host", "address", "port", "pid"}; its time of change is the agent's last sign of life
-    role-<role>.node<i>.json {"state": "running" | "ended" | "given up", "pid", "incarnation", "status"}
+    role-<role>.node<i>.json {"state": "running" | "dead" | "given up" | "ended" | "stopped", "pid", "incarnation",
+                             "status"}; the dead are started again, the stopped were asked to end
     restart-<role>.<n>.json  the role begins incarnation n on all of its nodes
-    stop.json                somebody asks the trainer to save: {"reason", "node", "is_cancelled"}
+    cancel                   somebody wants the job to end for good
+    stop.json                the trainer is to save and end: {"reason", "node", "is_cancelled"}
     stopped.json             the trainer did: {"step", "checkpoint"}
-    error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log"}
+    error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log", "is_restarted"}
     failed.json              the attempt has failed, all stop: {"role", "node", "reason"}
     gone-<i>.json            everything on node i has ended
     outcome.json, done, first_error.txt   what came of it; see ``outcome.py``
@@ -23,7 +25,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from typing import Any
 from launch.spec import attempt_dir
 
 _POLL_S = 0.1
-STOP, STOPPED, FAILED = "stop.json", "stopped.json", "failed.json"
+STOP, STOPPED, FAILED, CANCEL = "stop.json", "stopped.json", "failed.json", "cancel"
 
 
 class PeersMissingError(RuntimeError):
@@ -124,11 +126,11 @@ class Board:
         names = sorted(name for name in self.names() if name.startswith(prefix) and name.endswith(".json"))
         return {name: content for name in names if (content := self.get(name)) is not None}
 
-    def meet(self, deadline_s: float) -> dict[int, Peer]:
+    def meet(self, deadline_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> dict[int, Peer]:
         """Say that this node is here and wait for the others; peers by node.
 
-        Raises PeersMissingError, with the nodes that did not come, after ``deadline_s`` or when another node has
-        given up; FileExistsError when the folder belongs to another job.
+        Raises PeersMissingError, with the nodes that did not come, after ``deadline_s``, when another node has given
+        up, or when ``is_interrupted`` says so; FileExistsError when the folder belongs to another job.
         """
         own = Peer(host=socket.gethostname(), address=own_address(self.place), port=free_port(), pid=os.getpid())
         if not self.put(f"node-{self.place.node}.json", vars(own), once=True):
@@ -136,18 +138,19 @@ class Board:
                 f"{self.folder} was already used by an agent of node {self.place.node}: another job had this number. "
                 "Remove that folder, or give the run another output_dir"
             )
-        deadline = time.monotonic() + deadline_s
+        start = time.monotonic()
+        deadline = start + deadline_s
+        expected = {f"node-{node}.json": node for node in range(self.place.num_nodes)}
         while True:
-            expected = {f"node-{node}.json": node for node in range(self.place.num_nodes)}
             names = self.names()
             if expected.keys() <= names:
                 return {node: Peer(**self.get(name)) for name, node in expected.items()}
-            if time.monotonic() > deadline or FAILED in names:
+            if time.monotonic() > deadline or FAILED in names or is_interrupted():
                 missing = [node for name, node in expected.items() if name not in names]
                 here = [f"{node} ({self.get(name)['host']})" for name, node in expected.items() if name in names]
                 raise PeersMissingError(
                     f"node(s) {', '.join(map(str, missing))} of {self.place.num_nodes} did not come within "
-                    f"{deadline_s:g} s; here are {', '.join(here)}. Look for the output of the missing nodes in the "
+                    f"{time.monotonic() - start:.0f} s; here are {', '.join(here)}. Look for the output of the missing nodes in the "
                     "job's own log, and at whether they see the same run folder"
                 )
             time.sleep(_POLL_S)

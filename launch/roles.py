@@ -51,6 +51,8 @@ class RoleProcess:
     def __init__(self, role: Role, spec: JobSpec, board: Board, peers: Mapping[int, Peer]) -> None:
         self.role = role
         self.incarnation = 0
+        self.state = "new"  # as the board says
+        self.num_deaths = 0  # in a row
         self.started_s = 0.0  # monotonic
         self.log = log_file(spec.run_dir, role.name, board.place.node)
         self._spec = spec
@@ -99,6 +101,7 @@ class RoleProcess:
 
     def tell(self, state: str, status: int | None = None) -> None:
         """Write on the board how this part of the role stands."""
+        self.state = state
         name = f"role-{self.role.name}.node{self._board.place.node}.json"
         pid = None if self._process is None else self._process.pid
         self._board.put(name, {"state": state, "pid": pid, "incarnation": self.incarnation, "status": status})
@@ -185,6 +188,7 @@ class RoleProcess:
             "LAUNCH_DIR": str(self._board.folder),
             "LAUNCH_ROLE": role.name,
             "LAUNCH_ROLE_RANK": str(role.rank_of(place.node)),
+            "LAUNCH_LOG": str(self.log),
             "LAUNCH_ADDRESS": self._peers[place.node].address,
             # Rises with every start of the role in a run, over attempts: a newer server is never taken for an older.
             "LAUNCH_INCARNATION": str(1000 * place.attempt + self.incarnation),

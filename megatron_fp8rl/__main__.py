@@ -9,7 +9,6 @@ Heavy packages are imported by the commands that need them, so that help, a dry 
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from megatron_fp8rl import cli, doctor, evaluate
 from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.stop import StopRequest, run_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
@@ -86,7 +86,7 @@ def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
             "--nproc-per-node", str(cfg.parallel.world_size), "-m", "megatron_fp8rl", *sys.argv[1:],
         ]  # fmt: skip
         cores = max(1, (os.cpu_count() or 1) // cfg.parallel.world_size)
-        return subprocess.run(command, env={"OMP_NUM_THREADS": str(cores), **os.environ}).returncode
+        return run_ranks(command, {"OMP_NUM_THREADS": str(cores), **os.environ})
     import torch
 
     if not torch.cuda.is_available():
@@ -107,7 +107,9 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
 
+    stop = StopRequest.install()  # before anything is started that a signal to the whole job could end
     with contextlib.ExitStack() as stack:
+        stack.enter_context(stop.errors_noted())
         parallel = Parallel.init(cfg.parallel, deadline_s=_longest_wait_s(cfg))
         stack.callback(parallel.close)
         fleet = None
@@ -123,16 +125,16 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
         parallel.barrier("model folder")
         tokenizer_dir = model_dir(cfg)
         if wants_sft and cfg.data.sft_steps and cfg.model.hf_path is None:
-            warm_start = sft_loop.run(cfg, parallel, tokenizer_dir)
+            warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
         if wants_rl:
-            rl_loop.run(cfg, parallel, tokenizer_dir, fleet)
+            rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop)
 
 
 def _longest_wait_s(cfg: RunConfig) -> float:
-    """What trainer ranks give each other: rank 0 may wait for engines to start, or to sample and to be updated."""
+    """What trainer ranks give each other: rank 0 may wait for engines to start, to sample and to be updated."""
     rollout = cfg.rollout
-    return max(600.0, rollout.start_deadline_s, rollout.request_deadline_s + rollout.update_deadline_s)
+    return max(600.0, rollout.start_deadline_s + rollout.request_deadline_s + rollout.update_deadline_s)
 
 
 COMMANDS = (

@@ -9,6 +9,7 @@ a larger cluster is other numbers in the configuration: there is one loop.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.residency import Residency
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
+from megatron_fp8rl.stop import StopRequest
 from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.kernels import fused_kernels
 from megatron_fp8rl.trainer.kv_scales import as_samples
@@ -38,21 +40,26 @@ from megatron_fp8rl.weights.save import save_hf
 CHECKPOINTS, FINAL_HF = "checkpoints", "hf"
 
 
-def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | None) -> None:
+def run(
+    cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | None, stop: StopRequest | None = None
+) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
     ``fleet`` lives on rank 0 and may still be starting. Errors of any rank end the run on all ranks; the report is
-    written all the same.
+    written all the same. A run that ``stop`` asks to end early raises RunStopped after a step, with a checkpoint of it.
     """
+    stop = stop or StopRequest()
     is_driver = parallel.rank == 0
     checkpoints = Path(cfg.run_dir) / CHECKPOINTS
     with ExitStack() as stack:
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
+        stack.enter_context(stop.errors_noted())
         scorers = stack.enter_context(ScorePool.build(cfg.data)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
         policy = Policy.build(cfg, parallel)
         observer.note(fused_kernels(cfg.precision, parallel.device))
         step = _resume(cfg, policy, prompts, checkpoints)
+        stop.at_boundary(parallel, step)
         if fleet is not None:
             fleet.wait_until_ready()
             observer.note({f"engine kernel, {kind}": name for kind, name in fleet.kernels.items()})
@@ -63,6 +70,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
             exporter = WeightExporter(policy, fleet, cfg)
             stack.callback(exporter.close)
             publish = partial(_publish, exporter, policy, rollouts, residency)
+            rollouts.republish = partial(_publish_again, exporter, policy, rollouts, residency)
         save = partial(_save, cfg, policy, rollouts, checkpoints)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
         loss = partial(grpo_loss, cfg=cfg.algo, max_completion_tokens=cfg.rollout.max_completion_tokens)
@@ -73,6 +81,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | 
                 publish(step, log)
                 evaluate(step, log)
         while step < cfg.num_steps:
+            stop.at_boundary(parallel, step, partial(_save_on_request, save, residency))
             step += 1
             with observer.step(step) as log:
                 groups = rollouts.next_groups()
@@ -116,6 +125,15 @@ def _publish(
         log.update(kv_metrics(scales))
     rollouts.after_update(version)
     log.update(residency.take_metrics())
+    log.update(rollouts.take_metrics())
+
+
+def _publish_again(
+    exporter: WeightExporter, policy: Policy, rollouts: RolloutStream, residency: Residency
+) -> None:
+    """Collective: bring replicas to the present version, when all were lost in the middle of a step."""
+    with residency.publication():
+        exporter.publish(rollouts.version, policy.kv_scales())
 
 
 def _count_version(rollouts: RolloutStream, version: int, log: StepLog) -> None:
@@ -153,10 +171,25 @@ def _resume(cfg: RunConfig, policy: Policy, prompts: PromptStream, checkpoints: 
     return step
 
 
-def _save(cfg: RunConfig, policy: Policy, rollouts: RolloutStream, checkpoints: Path, step: int) -> None:
-    """Collective: write a checkpoint every ``checkpoint.every_steps`` steps and after the last."""
+def _save(
+    cfg: RunConfig, policy: Policy, rollouts: RolloutStream, checkpoints: Path, step: int, *, is_asked: bool = False
+) -> Path | None:
+    """Collective: write a checkpoint every ``checkpoint.every_steps`` steps and after the last, or when asked to.
+
+    Returns the checkpoint of the step; None when the step has none.
+    """
     every = cfg.checkpoint.every_steps
-    if step == cfg.num_steps or (every and step % every == 0):
-        with span("checkpoint"):
-            position = policy.parallel.broadcast_object(rollouts.position)
-            checkpoint.save(checkpoints, step, policy, {"prompt_position": position})
+    is_due = step == cfg.num_steps or (every > 0 and step % every == 0)
+    if is_due and is_asked:
+        return policy.parallel.broadcast_object(checkpoint.latest(checkpoints))  # saved at its end
+    if not is_due and not is_asked:
+        return None
+    with span("checkpoint"):
+        position = policy.parallel.broadcast_object(rollouts.position)
+        return checkpoint.save(checkpoints, step, policy, {"prompt_position": position})
+
+
+def _save_on_request(save: Callable[..., Path | None], residency: Residency, step: int) -> Path | None:
+    """Collective: the checkpoint of a run that ends early, after its last publication."""
+    residency.train()
+    return save(step, is_asked=True)

@@ -9,9 +9,11 @@ The warm start trains in BF16, as the model of a real run would have been pretra
 from __future__ import annotations
 
 import math
+import shutil
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from megatron_fp8rl.algo.loss import sft_loss
@@ -21,12 +23,14 @@ from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.observe.observer import Observer
 from megatron_fp8rl.observe.spans import span
+from megatron_fp8rl.stop import StopRequest
+from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import Sample
 from megatron_fp8rl.weights.save import save_hf
 
-WARM_START, HF = "warm_start", "hf"
+WARM_START, HF, CHECKPOINTS = "warm_start", "hf", "checkpoints"
 EVALUATE_EVERY = 50
 
 
@@ -35,17 +39,27 @@ def warm_start_path(cfg: RunConfig) -> Path:
     return Path(cfg.run_dir) / WARM_START / HF
 
 
-def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path) -> Path:
-    """Collective: train for ``data.sft_steps`` and return the checkpoint's folder; at once when it exists already."""
+def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopRequest | None = None) -> Path:
+    """Collective: train for ``data.sft_steps`` and return the checkpoint's folder; at once when it exists already.
+
+    A warm start that ``stop`` asks to end early raises RunStopped after a step; the next one goes on from there.
+    """
+    stop = stop or StopRequest()
     path = warm_start_path(cfg)
+    checkpoints = path.parent / CHECKPOINTS
     if parallel.broadcast_object(path.exists()):
         return path
     cfg = _supervised(cfg)
     source = SftSource(cfg, load_tokenizer(str(tokenizer_dir)))
     policy = Policy.build(cfg, parallel)
     held_out = source.held_out(cfg.observe.eval_prompts)
-    with Observer(cfg, parallel.rank == 0, path.parent, title=f"{cfg.name}: warm start") as observer:
-        for step in range(1, cfg.num_steps + 1):
+    with Observer(cfg, parallel.rank == 0, path.parent, title=f"{cfg.name}: warm start") as observer, stop.errors_noted():
+        step = _resume(cfg, policy, checkpoints)
+        if step:
+            with observer.prelude(step):
+                pass
+        for step in range(step + 1, cfg.num_steps + 1):
+            stop.at_boundary(parallel, step - 1, partial(checkpoint.save, checkpoints, policy=policy, extra={}))
             with observer.step(step) as log:
                 (batch,) = pack_for(cfg, source.samples(step - 1), data_rank=parallel.dp_rank)
                 with span("update"):
@@ -57,7 +71,15 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path) -> Path:
                     if cfg.data.sft_stop_pass_rate is not None and pass_rate >= cfg.data.sft_stop_pass_rate:
                         break
     save_hf(policy, path, tokenizer_dir)
+    if parallel.rank == 0:
+        shutil.rmtree(checkpoints, ignore_errors=True)  # the warm start is over, and they are larger than its result
     return path
+
+
+def _resume(cfg: RunConfig, policy: Policy, checkpoints: Path) -> int:
+    """Collective: the step to continue after; 0 for a new warm start."""
+    newest = policy.parallel.broadcast_object(checkpoint.latest(checkpoints)) if cfg.checkpoint.resume else None
+    return 0 if newest is None else checkpoint.restore(newest, policy)[0]
 
 
 def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:

@@ -7,7 +7,8 @@ In: metrics, groups and reports of every step, in any order. Out, all in the run
     rollouts.jsonl   every rollout, readable as input of a replay (``records.py``)
     config.json      the resolved configuration;  versions.json  packages and hardware
     tensorboard/     the same numbers;  report.html and report.png  the same as plots
-    failure.json     only after a failure: step, error and traceback;  done.json  only after success
+    failure.json     only after a failure: step, error and traceback;  done.json  only after success;
+                     neither while it runs, and after a stop on request
 
 Every trainer rank makes an Observer and calls it alike; all but the writer do nothing. Not thread-safe.
 """
@@ -101,10 +102,10 @@ class Observer:
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if error is None else 1)
+            self._wandb.finish(exit_code=0 if error is None or isinstance(error, SystemExit) else 1)
         if error is None:
             write_json(self.run_dir / "done.json", {"step": self._last_step, "finished_unix_s": time()})
-        else:
+        elif not isinstance(error, SystemExit):  # which a run raises that stops early, to go on later
             self._record_failure(error)
         if self._with_report:
             self._write_report()

@@ -1,0 +1,127 @@
+"""Runs that are told to stop: they finish their step, save, say so with exit status 85, and go on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.stop import SAVED, RunStopped, StopRequest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 240
+BRIEF = ("--observe.display", "plain", "--observe.eval_prompts", "4", "--observe.tensorboard", "False",
+         "--data.sft_steps", "30", "--rollout.prompts_per_step", "4")  # fmt: skip
+
+
+class Alone:
+    """A trainer of one rank."""
+
+    rank, world_size = 0, 1
+
+    def barrier(self, name: str) -> None:
+        pass
+
+
+def _start(run_dir: Path, *words: str, environment: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    log = run_dir.with_suffix(".log").open("ab")
+    command = [sys.executable, "-m", "megatron_fp8rl", "sft", "tiny_qwen3_moe", *BRIEF, "--output_dir", str(run_dir)]
+    return subprocess.Popen(
+        [*command, *words], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, env=os.environ | (environment or {})
+    )
+
+
+def _wait_for_steps(process: subprocess.Popen[bytes], metrics: Path, count: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < count:
+        assert process.poll() is None and time.monotonic() < deadline, f"{metrics} has no {count} steps"
+        time.sleep(0.05)
+
+
+def _losses(run_dir: Path) -> dict[int, float]:
+    lines = map(json.loads, (run_dir / "warm_start" / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["train/loss/mean"] for line in lines}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    run_dir = tmp_path_factory.mktemp("stop") / "whole"
+    assert _start(run_dir).wait(DEADLINE_S) == 0
+    return _losses(run_dir)
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 2)])
+def test_a_signal_ends_a_run_after_its_step_and_the_next_one_goes_on(number, ranks, uninterrupted, tmp_path: Path):
+    run_dir = tmp_path / "run"
+    words = ("--parallel.world_size", str(ranks))
+    process = _start(run_dir, *words)
+    warm_start = run_dir / "warm_start"
+    _wait_for_steps(process, warm_start / "metrics.jsonl", 3)
+    process.send_signal(number)
+    assert process.wait(DEADLINE_S) == SAVED, run_dir.with_suffix(".log").read_text()[-3000:]
+    stopped_at = max(_losses(run_dir))
+    assert 3 <= stopped_at < 30
+    assert [path.name for path in (warm_start / "checkpoints").iterdir()] == [f"step_{stopped_at:08d}"]
+    assert not (warm_start / "failure.json").exists() and not (warm_start / "done.json").exists()
+
+    if ranks > 1:
+        return  # the next one would only show once more how a checkpoint is read
+    assert _start(run_dir, *words).wait(DEADLINE_S) == 0
+    assert (warm_start / "done.json").exists() and not (warm_start / "checkpoints").exists()
+    assert _losses(run_dir) == uninterrupted
+
+
+def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    told = tmp_path / "told"
+    told.mkdir()
+    (told / "stop.json").write_text("{}")
+    assert _start(run_dir, environment={"LAUNCH_DIR": str(told)}).wait(DEADLINE_S) == SAVED
+    assert json.loads((told / "stopped.json").read_text()) == {"step": 0, "checkpoint": None}
+    assert not list(run_dir.glob("warm_start/checkpoints/*"))
+
+
+def test_what_a_rank_starts_outlives_the_signal():
+    program = (
+        "import os, signal, subprocess, sys, time\n"
+        "from megatron_fp8rl.stop import StopRequest\n"
+        "StopRequest.install()\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(2)'],"
+        " stdout=subprocess.PIPE)\n"
+        "child.stdout.readline()\n"
+        "child.send_signal(signal.SIGUSR1)\n"
+        "time.sleep(0.3)\n"
+        "assert child.poll() is None\n"
+        "child.terminate()\n"
+        "assert child.wait(5) == -signal.SIGTERM\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_rank_under_a_launcher_ends_with_zero_and_leaves_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    stop = StopRequest(tmp_path)
+    stop.at_boundary(Alone(), 7)  # nobody asked
+    (tmp_path / "stop.json").write_text("{}")
+    saved: list[int] = []
+    with pytest.raises(RunStopped) as stopped:
+        stop.at_boundary(Alone(), 9, lambda step: saved.append(step) or Path("step_00000009"))
+    assert (stopped.value.code, saved) == (0, [9])
+    assert json.loads((tmp_path / "stopped.json").read_text()) == {"step": 9, "checkpoint": "step_00000009"}
+
+
+def test_an_error_is_noted_with_its_rank_the_moment_it_passes(tmp_path: Path):
+    stop = StopRequest(tmp_path, rank=3)
+    with pytest.raises(ZeroDivisionError), stop.errors_noted():
+        1 / 0  # noqa: B018
+    noted = json.loads((tmp_path / "error-rank3.json").read_text())
+    assert noted["rank"] == 3 and noted["text"].endswith("ZeroDivisionError: division by zero")
+    assert abs(noted["time"] - time.time()) < 60

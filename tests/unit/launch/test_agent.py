@@ -1,0 +1,231 @@
+"""Agents as local processes, with small programs for trainer and replicas: what ends a job, and what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from launch.spec import JobSpec, Role, attempt_dir, endpoint_file, log_file
+
+ROOT = Path(__file__).resolve().parents[3]
+FAKE = str(Path(__file__).with_name("fake_role.py"))
+DEADLINE_S = 40.0
+
+
+def trainer(*words: str, nodes: tuple[int, ...] = (0,), kind: str = "command") -> Role:
+    return Role(name="trainer", kind=kind, nodes=nodes, command=(FAKE, "train", *words))
+
+
+def replica(index: int, node: int, *words: str) -> Role:
+    command = (FAKE, "serve", *words)
+    return Role(name=f"rollout-{index}", kind="replica", nodes=(node,), command=command, restart=True, essential=False)
+
+
+class Job:
+    """A job whose nodes are processes of this machine."""
+
+    def __init__(self, folder: Path, *roles: Role, num_nodes: int, **how: int) -> None:
+        self.run_dir = folder / "a run with 'quotes'"
+        self.run_dir.mkdir(exist_ok=True)
+        self.num_nodes = num_nodes
+        environment = {"FAKE_RUN": str(self.run_dir)}
+        self.spec = JobSpec(
+            name="fake", run_dir=str(self.run_dir), roles=roles, nodes=num_nodes, env=environment, **how
+        )
+
+    def start(self, attempt: int = 0, nodes: tuple[int, ...] | None = None, **environment: str) -> None:
+        here = {"LAUNCH_JOB": "local-1", "LAUNCH_NODES": str(self.num_nodes), "LAUNCH_ATTEMPT": str(attempt)}
+        self.board = attempt_dir(self.run_dir, "local-1", attempt)
+        self.agents = [
+            subprocess.Popen(
+                [sys.executable, "-m", "launch.agent", self.spec.encode()],
+                cwd=ROOT,
+                env={**os.environ, "LAUNCH_GRACE_S": "3", **here, "LAUNCH_NODE": str(node), **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+            for node in nodes or range(self.num_nodes)
+        ]
+
+    def wait(self) -> tuple[set[int], list[str]]:
+        """(exit statuses, outputs) of the agents."""
+        try:
+            outputs = [agent.communicate(timeout=DEADLINE_S)[0] for agent in self.agents]
+        except subprocess.TimeoutExpired:
+            for agent in self.agents:
+                agent.kill()
+            pytest.fail("agents did not end:\n" + "\n".join(agent.communicate()[0] for agent in self.agents))
+        return {agent.returncode for agent in self.agents}, outputs
+
+    def run(self, attempt: int = 0, **environment: str) -> tuple[set[int], list[str]]:
+        self.start(attempt, **environment)
+        return self.wait()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline and all(agent.poll() is None for agent in self.agents)
+            time.sleep(0.05)
+
+    def log(self, role: str, node: int) -> str:
+        path = log_file(self.run_dir, role, node)
+        return path.read_text() if path.exists() else ""
+
+    def steps(self) -> list[int]:
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+
+def fake_processes(run_dir: Path) -> list[str]:
+    """Commands of processes that the job started and that still run."""
+    found = []
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"FAKE_RUN={run_dir}".encode() in environment.read_bytes().split(b"\0"):
+                found.append((environment.parent / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+def test_a_job_ends_when_its_trainer_has_finished_everywhere(tmp_path: Path):
+    job = Job(tmp_path, trainer("5", nodes=(0, 1)), replica(0, 1), replica(1, 2), num_nodes=3)
+    statuses, outputs = job.run()
+    assert statuses == {0}, outputs
+    assert job.log("trainer", 1).splitlines()[1:] == ["begins after step 0", *(f"step {n}" for n in range(1, 6)),
+                                                      "has finished"]  # fmt: skip
+    assert job.log("trainer", 0).startswith("=== job local-1, attempt 0, node 0 (")
+    assert "listens" in job.log("rollout-1", 2)
+    assert (job.board / "done").read_text() == "0\n" and not (job.board / "first_error.txt").exists()
+    assert not endpoint_file(job.run_dir, "rollout-1").exists()
+    assert fake_processes(job.run_dir) == []
+
+
+def test_a_crash_on_another_node_is_shown_first_by_all_and_nothing_is_left(tmp_path: Path):
+    job = Job(tmp_path, trainer("50", "--crash-at", "3", "--on", "1", nodes=(0, 1)), replica(0, 2), num_nodes=3,
+              max_restarts=0)  # fmt: skip
+    statuses, outputs = job.run()
+    assert statuses == {1}, outputs
+    error = (job.board / "first_error.txt").read_text()
+    assert error.startswith("role trainer, node 1 (") and str(log_file(job.run_dir, "trainer", 1)) in error
+    assert error.endswith("RuntimeError: tensor layer.3 is not finite\n")
+    assert all(f"first error: {error.rstrip()}" in output for output in outputs), outputs
+    assert fake_processes(job.run_dir) == []
+
+
+def test_a_replica_that_dies_is_started_again_while_the_trainer_goes_on(tmp_path: Path):
+    job = Job(tmp_path, trainer("40"), replica(0, 1, "--die-after", "0.2", "--times", "2"), num_nodes=2)
+    job.start()
+    job.until(lambda: endpoint_file(job.run_dir, "rollout-0").exists())
+    endpoint = json.loads(endpoint_file(job.run_dir, "rollout-0").read_text())
+    assert endpoint["incarnation"] == "2"
+    statuses, outputs = job.wait()
+    assert statuses == {0}, outputs
+    log = job.log("rollout-0", 1)
+    assert [f"incarnation {n}, node 1" in log for n in range(4)] == [True, True, True, False]
+    assert job.steps() == list(range(1, 41))
+
+
+def test_the_last_replica_given_up_ends_the_job_with_its_error(tmp_path: Path):
+    job = Job(tmp_path, trainer("500"), replica(0, 1, "--die-after", "0"), num_nodes=2, max_restarts=0)
+    statuses, outputs = job.run(LAUNCH_RESTART_PAUSE_S="0.05")
+    assert statuses == {1}, outputs
+    error = (job.board / "first_error.txt").read_text()
+    assert error.startswith("role rollout-0, node 1 (") and error.endswith("no memory for the KV cache\n")
+    assert job.log("rollout-0", 1).count("=== job") == 6
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 85), (signal.SIGTERM, 85), (signal.SIGINT, 130)])
+def test_a_signal_saves_everywhere_and_the_next_attempt_goes_on(number, status, tmp_path: Path):
+    job = Job(tmp_path, trainer("25", nodes=(0, 1)), replica(0, 2), num_nodes=3)
+    job.start()
+    job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 2))
+    os.kill(job.agents[2].pid, number)  # Slurm reaches every process of every node; one is enough
+    statuses, outputs = job.wait()
+    assert statuses == {status}, outputs
+    stopped_at = json.loads((job.board / "stopped.json").read_text())["step"]
+    if status == 85:
+        statuses, outputs = job.run(attempt=1)
+        assert statuses == {0}, outputs
+        assert f"begins after step {stopped_at}" in job.log("trainer", 0)
+        assert job.steps() == list(range(1, 26))
+
+
+def test_programs_of_the_roles_outlive_the_warning_of_the_time_limit(tmp_path: Path):
+    job = Job(tmp_path, trainer("30"), replica(0, 0), num_nodes=1)
+    job.start()
+    job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 0))
+    for name in ("trainer", "rollout-0"):
+        os.kill(json.loads((job.board / f"role-{name}.node0.json").read_text())["pid"], signal.SIGUSR1)
+    statuses, outputs = job.wait()
+    assert statuses == {0} and "restart" not in outputs[0], outputs
+
+
+def test_a_trainer_that_does_not_listen_is_ended_at_its_deadline(tmp_path: Path):
+    job = Job(tmp_path, trainer("500", "--deaf"), num_nodes=1, save_signal_s=1)
+    job.start()
+    job.until(lambda: "step 3" in job.log("trainer", 0))
+    os.kill(job.agents[0].pid, signal.SIGUSR1)
+    statuses, outputs = job.wait()
+    assert statuses == {85} and "did not reach the end of a step" in outputs[0], outputs
+    assert fake_processes(job.run_dir) == []
+
+
+def test_nodes_that_do_not_come_are_named(tmp_path: Path):
+    job = Job(tmp_path, trainer("5", nodes=(0, 1)), replica(0, 2), num_nodes=3)
+    job.start(nodes=(0, 2), LAUNCH_JOIN_DEADLINE_S="1")
+    statuses, outputs = job.wait()
+    assert statuses == {1}
+    assert all("node(s) 1 of 3 did not come" in output and "here are 0 (" in output for output in outputs), outputs
+
+
+def test_a_crash_loop_ends_with_its_first_error(tmp_path: Path):
+    job = Job(tmp_path, trainer("9", "--crash-at", "4", "--on", "1", nodes=(0, 1)), num_nodes=2, max_restarts=9)
+    statuses, outputs = job.run()
+    assert statuses == {85} and "to be tried again" in outputs[0], outputs
+    first = (job.board / "first_error.txt").read_text()
+    statuses, outputs = job.run(attempt=1)
+    assert statuses == {1} and all("crash loop" in output for output in outputs), outputs
+    assert (job.board / "first_error.txt").read_text() == first
+    statuses, outputs = job.run(attempt=2)  # somebody requeues it all the same
+    assert statuses == {1} and all("tensor layer.4 is not finite" in output for output in outputs), outputs
+    assert job.log("trainer", 0).count("=== job") == 2
+
+
+def test_a_crash_after_a_new_checkpoint_is_no_loop(tmp_path: Path):
+    job = Job(tmp_path, trainer("9", "--crash-at", "4", "--times", "3"), num_nodes=1, max_restarts=9)
+    (job.run_dir / "checkpoints" / "step_00000002").mkdir(parents=True)
+    assert job.run()[0] == {85}
+    (job.run_dir / "checkpoints" / "step_00000003").mkdir()
+    assert job.run(attempt=1)[0] == {85}
+    assert job.run(attempt=2)[0] == {1}
+
+
+def test_what_never_made_a_step_is_not_tried_again(tmp_path: Path):
+    job = Job(tmp_path, Role(name="task", kind="command", nodes=(0,), command=("-c", "import nothing_like_it")),
+              num_nodes=1)  # fmt: skip
+    statuses, outputs = job.run()
+    assert statuses == {1} and "no step was ever finished" in outputs[0], outputs
+    assert "ModuleNotFoundError: No module named 'nothing_like_it'" in (job.board / "first_error.txt").read_text()
+
+
+def test_attempts_are_bounded(tmp_path: Path):
+    job = Job(tmp_path, trainer("3"), num_nodes=1, max_restarts=2)
+    statuses, outputs = job.run(attempt=3)
+    assert statuses == {1} and "max_restarts = 2" in outputs[0], outputs
+
+
+def test_a_number_of_nodes_that_is_not_the_plans_is_refused(tmp_path: Path):
+    job = Job(tmp_path, trainer("3"), num_nodes=1)
+    statuses, outputs = job.run(LAUNCH_NODES="2")
+    assert statuses == {2} and "has 2 nodes, and its plan is for 1" in outputs[0], outputs
