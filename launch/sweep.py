@@ -23,6 +23,7 @@ import zlib
 from base64 import urlsafe_b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -35,6 +36,8 @@ PROGRAMS = ("train", "rl", "sft", "eval")
 ELEMENT, TABLE, RECORD = "element-", "sweep.md", "sweep.json"
 _LAST = 10  # steps that count as the end of a run
 
+Label = tuple[tuple[str, str], ...]  # fields and values that make an element, in the order of --over
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobArray(JobSpec):
@@ -43,7 +46,7 @@ class JobArray(JobSpec):
     agent_module: ClassVar[str] = "launch.sweep"
     local_module: ClassVar[str] = "launch.sweep"
     elements: tuple[JobSpec, ...]
-    labels: tuple[dict[str, str], ...]  # of each element: field -> value
+    labels: tuple[Label, ...]  # of each element
 
     @property
     def launch_dir_in_shell(self) -> str:
@@ -61,7 +64,8 @@ class JobArray(JobSpec):
         values = json.loads(zlib.decompress(urlsafe_b64decode(word)))
         elements = tuple(JobSpec.of(element) for element in values["elements"])
         shared = {field.name: getattr(whole, field.name) for field in dataclasses.fields(JobSpec)}
-        return cls(**shared, elements=elements, labels=tuple(values["labels"]))
+        labels = tuple(tuple((field, value) for field, value in label) for label in values["labels"])
+        return cls(**shared, elements=elements, labels=labels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +77,10 @@ class Sweep:
     at_once: int | None
     rest: tuple[str, ...]  # words of the program itself
 
-    def labels(self) -> list[dict[str, str]]:
-        """Field -> value of every element; the last axis changes fastest."""
+    def labels(self) -> list[Label]:
+        """Fields and values of every element; the last axis changes fastest."""
         fields = [field for field, _ in self.axes]
-        return [dict(zip(fields, values, strict=True)) for values in itertools.product(*(v for _, v in self.axes))]
+        return [tuple(zip(fields, values, strict=True)) for values in itertools.product(*(v for _, v in self.axes))]
 
 
 def read(target: str, words: Sequence[str]) -> Target:
@@ -86,7 +90,7 @@ def read(target: str, words: Sequence[str]) -> Target:
     found = parse(words)
     for label in found.labels():
         _element_target(target, found, label)
-    first = jobs.read(found.program, found.labels()[0].get("config", target), found.rest)
+    first = jobs.read(found.program, dict(found.labels()[0]).get("config", target), found.rest)
     return Target(cfg=first.cfg, overrides=(), words=tuple(words))
 
 
@@ -148,7 +152,7 @@ def plan_sweep(request: Request) -> Plan:
         element = dataclasses.replace(
             request,
             job=sweep.program,
-            config_name=label.get("config", request.config_name),
+            config_name=dict(label).get("config", request.config_name),
             cfg=cfg,
             overrides=target.overrides,
             words=target.words,
@@ -233,7 +237,7 @@ def write_table(folder: str | Path) -> str:
     if not record.exists():
         raise FileNotFoundError(f"{folder} holds no {RECORD}: no element of a sweep has begun there")
     labels = json.loads(record.read_text())["labels"]
-    rows = [{"run": f"{ELEMENT}{i}", **label, **_row(folder / f"{ELEMENT}{i}")} for i, label in enumerate(labels)]
+    rows = [{"run": f"{ELEMENT}{i}", **dict(label), **_row(folder / f"{ELEMENT}{i}")} for i, label in enumerate(labels)]
     columns = list(dict.fromkeys(key for row in rows for key in row))
     lines = [columns, ["---"] * len(columns), *([str(row.get(key, "")) for key in columns] for row in rows)]
     text = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines) + "\n"
@@ -282,23 +286,24 @@ def _state(run: Any) -> str:
     return "begun" if run.run_dir.exists() else "not begun"
 
 
-def _element_target(target: str, sweep: Sweep, label: Mapping[str, str]) -> Target:
+@lru_cache(maxsize=4096)  # the words are read to be refused at once, and again for the plan
+def _element_target(target: str, sweep: Sweep, label: Label) -> Target:
     from launch import jobs
 
     words = [*sweep.rest]
-    for field, value in label.items():
+    for field, value in label:
         words += [] if field == "config" else [f"--{field}", *shlex.split(value)]
-    return jobs.read(sweep.program, label.get("config", target), words)
+    return jobs.read(sweep.program, dict(label).get("config", target), words)
 
 
-def _said(found: Mapping[str, list[int]], labels: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+def _said(found: Mapping[str, list[int]], labels: Sequence[Label]) -> tuple[str, ...]:
     return tuple(
         text if len(where) == len(labels) else f"{_where(where, labels)}: {text}" for text, where in found.items()
     )
 
 
-def _where(indices: Sequence[int], labels: Sequence[Mapping[str, str]]) -> str:
-    shown = "; ".join(" ".join(f"{field}={value}" for field, value in labels[i].items()) for i in indices[:3])
+def _where(indices: Sequence[int], labels: Sequence[Label]) -> str:
+    shown = "; ".join(" ".join(f"{field}={value}" for field, value in labels[i]) for i in indices[:3])
     return f"elements {', '.join(map(str, indices))} ({shown}{'; ...' if len(indices) > 3 else ''})"
 
 

@@ -1,0 +1,172 @@
+"""Words of every kind of job into roles, without Slurm: what is started, where, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch import jobs
+from launch.cluster import Cluster, Tunnel
+from launch.plan import Plan, Request
+from megatron_fp8rl.cli import UsageError, parse
+from megatron_fp8rl.__main__ import COMMANDS
+
+ROOT = Path(__file__).parents[3]
+
+
+def cluster_of(tmp_path: Path, **changes) -> Cluster:
+    return Cluster(gpu=None, gpus_per_node=0, ranks_per_node=2, partition="main", run_root=str(tmp_path), **changes)
+
+
+def plan(cluster: Cluster, job: str, target: str, *words: str, nodes: int | None = None) -> Plan:
+    found = jobs.read(job, target, words)
+    return jobs.plan(
+        Request(
+            job=job,
+            cluster=cluster,
+            config_name=target,
+            cfg=found.cfg,
+            overrides=found.overrides,
+            words=found.words,
+            nodes=nodes,
+        )
+    )
+
+
+def write_checkpoint(run_dir: Path, step: int, **config) -> Path:
+    path = run_dir / "checkpoints" / f"step_{step:08d}"
+    path.mkdir(parents=True)
+    (path / ".metadata").write_bytes(b"12345")
+    (path / "state.json").write_text(json.dumps({"step": step, "files": {".metadata": 5}, "config": config}))
+    return path
+
+
+def write_hf(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def test_training_jobs_are_those_of_the_plan(tmp_path: Path):
+    found = plan(cluster_of(tmp_path), "train", "tiny_qwen3", "--num_steps", "3")
+    assert found.problems == () and found.spec is not None
+    assert found.spec.role("trainer").command[:4] == ("-m", "megatron_fp8rl", "train", "tiny_qwen3")
+    assert plan(cluster_of(tmp_path), "sft", "tiny_qwen3").spec.role("trainer").command[2] == "sft"
+
+
+def test_an_evaluation_has_the_roles_of_training_and_words_that_parse_again(tmp_path: Path):
+    checkpoint = write_checkpoint(tmp_path / "runs" / "tiny_qwen3", 40)
+    found = plan(
+        cluster_of(tmp_path), "eval", "tiny_qwen3", "--checkpoint", str(checkpoint), "--ks", "1", "4",
+        "--num_completions", "4", "--rollout.num_replicas", "2", "--rollout.placement", "separate",
+        "--rollout.transport", "gloo", "--seed", "7", nodes=2,
+    )  # fmt: skip
+    assert found.problems == ()
+    spec = found.spec
+    assert spec.name == "tiny_qwen3_eval" and [role.name for role in spec.roles] == ["trainer", "rollout-0", "rollout-1"]
+    words = spec.role("trainer").command
+    assert words[:4] == ("-m", "megatron_fp8rl", "eval", "tiny_qwen3")
+    again = parse(words[2:], {c.name: dataclasses.replace(c, judges_config=True) for c in COMMANDS})
+    assert again.options.checkpoint == str(checkpoint) and again.options.ks == (1, 4)
+    assert again.cfg.seed == 7 and again.cfg.rollout.placement == "remote"
+    assert again.cfg.run_dir == str(tmp_path / "runs" / "tiny_qwen3")
+    replica = spec.role("rollout-0").command
+    assert replica[1] == "megatron_fp8rl.rollout.replica" and "--checkpoint" not in replica and "--seed" in replica
+
+
+def test_a_relative_checkpoint_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_hf(tmp_path / "my models" / "hf")
+    found = plan(cluster_of(tmp_path), "eval", "tiny_qwen3", "--checkpoint", "my models/hf")
+    words = found.spec.role("trainer").command
+    hf = str(tmp_path / "my models" / "hf")
+    assert words[words.index("--checkpoint") + 1] == hf
+    assert words[words.index("--model.hf_path") + 1] == hf, "replicas begin with its config.json and tokenizer"
+
+
+def test_an_evaluation_is_refused_with_everything_at_once(tmp_path: Path):
+    found = plan(
+        cluster_of(tmp_path, save_signal_s=10**6), "eval", "tiny_qwen3", "--checkpoint", str(tmp_path / "none"),
+        "--num_completions", "2", "--ks", "8", "--parallel.tensor", "3",
+    )  # fmt: skip
+    said = "\n".join(found.problems)
+    assert found.spec is None
+    for part in ("--checkpoint = ", "is not a folder", "pass@8", "--parallel.tensor = 3", "save_signal_s"):
+        assert part in said, part
+
+
+def test_the_tokenizer_of_another_run_is_not_found_by_chance(tmp_path: Path):
+    other = tmp_path / "runs" / "other"
+    checkpoint = write_checkpoint(other, 1)
+    (other / "model").mkdir()
+    (other / "model" / "config.json").write_text("{}")
+    found = plan(cluster_of(tmp_path), "eval", "tiny_qwen3", "--checkpoint", str(checkpoint))
+    assert found.spec is None and f"Use --output_dir {other}" in found.problems[0]
+    own = plan(cluster_of(tmp_path), "eval", "tiny_qwen3", "--checkpoint", str(checkpoint), "--output_dir", str(other))
+    assert own.problems == ()
+
+
+def test_behind_a_tunnel_nobody_looks_for_checkpoints(tmp_path: Path):
+    cluster = cluster_of(tmp_path, tunnel=Tunnel(host="login", user="me"))
+    assert plan(cluster, "eval", "tiny_qwen3", "--checkpoint", "/cluster/only").problems == ()
+    assert plan(cluster, "convert", "inspect", "/cluster/only").problems == ()
+
+
+def test_a_study_is_one_program_on_one_node(tmp_path: Path):
+    found = plan(cluster_of(tmp_path), "study", "tiny_qwen3_moe", "--seeds", "4", "5", "--num_steps", "2")
+    (role,) = found.spec.roles
+    assert (role.name, role.kind, found.spec.nodes) == ("task", "command", 1)
+    again = parse(role.command[2:], {c.name: c for c in COMMANDS})
+    assert again.options.seeds == (4, 5) and again.cfg.num_steps == 2
+    assert again.cfg.run_dir == str(tmp_path / "runs" / "tiny_qwen3_moe")
+    assert found.spec.run_dir == again.cfg.run_dir + "_study"
+
+
+def test_a_study_that_one_node_cannot_hold_is_refused(tmp_path: Path):
+    found = plan(
+        cluster_of(tmp_path), "study", "tiny_qwen3_moe", "--parallel.world_size", "4", "--parallel.expert", "4",
+        "--algo.correction", "off",
+    )  # fmt: skip
+    assert found.spec is None and len(found.problems) == 2
+    assert "takes 4 of the 2 slots" in found.problems[0] and "algo.correction" in found.problems[1]
+    assert "--nodes 2" in plan(cluster_of(tmp_path), "study", "tiny_qwen3_moe", nodes=2).problems[0]
+
+
+def test_a_conversion_gets_absolute_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    write_hf(tmp_path / "in put")
+    found = plan(cluster_of(tmp_path), "convert", "hf_to_megatron", "in put", "out", "--workers", "2")
+    (role,) = found.spec.roles
+    assert role.command == (
+        "-m", "checkpoint_tools", "hf_to_megatron", str(tmp_path / "in put"), str(tmp_path / "out"), "--workers", "2"
+    )  # fmt: skip
+    assert found.spec.run_dir == str(tmp_path / "runs" / "hf_to_megatron_out")
+    found = plan(cluster_of(tmp_path), "convert", "megatron_to_hf", "gone", "out", "--hf_config", "in put")
+    assert found.spec is None and "SOURCE = " in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("job", "target", "words", "said"),
+    [
+        ("evl", "tiny_qwen3", (), "did you mean eval"),
+        ("convert", "hf_to_megatro", ("a", "b"), "did you mean hf_to_megatron"),
+        ("convert", "hf_to_fp8", ("--workers", "1"), "before its options"),
+        ("eval", "tiny_qwen", (), "did you mean"),
+        ("sweep", "tiny_qwen3", (), "--over FIELD"),
+    ],
+)
+def test_mistakes_have_a_message(job: str, target: str, words: tuple[str, ...], said: str):
+    with pytest.raises(UsageError, match=said):
+        jobs.read(job, target, words)
+
+
+def test_a_login_node_needs_no_torch():
+    program = "import sys, launch.jobs, launch.sweep; sys.exit(str({'torch', 'numpy', 'nemo_run'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stderr.strip() == "set()"
