@@ -101,7 +101,7 @@ class GroupedExperts(TEGroupedMLP):
 
 def require_supported(recipe: Recipe | None) -> None:
     """Raise ValueError for a recipe that DeepGEMM does not multiply in."""
-    if recipe is None or isinstance(recipe, Blockwise) and recipe.grad_format is E4M3:
+    if recipe is None or isinstance(recipe, Blockwise) and recipe.grad_format == E4M3:
         return
     raise ValueError(
         f"precision.experts = 'deep_gemm' multiplies blockwise FP8 with E4M3 gradients, or BF16; this recipe is "
