@@ -112,6 +112,7 @@ class Agent:
         names = self.board.names()
         for process in self.processes:
             self._tend_role(process, names)
+        names = self.board.names()  # with what the roles have just said: ended to save is not ended for good
         if FAILED in names:
             failed = self.board.get(FAILED)
             return "failed", f"role {failed['role']} on node {failed['node']}: {failed['reason']}"

@@ -58,6 +58,7 @@ def quoted(text: str) -> str:
 _END = """
 launch_end() {
     status=$?
+    set +e
     trap - EXIT
     end=
     if [ -r "$attempt_folder/done" ]; then

@@ -1,0 +1,289 @@
+"""The command line of the launcher: one command, every mistake at once, and an exit status that tells the truth."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch import cli, local, slurm
+from launch.cluster import Cluster
+from launch.slurm import Launched, SubmitError
+from launch.spec import JobSpec, Role, add_job, read_jobs
+
+ROOT = Path(__file__).parents[3]
+CPU = "CLUSTER = Cluster(gpu=None, gpus_per_node=0, ranks_per_node=4, run_root={root!r}, time_limit='10:00'{more})\n"
+
+
+@pytest.fixture
+def cluster_file(tmp_path):
+    """Writes a file of a cluster whose runs are below the test's folder; returns its path, which has odd marks."""
+
+    def write(more: str = "") -> str:
+        path = tmp_path / "it's my cluster.py"
+        text = "from launch.cluster import Cluster\n" + CPU.format(root=str(tmp_path / "the runs"), more=more)
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def submitted(monkeypatch):
+    """What would have been queued; nothing is."""
+    calls: list[tuple[JobSpec, dict]] = []
+
+    def submit(spec, cluster, **how) -> Launched:
+        calls.append((spec, how))
+        return Launched(job_ids=("7", "8")[: how["chain"]], run_dir=spec.run_dir, experiment_dir="")
+
+    monkeypatch.setattr(slurm, "submit", submit)
+    return calls
+
+
+def test_nothing_heavy_is_imported():
+    program = (
+        "import sys, launch.__main__, launch.cli, launch.plan, launch.slurm, launch.local, launch.agent, launch.jobs\n"
+        "heavy = {'torch', 'nemo_run', 'numpy', 'vllm', 'megatron', 'transformers'} & set(sys.modules)\n"
+        "sys.exit(f'imports {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["tiny_qwen3_moe"], "--cluster is missing"),
+        (["tiny_qwen3_moe", "--cluster", "pyxsi"], "did you mean pyxis"),
+        (["tiny_qwen3_mo", "--cluster", "local"], "tiny_qwen3_moe"),
+        (["--cluster", "local"], "CONFIG is missing"),
+        (["tiny_qwen3_moe", "--cluster", "local", "--job", "trian"], "--job 'trian' is unknown"),
+        (["tiny_qwen3_moe", "--cluster", "local", "--nodes", "two"], "--nodes 'two' is no number"),
+        (["tiny_qwen3_moe", "--cluster"], "--cluster needs a value"),
+        (["tiny_qwen3_moe", "--cluster", "local", "--id", "a b"], "--id 'a b'"),
+        (["tiny_qwen3_moe", "--cluster=plain", "--chain=0"], "--chain 0"),
+    ],
+)
+def test_a_mistake_in_the_words_is_status_2(words, said, capsys, submitted):
+    assert cli.main(words) == 2
+    assert said in capsys.readouterr().err and not submitted
+
+
+def test_an_unknown_field_is_refused(submitted, cluster_file, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["tiny_qwen3_moe", "--cluster", cluster_file(), "--parallel.tensr", "2"])
+    assert caught.value.code == 2 and "tensr" in capsys.readouterr().err and not submitted
+
+
+def test_help_is_status_0_and_no_words_are_a_mistake(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "--cluster NAME" in capsys.readouterr().out
+    assert cli.main([]) == 2
+
+
+def test_every_problem_is_shown_and_nothing_is_queued(submitted, cluster_file, capsys):
+    words = ["--parallel.tensor", "3", "--algo.clip_low", "-1", "--nodes", "9"]
+    assert cli.main(["tiny_qwen3_moe", "--cluster", cluster_file(", max_restarts=-1"), *words]) == 2
+    text = capsys.readouterr().err
+    for part in ("--parallel.tensor = 3", "--algo.clip_low = -1", "CLUSTER.max_restarts = -1", "nothing is queued"):
+        assert part in text
+    assert not submitted
+
+
+def test_a_run_is_submitted_with_where_to_look(submitted, cluster_file, capsys, tmp_path):
+    path = cluster_file()
+    assert cli.main(["tiny_qwen3_moe", "--cluster", path, "--chain", "2", "--num_steps", "3", "--id", "abc"]) == 0
+    [(spec, how)] = submitted
+    assert spec.run_dir == str(tmp_path / "the runs" / "runs" / "tiny_qwen3_moe")
+    assert how == {"cluster_name": path, "id": "tiny-qwen3-moe_abc", "chain": 2, "array": None}
+    assert "--num_steps" in spec.role("trainer").command
+    out = capsys.readouterr().out
+    assert "job 7, 8 is queued" in out and f"{spec.run_dir}/report.html" in out and "launch cancel" in out
+
+
+@pytest.mark.parametrize(("states", "status"), [({"7": "COMPLETED"}, 0), ({"7": "FAILED"}, 1), ({"7": "TIMEOUT"}, 1)])
+def test_waiting_tells_the_truth(submitted, cluster_file, capsys, monkeypatch, tmp_path, states, status):
+    monkeypatch.setattr(slurm, "job_state", states.get)
+    error = tmp_path / "the runs" / "runs" / "tiny_qwen3_moe" / "launch" / "7.0" / "first_error.txt"
+    error.parent.mkdir(parents=True)
+    error.write_text("role trainer, node 0: out of memory\n")
+    assert cli.main(["tiny_qwen3_moe", "--cluster", cluster_file(), "--wait"]) == status
+    said = capsys.readouterr()
+    assert f"job 7: {states['7']}" in said.out
+    assert ("out of memory" in said.err) == bool(status)
+
+
+def test_a_refusal_of_slurm_is_status_2(cluster_file, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise SubmitError("Slurm refused the job: invalid partition")
+
+    monkeypatch.setattr(slurm, "submit", refuse)
+    assert cli.main(["tiny_qwen3_moe", "--cluster", cluster_file()]) == 2
+    assert "invalid partition" in capsys.readouterr().err
+
+
+def test_a_machine_without_slurm_is_told(cluster_file, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert cli.main(["tiny_qwen3_moe", "--cluster", cluster_file()]) == 2
+    assert "no sbatch" in capsys.readouterr().err
+
+
+def test_a_folder_where_a_job_runs_is_refused(submitted, cluster_file, capsys, monkeypatch, tmp_path):
+    run_dir = tmp_path / "the runs" / "runs" / "tiny_qwen3_moe"
+    role = Role(name="trainer", kind="torchrun", nodes=(0,), command=())
+    word = JobSpec(name="x", run_dir=str(run_dir), roles=(role,), nodes=1).encode()
+    add_job(run_dir, {"job_id": "5", "kind": "slurm", "cluster": "c", "spec": word})
+    monkeypatch.setattr(slurm, "job_state", {"5": "PENDING"}.get)
+    assert cli.main(["tiny_qwen3_moe", "--cluster", cluster_file()]) == 2
+    assert "job 5 of cluster 'c' is PENDING" in capsys.readouterr().err and not submitted
+    monkeypatch.setattr(slurm, "job_state", {"5": "CANCELLED"}.get)
+    assert cli.main(["tiny_qwen3_moe", "--cluster", cluster_file()]) == 0
+
+
+def test_a_local_dry_run_shows_roles_and_starts_nothing(capsys, tmp_path):
+    words = ["--output_dir", str(tmp_path / "a b"), "--nodes", "3", "--rollout.placement", "separate"]
+    words += ["--rollout.transport", "gloo", "--parallel.world_size", "2", "--parallel.expert", "2"]
+    cluster = tmp_path / "here.py"
+    text = "from launch.cluster import Cluster\nCLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=4)"
+    cluster.write_text(text)
+    assert cli.main(["tiny_qwen3_moe", "--cluster", str(cluster), "--dry-run", *words]) == 0
+    out = capsys.readouterr().out
+    assert "trainer (torchrun): nodes 0-1, 1 ranks on each" in out and "3 agents on this machine" in out
+    assert "rollout-0 (replica): node 2, restarted when it dies" in out
+    assert not (tmp_path / "a b").exists()
+
+
+def test_what_is_shown_cannot_leave_its_comment(capsys, tmp_path):
+    cluster = tmp_path / "here.py"
+    text = "from launch.cluster import Cluster\nCLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=4, "
+    cluster.write_text(text + "env={'A': 'x\\nrm -rf y'})")
+    assert cli.main(["tiny_qwen3_moe", "--cluster", str(cluster), "--dry-run"]) == 0
+    assert all(line.startswith("#") for line in capsys.readouterr().out.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("stderr", "said"),
+    [
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", "CLUSTER.account = 'acc'"),
+        ("sbatch: error: invalid partition specified: p", "CLUSTER.partition = 'p'"),
+        ("sbatch: error: Batch job submission failed: Requested time limit is invalid", "CLUSTER.time_limit"),
+        ("sbatch: error: Invalid generic resource (gres) specification", "CLUSTER.gpus_per_node"),
+    ],
+)
+def test_what_slurm_says_leads_to_the_field(stderr, said):
+    class Failed(Exception):
+        class result:
+            pass
+
+    Failed.result.stderr = f"some warning\n{stderr}\n"
+    text = slurm._what_slurm_said(Failed(), Cluster(account="acc", partition="p"))
+    assert stderr in text and said in text and "some warning" not in text
+
+
+@pytest.mark.parametrize(
+    ("shown", "accounted", "state"),
+    [
+        ("JobId=1 JobState=RUNNING Reason=None", None, "RUNNING"),
+        (None, "COMPLETED\n", "COMPLETED"),
+        (None, "CANCELLED by 0\n", "CANCELLED"),
+        (None, None, None),
+        ("JobId=2 JobState=COMPLETED x\nJobId=3 JobState=PENDING y\nJobId=4 JobState=FAILED z", None, "PENDING"),
+        ("JobId=2 JobState=COMPLETED x\nJobId=3 JobState=FAILED y", None, "FAILED"),
+    ],
+)
+def test_the_state_of_a_job_with_and_without_accounting(monkeypatch, shown, accounted, state):
+    monkeypatch.setattr(slurm, "_ask", lambda *words: shown if words[0] == "scontrol" else accounted)
+    assert slurm.job_state("1") == state
+
+
+def test_waiting_for_a_silent_slurm_ends(monkeypatch):
+    monkeypatch.setattr(slurm, "job_state", lambda _: None)
+    monkeypatch.setattr(slurm, "_SILENCE_S", 0.05)
+    with pytest.raises(SubmitError, match="has said nothing about job 7"):
+        slurm.wait(["7"], poll_s=0.01)
+
+
+def test_a_job_that_can_never_start_is_cancelled(monkeypatch):
+    asked = []
+
+    def ask(*words):
+        asked.append(words)
+        return "PartitionTimeLimit\n" if words[0] == "squeue" else ""
+
+    monkeypatch.setattr(slurm, "_ask", ask)
+    monkeypatch.setattr(slurm, "_HELD_S", 0)
+    with pytest.raises(SubmitError, match=r"PartitionTimeLimit.*CLUSTER.time_limit"):
+        slurm._refuse_hopeless(["7", "8"], "c")
+    assert asked[-1] == ("scancel", "7", "8")
+
+
+def test_the_copied_code_is_whole_and_stays(tmp_path):
+    slurm.copy_code(tmp_path / "a b")
+    program = "import launch.cli, megatron_fp8rl.cli, model_configs; print(launch.cli.__file__)"
+    environment = {**os.environ, "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path / "a b", env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == str(tmp_path / "a b" / "launch" / "cli.py"), done.stderr
+    assert not list((tmp_path / "a b").rglob("__pycache__")) or done.returncode == 0
+
+
+def local_job(tmp_path, code: str, *, max_restarts: int = 2, nodes: int = 1) -> JobSpec:
+    role = Role(name="task", kind="command", nodes=tuple(range(nodes)), command=("-c", code))
+    env = {"ODD": "it's \"x\" $HOME\nb", "COUNT": str(tmp_path / "count")}
+    return JobSpec(
+        name="x y", run_dir=str(tmp_path / "a 'run'"), roles=(role,), nodes=nodes, max_restarts=max_restarts, env=env
+    )
+
+
+def run_locally(spec: JobSpec) -> tuple[int, str]:
+    job_id, process = local.start(spec, cluster_name="here")
+    return process.wait(timeout=120), job_id
+
+
+def test_a_local_job_runs_its_roles_on_every_node(tmp_path):
+    code = "import os; open(os.environ['COUNT'] + os.environ['LAUNCH_NODE'], 'w').write(os.environ['ODD'])"
+    spec = local_job(tmp_path, code, nodes=2)
+    status, job_id = run_locally(spec)
+    assert status == 0, (Path(spec.run_dir) / "launch").rglob("*.out")
+    assert [(tmp_path / f"count{node}").read_text() for node in (0, 1)] == ["it's \"x\" $HOME\nb"] * 2
+    [job] = read_jobs(spec.run_dir)
+    assert (job["job_id"], job["kind"], job["cluster"]) == (job_id, "local", "here")
+    assert JobSpec.decode(job["spec"]) == spec and json.dumps(job)
+
+
+def test_a_local_job_that_saved_is_started_again(tmp_path):
+    code = (
+        "import os, sys; path = os.environ['COUNT']; n = os.path.getsize(path) if os.path.exists(path) else 0\n"
+        "open(path, 'a').write('x'); sys.exit(85 if n < 2 else 0)"
+    )
+    status, _ = run_locally(local_job(tmp_path, code))
+    assert status == 0 and (tmp_path / "count").read_text() == "xxx"
+
+
+def test_the_attempts_of_a_local_job_are_bounded(tmp_path):
+    code = "import os, sys; open(os.environ['COUNT'], 'a').write('x'); sys.exit(85)"
+    status, _ = run_locally(local_job(tmp_path, code, max_restarts=1))
+    assert status != 0 and (tmp_path / "count").read_text() == "xx"
+
+
+def test_a_local_job_that_fails_says_so(tmp_path):
+    spec = local_job(tmp_path, "raise SystemExit('no such data')")
+    status, job_id = run_locally(spec)
+    assert status not in (0, 85)
+    assert "no such data" in (Path(spec.run_dir) / "launch" / f"{job_id}.0" / "first_error.txt").read_text()
+
+
+def test_a_local_job_outlives_who_started_it(tmp_path):
+    """It has a session of its own, so that no terminal's end reaches it."""
+    spec = local_job(tmp_path, "import time; time.sleep(1)")
+    _, process = local.start(spec, cluster_name="here")
+    assert os.getsid(process.pid) == process.pid != os.getsid(0)
+    began = time.monotonic()
+    assert process.wait(timeout=120) == 0 and time.monotonic() - began < 120
