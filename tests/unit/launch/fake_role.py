@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def _save(step: int) -> str:
 
 
 def train(arguments: argparse.Namespace) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it asks for the same as the file
     found = sorted(CHECKPOINTS.glob("step_*"))
     step = int(found[-1].name[5:]) if found else 0
     print(f"begins after step {step}", flush=True)

@@ -1,0 +1,199 @@
+"""How a launched run stands, read from its folder and, where there is one, from Slurm.
+
+In: a run's folder. Out: :class:`JobState` for each of its jobs, and lines for people. Runs wherever the folder can be
+read; the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.outcome import Outcome, newest_checkpoint, read_outcome
+from launch.slurm import is_over, job_state
+from launch.spec import attempt_dir, launch_dir, read_jobs
+
+_SILENT_S = 30.0  # agents touch their file every 5 s
+_TAIL_BYTES = 1 << 20
+_MEAN_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """One submission of a run."""
+
+    job: dict[str, Any]  # its line of jobs.jsonl
+    state: str  # Slurm's word, or RUNNING, COMPLETED, FAILED, CANCELLED of a local job
+    attempts: tuple[int, ...]  # those that have a folder, oldest first
+
+    @property
+    def job_id(self) -> str:
+        return self.job["job_id"]
+
+    @property
+    def is_over(self) -> bool:
+        return is_over(self.state)
+
+
+def job_states(run_dir: Path) -> list[JobState]:
+    """All jobs of a run, oldest first."""
+    found = []
+    for job in read_jobs(run_dir):
+        folders = launch_dir(run_dir).glob(f"{job['job_id']}.*")
+        attempts = sorted(int(suffix) for folder in folders if (suffix := folder.name.rpartition(".")[2]).isdigit())
+        last = read_outcome(run_dir, job["job_id"], attempts[-1]) if attempts else None
+        found.append(JobState(job=job, state=_state(job, last), attempts=tuple(attempts)))
+    return found
+
+
+def supervisor(job: dict[str, Any]) -> int | None:
+    """The process of this machine that looks after a local job; None when it has ended or is elsewhere."""
+    pid = job["job_id"].removeprefix("local-")
+    try:
+        words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    return int(pid) if pid.isdigit() and any(word.startswith(b"launch") for word in words) else None
+
+
+def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
+    """What ``status`` shows."""
+    lines = [_line("run", str(run_dir))]
+    for one in jobs[-5:]:
+        lines += _job_lines(run_dir, one)
+    current = next((one for one in reversed(jobs) if one.attempts), None)
+    if current is not None:
+        lines += _role_lines(run_dir, current)
+    lines += _progress_lines(run_dir)
+    if current is not None:
+        lines += _error_lines(run_dir, current)
+    report = run_dir / "report.html"
+    written = "" if report.exists() else f" (not written yet: python -m megatron_fp8rl report --run_dir {run_dir})"
+    return [*lines, _line("report", f"{report}{written}")]
+
+
+def first_error_file(run_dir: Path, jobs: list[JobState]) -> Path | None:
+    """Of the newest job that has one: that of its last attempt, which holds the first error when it was a crash loop."""
+    for one in reversed(jobs):
+        for attempt in reversed(one.attempts):
+            path = attempt_dir(run_dir, one.job_id, attempt) / "first_error.txt"
+            if path.exists():
+                return path
+    return None
+
+
+def _state(job: dict[str, Any], last: Outcome | None) -> str:
+    if job["kind"] == "slurm":
+        return job_state(job["job_id"]) or "UNKNOWN"
+    if supervisor(job) is not None:
+        return "RUNNING"
+    if last is None:
+        return "FAILED"  # it ended without a word
+    return {"done": "COMPLETED", "cancelled": "CANCELLED"}.get(last.result, "FAILED")
+
+
+def _job_lines(run_dir: Path, one: JobState) -> list[str]:
+    job = one.job
+    submitted = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["submitted_at"]))
+    lines = [_line("job", f"{one.job_id} on {job['cluster']}: {one.state}, {job['nodes']} node(s), queued {submitted}")]
+    if one.state == "PENDING" and (queued := _ask("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S")):
+        lines.append(_line("", f"waits: {queued}"))
+    for attempt in one.attempts:
+        outcome = read_outcome(run_dir, one.job_id, attempt)
+        if outcome is not None:
+            lines.append(_line("", f"attempt {attempt}: {outcome.result} ({outcome.reason})"))
+        elif attempt == one.attempts[-1] and not one.is_over:
+            lines.append(_line("", f"attempt {attempt}: under way"))
+        else:
+            lines.append(_line("", f"attempt {attempt}: ended without a word (a node was lost, or all was killed)"))
+    return lines
+
+
+def _role_lines(run_dir: Path, one: JobState) -> list[str]:
+    folder = attempt_dir(run_dir, one.job_id, one.attempts[-1])
+    lines = []
+    for path in sorted(folder.glob("role-*.json")):
+        role, _, node = path.stem.removeprefix("role-").rpartition(".node")
+        part = json.loads(path.read_text())
+        try:
+            peer = folder / f"node-{node}.json"
+            host, silent_s = json.loads(peer.read_text())["host"], time.time() - peer.stat().st_mtime
+        except (OSError, ValueError):
+            host, silent_s = "?", 0.0
+        state = part["state"]
+        if state == "running" and one.is_over:
+            state = "ended with the job"
+        elif state == "running" and silent_s > _SILENT_S:
+            state = f"NOT HEARD OF for {silent_s:.0f} s"
+        elif state == "ended":
+            state = f"ended with status {part['status']}"
+        restarts = f", restarted {part['incarnation']} time(s)" if part["incarnation"] else ""
+        lines.append(_line(role, f"node {node} ({host}): {state}{restarts}"))
+    return lines
+
+
+def _progress_lines(run_dir: Path) -> list[str]:
+    lines = []
+    for title, folder in (("warm start", run_dir / "warm_start"), ("step", run_dir)):
+        steps = _last_steps(folder / "metrics.jsonl")
+        if not steps:
+            continue
+        last = steps[-1]
+        try:
+            config = json.loads((folder / "config.json").read_text())
+            of = f" of {config['num_steps']}"
+        except (OSError, ValueError, KeyError):
+            of = ""
+        words = [f"{last['step']}{of}"]
+        seconds = [one["time/step/s"] for one in steps[-_MEAN_STEPS:] if one.get("time/step/s") is not None]
+        for name, key in (("reward", "reward/score/mean"), ("pass rate", "eval/pass_rate/mean"), ("loss", "train/loss/mean")):
+            value = next((one[key] for one in reversed(steps) if one.get(key) is not None), None)
+            words += [] if value is None else [f"{name} {value:.4g}"]
+        if seconds:
+            words.append(f"{sum(seconds) / len(seconds):.3g} s per step (mean of the last {len(seconds)})")
+        lines.append(_line(title, ", ".join(words)))
+    if checkpoint := newest_checkpoint(run_dir):
+        lines.append(_line("checkpoint", checkpoint))
+    return lines
+
+
+def _error_lines(run_dir: Path, current: JobState) -> list[str]:
+    path = first_error_file(run_dir, [current])
+    if path is None:
+        return []
+    text = path.read_text(errors="replace").splitlines()
+    return [_line("error", f"{path}"), *(_line("", line) for line in [*text[:1], *text[1:][-6:]])]
+
+
+def _last_steps(path: Path) -> list[dict[str, Any]]:
+    """The last records of a file of metrics; a line that is being written is left out."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # the first of the part that was read may be half a line
+            continue
+    return found
+
+
+def _line(title: str, text: str) -> str:
+    return f"{title:<12}{text}"
+
+
+def _ask(*command: str) -> str | None:
+    """What a command of Slurm says; None when there is no Slurm, or no answer."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None

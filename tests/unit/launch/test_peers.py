@@ -1,0 +1,64 @@
+"""Where an agent stands, and the files by which nodes of an attempt find each other."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from launch.peers import Board, PeersMissingError, Place
+
+SLURM = {"SLURM_JOB_ID": "12", "SLURM_NODEID": "2", "SLURM_JOB_NUM_NODES": "4", "SLURM_NNODES": "1"}
+
+
+def place(node: int, num_nodes: int = 2, attempt: int = 0) -> Place:
+    return Place(job="7", attempt=attempt, node=node, num_nodes=num_nodes, is_slurm=False)
+
+
+def test_slurm_says_where_an_agent_is_even_in_a_step_of_one_node():
+    assert Place.from_environment(SLURM) == Place(job="12", attempt=0, node=2, num_nodes=4, is_slurm=True)
+    assert Place.from_environment(SLURM | {"SLURM_RESTART_COUNT": "3"}).attempt == 3
+
+
+def test_the_launcher_of_this_machine_comes_before_slurm():
+    local = {"LAUNCH_NODE": "1", "LAUNCH_NODES": "2", "LAUNCH_JOB": "local-5", "LAUNCH_ATTEMPT": "1"}
+    found = Place.from_environment(SLURM | local)
+    assert found == Place(job="local-5", attempt=1, node=1, num_nodes=2, is_slurm=False)
+
+
+def test_outside_of_both_there_is_a_remedy():
+    with pytest.raises(ValueError, match="python -m launch"):
+        Place.from_environment({})
+
+
+def test_nodes_meet_whatever_their_order_and_ignore_older_attempts(tmp_path: Path):
+    stale = Board(tmp_path, place(1, attempt=0))
+    stale.put("node-1.json", {"host": "gone", "address": "10.0.0.9", "port": 1, "pid": 1})
+    boards = [Board(tmp_path, place(node, attempt=1)) for node in (1, 0)]
+    met: dict[int, dict] = {}
+    threads = [threading.Thread(target=lambda b=b: met.update({b.place.node: b.meet(10)})) for b in boards]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert met[0] == met[1] and sorted(met[0]) == [0, 1]
+    assert met[0][1].host != "gone" and met[0][0].port != met[0][1].port
+
+
+def test_who_does_not_come_is_named_within_the_deadline(tmp_path: Path):
+    with pytest.raises(PeersMissingError, match=r"node\(s\) 0, 2 of 3 did not come within 0 s; here are 1 \("):
+        Board(tmp_path, place(1, num_nodes=3)).meet(0.2)
+
+
+def test_a_number_that_was_used_before_is_refused(tmp_path: Path):
+    Board(tmp_path, place(0, num_nodes=1)).meet(1)
+    with pytest.raises(FileExistsError, match=r"7\.0 was already used"):
+        Board(tmp_path, place(0, num_nodes=1)).meet(1)
+
+
+def test_the_first_of_all_nodes_decides(tmp_path: Path):
+    boards = [Board(tmp_path, place(node)) for node in (0, 1)]
+    assert [board.put("failed.json", {"node": board.place.node}, once=True) for board in boards] == [True, False]
+    assert boards[1].get("failed.json") == {"node": 0}
+    assert boards[0].names() == {"failed.json"}
