@@ -65,7 +65,8 @@ class Agent:
         return self._conclude(result, reason)
 
     def say(self, text: str) -> None:
-        print(f"[node {self.place.node}, attempt {self.place.attempt}] {text}", flush=True)
+        # In one write: nodes share the file, and an unbuffered print writes the end of the line by itself.
+        print(f"[node {self.place.node}, attempt {self.place.attempt}] {text}\n", end="", flush=True)
 
     def _work(self) -> tuple[Result, str]:
         """(what came of it, why), with processes that may still run."""
