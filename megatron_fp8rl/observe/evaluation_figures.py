@@ -38,9 +38,10 @@ def draw_pass_at_k(axes: Axes, run: RunData) -> bool:
 def draw_pass_at_k_by_step(axes: Axes, run: RunData) -> bool:
     """pass@k of the evaluations during training, with intervals of 95 %."""
     ks = sorted({int(match[1]) for record in run.records for key in record if (match := _PASS_AT.fullmatch(key))})
+    others = [color for color in CYCLE if color != ORANGE]
     for name, label, color in [
         ("pass_rate", "pass@1", ORANGE),
-        *((f"pass_at_{k}", f"pass@{k}", CYCLE[i % len(CYCLE)]) for i, k in enumerate(ks)),
+        *((f"pass_at_{k}", f"pass@{k}", others[i % len(others)]) for i, k in enumerate(ks)),
     ]:
         steps, values = run.series(f"eval/{name}/mean")
         low, high = (run.values(f"eval/{name}_{end}/mean") for end in ("low", "high"))
