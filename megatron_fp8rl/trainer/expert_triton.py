@@ -32,8 +32,8 @@ _UNPERMUTE_ROWS, _UNPERMUTE_COLUMNS, _UNPERMUTE_WARPS = 16, 512, 8
 
 @triton.jit
 def _build_layout(
-    tokens_per_expert, offsets, padded_counts, experts, rows, positions, num_tokens, num_rows, NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    tokens_per_expert, offsets, padded_counts, experts, rows, positions, num_tokens, num_rows,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Program b fills rows [128 b, 128 b + 128), which are of one expert, and the positions of as many tokens."""
     expert = tl.arange(0, EXPERTS)
@@ -248,7 +248,9 @@ def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) ->
     return tensors
 
 
-def _outputs(layout: Layout, num_columns: int, device: torch.device, rows: bool, columns: bool, bf16: bool) -> Quantized:
+def _outputs(
+    layout: Layout, num_columns: int, device: torch.device, rows: bool, columns: bool, bf16: bool
+) -> Quantized:
     """Memory for the orientations that are wanted."""
     num_rows, num_blocks = layout.num_rows, layout.num_rows // BLOCK
 

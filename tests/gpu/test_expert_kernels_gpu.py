@@ -60,7 +60,8 @@ def assert_equal(found: Quantized, expected: Quantized, layout: Layout) -> None:
         if ours.dtype == torch.float8_e4m3fn:
             ours, theirs = ours.view(torch.uint8), theirs.view(torch.uint8)
         differ = ours != theirs
-        assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, first {differ.nonzero()[0].tolist()}"
+        where = differ.nonzero()[:1].tolist()
+        assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, first {where}"
 
 
 def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
@@ -140,7 +141,7 @@ def test_forward_bytes_are_those_of_the_engines_kernel():
 
 def test_speed():
     """Qwen3-30B-A3B experts: 131,072 routed tokens, hidden size 2048, 768 features."""
-    from benchmarks.experts import movement_calls
+    from benchmarks.expert_arms import movement_calls
     from benchmarks.results import copy_bandwidth
 
     copy = copy_bandwidth()

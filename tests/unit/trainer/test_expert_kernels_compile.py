@@ -58,7 +58,9 @@ def compiled(name: str, constants: dict, num_warps: int, tmp_path: Path) -> tupl
     ],
     ids=["rows", "rows and columns", "swiglu", "swiglu backward", "unpermute"],
 )
-def test_memory_moves_in_vectors_and_registers_suffice(name, constants, num_warps, loads, stores, conversions, tmp_path):
+def test_memory_moves_in_vectors_and_registers_suffice(
+    name, constants, num_warps, loads, stores, conversions, tmp_path
+):
     found, said = compiled(name, constants, num_warps, tmp_path)
     assert found["ld.global.v4.b32"] == loads and found["st.global.v4.b32"] == stores
     assert found["cvt.rn.satfinite.e4m3x2.f32"] == conversions

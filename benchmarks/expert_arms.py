@@ -1,0 +1,232 @@
+"""What benchmarks/experts.py times: experts of each implementation, and their kernels one by one."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_fp8rl.trainer.expert_kernels import Layout
+
+TE_RECIPES = ("bf16", "blockwise", "delayed", "tensorwise")
+OURS = {  # (trainer's precision, operands of weight gradients)
+    "grouped bf16": ("bf16", "bf16"),
+    "grouped fp8": ("blockwise", "fp8"),
+    "grouped fp8, bf16 wgrad": ("blockwise", "bf16"),
+}
+ARMS = (*(f"te {recipe}" for recipe in TE_RECIPES), *OURS)
+
+Call = Callable[[], Any]
+
+
+def milliseconds(call: Call, rounds: int, warm: int = 4) -> float:
+    """Median time of ``call`` on the GPU; its launches have to keep up, or what is timed is the host."""
+    import torch
+
+    for _ in range(warm):
+        call()
+    times = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[Call, Call]:
+    """(forward, forward and backward) of all experts of an arm, weights quantized in every call.
+
+    Weight gradients are added to FP32 buffers, as Megatron-Core keeps them. Inputs want gradients, and the router's
+    weights do where the arm multiplies by them.
+    """
+    import torch
+
+    x = torch.randn(sum(counts), hidden, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn_like(x) * 1e-3
+    run = _te_experts(arm, counts, hidden, width) if arm.startswith("te ") else _grouped(arm, counts, hidden, width)
+
+    def forward() -> None:
+        run(x)
+
+    def both() -> None:
+        x.grad = None
+        run(x).backward(grad)
+
+    return forward, both
+
+
+def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Transformer Engine's own GroupedLinear, as Megatron-Core's experts call it."""
+    import transformer_engine.pytorch as te  # before anything that makes PyTorch load cuDNN
+    from torch.nn.functional import silu
+    from transformer_engine.common import recipe as recipes
+
+    recipe = {
+        "te bf16": lambda: None,
+        "te blockwise": lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.E4M3),
+        "te delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID),
+        "te tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID),
+    }[arm]()
+    counts, num_experts = list(counts), len(counts)
+    pad, unpad = te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts)
+    settings = dict(bias=False, params_dtype=_bf16(), fuse_wgrad_accumulation=True)
+    fc1 = te.GroupedLinear(num_experts, hidden, 2 * width, **settings)
+    fc2 = te.GroupedLinear(num_experts, width, hidden, **settings)
+    for linear in (fc1, fc2):
+        give_gradient_buffers(list(linear.parameters()))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+            x, splits = (x, counts) if recipe is None else pad(x, counts)
+            gate, up = fc1(x, splits).chunk(2, dim=-1)
+            y = fc2(silu(gate) * up, splits)
+            return y if recipe is None else unpad(y, counts)
+
+    return run
+
+
+def _grouped(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The library's GroupedExperts, the router's weights included."""
+    import torch
+
+    from megatron_fp8rl.trainer.weight_cache import WeightCache
+
+    module = build_grouped(arm, len(counts), hidden, width)
+    on_host, probs = torch.tensor(list(counts)), torch.rand(sum(counts), device="cuda").requires_grad_()
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for linear in (module.linear_fc1, module.linear_fc2):
+            linear.cache = WeightCache()  # else weights are quantized once in an optimizer step
+        probs.grad = None
+        return module(x, on_host, probs)[0]
+
+    return run
+
+
+def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
+    """GroupedExperts of one rank with random weights and FP32 gradient buffers."""
+    import torch
+    from megatron.core.transformer.moe.experts import GroupedMLPSubmodules
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_fp8rl.config import PrecisionConfig
+    from megatron_fp8rl.fp8.recipe import make_recipe
+    from megatron_fp8rl.trainer.experts import GroupedExperts
+    from megatron_fp8rl.trainer.linears import GroupedLinear
+
+    trainer, wgrad = OURS[arm]
+    config = TransformerConfig(
+        num_layers=1, hidden_size=hidden, num_attention_heads=1, num_moe_experts=num_experts, moe_grouped_gemm=True,
+        moe_ffn_hidden_size=width, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        add_bias_linear=False, bf16=True, params_dtype=torch.bfloat16, perform_initialization=False,
+        gradient_accumulation_fusion=False,
+    )  # fmt: skip
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    submodules = GroupedMLPSubmodules(
+        linear_fc1=partial(GroupedLinear, parallel_mode="column"),
+        linear_fc2=partial(GroupedLinear, parallel_mode="row"),
+    )
+    groups = SimpleNamespace(ep=alone, expt_tp=alone, expt_dp=alone)
+    module = GroupedExperts(num_experts, config, submodules=submodules, pg_collection=groups, wgrad=wgrad)
+    recipe = make_recipe(PrecisionConfig(trainer=trainer, rollout="bf16", experts="deep_gemm", expert_wgrad=wgrad))
+    for linear in (module.linear_fc1, module.linear_fc2):
+        linear.recipe, linear.kernels = recipe, "te"
+        for weight in linear.weights:
+            torch.nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))
+    give_gradient_buffers(list(module.parameters())[::-1])
+    return module
+
+
+def give_gradient_buffers(parameters: Sequence[torch.nn.Parameter]) -> None:
+    """FP32 ``main_grad`` as views of one buffer, in the order of ``parameters``."""
+    import torch
+
+    buffer = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
+    for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters])):
+        parameter.main_grad, parameter.grad_added_to_main_grad = part.view(parameter.shape), False
+
+
+def movement_calls(layout: Layout, hidden: int, width: int, scales: str) -> Iterator[tuple[str, Call, int]]:
+    """(name, call, bytes that it has to move) of each kernel between the products, forward and backward."""
+    import torch
+
+    from megatron_fp8rl.trainer import expert_kernels as kernels
+
+    num_tokens, num_rows = layout.num_tokens, layout.num_rows
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, device="cuda").bfloat16()
+
+    x, y = random(num_tokens, hidden), random(num_rows, hidden)
+    h, da, probs = random(num_rows, 2 * width), random(num_rows, width), torch.rand(num_tokens, device="cuda")
+    both = dict(rows=True, columns=True)
+    num_bytes = kernels.permute_quantize_bytes(num_tokens, num_rows, hidden, **both)
+    yield "permute and quantize", lambda: kernels.permute_quantize(x, layout, scales, **both), num_bytes
+    num_bytes = kernels.swiglu_quantize_bytes(num_tokens, num_rows, width, rows=True)
+    yield "SwiGLU and quantize", lambda: kernels.swiglu_quantize(h, layout, scales), num_bytes
+    num_bytes = kernels.unpermute_bytes(num_tokens, hidden, probs=True)
+    yield "unpermute, weighted", lambda: kernels.unpermute(y, layout, probs), num_bytes
+    num_bytes = kernels.swiglu_backward_bytes(num_tokens, num_rows, width, activation_columns=True, **both)
+    call = partial(kernels.swiglu_backward_quantize, da, h, layout, scales, activation_columns=True, probs=probs)
+    yield "SwiGLU backward and quantize", call, num_bytes
+    yield "unpermute", lambda: kernels.unpermute(y, layout), kernels.unpermute_bytes(num_tokens, hidden)
+
+
+def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str, Call, int]]:
+    """(name, call, floating-point operations on tokens) of each grouped product, in FP8 and in BF16."""
+    import torch
+
+    from megatron_fp8rl.trainer import expert_kernels, grouped_gemm
+
+    num_experts = len(layout.padded_counts)
+    for name, inner, outer in (
+        ("fc1", hidden, 2 * width),
+        ("fc2", width, hidden),
+        ("fc2 dgrad", hidden, width),
+        ("fc1 dgrad", 2 * width, hidden),
+    ):
+        x = torch.randn(layout.num_rows, inner, device="cuda").bfloat16()
+        q = expert_kernels.quantize_rows_columns(x, layout, "pow2", columns=False)
+        w = torch.randn(num_experts, outer, inner, device="cuda").bfloat16()
+        scales = torch.ones(num_experts, outer // 128, inner // 128, device="cuda")
+        w8 = grouped_gemm.Fp8(w.to(torch.float8_e4m3fn), scales)
+        num_operations = 2 * layout.num_tokens * inner * outer
+        x8 = grouped_gemm.Fp8(q.rows, q.row_scales)
+        yield f"{name}, fp8", partial(grouped_gemm.multiply_fp8, x8, w8, layout, torch.bfloat16), num_operations
+        yield f"{name}, bf16", partial(grouped_gemm.multiply, x, w, layout), num_operations
+    for name, rows, columns in (("fc1 wgrad", 2 * width, hidden), ("fc2 wgrad", hidden, width)):
+        grad, x = (torch.randn(layout.num_rows, n, device="cuda").bfloat16() for n in (rows, columns))
+        quantized = (expert_kernels.quantize_rows_columns(m, layout, "pow2", rows=False) for m in (grad, x))
+        operands = [grouped_gemm.Fp8(q.columns, q.column_scales) for q in quantized]
+        out = torch.zeros(num_experts, rows, columns, device="cuda")
+        num_operations = 2 * layout.num_tokens * rows * columns
+        yield f"{name}, fp8", partial(grouped_gemm.add_weight_gradients_fp8, *operands, layout, out), num_operations
+        yield f"{name}, bf16", partial(grouped_gemm.add_weight_gradients, grad, x, layout, out), num_operations
+
+
+def dense_rates(size: int = 8192) -> dict[str, float]:
+    """Operations per second of one large product: {"bf16": ..., "fp8": ...}, what this GPU's GEMMs can do at best."""
+    import torch
+
+    a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
+    calls = {
+        "bf16": lambda: a @ b.t(),
+        "fp8": lambda: torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
+    }
+    return {name: 2 * size**3 / (milliseconds(call, 10) / 1e3) for name, call in calls.items()}
+
+
+def _bf16() -> torch.dtype:
+    import torch
+
+    return torch.bfloat16

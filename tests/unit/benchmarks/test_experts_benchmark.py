@@ -1,0 +1,125 @@
+"""The parts of benchmarks/experts.py that need no GPU."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from benchmarks import experts
+from benchmarks.experts import Shape
+from benchmarks.results import Results
+from megatron_fp8rl.config import ParallelConfig, RolloutConfig
+from model_configs import qwen3
+
+SHAPE = Shape(4, 1000, 256, 128)
+
+
+def row(arm: str, ms: float, pattern: str = "balanced", device: str = "NVIDIA H200", **more) -> dict:
+    return {"measured": "experts", **vars(SHAPE), "pattern": pattern, "arm": arm, "ms": ms, "device": device} | more
+
+
+def test_every_pattern_gives_away_every_token():
+    for pattern in experts.PATTERNS:
+        counts = experts.token_counts(pattern, 1000, 8)
+        assert len(counts) == 8 and sum(counts) == 1000
+        assert counts == experts.token_counts(pattern, 1000, 8)
+    assert experts.token_counts("equal", 10, 4) == [3, 3, 2, 2]
+    assert experts.token_counts("one has all", 10, 4) == [0, 0, 10, 0]
+    assert experts.token_counts("half empty", 1000, 4)[1::2] == [0, 0]
+    skewed = experts.token_counts("skewed", 100_000, 8)
+    assert 6 < skewed[0] / skewed[7] < 10
+
+
+def test_operations_are_those_of_nine_products():
+    assert SHAPE.num_operations == 9 * 2 * 1000 * 256 * 128
+
+
+def test_bytes_and_floor():
+    counts = [128, 0, 256, 128]
+    shape = Shape(4, 512, 256, 128)
+    # Numbers to a token: FP8 and its scales are 1 + 4 / 128 bytes; indices are left out of the account below.
+    fp8 = 1 + 4 / 128
+    forward = 256 * (2 + 2 * fp8) + 128 * (4 + fp8) + 256 * 4
+    backward = 256 * (2 + 2 * fp8) + 128 * (6 + 4 * fp8 + fp8) + 256 * 4
+    found = experts.moved_bytes(shape, counts, "grouped fp8")
+    assert found == pytest.approx(512 * (forward + backward), rel=0.01)
+    forward, backward = 256 * 4 + 128 * 6 + 256 * 4, 256 * 4 + 128 * (6 + 4 + 2) + 256 * 4
+    found = experts.moved_bytes(shape, counts, "grouped bf16")
+    assert found == pytest.approx(512 * (forward + backward), rel=0.01)
+    # Padding is written, not read.
+    assert experts.moved_bytes(shape, [512, 1, 1, 1], "grouped bf16") > found
+
+    ceilings = {"bf16": 1e12, "fp8": 2e12, "copy": float("inf")}
+    one_pass = shape.num_operations / 3 / 1e12 * 1e3
+    assert experts.floor_ms(shape, counts, "grouped bf16", ceilings) == pytest.approx(3 * one_pass)
+    assert experts.floor_ms(shape, counts, "grouped fp8", ceilings) == pytest.approx(1.5 * one_pass)
+    assert experts.floor_ms(shape, counts, "grouped fp8, bf16 wgrad", ceilings) == pytest.approx(2 * one_pass)
+
+
+def test_verdict_compares_the_best_of_both():
+    rows = [row("te bf16", 3.0), row("grouped bf16", 2.0), row("te blockwise", 6.0), row("grouped fp8", 1.0)]
+    rows += [row("te bf16", 1.0, "skewed"), row("te blockwise", 2.0, "skewed"), row("grouped fp8", 0.1, device="other")]
+    rows += [row("te bf16", 0.5, "equal"), row("grouped bf16", 0.1, tokens=7), {"measured": "ceilings", "device": "a"}]
+    rows[-1:] = [row("grouped fp8", 1.0, "equal") | {"error": "no"}, row("grouped fp8", 0.5, "equal")]
+    lines = experts.verdict(rows, SHAPE, "NVIDIA H200").splitlines()
+    assert lines[0] == "balanced: FP8 pays: grouped fp8 1.00 ms, grouped bf16 2.00 ms, 2.00x"
+    assert lines[1].startswith("equal: FP8 makes no difference")
+    assert lines[2] == "skewed: FP8 does not pay: te blockwise 2.00 ms, te bf16 1.00 ms, 0.50x"
+    assert experts.verdict(rows, Shape(1, 1, 128, 128), "NVIDIA H200").startswith("not measured on NVIDIA H200")
+
+
+def test_table_has_a_line_for_each_shape_and_pattern():
+    rows = [row("te bf16", 3.0), row("grouped fp8", 1.0, floor_ms=0.8), row("te bf16", 2.0, "skewed")]
+    first, second = experts.table([*rows, {"measured": "ceilings"}])
+    assert (first["te bf16"], first["grouped fp8"], first["floor"], first["bf16 : fp8"]) == (3.0, 1.0, 0.8, 3.0)
+    assert second["pattern"] == "skewed" and second["bf16 : fp8"] is None
+
+
+def test_plot_is_drawn(tmp_path):
+    rows = [row("te bf16", 3.0), row("grouped fp8", 1.0, floor_ms=0.8), row("te blockwise", 2.0)]
+    experts.plot(rows, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_shape_of_a_configuration():
+    from dataclasses import replace
+
+    cfg = qwen3.grpo_qwen3_30b_a3b()
+    cfg = replace(
+        cfg,
+        parallel=ParallelConfig(world_size=16, tensor=2, expert=8),
+        rollout=replace(RolloutConfig(), max_tokens_per_microbatch=16_384),
+    )
+    assert Shape.of(cfg) == Shape(16, 8192 * 8, 2048, 768)
+    with pytest.raises(ValueError, match="dense"):
+        Shape.of(qwen3.grpo_qwen3_8b())
+
+
+def test_options():
+    assert Shape.parse("16,100,256,128") == Shape(16, 100, 256, 128)
+    with pytest.raises(argparse.ArgumentTypeError, match="experts,tokens,hidden,width"):
+        Shape.parse("16,100,256")
+    options = experts.parse(["--config", "grpo_qwen3_30b_a3b"])
+    assert [shape.hidden for shape in options.shape] == [2048]
+    quick = experts.parse(["--quick"])
+    assert len(quick.shape) == 1 and quick.results.name == "experts_quick.jsonl"
+
+
+def test_rows_of_different_kinds_do_not_replace_each_other(tmp_path):
+    results = Results(tmp_path / "experts.jsonl", experts.KEYS)
+    results.add({"measured": "ceilings", "device": "cpu", "bf16": 1.0})
+    results.add(row("te bf16", 3.0, device="cpu"))
+    results.add(row("te bf16", 2.0, device="cpu"))
+    results.add(row("layout", 2.0, device="cpu") | {"measured": "kernels"})
+    assert [found.get("ms") for found in results.rows()] == [None, 2.0, 2.0]
+
+
+def test_without_a_gpu_it_says_so(capsys):
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit) as left:
+        experts.main(["--quick"])
+    assert left.value.code == 2 and "needs 1 GPU" in capsys.readouterr().err
