@@ -1,0 +1,71 @@
+"""The process above a remote replica's server: it says where the server is, and neither outlives the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.rollout.endpoint import Endpoint
+
+# A replica with a server that answers at once and does nothing, below an agent that can be killed.
+_REPLICA = """
+import subprocess, sys
+from megatron_fp8rl.rollout import replica
+def start_server(cfg, hf_dir, *, host, **_):
+    assert cfg.rollout.placement == "remote" and (hf_dir / "config.json").exists()
+    return subprocess.Popen(["sleep", "300"], start_new_session=True), f"http://{host}:7"
+replica.start_server = start_server
+replica._is_healthy = lambda url, token: True
+sys.exit(replica.main(sys.argv[1:]))
+"""
+_AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[1:]]).returncode)"
+
+
+def wait_for(what) -> None:
+    deadline = time.monotonic() + 120.0
+    while not what():
+        assert time.monotonic() < deadline, "took too long"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+@pytest.mark.parametrize("end", ["agent", "server", "asked"])
+def test_replica_and_server_end_together(end, tmp_path):
+    path = tmp_path / "replicas" / "rollout-0.json"
+    words = ["tiny_qwen3_moe", "--rollout.placement", "remote", "--replica", "0", "--endpoint", str(path)]
+    environment = os.environ | {"LAUNCH_ADDRESS": "127.0.0.1", "LAUNCH_INCARNATION": "2001", "LAUNCH_LOG": "/l/rollout-0.log"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    agent = subprocess.Popen([sys.executable, "-c", _AGENT, _REPLICA, *words], env=environment, start_new_session=True)
+    try:
+        wait_for(lambda: Endpoint.read(path) is not None)
+        endpoint = Endpoint.read(path)
+        assert (endpoint.name, endpoint.url, endpoint.incarnation) == ("rollout-0", "http://127.0.0.1:7", 2001)
+        assert endpoint.log == "/l/rollout-0.log" and len(endpoint.token) > 30
+        (replica,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        if end == "agent":
+            agent.kill()
+            wait_for(lambda: not is_running(endpoint.pid))
+        elif end == "server":
+            os.kill(endpoint.pid, signal.SIGKILL)
+            assert agent.wait(60) == 128 + signal.SIGKILL
+        else:
+            os.kill(int(replica), signal.SIGUSR1)  # a warning for somebody else
+            os.kill(int(replica), signal.SIGTERM)
+            assert agent.wait(60) == 0
+        wait_for(lambda: not is_running(int(replica)))
+        assert not is_running(endpoint.pid)
+        assert not path.exists()
+    finally:
+        if is_running(agent.pid):
+            os.killpg(agent.pid, signal.SIGKILL)
+        agent.wait(10)
