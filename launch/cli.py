@@ -258,7 +258,10 @@ def _state(job: dict) -> str | None:
         return state if state is not None and not slurm.is_over(state) else None
     with contextlib.suppress(OSError):
         shown = subprocess.run(
-            ["ps", "-o", "args=", "-p", job["job_id"].removeprefix("local-")], capture_output=True, text=True, timeout=60
+            ["ps", "-o", "args=", "-p", job["job_id"].removeprefix("local-")],
+            capture_output=True,
+            text=True,
+            timeout=60,
         ).stdout
         return "RUNNING" if "launch.local" in shown else None
     return None

@@ -93,7 +93,8 @@ class Cluster:
             return found
         limit = self.time_limit_s
         if limit is None:
-            found.append(_bad("time_limit", self.time_limit, "is no time", "Write hours as 04:00:00, or days as 2-00:00:00"))
+            remedy = "Write hours as 04:00:00, or days as 2-00:00:00"
+            found.append(_bad("time_limit", self.time_limit, "is no time", remedy))
         elif self.save_signal_s >= limit:
             remedy = f"Set less than the time limit of {limit} s, with room for one step"
             found.append(_bad("save_signal_s", self.save_signal_s, "is before the job begins", remedy))

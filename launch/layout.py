@@ -44,13 +44,14 @@ class Layout:
 
 
 def plan_layout(need: Need, nodes: int | None = None) -> tuple[Layout | None, list[str]]:
-    """(layout, problems); the layout is None exactly when there are problems. ``nodes=None`` takes as few as possible."""
+    """(layout, problems), one of them empty. ``nodes=None`` takes as few as possible."""
     problems = _problems(need)
     if problems:
         return None, problems
     fewest = next((n for n in _counts(need) if _try(need, n) is not None), None)
     if fewest is None:
-        return None, [f"{_in_words(need)} do not go onto nodes of {need.slots}: no replica may cross the edge of a node"]
+        edge = "no replica may cross the edge of a node"
+        return None, [f"{_in_words(need)} do not go onto nodes of {need.slots}: {edge}"]
     if nodes is None:
         return _try(need, fewest), []
     if nodes < fewest:
@@ -66,9 +67,8 @@ def plan_layout(need: Need, nodes: int | None = None) -> tuple[Layout | None, li
 def _problems(need: Need) -> list[str]:
     found = []
     if need.tensor > need.slots and need.replicas and need.tensor % need.slots:
-        found.append(
-            f"--rollout.tensor {need.tensor} does not fill whole nodes of {need.slots}; a replica that spans nodes has to"
-        )
+        whole = "a replica that spans nodes has to"
+        found.append(f"--rollout.tensor {need.tensor} does not fill whole nodes of {need.slots}; {whole}")
     if need.shares_slots and need.replicas * need.tensor > need.ranks:
         found.append(
             f"{need.replicas} replicas x {need.tensor} share the slots of {need.ranks} trainer ranks, which are fewer"

@@ -23,7 +23,7 @@ _GRACE_S = 120.0  # for the other agents, once one has ended
 
 
 def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[bytes]]:
-    """(number of the job, its process), which outlives this one. Raises OSError when the run's folder is not writable."""
+    """(number of the job, its process), which outlives this one. Raises OSError when the folder is not writable."""
     folder = launch_dir(spec.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
     log_path = folder / f"local-{time.strftime('%Y%m%d-%H%M%S')}.out"
@@ -68,7 +68,7 @@ def supervise(spec: JobSpec) -> int:
         if status != SAVED or any(number != signal.SIGUSR1 for number in wanted):
             return status
         wanted.clear()
-    print(f"launch: saved, but max_restarts = {spec.max_restarts} attempts are used up; start the run again", flush=True)
+    print(f"launch: saved, but max_restarts = {spec.max_restarts} attempts are used up; start it again", flush=True)
     return status
 
 
@@ -92,7 +92,8 @@ def _attempt(spec: JobSpec, job_id: str, attempt: int, wanted: list[int]) -> int
         if deadline is not None and time.monotonic() > deadline:
             for node, agent in enumerate(agents):
                 if agent.poll() is None:
-                    print(f"launch: the agent of node {node} is killed, {_GRACE_S:.0f} s after the first ended", flush=True)
+                    late = f"{_GRACE_S:.0f} s after the first ended"
+                    print(f"launch: the agent of node {node} is killed, {late}", flush=True)
                     agent.kill()
         time.sleep(_POLL_S)
     with contextlib.suppress(OSError, ValueError):

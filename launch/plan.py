@@ -52,15 +52,23 @@ def plan_training(request: Request) -> Plan:
     problems, warnings = preflight(request)
     needs_engines = request.job != "sft" and cfg.rollout.replay is None
     if request.job == "rl" and cfg.model.hf_path is None:
-        problems.append("--model.hf_path = None: rl starts from trained weights. Name a checkpoint, or use --job train.")
+        remedy = "Name a checkpoint, or use --job train"
+        problems.append(f"--model.hf_path = None: rl starts from trained weights. {remedy}.")
     layout, found = None, ()
     if not cluster.violations():
         layout, found = _lay_out(cfg, cluster, request.nodes, needs_engines)
         problems += found
-        if layout is not None:
-            problems += across_nodes(cfg, layout, needs_engines)
+        if layout is not None and (found := across_nodes(cfg, layout, needs_engines)):
+            # The doctor counts GPUs alone; where they are is known here.
+            problems = [text for text in problems if not text.startswith("--rollout.transport")] + found
     if problems or layout is None:
         return Plan(spec=None, problems=tuple(problems), warnings=tuple(warnings))
+    if _shares_gpus(request) and layout.replicas:
+        request = dataclasses.replace(request, overrides=(*request.overrides, "--rollout.transport", "gloo"))
+        warnings.append(
+            f"--rollout.placement = 'colocated' on {len(layout.trainer_nodes)} nodes: weights travel through host memory, "
+            "since NCCL cannot join two processes of one GPU. With engines on GPUs of their own they do not."
+        )
     run_dir = absolute_run_dir(cfg, cluster)
     replicas = replica_roles(request, layout.replicas, run_dir)
     trainer = Role(
@@ -143,7 +151,9 @@ def trainer_words(request: Request, run_dir: str, replicas: tuple[Role, ...]) ->
     return words
 
 
-def job_spec(request: Request, run_dir: str, roles: tuple[Role, ...], nodes: int, *, name: str | None = None) -> JobSpec:
+def job_spec(
+    request: Request, run_dir: str, roles: tuple[Role, ...], nodes: int, *, name: str | None = None
+) -> JobSpec:
     """A job of these roles, with what the cluster's file says about all."""
     cluster = request.cluster
     env = {"PYTHONUNBUFFERED": "1", **cluster.env}
@@ -202,6 +212,11 @@ def across_nodes(cfg: RunConfig, layout: Layout, needs_engines: bool) -> list[st
             "this ends at a node. Use --rollout.transport auto."
         ]
     return []
+
+
+def _shares_gpus(request: Request) -> bool:
+    assert request.cfg is not None
+    return request.cfg.rollout.placement == "colocated" and request.cluster.gpu is not None
 
 
 def _lay_out(

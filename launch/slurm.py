@@ -84,18 +84,20 @@ def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
     texts |= {f"CLUSTER.sbatch[{name!r}]": str(value) for name, value in cluster.sbatch.items()}
     if cluster.container_image is None:
         found += [
-            f"{what} = {text!r} holds {NEMO_RUN_PLACEHOLDER!r}, which nemo-run replaces in scripts without a container. "
-            "Use another folder, or a link with another name."
+            f"{what} = {text!r} holds {NEMO_RUN_PLACEHOLDER!r}, which nemo-run replaces in scripts without a "
+            "container. Use another folder, or a link with another name."
             for what, text in texts.items()
             if NEMO_RUN_PLACEHOLDER in text
         ]
-    for mark, why in (("%", "Slurm replaces what follows it"), ("\\", "Slurm reads it as an escape"), ("\n", "it ends a line")):
+    marks = {"%": "Slurm replaces what follows it", "\\": "Slurm reads it as an escape", "\n": "it ends a line"}
+    for mark, why in marks.items():
         if mark in spec.run_dir:
             found.append(f"the run's folder = {spec.run_dir!r} holds {mark!r}: {why}. Choose another --output_dir.")
     if cluster.container_image is not None and re.search(r"[:,]", spec.run_dir + (cluster.run_root or "")):
         found.append(f"the run's folder = {spec.run_dir!r} holds ':' or ',', which pyxis cannot mount. Choose another.")
     if cluster.tunnel is not None and shlex.quote(spec.run_dir) != spec.run_dir:
-        found.append(f"the run's folder = {spec.run_dir!r} holds marks that a shell reads, which the tunnel does not quote. Choose another.")
+        why = "marks that a shell reads, which the tunnel does not quote"
+        found.append(f"the run's folder = {spec.run_dir!r} holds {why}. Choose another.")
     return found
 
 
@@ -127,8 +129,8 @@ def submit(
     """Queue the job, or a chain of them, and return at once. Raises SubmitError, and leaves nothing queued then."""
     if cluster.tunnel is None and shutil.which("sbatch") is None:
         raise SubmitError(
-            f"cluster {cluster_name!r}: this machine has no sbatch. Run this on a login node, give the cluster's file a "
-            "tunnel to one, or use --cluster local or --dry-run"
+            f"cluster {cluster_name!r}: this machine has no sbatch. Run this on a login node, give the cluster's file "
+            "a tunnel to one, or use --cluster local or --dry-run"
         )
     nemo = _nemo_run()
     submission = _submission(nemo, spec, cluster, id or new_id(spec), chain, array)
@@ -157,7 +159,8 @@ def submit(
                 "spec": spec.encode(),
             },
         )
-    return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=str(Path(submission.job_dir(0)).parent))
+    folder = str(Path(submission.job_dir(0)).parent)
+    return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=folder)
 
 
 def _submission(
@@ -171,7 +174,7 @@ def _submission(
 
 
 def copy_code(folder: Path) -> None:
-    """Keep this code as it is: a job that waits for days, or is started again, must not run what is edited meanwhile."""
+    """Keep this code as it is: a job that waits for days, or starts again, must not run what is edited meanwhile."""
     folder.mkdir(parents=True)
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
     for package in _PACKAGES:
@@ -220,8 +223,9 @@ def job_state(job_id: str) -> str | None:
 
 def is_over(state: str) -> bool:
     """Whether a job in this state will never run again."""
-    waiting = {"PENDING", "RUNNING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SUSPENDED", "COMPLETING", "CONFIGURING"}
-    return state not in waiting | {"RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+    waiting = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "CONFIGURING", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+    working = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING", "SIGNALING", "STAGE_OUT"}
+    return state not in waiting | working
 
 
 def _refuse_hopeless(job_ids: Sequence[str], cluster_name: str) -> None:
@@ -239,7 +243,9 @@ def _refuse_hopeless(job_ids: Sequence[str], cluster_name: str) -> None:
 def _ask(*words: str) -> str | None:
     """Output of one of Slurm's commands; None when it fails or is missing."""
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            words, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -18,6 +18,10 @@ from launch.spec import JobSpec, Role, add_job, read_jobs
 
 ROOT = Path(__file__).parents[3]
 CPU = "CLUSTER = Cluster(gpu=None, gpus_per_node=0, ranks_per_node=4, run_root={root!r}, time_limit='10:00'{more})\n"
+LOCAL = (
+    "from launch.cluster import Cluster\n"
+    "CLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=4"
+)
 
 
 @pytest.fixture
@@ -150,8 +154,7 @@ def test_a_local_dry_run_shows_roles_and_starts_nothing(capsys, tmp_path):
     words = ["--output_dir", str(tmp_path / "a b"), "--nodes", "3", "--rollout.placement", "separate"]
     words += ["--rollout.transport", "gloo", "--parallel.world_size", "2", "--parallel.expert", "2"]
     cluster = tmp_path / "here.py"
-    text = "from launch.cluster import Cluster\nCLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=4)"
-    cluster.write_text(text)
+    cluster.write_text(LOCAL + ")\n")
     assert cli.main(["tiny_qwen3_moe", "--cluster", str(cluster), "--dry-run", *words]) == 0
     out = capsys.readouterr().out
     assert "trainer (torchrun): nodes 0-1, 1 ranks on each" in out and "3 agents on this machine" in out
@@ -161,8 +164,7 @@ def test_a_local_dry_run_shows_roles_and_starts_nothing(capsys, tmp_path):
 
 def test_what_is_shown_cannot_leave_its_comment(capsys, tmp_path):
     cluster = tmp_path / "here.py"
-    text = "from launch.cluster import Cluster\nCLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=4, "
-    cluster.write_text(text + "env={'A': 'x\\nrm -rf y'})")
+    cluster.write_text(LOCAL + ", env={'A': 'x\\nrm -rf y'})\n")
     assert cli.main(["tiny_qwen3_moe", "--cluster", str(cluster), "--dry-run"]) == 0
     assert all(line.startswith("#") for line in capsys.readouterr().out.splitlines())
 
@@ -170,7 +172,7 @@ def test_what_is_shown_cannot_leave_its_comment(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("stderr", "said"),
     [
-        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination", "CLUSTER.account = 'acc'"),
+        ("sbatch: error: Invalid account or account/partition combination specified", "CLUSTER.account = 'acc'"),
         ("sbatch: error: invalid partition specified: p", "CLUSTER.partition = 'p'"),
         ("sbatch: error: Batch job submission failed: Requested time limit is invalid", "CLUSTER.time_limit"),
         ("sbatch: error: Invalid generic resource (gres) specification", "CLUSTER.gpus_per_node"),
@@ -227,11 +229,16 @@ def test_the_copied_code_is_whole_and_stays(tmp_path):
     slurm.copy_code(tmp_path / "a b")
     program = "import launch.cli, megatron_fp8rl.cli, model_configs; print(launch.cli.__file__)"
     environment = {**os.environ, "PYTHONPATH": ""}
+    assert not list(tmp_path.rglob("__pycache__"))
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path / "a b", env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program],
+        cwd=tmp_path / "a b",
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert done.stdout.strip() == str(tmp_path / "a b" / "launch" / "cli.py"), done.stderr
-    assert not list((tmp_path / "a b").rglob("__pycache__")) or done.returncode == 0
 
 
 def local_job(tmp_path, code: str, *, max_restarts: int = 2, nodes: int = 1) -> JobSpec:
@@ -251,7 +258,7 @@ def test_a_local_job_runs_its_roles_on_every_node(tmp_path):
     code = "import os; open(os.environ['COUNT'] + os.environ['LAUNCH_NODE'], 'w').write(os.environ['ODD'])"
     spec = local_job(tmp_path, code, nodes=2)
     status, job_id = run_locally(spec)
-    assert status == 0, (Path(spec.run_dir) / "launch").rglob("*.out")
+    assert status == 0
     assert [(tmp_path / f"count{node}").read_text() for node in (0, 1)] == ["it's \"x\" $HOME\nb"] * 2
     [job] = read_jobs(spec.run_dir)
     assert (job["job_id"], job["kind"], job["cluster"]) == (job_id, "local", "here")

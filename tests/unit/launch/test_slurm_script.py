@@ -25,6 +25,7 @@ from launch.spec import JobSpec, Role
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[3]
 WORD = re.compile(r"(-m launch\.agent )(\S+)")
+ALONE = Link(chain="run_1")
 NAMES = ("odd", "pyxis", "chain0", "chain1", "chain2")
 needs_nemo_run = pytest.mark.skipif(importlib.util.find_spec("nemo_run") is None, reason="nemo-run is not installed")
 
@@ -116,7 +117,7 @@ def end_of_job(tmp_path):
     """Run the lines of the launcher in bash, with a stand-in for scontrol, and an srun that ends with a status."""
 
     def run(
-        status: int, *, done: str | None = None, restarts: int = 0, link: Link = Link(chain="run_1"), state: str = "RUNNING"
+        status: int, *, done: str | None = None, restarts: int = 0, link: Link = ALONE, state: str = "RUNNING"
     ) -> tuple[int, str, str]:
         run_dir = tmp_path / "it's a \"run\" $x"
         attempt = run_dir / "launch" / f"7.{restarts}"
@@ -140,7 +141,8 @@ def end_of_job(tmp_path):
         # As nemo-run's script ends, which lets any failure of a command end it.
         script = f"{lines}\n(exit {status})\nexitcode=$?\nset -e\nexit $exitcode\n"
         ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-        files = {p.relative_to(run_dir / "launch").as_posix(): p.read_text() for p in (run_dir / "launch").rglob("*.*") if p.is_file()}
+        written = [path for path in (run_dir / "launch").rglob("*.*") if path.is_file()]
+        files = {path.relative_to(run_dir / "launch").as_posix(): path.read_text() for path in written}
         return ended.returncode, calls.read_text(), f"{ended.stderr}{files}"
 
     return run

@@ -68,8 +68,10 @@ launch_end() {
     mkdir -p "$attempt_folder"
     if [ "$end" = failed ] && [ ! -e "$attempt_folder/first_error.txt" ]; then
         # The agents did not get as far: what srun and the container say is all that there is.
-        { cat "$launch_logs"/log-agents_"$SLURM_JOB_ID"_"$attempt".out; tail -n 40 "$launch_logs/sbatch-$launch_log_id.out"; } \
-            > "$attempt_folder/first_error.txt" 2>/dev/null
+        {
+            cat "$launch_logs/log-agents_${SLURM_JOB_ID}_$attempt.out"
+            tail -n 40 "$launch_logs/sbatch-$launch_log_id.out"
+        } > "$attempt_folder/first_error.txt" 2> /dev/null
     fi
     if [ -n "$end" ]; then
         echo "$SLURM_JOB_ID $status" > "$launch_folder/$launch_chain.$end"

@@ -18,7 +18,8 @@ GPU = Cluster(run_root="/shared")
 
 def request(config: str, *words: str, cluster: Cluster = GPU, **changes) -> Request:
     cfg = cli.parse_overrides(cli.load_config(config), list(words))
-    return Request(**{"job": "train", "cluster": cluster, "config_name": config, "cfg": cfg, "overrides": words} | changes)
+    values = {"job": "train", "cluster": cluster, "config_name": config, "cfg": cfg, "overrides": words}
+    return Request(**values | changes)
 
 
 def laid_out(nodes: int | None = None, **need) -> Layout:
@@ -102,12 +103,13 @@ def test_no_slot_is_given_twice_and_no_node_is_idle(ranks, replicas, tensor, nod
 
 
 def test_roles_of_a_separate_run():
-    planned = plan_training(request("grpo_qwen3_8b", nodes=2))
+    planned = plan_training(request("grpo_qwen3_8b", "--rollout.transport", "auto", nodes=2))
     spec = planned.spec
     assert spec is not None, planned.problems
     assert spec.run_dir.startswith("/shared/")
     trainer, *replicas = spec.roles
-    assert (trainer.kind, trainer.nodes, trainer.processes_per_node, trainer.gpus) == ("torchrun", (0,), 4, (0, 1, 2, 3))
+    assert (trainer.kind, trainer.nodes, trainer.processes_per_node) == ("torchrun", (0,), 4)
+    assert trainer.gpus == (0, 1, 2, 3)
     assert trainer.command[:4] == ("-m", "megatron_fp8rl", "train", "grpo_qwen3_8b")
     assert trainer.essential and not trainer.restart
     assert [(r.name, r.nodes, r.gpus) for r in replicas] == [(f"rollout-{i}", (1,), (i,)) for i in range(4)]
@@ -118,7 +120,9 @@ def test_roles_of_a_separate_run():
         assert words[words.index("--endpoint") + 1] == f"{spec.run_dir}/replicas/rollout-{index}.json"
 
 
-SMALL = ("--parallel.world_size", "2", "--parallel.expert", "2", "--rollout.placement", "separate", "--rollout.transport")
+SMALL = (
+    "--parallel.world_size", "2", "--parallel.expert", "2", "--rollout.placement", "separate", "--rollout.transport"
+)  # fmt: skip
 
 
 def test_commands_are_those_of_the_program():
@@ -173,6 +177,25 @@ def test_every_problem_is_named_at_once():
 def test_shared_memory_ends_at_a_node():
     [problem] = plan_training(request("tiny_qwen3_moe", *SMALL, "shm", cluster=CPU, nodes=3)).problems
     assert "--rollout.transport = 'shm'" in problem and "--rollout.transport auto" in problem
+
+
+def test_a_mistake_that_doctor_sees_too_is_named_once():
+    words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16")
+    problems = plan_training(request("grpo_qwen3_8b_colocated", *words)).problems
+    assert sum("--rollout.transport" in problem for problem in problems) == 1
+
+
+def test_colocated_engines_over_nodes_are_started_by_agents_on_the_trainers_gpus():
+    words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16", "--rollout.transport", "auto")
+    planned = plan_training(request("grpo_qwen3_8b_colocated", *words))
+    assert planned.spec is not None, planned.problems
+    assert planned.spec.nodes == 2 and planned.spec.role("trainer").nodes == (0, 1)
+    last = planned.spec.role("rollout-15")
+    assert (last.nodes, last.gpus) == ((1,), (7,))
+    assert any("NCCL cannot join" in warning for warning in planned.warnings)
+    words = planned.spec.role("trainer").command
+    rollout = cli.parse_overrides(cli.load_config(words[3]), words[4:]).rollout
+    assert (rollout.placement, rollout.transport) == ("remote", "gloo")
 
 
 def test_what_doctor_finds_comes_with_its_remedy():
