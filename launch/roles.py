@@ -33,6 +33,7 @@ _ERROR_BYTES = 8000
 _LAST_LINES = 20
 _MEMORY_S = 120.0  # a traceback that a process survived for longer than this was not what ended it
 _RANK = re.compile(r"\[rank (\d+)\] ")
+_TORCH_RANK = re.compile(r"\[rank\d+\]: ?")  # before each line of what torch itself prints of an exception
 _OWNER = "LAUNCH_OWNER"  # in the environment of all descendants, also of those in sessions of their own
 
 
@@ -149,6 +150,7 @@ class RoleProcess:
                 match = _RANK.match(lines[0])
                 if match is not None:
                     lines = [line.removeprefix(match[0]) for line in lines if line.startswith(match[0])]
+                lines = [_TORCH_RANK.sub("", line, count=1) for line in lines]
                 return Failure(when, "\n".join(_one_error(lines)), int(match[1]) if match else None)
             log.seek(max(self._begin, self.log.stat().st_size - _ERROR_BYTES))
             lines = log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
@@ -219,10 +221,10 @@ def status_in_words(status: int | None) -> str:
 
 
 def _one_error(lines: Sequence[str]) -> list[str]:
-    """From the head of a traceback to the message below it; up to 15 lines of what follows belong to the message."""
-    end = next((i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))), len(lines))
+    """From the head of a traceback to the message below it; after a message that ends in a colon, 15 lines more."""
+    end = next((i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))), len(lines) - 1)
     following = 0
-    for line in lines[end + 1 : end + 16]:
+    for line in lines[end + 1 : end + 16] if lines[end].endswith(":") else ():
         if _TRACEBACK.decode() in line or line.startswith(("=== ", "During handling of", "The above exception")):
             break
         following += 1

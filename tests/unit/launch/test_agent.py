@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -36,6 +37,7 @@ class Job:
         self.run_dir = folder / "a run with 'quotes'"
         self.run_dir.mkdir(exist_ok=True)
         self.num_nodes = num_nodes
+        self.deadline_s = DEADLINE_S
         environment = {"FAKE_RUN": str(self.run_dir)}
         self.spec = JobSpec(
             name="fake", run_dir=str(self.run_dir), roles=roles, nodes=num_nodes, env=environment, **how
@@ -60,7 +62,7 @@ class Job:
     def wait(self) -> tuple[set[int], list[str]]:
         """(exit statuses, outputs) of the agents."""
         try:
-            outputs = [agent.communicate(timeout=DEADLINE_S)[0] for agent in self.agents]
+            outputs = [agent.communicate(timeout=self.deadline_s)[0] for agent in self.agents]
         except subprocess.TimeoutExpired:
             for agent in self.agents:
                 agent.kill()
@@ -124,16 +126,19 @@ def test_a_crash_on_another_node_is_shown_first_by_all_and_nothing_is_left(tmp_p
 
 
 def test_a_replica_that_dies_is_started_again_while_the_trainer_goes_on(tmp_path: Path):
-    job = Job(tmp_path, trainer("40"), replica(0, 1, "--die-after", "0.2", "--times", "2"), num_nodes=2)
-    job.start()
+    job = Job(tmp_path, trainer("5000"), replica(0, 1, "--die-after", "0.2", "--times", "2"), num_nodes=2)
+    job.start(LAUNCH_RESTART_PAUSE_S="0.05")
     job.until(lambda: endpoint_file(job.run_dir, "rollout-0").exists())
     endpoint = json.loads(endpoint_file(job.run_dir, "rollout-0").read_text())
     assert endpoint["incarnation"] == "2"
+    then = len(job.steps())
+    job.until(lambda: len(job.steps()) > then + 2)
+    os.kill(job.agents[0].pid, signal.SIGINT)
     statuses, outputs = job.wait()
-    assert statuses == {0}, outputs
+    assert statuses == {130}, outputs
     log = job.log("rollout-0", 1)
     assert [f"incarnation {n}, node 1" in log for n in range(4)] == [True, True, True, False]
-    assert job.steps() == list(range(1, 41))
+    assert job.log("trainer", 0).count("=== job") == 1
 
 
 def test_the_last_replica_given_up_ends_the_job_with_its_error(tmp_path: Path):
@@ -147,7 +152,7 @@ def test_the_last_replica_given_up_ends_the_job_with_its_error(tmp_path: Path):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 85), (signal.SIGTERM, 85), (signal.SIGINT, 130)])
 def test_a_signal_saves_everywhere_and_the_next_attempt_goes_on(number, status, tmp_path: Path):
-    job = Job(tmp_path, trainer("25", nodes=(0, 1)), replica(0, 2), num_nodes=3)
+    job = Job(tmp_path, trainer("60", nodes=(0, 1)), replica(0, 2), num_nodes=3)
     job.start()
     job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 2))
     os.kill(job.agents[2].pid, number)  # Slurm reaches every process of every node; one is enough
@@ -158,11 +163,11 @@ def test_a_signal_saves_everywhere_and_the_next_attempt_goes_on(number, status, 
         statuses, outputs = job.run(attempt=1)
         assert statuses == {0}, outputs
         assert f"begins after step {stopped_at}" in job.log("trainer", 0)
-        assert job.steps() == list(range(1, 26))
+        assert job.steps() == list(range(1, 61))
 
 
 def test_programs_of_the_roles_outlive_the_warning_of_the_time_limit(tmp_path: Path):
-    job = Job(tmp_path, trainer("30"), replica(0, 0), num_nodes=1)
+    job = Job(tmp_path, trainer("60"), replica(0, 0), num_nodes=1)
     job.start()
     job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 0))
     for name in ("trainer", "rollout-0"):
@@ -229,3 +234,34 @@ def test_a_number_of_nodes_that_is_not_the_plans_is_refused(tmp_path: Path):
     job = Job(tmp_path, trainer("3"), num_nodes=1)
     statuses, outputs = job.run(LAUNCH_NODES="2")
     assert statuses == {2} and "has 2 nodes, and its plan is for 1" in outputs[0], outputs
+
+
+RANKS = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print("rank", dist.get_rank(), "node", os.environ["LAUNCH_NODE"], "sum", int(total), flush=True)
+if dist.get_rank() == 3:
+    raise RuntimeError("tensor layer.3 is not finite")
+time.sleep(300)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_follow_the_order_of_the_roles_nodes_and_the_first_that_fails_is_named(tmp_path: Path):
+    program = tmp_path / "ranks.py"
+    program.write_text(RANKS)
+    ranks = Role(name="trainer", kind="torchrun", nodes=(1, 0), command=(str(program),), processes_per_node=2)
+    job = Job(tmp_path, ranks, num_nodes=2, max_restarts=0)
+    job.deadline_s = 240.0
+    statuses, outputs = job.run(LAUNCH_GRACE_S="10")
+    assert statuses == {1}, outputs
+    for node, first in ((1, 0), (0, 2)):
+        for rank in (first, first + 1):
+            assert f"[rank {rank}] rank {rank} node {node} sum 4\n" in job.log("trainer", node)
+    error = (job.board / "first_error.txt").read_text()
+    assert re.match(r"role trainer, node 0 \(.*\), rank 3, at ", error), error
+    assert "RuntimeError: tensor layer.3 is not finite" in error and "[rank" not in error
+    assert fake_processes(job.run_dir) == []
