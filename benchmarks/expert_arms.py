@@ -102,11 +102,13 @@ def _grouped(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callab
 
     module = build_grouped(arm, len(counts), hidden, width)
     on_host, probs = torch.tensor(list(counts)), torch.rand(sum(counts), device="cuda").requires_grad_()
+    parameters = list(module.parameters())
 
     def run(x: torch.Tensor) -> torch.Tensor:
         for linear in (module.linear_fc1, module.linear_fc2):
             linear.cache = WeightCache()  # else weights are quantized once in an optimizer step
-        probs.grad = None
+        for tensor in (probs, *parameters):
+            tensor.grad = None  # as Megatron-Core's hooks do; the gradients are in the buffers
         return module(x, on_host, probs)[0]
 
     return run
@@ -143,6 +145,8 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
         for weight in linear.weights:
             torch.nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))
     give_gradient_buffers(list(module.parameters())[::-1])
+    for parameter in module.parameters():
+        parameter.grad_added_to_main_grad = False  # Transformer Engine would copy a gradient that nobody reads
     return module
 
 
@@ -152,7 +156,7 @@ def give_gradient_buffers(parameters: Sequence[torch.nn.Parameter]) -> None:
 
     buffer = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
     for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters])):
-        parameter.main_grad, parameter.grad_added_to_main_grad = part.view(parameter.shape), False
+        parameter.main_grad = part.view(parameter.shape)
 
 
 def movement_calls(layout: Layout, hidden: int, width: int, scales: str) -> Iterator[tuple[str, Call, int]]:
