@@ -21,7 +21,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -116,7 +116,10 @@ def label(checkpoint: Path, run_dir: Path) -> str:
 
 
 def run(evaluation: Evaluation, *, deadline_s: float) -> None:
-    """Collective: evaluate, and let rank 0 write and print the result. ``deadline_s`` bounds what ranks wait for."""
+    """Collective: evaluate, and let rank 0 write and print the result. ``deadline_s`` bounds what ranks wait for.
+
+    Asked to stop, it ends between two portions of problems as a training run does; started again it begins anew.
+    """
     import torch
 
     from megatron_fp8rl.data.model_dir import write_model_dir
@@ -125,10 +128,13 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
     from megatron_fp8rl.envs.scoring import ScorePool
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.rollout.stream import RolloutStream
+    from megatron_fp8rl.stop import StopRequest
     from megatron_fp8rl.trainer.parallel import Parallel
 
     cfg, started_s = evaluation.cfg, time.monotonic()
+    stop = StopRequest.install()  # before anything is started that a signal to the whole job could end
     with ExitStack() as stack:
+        stack.enter_context(stop.errors_noted())
         parallel = Parallel.init(cfg.parallel, deadline_s=deadline_s)
         stack.callback(parallel.close)
         model_dir, fleet, scorers = evaluation.model_dir, None, None
@@ -146,11 +152,13 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
         model_dir = parallel.broadcast_object(model_dir)
         stream = PromptStream(cfg, load_tokenizer(str(model_dir)))
         prompts = stream.eval_prompts(evaluation.num_problems)
-        published = _publish(cfg, parallel, fleet, prompts)
+        published, again = _publish(cfg, parallel, fleet, prompts, stack)
         ready_s = time.monotonic()
         rollouts = RolloutStream(cfg, fleet, stream if parallel.rank == 0 else None, scorers, parallel)
+        rollouts.republish = again
         groups: list[RolloutGroup] = []
         for part in _rounds(cfg, prompts, evaluation.num_completions):
+            stop.at_boundary(parallel, 0)
             groups += rollouts.sample(part, num_completions=evaluation.num_completions)
             if parallel.rank == 0:
                 _say(cfg, f"{len(groups)} of {len(prompts)} problems, {time.monotonic() - ready_s:.0f} s")
@@ -159,8 +167,14 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
             _finish(evaluation, groups, published, seconds)
 
 
-def _publish(cfg: RunConfig, parallel: Parallel, fleet: Fleet | None, prompts: Sequence[Prompt]) -> PublishReport:
-    """Collective: load the checkpoint, hand it to the engines, let go of it, and have the engines ready to sample."""
+def _publish(
+    cfg: RunConfig, parallel: Parallel, fleet: Fleet | None, prompts: Sequence[Prompt], stack: ExitStack
+) -> tuple[PublishReport, Callable[[], None] | None]:
+    """Collective: load the checkpoint and hand it to the engines, which can sample then.
+
+    Returns what was sent, and how to send it again to replicas that were lost and have come back; None where the
+    engines' caches take the memory of the weights.
+    """
     import torch
 
     from megatron_fp8rl.trainer.frozen import FrozenPolicy
@@ -173,18 +187,20 @@ def _publish(cfg: RunConfig, parallel: Parallel, fleet: Fleet | None, prompts: S
         if cfg.rollout.sleep_level:
             fleet.wake("weights")
     exporter = WeightExporter(policy, fleet, cfg)
+    if not cfg.rollout.sleep_level:
+        stack.callback(exporter.close)
+        return exporter.publish(0, scales), lambda: exporter.publish(0, scales)
     try:
         published = exporter.publish(0, scales)
     finally:
         exporter.close()
-    if cfg.rollout.sleep_level:
-        del exporter, policy  # the engines' caches take the memory
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        parallel.barrier("weights published")
-        if fleet is not None:
-            fleet.wake()
-    return published
+    del exporter, policy
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    parallel.barrier("weights published")
+    if fleet is not None:
+        fleet.wake()
+    return published, None
 
 
 def _rounds(cfg: RunConfig, prompts: Sequence[Prompt], num_completions: int) -> Iterator[Sequence[Prompt]]:
