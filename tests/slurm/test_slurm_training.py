@@ -15,8 +15,6 @@ import pytest
 from slurm_cluster import SlurmCluster, last_job, lines_of, logs_of
 from test_slurm_refusals import cluster_file, run_dir
 
-from tests.tolerances import RESUMED_METRIC
-
 START_S = 420.0  # until a first step: imports, a warm start, an engine
 RUN_S = 420.0
 NUM_STEPS = 8
@@ -118,7 +116,7 @@ def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go
     assert [line["step"] for line in found] == list(range(NUM_STEPS + 1)), "each step once"
     for one, other in zip(expected[1:], found[1:], strict=True):
         for key in CURVE:
-            assert other[key] == pytest.approx(one[key], **RESUMED_METRIC), (one["step"], key)
+            assert other[key] == one[key], (one["step"], key)  # the layout is the same, so every bit is
 
 
 @pytest.mark.slow
