@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megatron_fp8rl.algo.advantages import to_samples
 from megatron_fp8rl.algo.loss import grpo_loss
@@ -34,6 +35,7 @@ from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
+from megatron_fp8rl.types import RolloutGroup
 from megatron_fp8rl.weights.export import WeightExporter
 from megatron_fp8rl.weights.save import save_hf
 
@@ -87,18 +89,7 @@ def run(
                 groups = rollouts.next_groups()
                 residency.train()
                 log.groups(groups)
-                samples = to_samples(groups, cfg, version=step - 1)
-                log.samples(samples)
-                with span("pack"):
-                    batches = pack_for(cfg, samples, data_rank=parallel.dp_rank, num_updates=cfg.algo.updates_per_step)
-                if batches:
-                    with span("old_logprobs"):
-                        batches = [policy.with_old_logprobs(batch) for batch in batches]
-                    with span("mismatch"):
-                        log.mismatch(mismatch_metrics(batches, cfg.algo, parallel))
-                    with span("update"):
-                        log.updates([policy.update(batch, loss) for batch in batches], batches)
-                else:
+                if not _learn(policy, groups, loss, log):
                     observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from")
                 save(step)
                 publish(step, log)
@@ -106,6 +97,25 @@ def run(
         if cfg.checkpoint.export_hf:
             residency.train()
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
+
+
+def _learn(policy: Policy, groups: tuple[RolloutGroup, ...], loss: Callable[..., Any], log: StepLog) -> bool:
+    """Collective: update the policy, which has seen ``log.step`` - 1 steps, by the groups; False when none is of use."""
+    cfg = policy.cfg
+    samples = to_samples(groups, cfg, version=log.step - 1)
+    log.samples(samples)
+    with span("pack"):
+        num_updates = cfg.algo.updates_per_step
+        batches = pack_for(cfg, samples, data_rank=policy.parallel.dp_rank, num_updates=num_updates)
+    if not batches:
+        return False
+    with span("old_logprobs"):
+        batches = [policy.with_old_logprobs(batch) for batch in batches]
+    with span("mismatch"):
+        log.mismatch(mismatch_metrics(batches, cfg.algo, policy.parallel))
+    with span("update"):
+        log.updates([policy.update(batch, loss) for batch in batches], batches)
+    return True
 
 
 def _publish(
