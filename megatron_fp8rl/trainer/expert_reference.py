@@ -40,14 +40,14 @@ def quantized(
     data = scale = flat = column_scale = None
     if rows:
         data, scale = quantize_activation(x, scales)
-        scale = scale.t().contiguous().t()
+        scale = _column_major(scale)
     if columns:
         blocks = x.view(-1, BLOCK, x.shape[1]).transpose(1, 2)  # [P / 128, K, 128]
         block_data, block_scales = quantize_activation(blocks, scales)
         ends = [end // BLOCK for end in layout.offsets.tolist()]
         pieces = [block_data[begin:end].transpose(0, 1).flatten() for begin, end in zip(ends, ends[1:])]
         flat = torch.cat([*pieces, block_data[ends[-1] :].flatten()])
-        column_scale = block_scales[..., 0].contiguous().t()
+        column_scale = _column_major(block_scales[..., 0].t())
     return Quantized(data, scale, flat, column_scale, x if bf16 else None)
 
 
@@ -115,6 +115,11 @@ def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None) -> Tensor:
     if probs is not None:
         y = (y.float() * probs[:, None]).bfloat16()
     return torch.where(layout.positions[:, None] >= 0, y, 0.0)
+
+
+def _column_major(x: Tensor) -> Tensor:
+    """A copy with strides (1, rows), also where there is one column."""
+    return torch.empty_like(x.t(), memory_format=torch.contiguous_format).copy_(x.t()).t()
 
 
 def _without_padding(x: Tensor, layout: Layout) -> Tensor:
