@@ -138,6 +138,7 @@ def submit(
     try:
         job_ids = nemo.submit(submission)
     except Exception as error:
+        shutil.rmtree(submission.code_dir, ignore_errors=True)
         raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(error, cluster)}") from error
     if cluster.tunnel is None:
         _refuse_hopeless(job_ids, cluster_name)

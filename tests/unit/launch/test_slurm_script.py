@@ -134,7 +134,7 @@ def end_of_job(tmp_path):
         spec = JobSpec(name="run", run_dir=str(run_dir), roles=(role,), nodes=1, max_restarts=2)
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        (logs / "sbatch-7.out").write_text("srun: error: Unable to open image\n")
+        (logs / "sbatch-7.out").write_text("+ echo begin\n+ set +vx\nsrun: error: Unable to open image\n")
         lines = setup_lines(spec, link, log_dir=str(logs), setup=())
         environment = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
         environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
@@ -178,7 +178,8 @@ def test_a_failure_is_one_and_keeps_its_status(end_of_job):
 
 def test_what_srun_said_is_the_first_error_when_no_agent_began(end_of_job):
     status, _, text = end_of_job(1)
-    assert status == 1 and "7.0/first_error.txt" in text and "Unable to open image" in text
+    assert status == 1 and "7.0/first_error.txt" in text
+    assert "'srun: error: Unable to open image\\n'" in text
 
 
 def test_a_chain_goes_on_until_it_is_done(end_of_job):

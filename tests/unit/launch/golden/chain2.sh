@@ -63,7 +63,7 @@ launch_end() {
         # The agents did not get as far: what srun and the container say is all that there is.
         {
             cat "$launch_logs/log-agents_${SLURM_JOB_ID}_$attempt.out"
-            tail -n 40 "$launch_logs/sbatch-$launch_log_id.out"
+            sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_log_id.out" | tail -n 40
         } > "$attempt_folder/first_error.txt" 2> /dev/null
     fi
     if [ -n "$end" ]; then
