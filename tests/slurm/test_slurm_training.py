@@ -143,6 +143,10 @@ def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_
     slurm.until(lambda: last_step(run) >= step + 4, "steps with it", 120, lambda: logs_of(run))
     log = (run / "logs" / "rollout-1.node3.log").read_text()
     assert "incarnation 1" in log
+    metrics = lines_of(run / "metrics.jsonl")
+    for key in ("rollout/replicas_lost/sum", "rollout/replicas_joined/sum"):
+        assert sum(line[key] for line in metrics) == 1, key
+    assert [line["rollout/replicas/min"] for line in metrics if line["step"] in (2, step)] == [2, 2]
     assert slurm.job(job)["JobState"] == "RUNNING" and slurm.job(job)["Restarts"] == "0"
 
     status = slurm.launch("status", run)
