@@ -75,7 +75,7 @@ def test_engines_do_not_outlive_a_killed_trainer(engine_cfg, tmp_path: Path):
         "from model_configs.tiny import tiny_qwen3_moe\n"
         "from megatron_fp8rl.rollout.fleet import Fleet\n"
         f"fleet = Fleet.start(tiny_qwen3_moe(), {str(hf_dir)!r}, {str(tmp_path)!r}, wait=False)\n"
-        "print(fleet.clients[0].replica.process_group, flush=True)\n"
+        "print(fleet._replicas._processes[0].pid, flush=True)\n"
         "time.sleep(600)\n"
     )
     root = Path(__file__).parents[2]
