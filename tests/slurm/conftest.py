@@ -20,8 +20,8 @@ PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip", "unsh
 
 def _missing() -> str | None:
     """Why there can be no cluster here; None when there can."""
-    if os.environ.get("FP8RL_SLURM_TESTS") == "0":
-        return "FP8RL_SLURM_TESTS=0"
+    if os.environ.get("FP8RL_SLURM_TESTS") != "1":
+        return "FP8RL_SLURM_TESTS=1 asks for a real Slurm on this machine"
     if sys.platform != "linux" or os.geteuid() != 0:
         return "a Slurm of several nodes on one machine needs Linux and root"
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
