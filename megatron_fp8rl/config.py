@@ -204,7 +204,7 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.85
     max_num_sequences: int = 256  # decoded at a time by one replica
     enforce_eager: bool = False
-    transport: Literal["auto", "shm", "gloo", "ipc", "nccl"] = "shm"  # how weights travel
+    transport: Literal["auto", "shm", "gloo", "ipc", "nccl"] = "auto"  # how weights travel
     bucket_bytes: int = 256 << 20  # of weights in flight
     start_deadline_s: float = 600.0
     request_deadline_s: float = 600.0

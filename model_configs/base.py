@@ -65,7 +65,7 @@ def optim(recompute: str = "selective", modules: tuple[str, ...] = ("core_attn",
     )
 
 
-def rollout(*, replicas: int, tensor: int = 1, prompts: int = 64, one_host: bool = False) -> RolloutConfig:
+def rollout(*, replicas: int, tensor: int = 1, prompts: int = 64) -> RolloutConfig:
     """Engines on GPUs of their own; 16 completions of up to 7k tokens for each prompt."""
     return RolloutConfig(
         num_replicas=replicas,
@@ -75,7 +75,6 @@ def rollout(*, replicas: int, tensor: int = 1, prompts: int = 64, one_host: bool
         completions_per_prompt=16,
         max_prompt_tokens=1024,
         max_completion_tokens=7168,
-        transport="shm" if one_host else "gloo",
         max_tokens_per_microbatch=8192,
         request_deadline_s=1800.0,
         start_deadline_s=1800.0,

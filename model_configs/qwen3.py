@@ -59,7 +59,7 @@ def grpo_qwen3_8b() -> RunConfig:
         "grpo_qwen3_8b",
         qwen3_8b(),
         parallel=ParallelConfig(world_size=4, tensor=2),
-        rollout=base.rollout(replicas=4, one_host=True),
+        rollout=base.rollout(replicas=4),
         optim=base.optim(),
     )
 
@@ -77,7 +77,7 @@ def grpo_qwen3_30b_a3b() -> RunConfig:
         "grpo_qwen3_30b_a3b",
         qwen3_30b_a3b(),
         parallel=ParallelConfig(world_size=6, pipeline=3, virtual_stages=2, expert=2),
-        rollout=base.rollout(replicas=2, one_host=True),
+        rollout=base.rollout(replicas=2),
         optim=base.optim("full"),
     )
 

@@ -317,7 +317,7 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
                 severity="error",
                 subject="--rollout.transport",
                 problem=f"{wanted} GPUs are on more than one node of {node}, and shared memory ends at a node",
-                change=(("rollout.transport", "gloo"),),
+                change=(("rollout.transport", "auto"),),
             )
         )
     for option, degree, why in (

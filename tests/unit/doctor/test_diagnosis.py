@@ -124,8 +124,9 @@ def test_gpus_that_there_are_not():
 
 
 def test_shared_memory_ends_at_a_node():
-    found = diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5))
-    assert errors(found)["--rollout.transport"].change == (("rollout.transport", "gloo"),)
+    found = diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5, rollout__transport="shm"))
+    assert errors(found)["--rollout.transport"].change == (("rollout.transport", "auto"),)
+    assert "--rollout.transport" not in errors(diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5)))
 
 
 def test_mistakes_of_the_layout_leave_memory_out():

@@ -180,7 +180,7 @@ def test_shared_memory_ends_at_a_node():
 
 
 def test_a_mistake_that_doctor_sees_too_is_named_once():
-    words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16")
+    words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16", "--rollout.transport", "shm")
     problems = plan_training(request("grpo_qwen3_8b_colocated", *words)).problems
     assert sum("--rollout.transport" in problem for problem in problems) == 1
 
