@@ -46,6 +46,7 @@ def evaluate(run_dir: Path, checkpoint: Path, *words: str) -> tuple[dict, list[d
     return json.loads((folder / "eval.json").read_text()), problems, shown
 
 
+@pytest.mark.long
 def test_an_evaluation_is_right_and_the_same_for_every_format_and_layout(run_dir: Path):
     hf = run_dir / "warm_start" / "hf"
     result, problems, shown = evaluate(run_dir, hf)

@@ -99,6 +99,7 @@ def contents(groups: Groups) -> list:
     return [(r.name, r.reward, r.completion.token_ids, r.completion.rollout_logprobs) for r in rollouts]
 
 
+@pytest.mark.long
 def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
     def in_the_middle(*indices: int) -> Callable[[], None]:
         """Once the replicas sample."""

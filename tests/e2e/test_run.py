@@ -127,6 +127,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: P
     process = _start(
         "rl", "tiny_qwen3_moe", run_dir,
         model__hf_path=str(finished_run / "warm_start" / "hf"), num_steps="200", checkpoint__every_steps="1",
+        rollout__max_replica_restarts="0",
     )  # fmt: skip
     deadline = time.monotonic() + DEADLINE_S
     while not (run_dir / "metrics.jsonl").exists() or len(_lines(run_dir)) < 3:

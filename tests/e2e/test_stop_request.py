@@ -56,6 +56,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return _losses(run_dir)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "ranks"), [(signal.SIGUSR1, 1), (signal.SIGTERM, 2)])
 def test_a_signal_ends_a_run_after_its_step_and_the_next_one_goes_on(number, ranks, uninterrupted, tmp_path: Path):
     run_dir = tmp_path / "run"
