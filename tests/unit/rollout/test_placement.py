@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ConfigError, RunConfig
-from megatron_fp8rl.rollout import placement
+from megatron_fp8rl.rollout import placement, replicas, server_process
 from megatron_fp8rl.rollout.fleet import Fleet
 from model_configs.tiny import tiny_qwen3
 
@@ -80,10 +80,19 @@ def test_an_engine_sees_its_gpus_and_nothing_of_the_trainers_settings(monkeypatc
     for name, value in trainer.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(Fleet, "_spawn_all", lambda self: None)
+    environments: list[dict[str, str]] = []
+
+    def start_server(cfg, hf_dir, *, gpus, cpu, token, **unused):
+        environments.append(server_process._environment(cfg, token, gpus, cpu=cpu))
+        raise FileNotFoundError("no engine is wanted here")
+
+    monkeypatch.setattr(replicas, "start_server", start_server)
+    monkeypatch.setattr(Fleet, "_keep_all", lambda self: None)
     cfg = run(world=2, replicas=2, tensor=1, where="separate")
     with Fleet.start(cfg, tmp_path, tmp_path, wait=False) as fleet:
-        environments = [fleet._environment(index) for index in range(2)]
+        for index in range(2):
+            with pytest.raises(FileNotFoundError):
+                fleet._replicas.spawn(index)
     assert [e["CUDA_VISIBLE_DEVICES"] for e in environments] == ["6", "7"]
     assert not environments[0].keys() & (trainer.keys() - {"CUDA_VISIBLE_DEVICES"})
     with pytest.raises(ConfigError, match="this host shows 4"):
