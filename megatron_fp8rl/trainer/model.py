@@ -302,8 +302,11 @@ def named_linears(
     for chunk in map(_unwrap, chunks):
         for prefix, module in chunk.named_modules():
             if isinstance(module, QuantizableLinear):
-                named = module.named_parameters(prefix=prefix, recurse=False)
-                weights = [name for name, parameter in named if parameter.ndim == 2]
+                if isinstance(module, GroupedLinear):  # its parameters are registered the other way round
+                    weights = [f"{prefix}.weight{index}" for index in range(module.num_gemms)]
+                else:
+                    named = module.named_parameters(prefix=prefix, recurse=False)
+                    weights = [name for name, parameter in named if parameter.ndim == 2]
                 yield tuple(_global_name(name, chunk, parallel) for name in weights), module
 
 

@@ -59,6 +59,7 @@ def publish_through_changes(cfg: RunConfig):
 
 
 @pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.long
 def test_a_publication_is_repeated_without_a_dead_replica_and_the_next_one_reaches_its_successor(transport):
     cfg = shard_config("moe", transport, dict(world_size=2, expert=2), dict(tensor=2, num_replicas=2))
     cfg = replace(cfg, rollout=replace(cfg.rollout, update_deadline_s=40.0))

@@ -144,6 +144,7 @@ def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
     assert metrics["rollout/replicas/min"] == 0
 
 
+@pytest.mark.long
 def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(pair: Fleet):
     rollout = replace(pair.cfg.rollout, bucket_bytes=200_000)
     cfg = replace(pair.cfg, rollout=rollout)

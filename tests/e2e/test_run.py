@@ -145,6 +145,7 @@ def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: P
     assert any((run_dir / "checkpoints").glob("step_*/state.json"))
 
 
+@pytest.mark.long
 def test_engines_and_trainer_in_turns_change_nothing(finished_run: Path, tmp_path: Path):
     """Every call of a sleeping engine, in a real run: on a CPU memory stays, and vLLM's states are those of a GPU."""
     run_dir = tmp_path / "turns"
