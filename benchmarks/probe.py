@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.results import FOLDER, Results, num_gpus
+from benchmarks.results import FOLDER, Results, device_name, num_gpus
 from benchmarks.synthetic import Language
 from benchmarks.training import batches, single_rank, switch_precision, train
 from megatron_fp8rl import cli
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for kind in dict.fromkeys(row.name.rpartition(".")[2] for row in rows)
         },
         "tokens_with_other_experts": other_experts,
-        "device": _device_name(),
+        "device": device_name(),
         "seconds": round(time.perf_counter() - started, 1),
     }
     results = Results(options.results, ("config", "layers", "precision", "kv_cache", "kernels", "device"))
@@ -225,12 +225,6 @@ def _own_db(by_kind: dict[str, float], shown: int = 4) -> list[str]:
     inexact = sorted(((db, kind) for kind, db in by_kind.items() if db > _EQUAL_DB), reverse=True)
     rest = ["all others bit-equal"] if len(inexact) < len(by_kind) else []
     return [f"{kind} {db}" for db, kind in inexact[:shown]] + rest
-
-
-def _device_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 if __name__ == "__main__":

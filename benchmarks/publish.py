@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.results import FOLDER, Results, Row, failure_in, num_gpus, require_gpus, run_logged, timed
+from benchmarks.results import FOLDER, Results, Row, device_name, failure_in, num_gpus, require_gpus, run_logged, timed
 from megatron_fp8rl.config import ObserveConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from model_configs import qwen3, tiny
 
@@ -150,7 +150,7 @@ def _row(case: Case, start_s: float, reports: Sequence[PublishReport], floor: tu
     median = {name: round(statistics.median(one[name] for one in later), 4) for name in first}
     kind, floor_s = floor
     return asdict(case) | {
-        "device": _device_name(),
+        "device": device_name(),
         "start_s": round(start_s, 1),
         "gb": round(reports[-1].num_bytes / 1e9, 3),
         "num_tensors": reports[-1].num_tensors,
@@ -228,12 +228,6 @@ def _empty_cache() -> None:
         torch.cuda.empty_cache()
 
 
-def _device_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
 def run_case(case: Case) -> Row:
     """The row of a case from processes of its own; with ``error`` when they fail or take too long."""
     world_size = layout(case.layout)[0].world_size
@@ -249,7 +243,7 @@ def run_case(case: Case) -> Row:
     run_logged(command, log_path, _CASE_DEADLINE_S, OMP_NUM_THREADS=threads)
     if out.exists():
         return json.loads(out.read_text())
-    return asdict(case) | {"device": _device_name(), "error": failure_in(log_path, _CASE_DEADLINE_S)}
+    return asdict(case) | {"device": device_name(), "error": failure_in(log_path, _CASE_DEADLINE_S)}
 
 
 def plan_cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -339,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_gpus(1, "benchmarks.publish")
     started = time.monotonic()
     results = Results(options.results, KEYS)
-    device = _device_name()
+    device = device_name()
     for case in cases:
         if not options.again and results.has(asdict(case) | {"device": device}):
             continue

@@ -70,6 +70,13 @@ def num_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def device_name() -> str:
+    """What rows call the device that measured them."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def require_gpus(needed: int, what: str) -> None:
     """Exit with status 2 when this machine has fewer GPUs than ``what`` needs."""
     found = num_gpus()

@@ -23,7 +23,7 @@ from functools import cached_property
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.plan import ALIGNMENT_BYTES, Plan, PlanError, Range, Source, Transfer, scale_range
+from megatron_fp8rl.weights.plan import Plan, PlanError, Range, Source, Transfer, aligned, scale_range
 
 _ITEM_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
 WORD_BYTES = {"bfloat16": 8, "float8_e4m3fn": 8, "float32": 4}  # of a digest: see weights/partial.py
@@ -153,10 +153,6 @@ class _Cargo:
     gathering: Gathering | None
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
 def _part(transfer: Transfer, is_scale: bool, span: Range, kept: Range, offset: int) -> Part:
     shape = [-(-n // FP8_BLOCK) for n in transfer.shape] if is_scale else list(transfer.shape)
     if is_scale:
@@ -190,7 +186,7 @@ def _message_parts(cargo: list[_Cargo], engine_rank: int, whole: bool) -> tuple[
     for key, transfer, span, kept in sorted(entries, key=lambda entry: entry[0]):
         part = _part(transfer, key[0], span, kept, offset)
         parts.append(part)
-        offset += _aligned(part.num_bytes)
+        offset += aligned(part.num_bytes)
     return tuple(parts), offset
 
 

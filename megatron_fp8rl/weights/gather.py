@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.fp8.blockwise import Scales, canonical, quantize_weight
 from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.plan import ALIGNMENT_BYTES, Bucket, Plan, Source, Transfer, scale_range
+from megatron_fp8rl.weights.plan import ALIGNMENT_BYTES, Bucket, Plan, Source, Transfer, aligned, scale_range
 
 Result = TypeVar("Result")
 # What one source contributes to one transfer: (part as it travels, scales of an FP8 part).
@@ -78,10 +78,6 @@ def _part_shape(transfer: Transfer, source: Source) -> tuple[int, ...]:
 
 def _blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-n // FP8_BLOCK) for n in shape)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def _message_layout(bucket: Bucket, rank: int) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
@@ -204,7 +200,7 @@ class Gather:
         layouts = {rank: _message_layout(bucket, rank) for rank in ranks}
         messages, waiting = {}, []
         for rank, layout in layouts.items():
-            num_bytes = sum(_aligned(math.prod(shape) * dtype.itemsize) for _, dtype, shape in layout)
+            num_bytes = sum(aligned(math.prod(shape) * dtype.itemsize) for _, dtype, shape in layout)
             messages[rank] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
             waiting.append(dist.irecv(messages[rank], src=rank, group=self._data_group))
         for request in waiting:
@@ -236,5 +232,5 @@ def _unpack_message(message: Tensor, layout: list[tuple[int, torch.dtype, tuple[
         num_bytes = math.prod(shape) * dtype.itemsize
         tensor = message[offset : offset + num_bytes].view(dtype).view(shape)
         pieces[index] = (pieces[index][0], tensor) if index in pieces else (tensor, None)
-        offset += _aligned(num_bytes)
+        offset += aligned(num_bytes)
     return pieces

@@ -39,6 +39,11 @@ class PlanError(ValueError):
         super().__init__(f"{len(problems)} tensors cannot be published:\n" + "\n".join(f"  {p}" for p in problems))
 
 
+def aligned(num_bytes: int) -> int:
+    """Where the next tensor of a bucket or message begins, behind ``num_bytes``."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
 def layers_per_chunk(num_layers: int, num_chunks: int) -> list[int]:
     """How many layers each chunk of a pipeline holds, in order. The first chunks take what does not divide evenly: the
     last one has the output head as well."""
@@ -282,7 +287,7 @@ def _wire_tensors(transfer: Transfer, offset: int) -> tuple[list[WireTensor], in
     for name, dtype, shape in kinds:
         tensor = WireTensor(name, dtype, shape, offset)
         tensors.append(tensor)
-        offset += -(-tensor.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        offset += aligned(tensor.num_bytes)
     return tensors, offset
 
 
