@@ -19,6 +19,7 @@ from megatron_fp8rl import cli, doctor, evaluate
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.stop import StopRequest, run_ranks
 
+
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
     """Options of the precision study besides the configuration's."""
@@ -74,7 +75,11 @@ def _study(invocation: cli.Invocation) -> int:
 def _report(invocation: cli.Invocation) -> int:
     from megatron_fp8rl.observe.report import write_report
 
-    print(write_report(Path(invocation.options.run_dir)))
+    try:
+        print(write_report(Path(invocation.options.run_dir)))
+    except FileNotFoundError as error:
+        print(f"report: {error}. Name the folder of a run: report RUN_DIR", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -44,7 +44,7 @@ class Command:
     summary: str  # one line of help
     run: Callable[[Invocation], int]  # returns the exit status
     default_config: str | None = None  # used when CONFIG is left out; None makes CONFIG obligatory
-    takes_config: bool = True  # False: the command has options of its own only
+    takes_config: bool = True  # False: it has options of its own only, and a bare word sets the first of them
     options: type | None = None  # frozen dataclass of the command's own options, all with defaults
     judges_config: bool = False  # True: the command itself names the mistakes of the configuration
 
@@ -90,6 +90,8 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
         raise UsageError(f"unknown command {name!r}{_near(name, commands)}. Commands: {', '.join(commands)}")
     command = commands[name]
     if not command.takes_config:
+        if rest and not rest[0].startswith("-"):  # its subject, where the others have CONFIG
+            rest.insert(0, f"--{dataclasses.fields(command.options)[0].name}")
         return Invocation(command=name, cfg=None, options=_parse_words(command, None, rest)[1])
 
     dry_run = "--dry-run" in rest or "--dry_run" in rest
@@ -277,4 +279,5 @@ def _near(name: str, known: Mapping[str, Any]) -> str:
 
 def _known_configs() -> str:
     functions = config_functions()
-    return f"Configurations: {', '.join(functions)}." if functions else f"There is none in {_CONFIGS_PACKAGE}/."
+    known = f"Configurations: {', '.join(functions)}" if functions else f"There is none in {_CONFIGS_PACKAGE}/"
+    return f"{known}; or module:function, where Python can import the module."

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import math
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from megatron_fp8rl.algo.loss import sft_loss
@@ -32,6 +32,8 @@ from megatron_fp8rl.weights.save import save_hf
 
 WARM_START, HF, CHECKPOINTS = "warm_start", "hf", "checkpoints"
 EVALUATE_EVERY = 50
+SAVE_EVERY_S = 60.0  # between two checkpoints at least,
+SAVE_SHARE = 0.05  # and so long that they take at most this share of the time
 
 
 def warm_start_path(cfg: RunConfig) -> Path:
@@ -42,24 +44,27 @@ def warm_start_path(cfg: RunConfig) -> Path:
 def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopRequest | None = None) -> Path:
     """Collective: train for ``data.sft_steps`` and return the checkpoint's folder; at once when it exists already.
 
-    A warm start that ``stop`` asks to end early raises RunStopped after a step; the next one goes on from there.
+    Every minute or more it leaves a checkpoint, from which the next one goes on, bit for bit. A warm start that
+    ``stop`` asks to end early raises RunStopped after a step, with a checkpoint of it.
     """
     stop = stop or StopRequest()
     path = warm_start_path(cfg)
     checkpoints = path.parent / CHECKPOINTS
     if parallel.broadcast_object(path.exists()):
+        _forget(checkpoints, parallel)  # a warm start that was killed right after its end left them
         return path
     cfg = _supervised(cfg)
     source = SftSource(cfg, load_tokenizer(str(tokenizer_dir)))
     policy = Policy.build(cfg, parallel)
     held_out = source.held_out(cfg.observe.eval_prompts)
+    saves = _Checkpoints(checkpoints, policy)
     with Observer(cfg, parallel.rank == 0, path.parent, title=f"{cfg.name}: warm start") as observer, stop.errors_noted():
         step = _resume(cfg, policy, checkpoints)
         if step:
             with observer.prelude(step):
                 pass
         for step in range(step + 1, cfg.num_steps + 1):
-            stop.at_boundary(parallel, step - 1, partial(checkpoint.save, checkpoints, policy=policy, extra={}))
+            stop.at_boundary(parallel, step - 1, saves.save)
             with observer.step(step) as log:
                 (batch,) = pack_for(cfg, source.samples(step - 1), data_rank=parallel.dp_rank)
                 with span("update"):
@@ -69,11 +74,40 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
                         pass_rate = expected_pass_rate(policy, held_out)
                     log.update({"sft/expected_pass_rate/mean": pass_rate})
                     if cfg.data.sft_stop_pass_rate is not None and pass_rate >= cfg.data.sft_stop_pass_rate:
-                        break
+                        break  # before the checkpoint: a warm start that goes on from one has not reached its end
+                if step < cfg.num_steps:
+                    saves.save_if_due(step)
     save_hf(policy, path, tokenizer_dir)
-    if parallel.rank == 0:
-        shutil.rmtree(checkpoints, ignore_errors=True)  # the warm start is over, and they are larger than its result
+    _forget(checkpoints, parallel)
     return path
+
+
+class _Checkpoints:
+    """Those of a warm start, by the clock: its steps may take a tenth of a second or many, and so may a checkpoint."""
+
+    def __init__(self, folder: Path, policy: Policy) -> None:
+        self._folder, self._policy = folder, policy
+        self._due = time.monotonic() + SAVE_EVERY_S
+
+    def save_if_due(self, step: int) -> None:
+        """Collective: by the clock of rank 0."""
+        if self._policy.parallel.broadcast_object(time.monotonic() >= self._due):
+            self.save(step)
+
+    def save(self, step: int) -> Path:
+        """Collective: returns the checkpoint; ``checkpoint.keep`` of them stay."""
+        begin = time.monotonic()
+        with span("checkpoint"):
+            path = checkpoint.save(self._folder, step, self._policy, extra={})
+        end = time.monotonic()
+        self._due = end + max(SAVE_EVERY_S, (end - begin) / SAVE_SHARE)
+        return path
+
+
+def _forget(checkpoints: Path, parallel: Parallel) -> None:
+    """Remove the checkpoints of a warm start that is over: they are larger than its result."""
+    if parallel.rank == 0:
+        shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 def _resume(cfg: RunConfig, policy: Policy, checkpoints: Path) -> int:

@@ -7,6 +7,7 @@ template applies: ``--model.hf_path DIR --data.tokenizer DIR --data.chat_templat
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from megatron_fp8rl.config import (
     AlgoConfig,
@@ -53,15 +54,18 @@ def grpo(
     )
 
 
-def optim(recompute: str = "selective", modules: tuple[str, ...] = ("core_attn",)) -> OptimConfig:
-    """AdamW as RL of large models uses it."""
+def optim(recompute: Literal["none", "selective", "full"] = "selective") -> OptimConfig:
+    """AdamW as RL of large models uses it.
+
+    "selective" computes feed-forward parts again, which keep 53% (DeepSeek-V3) to 81% (Mixtral) of what a layer keeps for
+    its backward pass, by doctor's count; and not attention, whose work grows with the square of a sequence.
+    """
     return OptimConfig(
         lr=1e-6,
         warmup_steps=10,
         weight_decay=0.1,
         overlap_grad_reduce=True,
-        recompute=recompute,  # type: ignore[arg-type]
-        recompute_modules=modules,  # type: ignore[arg-type]
+        recompute=recompute,
     )
 
 

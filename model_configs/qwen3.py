@@ -87,7 +87,7 @@ def grpo_qwen3_30b_a3b_colocated() -> RunConfig:
     cfg = base.colocated(
         grpo_qwen3_30b_a3b(), "grpo_qwen3_30b_a3b_colocated", parallel=ParallelConfig(world_size=8, expert=8)
     )
-    return replace(cfg, optim=replace(cfg.optim, recompute="selective", recompute_modules=("moe",)))
+    return replace(cfg, optim=replace(cfg.optim, recompute="selective"))
 
 
 def grpo_qwen3_30b_a3b_16gpu() -> RunConfig:
@@ -97,7 +97,7 @@ def grpo_qwen3_30b_a3b_16gpu() -> RunConfig:
         qwen3_30b_a3b(),
         parallel=ParallelConfig(world_size=8, expert=8),
         rollout=base.rollout(replicas=8, prompts=128),
-        optim=base.optim("selective", ("moe",)),
+        optim=base.optim(),
     )
 
 

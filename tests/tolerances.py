@@ -67,3 +67,5 @@ KV_CACHE_LOGPROB_MEAN = 0.4
 # Attention of BF16 numbers in a fused kernel against float32: probabilities and their gradients are rounded to BF16 on
 # the way (2^-9 relative each, 48 dB for two), and results once more.
 FUSED_ATTENTION_DECIBELS = 42.0
+# What one loss adds to a gradient, found as the difference of two float32 gradients of numbers near 1 (2^-24 each).
+BALANCING_GRADIENT = {"rtol": 1e-4, "atol": 1e-6}

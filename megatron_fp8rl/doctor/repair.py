@@ -100,13 +100,12 @@ def _candidates(cfg: RunConfig, path: str) -> Iterator[Any]:
 
 def shrink_trainer(cfg: RunConfig, fits: Callable[[RunConfig], bool]) -> Change:
     """What makes a trainer rank need less memory: the cheapest change that ``fits``; empty when none does."""
-    cheap: list[Change] = []
-    if cfg.optim.logprob_chunk_tokens > 1024:
-        cheap.append((("optim.logprob_chunk_tokens", 1024),))
-    if cfg.optim.recompute != "full":
-        cheap.append((("optim.recompute", "full"),))
-    if len(cheap) == 2:
-        cheap.append(cheap[0] + cheap[1])
+    chunk: Change = (("optim.logprob_chunk_tokens", 1024),) if cfg.optim.logprob_chunk_tokens > 1024 else ()
+    more = {"none": ("selective", "full"), "selective": ("full",), "full": ()}[cfg.optim.recompute]
+    cheap: list[Change] = [chunk] if chunk else []
+    for recompute in more:
+        change = (("optim.recompute", recompute),)
+        cheap += [change, chunk + change] if chunk else [change]
     changes = [*cheap, *_more_ranks(cfg)]
     most_frugal = cheap[-1] if cheap else ()
     changes += [more + most_frugal for more in _more_ranks(cfg) if most_frugal]

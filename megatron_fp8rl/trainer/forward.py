@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
@@ -130,10 +131,24 @@ class Forward:
             item.positions,
             None,
             packed_seq_params=item.packed,
+            padding_mask=self._padding(item, chunk),
             output_processor=self._head,
             output_processor_context=item,
         )
         return output, partial(finish, item)
+
+    def _padding(self, item: _Input, chunk: torch.nn.Module) -> Tensor | None:
+        """bool [1, tokens] True where there is no token, for the loss that balances experts; None without one.
+
+        Megatron-Core 0.19 divides it over tensor-parallel ranks, as sequence parallelism divides the hidden states, on
+        the first stage alone; to the others it has to come divided. Drop when GPTModel does so on every stage.
+        """
+        if not self.cfg.optim.moe_aux_loss_coef:
+            return None
+        padding = ~item.packed.is_token_T[None]
+        if get_attr_wrapped_model(chunk, "pre_process"):
+            return padding
+        return padding.chunk(self.parallel.tp_size, dim=1)[self.parallel.tp_rank]
 
     def _head(
         self, *, hidden_states: Tensor, output_layer, output_weight: Tensor | None, context: _Input, **unused

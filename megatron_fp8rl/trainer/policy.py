@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.trainer import kv_scales
-from megatron_fp8rl.trainer.forward import Forward, LossFn, MicrobatchResult
+from megatron_fp8rl.trainer.forward import Forward, LossFn, MicrobatchResult, is_token
 from megatron_fp8rl.trainer.model import (
     build_chunks,
     finish_fp8_step,
@@ -159,11 +159,11 @@ class Policy:
         """Collective when the model balances its experts: weigh a microbatch's balancing loss by its share of tokens.
 
         Megatron-Core multiplies the balancing loss of a microbatch by its tokens and leaves it to the caller to divide
-        by the tokens of the global batch. That makes it a mean over tokens, as the loss itself.
+        by the tokens of the global batch. That makes it a mean over tokens, as the loss itself. Padding is no token.
         """
         if not self.cfg.optim.moe_aux_loss_coef:
             return
-        num_tokens = float(sum(mb.tokens_T.numel() for mb in microbatches))
+        num_tokens = float(sum(int(is_token(mb).sum()) for mb in microbatches))
         scale = 1.0 / self.parallel.sum_over_data({"tokens": num_tokens})["tokens"]
         for chunk in self.chunks:
             get_model_config(chunk).moe_grad_scale_func = lambda: scale

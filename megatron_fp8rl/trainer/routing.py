@@ -16,7 +16,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
@@ -74,12 +78,40 @@ class Router(TopKRouter):
         return self
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [S, B, E] -> (weights [T, E], whether the token goes there, bool [T, E]), T = S * B."""
+        """logits [S, B, E] -> (weights [T, E], whether the token goes there, bool [T, E]), T = S * B.
+
+        ``padding_mask``, bool [S, B], is True where there is no token: it is routed, and not counted as load.
+        """
         logits = logits.view(-1, self.num_experts)
         weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias)
         weights = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK.to(logits.dtype))
         goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
-            wanted, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
-            weights = self._apply_aux_loss(weights, scores, wanted, with_padding_mask=False)
+            weights = self._with_balancing_loss(weights, logits, padding_mask)
         return weights, goes
+
+    def _with_balancing_loss(self, weights: Tensor, logits: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Collective over tensor and context parallel ranks: ``weights`` with Megatron-Core's loss in their graph.
+
+        Its own ``_apply_aux_loss`` weighs the ranks of a microbatch by the tokens of each, where all tokens of the
+        microbatch belong; with padding ranks differ. A microbatch of padding alone has a loss of 0, not of 0 / 0.
+        """
+        padding_T = None if padding_mask is None else padding_mask.reshape(-1)
+        wanted, scores = compute_routing_scores_for_aux_loss(
+            logits, self.topk, self.score_function, padding_mask=padding_T
+        )
+        per_expert, _, num_tokens = get_tokens_per_expert_and_token_count(
+            wanted, self.tp_cp_group, self.topk, with_padding_mask=True
+        )
+        coefficient, num_tokens = self.get_aux_loss_coeff("aux_loss"), num_tokens.clamp(min=1)
+        loss = switch_load_balancing_loss_func(
+            scores, per_expert, num_tokens, self.topk, self.config.num_moe_experts, coefficient
+        )
+        return self.attach_and_log_load_balancing_loss(
+            weights,
+            coefficient,
+            loss,
+            "load_balancing_loss",
+            self.tp_cp_group,
+            valid_token_count=num_tokens / self.tp_cp_group.size(),
+        )

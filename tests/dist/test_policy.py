@@ -30,8 +30,7 @@ from tests.helpers.training import (
 )
 from tests.tolerances import LAYOUT_FLOAT32, LAYOUT_WEIGHTS, TRANSFORMERS_FLOAT32
 
-AUX = replace(SMOOTH_ADAM, moe_aux_loss_coef=0.1)
-
+MIXED = replace(MOE, first_dense_layers=1, ffn_hidden_size=96, num_shared_experts=1)
 LAYOUTS = {
     "small_microbatches": dict(max_tokens=32),
     "recompute_full": dict(optim=replace(SMOOTH_ADAM, recompute="full", logprob_chunk_tokens=7)),
@@ -90,19 +89,6 @@ def _assert_same_weights(model, ranks, expected):
         torch.testing.assert_close(weight, wanted[name], **LAYOUT_WEIGHTS, msg=name)
 
 
-@pytest.mark.parametrize("layout", [dict(tensor=2, expert=2), dict(pipeline=2), dict(context=2), dict()], ids=str)
-def test_balancing_loss_does_not_depend_on_the_layout(layout):
-    """It is computed in each microbatch, padding included, so the cut of the batch is held fixed: one sequence each."""
-    samples = make_samples(4, length=32)
-    (expected,) = run_ranks(1, train, run_config(optim=AUX, max_tokens=32), 2, samples)
-    (without,) = run_ranks(1, train, run_config(max_tokens=32), 2, samples)
-    assert abs(expected.metrics[0]["train/grad_norm/max"] / without.metrics[0]["train/grad_norm/max"] - 1) > 1e-3
-    ranks = run_ranks(2, train, run_config(optim=AUX, max_tokens=32, world_size=2, **layout), 2, samples)
-    for got, want in zip(ranks[0].metrics, expected.metrics, strict=True):
-        assert got["train/grad_norm/max"] == pytest.approx(want["train/grad_norm/max"], rel=1e-5)
-    _assert_same_weights(MOE, [result.pieces for result in ranks], [expected.pieces])
-
-
 def _gradients(cfg):
     """On a rank: (old log-probabilities, gradients by name, FP8 state by name) after one forward and backward."""
     from megatron_fp8rl.trainer.forward import Forward
@@ -127,24 +113,32 @@ def _fp8_state(policy):
     }
 
 
-@pytest.mark.parametrize("trainer", ["bf16", "delayed"])
-def test_recompute_changes_no_bit(trainer):
+@pytest.mark.parametrize(
+    "trainer, model, layout",
+    [
+        ("bf16", MOE, {}),
+        ("delayed", MOE, {}),
+        ("blockwise", MOE, dict(world_size=2, tensor=2, expert=2)),
+        ("blockwise", DENSE, dict(world_size=2, pipeline=2, virtual_stages=2)),
+        ("blockwise", MIXED, dict(world_size=2, context=2)),
+    ],
+    ids=["bf16", "delayed", "tp2_ep2", "dense_vpp2", "shared_cp2"],
+)
+def test_recompute_changes_no_bit(trainer, model, layout):
     def gradients(**optim):
-        cfg = run_config(trainer=trainer, params="bf16", optim=OptimConfig(**optim))
-        return run_ranks(1, _gradients, cfg)[0]
+        cfg = run_config(model=model, trainer=trainer, params="bf16", optim=OptimConfig(**optim), **layout)
+        return run_ranks(cfg.parallel.world_size, _gradients, cfg)
 
-    expected, state = gradients()
-    assert any(value.any() for value in expected.values())
+    expected = gradients()
     for options in (
         dict(recompute="full"),
         dict(recompute="selective"),
-        dict(recompute="selective", recompute_modules=("core_attn", "moe")),
+        dict(recompute="selective", recompute_modules=("core_attn",)),
     ):
-        found, found_state = gradients(**options)
-        for name, gradient in expected.items():
-            assert torch.equal(found[name], gradient), f"{name} with {options}"
-        for name, value in state.items():
-            assert torch.equal(found_state[name], value), f"{name} with {options}"
+        for (gradient, state), (found, found_state) in zip(expected, gradients(**options), strict=True):
+            assert any(value.any() for value in gradient.values())
+            for name, value in (gradient | state).items():
+                assert torch.equal((found | found_state)[name], value), f"{name} with {options}"
 
 
 def _states_around_passes(cfg):

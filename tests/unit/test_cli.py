@@ -86,6 +86,21 @@ def test_generator_options_may_be_new():
     assert options == {**before, "max_terms": 5, "operators": ["+", "-"]}
 
 
+@pytest.mark.parametrize("words", [["runs/a run"], ["--run_dir", "runs/a run"]])
+def test_a_command_without_configuration_takes_its_subject_as_a_bare_word(words):
+    assert cli.parse(["report", *words], COMMANDS).options.run_dir == "runs/a run"
+
+
+def test_a_report_of_no_run_says_so_without_a_traceback(tmp_path):
+    command = [sys.executable, "-m", "megatron_fp8rl", "report", str(tmp_path / "nothing")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        f"report: {tmp_path / 'nothing'} holds no run: neither metrics.jsonl nor config.json nor evaluations are there. "
+        "Name the folder of a run: report RUN_DIR"
+    )
+
+
 def test_a_default_configuration_serves_when_none_is_named():
     invocation = cli.parse(["demo", "--num_steps", "3"], COMMANDS)
     assert (invocation.config_name, invocation.cfg.num_steps) == ("tiny_qwen3_moe", 3)

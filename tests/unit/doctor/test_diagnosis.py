@@ -109,6 +109,12 @@ def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
     assert diagnose(repair.apply(cfg, finding.change), DoctorOptions(gpu="h100")).trainer.share <= 0.92
 
 
+def test_a_trainer_that_almost_fits_computes_again_what_costs_the_least():
+    cfg = change(grpo_qwen3_8b(), optim__recompute="none", optim__logprob_chunk_tokens=1024)
+    finding = errors(diagnose(cfg, DoctorOptions(gpu="h100")))["trainer, every rank"]
+    assert finding.change == (("optim.recompute", "selective"),)
+
+
 def test_an_engine_that_does_not_fit_is_given_more_workers():
     cfg = change(grpo_deepseek_v3(), rollout__tensor=2, rollout__num_replicas=1)
     found = diagnose(cfg)
