@@ -6,6 +6,7 @@
 SHELL := /bin/sh
 PYTHON := .venv/bin/python
 ARGS ?=
+JOBS ?= 2
 EXTRAS ?=
 
 .PHONY: help install demo test
@@ -23,4 +24,4 @@ demo:
 test:
 	@sh tools/bootstrap.sh test launch
 	@bash tests/slurm/cluster.sh prepare
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) -m pytest -n $(JOBS) $(ARGS)

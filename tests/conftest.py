@@ -1,8 +1,11 @@
 """Settings that all tests share. They must be in the environment before torch is imported."""
 
+from __future__ import annotations
+
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +20,26 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 
+_ORDER = ("tests/slurm/", "tests/e2e/", "tests/dist/")  # what takes longest comes first, lest it be waited for alone
+_TOGETHER = ("tests/slurm/", "tests/gpu/", "tests/multi_gpu/")  # one after the other: they share a cluster, or a GPU
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: the tests of a file stay in one process, for they share engines and models."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return next((folder for folder in _TOGETHER if path.startswith(folder)), path)
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what takes minutes, unless it is asked for."""
+    """Long tests first; and leave out what takes minutes, unless it is asked for."""
+    items.sort(key=lambda item: next((i for i, name in enumerate(_ORDER) if item.nodeid.startswith(name)), len(_ORDER)))
     if os.environ.get("FP8RL_LONG_TESTS") == "1":
         return
     for item in items:

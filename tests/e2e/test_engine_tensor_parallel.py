@@ -35,10 +35,15 @@ def processes_left(group: int, deadline_s: float = 20.0) -> list[str]:
     return found
 
 
+def shared_files(group: int) -> set[str]:
+    """Files in shared memory that processes of the group have mapped."""
+    maps = [Path("/proc", pid, "maps").read_text() for pid in processes_of_group(group)]
+    return {line.split(maxsplit=5)[5] for text in maps for line in text.splitlines() if " /dev/shm/" in line}
+
+
 def test_two_workers(engine_cfg, tmp_path: Path):
     cfg = replace(engine_cfg, rollout=replace(engine_cfg.rollout, tensor=2))
     weights = random_weights(cfg, seed=1)
-    files_before = set(os.listdir("/dev/shm"))
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         (client,) = fleet.clients
         assert fleet.sync(client.world_size(), 10.0) == 2
@@ -57,6 +62,8 @@ def test_two_workers(engine_cfg, tmp_path: Path):
         running = fleet.submit(client.generate(PROMPT, 8, 1, sampling=how))
         time.sleep(0.3)
         group = client.replica.process_group
+        files = shared_files(group)
+        assert files, "two workers share memory"
         started = time.monotonic()
         os.killpg(group, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=r"rollout-0 died with exit code -9, during /inference"):
@@ -65,7 +72,7 @@ def test_two_workers(engine_cfg, tmp_path: Path):
         with pytest.raises(EngineDeadError, match="rollout-0 died"):
             fleet.sync(client.pause(), 10.0)
     assert processes_left(group) == []
-    assert set(os.listdir("/dev/shm")) <= files_before
+    assert [file for file in files if os.path.exists(file)] == []
 
 
 def test_an_engine_that_cannot_start_shows_its_reason(engine_cfg, tmp_path: Path):
