@@ -163,16 +163,15 @@ def verdict(rows: Sequence[Row], shape: Shape, device: str) -> str:
 def measure_experts(
     shape: Shape, pattern: str, ceilings: dict[str, float], options: argparse.Namespace
 ) -> Iterator[Row]:
-    """A row for each arm."""
+    """A row for each arm that has none yet."""
     import torch
 
     counts = token_counts(pattern, shape.tokens, shape.experts)
     base = {"measured": "experts", **vars(shape), "pattern": pattern}
     for arm in options.arms:
-        if time.monotonic() - options.started > options.budget_s:
-            print(f"SKIPPED {shape} {pattern} {arm}: the budget is spent; run the same command again", flush=True)
-            continue
         row = base | {"arm": arm}
+        if options.is_known(row) or _is_late(options, f"{shape} {pattern} {arm}"):
+            continue
         try:
             forward, both = experts(arm, counts, shape.hidden, shape.width)
             both()  # kernels compile
@@ -187,10 +186,18 @@ def measure_experts(
             if arm in OURS:
                 row["floor_ms"] = round(floor_ms(shape, counts, arm, ceilings), 4)
             del forward, both
-        except (RuntimeError, ValueError, ImportError, torch.cuda.OutOfMemoryError) as error:
+        except (RuntimeError, ValueError, ImportError, AssertionError) as error:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
         torch.cuda.empty_cache()
         yield row
+
+
+def _is_late(options: argparse.Namespace, what: str) -> bool:
+    """Whether the budget is spent; says what is left out."""
+    if time.monotonic() - options.started <= options.budget_s:
+        return False
+    print(f"SKIPPED {what}: the budget is spent; run the same command again", flush=True)
+    return True
 
 
 def measure_kernels(shape: Shape, pattern: str, ceilings: dict[str, float], rounds: int) -> Iterator[Row]:
@@ -238,9 +245,11 @@ def measure_layers(name: str, options: argparse.Namespace) -> Iterator[Row]:
     with single_rank(first) as parallel:
         steps = batches(first, language, 8, num_sequences=_LAYER_TOKENS // 2048, length=2048)
         for arm, precision in _LAYER_ARMS.items():
-            if arm == "grouped bf16" and not first.model.is_moe:
-                continue
             row: Row = {"measured": "layers", "model": name, "layers": first.model.num_layers, "arm": arm}
+            if arm == "grouped bf16" and not first.model.is_moe or options.is_known(row):
+                continue
+            if _is_late(options, f"{name} {arm}"):
+                continue
             policy = None
             try:
                 policy = Policy.build(replace(first, precision=precision), parallel)
@@ -254,7 +263,7 @@ def measure_layers(name: str, options: argparse.Namespace) -> Iterator[Row]:
                 row |= {"ms": round(1e3 * statistics.median(times), 2)}
                 row |= {"tokens_per_s": round(_LAYER_TOKENS / statistics.median(times))}
                 row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            except (RuntimeError, ValueError, torch.cuda.OutOfMemoryError) as error:
+            except (RuntimeError, ValueError, AssertionError) as error:
                 row["error"] = f"{type(error).__name__}: {error}"[:300]
             del policy
             free_memory()
@@ -326,6 +335,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="train models of so many layers instead of experts alone")
     parser.add_argument("--model", nargs="+", default=list(_LAYER_MODELS), help="of --layers")
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--again", action="store_true", help="measure also what --results has already")
     parser.add_argument("--budget-s", type=float, default=540.0)
     parser.add_argument("--quick", action="store_true", help="one small shape, few rounds; no rows of the table")
     parser.add_argument("--results", type=Path, default=FOLDER / "experts.jsonl")
@@ -344,6 +354,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure_all(options: argparse.Namespace, results: Results, device: str) -> None:
     """Print and keep a row for everything that ``options`` ask for."""
+    options.is_known = lambda row: not (options.again or options.quick) and results.has(row | {"device": device})
     if options.layers:
         for name in options.model:
             for row in measure_layers(name, options):
@@ -356,6 +367,8 @@ def measure_all(options: argparse.Namespace, results: Results, device: str) -> N
         for pattern in options.pattern:
             for row in measure_experts(shape, pattern, ceilings, options):
                 results.add(row | {"device": device})
+        if _is_late(options, f"the kernels of {shape} by themselves"):
+            continue
         try:
             for row in measure_kernels(shape, options.pattern[0], ceilings, options.rounds):
                 results.add(row | {"device": device})

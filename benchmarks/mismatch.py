@@ -2,12 +2,15 @@
 
     python -m benchmarks.mismatch --model qwen3_8b --layers 8
     python -m benchmarks.mismatch --model qwen3_30b_a3b --layers 5 --rollout fp8 --linear cutlass --moe triton
+    python -m benchmarks.mismatch --layers 8 --rollout fp8 --trainer blockwise engine --batch-invariant
     python -m benchmarks.mismatch --quick
 
 A model that is briefly trained (in BF16, supervised, on benchmarks/synthetic.py: a flat distribution would hide the
 differences that a peaked one shows) is published to an engine; the engine continues prompts; the trainer computes the
 log-probabilities of what was sampled under each of its recipes, on the same weights. An engine is started once for each
 precision of its own; the trainer switches recipes in place. d is old - rollout, per sampled token, at temperature 1.
+``engine`` is blockwise FP8 with attention by the engine's own kernel (precision.attention), ``deep_gemm`` the same with
+the kernels of its linears (precision.linears).
 
 Rows add up in ``--results``, and the table is made of all of them.
 """
@@ -36,10 +39,13 @@ if TYPE_CHECKING:
 
 KEYS = (
     *("model", "layers", "warm_steps", "rollout", "scales", "trainer"),
-    *("linear", "moe", "attention", "compile", "device"),
+    *("linear", "moe", "attention", "compile", "batch_invariant", "experts", "device"),
 )
 ROLLOUTS = {"bf16": ("bf16", "auto"), "fp8": ("blockwise", "auto"), "fp8_kv": ("blockwise", "fp8")}
-TRAINERS = ("bf16", "blockwise", "delayed", "tensorwise")
+TRAINERS = {recipe: {"trainer": recipe} for recipe in ("bf16", "blockwise", "delayed", "tensorwise")}
+TRAINERS["engine"] = {"trainer": "blockwise", "attention": "engine"}
+TRAINERS["deep_gemm"] = {"trainer": "blockwise", "linears": "deep_gemm"}
+TRAINERS["engine, deep_gemm"] = TRAINERS["engine"] | TRAINERS["deep_gemm"]
 _SHARE_OF_GPU = 0.3  # of memory for an engine, beside the trainer's
 
 
@@ -49,21 +55,24 @@ class Engine:
 
     rollout: str  # a key of ROLLOUTS
     scales: str
+    experts: str = "auto"  # the trainer's kernels for them
 
     def precision(self, trainer: str) -> PrecisionConfig:
-        return PrecisionConfig(trainer=trainer, rollout=ROLLOUTS[self.rollout][0], scales=self.scales)
+        rollout = ROLLOUTS[self.rollout][0]
+        return PrecisionConfig(**TRAINERS[trainer], rollout=rollout, scales=self.scales, experts=self.experts)
 
 
 def plan_engines(options: argparse.Namespace) -> Iterator[Engine]:
     """BF16 engines have no scales to choose."""
     for rollout in options.rollout:
         for scales in options.scales if rollout != "bf16" else options.scales[:1]:
-            yield Engine(rollout, scales)
+            yield Engine(rollout, scales, options.experts)
 
 
 def run_config(name: str, options: argparse.Namespace, engine: Engine | None, trainer: str = "bf16") -> RunConfig:
     """The run whose engine samples and whose trainer recomputes; without an engine that of the warm start."""
-    precision = PrecisionConfig(trainer="bf16") if engine is None else engine.precision(trainer)
+    warm = PrecisionConfig(trainer="bf16", experts=options.experts)
+    precision = warm if engine is None else engine.precision(trainer)
     cache = "auto" if engine is None else ROLLOUTS[engine.rollout][1]
     length = options.prompt_tokens + options.completion_tokens
     return RunConfig(
@@ -83,6 +92,7 @@ def run_config(name: str, options: argparse.Namespace, engine: Engine | None, tr
             moe_backend=options.moe,
             attention_backend=options.attention,
             torch_compile=options.compile == "on",
+            batch_invariant=options.batch_invariant,
             transport=options.transport,
         ),
         num_steps=max(1, options.warm_steps),
@@ -139,7 +149,8 @@ def measure(name: str, options: argparse.Namespace, results: Results, common: Ro
 
     cfg = run_config(name, options, None)
     base = common | {"model": name, "layers": cfg.model.num_layers, "warm_steps": options.warm_steps}
-    base |= {key: getattr(options, key) for key in ("linear", "moe", "attention", "compile")}
+    chosen = ("linear", "moe", "attention", "compile", "batch_invariant", "experts")
+    base |= {key: getattr(options, key) for key in chosen}
     wanted = {engine: _missing(engine, base, options, results) for engine in plan_engines(options)}
     if not any(wanted.values()):
         return
@@ -190,9 +201,13 @@ def _rows(
         yield from (head | {"trainer": trainer, "error": reason} for trainer in trainers)
         return
     for trainer in trainers:
-        switch_precision(policy, engine.precision(trainer), history)
-        (batch,) = pack_for(policy.cfg, samples, data_rank=0)
-        report = mismatch_metrics([policy.with_old_logprobs(batch)], policy.cfg.algo, LocalReducer())
+        try:
+            switch_precision(policy, engine.precision(trainer), history)
+            (batch,) = pack_for(policy.cfg, samples, data_rank=0)
+            report = mismatch_metrics([policy.with_old_logprobs(batch)], policy.cfg.algo, LocalReducer())
+        except (RuntimeError, ValueError) as error:  # of kernels that are missing, or do not compute this model
+            yield head | {"trainer": trainer, "error": f"{type(error).__name__}: {error}"[:300]}
+            continue
         metrics = {key.split("/", 1)[1]: float(f"{value:.5g}") for key, value in report.metrics.items()}
         kept = ("abs_logprob_diff/mean", "abs_logprob_diff/max", "kl_k3/mean", "multiplicative_error/mean")
         entropy = -sum(sum(s.rollout_logprobs) for s in samples) / batch.num_loss_tokens
@@ -209,8 +224,10 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     shown = []
     for row in rows:
         kernels = f"{row['linear']} / {row['moe']} / {row['attention']}"
+        kernels += ", batch-invariant" if row.get("batch_invariant") else ""
+        trainer = row["trainer"] + (", grouped experts" if row.get("experts") == "deep_gemm" else "")
         rollout = row["rollout"] if row["rollout"] == "bf16" else f"{row['rollout']}, {row['scales']} scales"
-        head = {"model": f"{row['model']}, {row['layers']} layers", "rollout": rollout, "trainer": row["trainer"]}
+        head = {"model": f"{row['model']}, {row['layers']} layers", "rollout": rollout, "trainer": trainer}
         if "error" in row:
             numbers = {"mean d": f"failed: {row['error'][:80]}", "max d": "-", "KL k3": "-", "mean exp d": "-"}
         else:
@@ -235,6 +252,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--moe", choices=["auto", "deep_gemm", "triton", "flashinfer_cutlass"], default="auto")
     parser.add_argument("--attention", choices=["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], default="auto")
     parser.add_argument("--compile", choices=["on", "off"], default="off", help="torch.compile in the engine")
+    parser.add_argument("--batch-invariant", action="store_true", help="the engine's batch-invariant kernels")
+    parser.add_argument("--experts", choices=["auto", "te", "deep_gemm"], default="auto", help="the trainer's kernels")
     parser.add_argument("--transport", choices=["auto", "shm", "gloo", "ipc"], default="shm")
     parser.add_argument("--warm-steps", type=int, default=80)
     parser.add_argument("--warm-tokens", type=int, default=16384, help="of one step of the warm start")
@@ -291,7 +310,8 @@ def _record(rows: Sequence[Row]) -> None:
     notes = (
         "d = |old - rollout| in nats per sampled token, at temperature 1: the trainer's log-probabilities of what the "
         "engine sampled, on the same weights. Models of these shapes, trained from random weights by supervised steps "
-        f"in BF16 on the language of benchmarks.synthetic ({warm}). fp8_kv adds an FP8 KV cache of measured scales."
+        f"in BF16 on the language of benchmarks.synthetic ({warm}). fp8_kv adds an FP8 KV cache of measured scales; "
+        "the trainer engine is blockwise with attention by the engine's kernel."
     )
     record.section("mismatch", "Train/rollout mismatch", table(rows), notes=notes)
 

@@ -78,7 +78,7 @@ def build_policy(cfg: RunConfig, parallel: Any, options: argparse.Namespace) -> 
     """(policy, two batches for delayed scaling to remember), trained briefly in BF16 unless it is trained already."""
     from megatron_fp8rl.trainer.policy import Policy
 
-    bf16 = replace(cfg, precision=replace(cfg.precision, trainer="bf16"))
+    bf16 = replace(cfg, precision=replace(cfg.precision, trainer="bf16", attention="auto"))
     policy = Policy.build(bf16, parallel)
     num_steps = options.warm_steps if cfg.model.hf_path is None else 0
     size = {"num_sequences": max(1, options.warm_tokens // 64), "length": 64}
@@ -168,6 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(table(rows))
     first, beyond = first_different(rows), first_beyond_rounding(rows)
     precision = f"{cfg.precision.rollout} rollout, {cfg.precision.trainer} trainer, {cfg.precision.scales} scales"
+    precision += ", the engine's attention" if cfg.precision.attention == "engine" else ""
+    precision += ", batch-invariant engine" if cfg.rollout.batch_invariant else ""
     result = {
         "config": cfg.name,
         "layers": cfg.model.num_layers,

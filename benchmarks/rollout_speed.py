@@ -278,7 +278,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="qwen3_8b in FP8, short, no torch.compile; tiny on a CPU")
     parser.add_argument("--again", action="store_true", help="measure also what --results has already")
     parser.add_argument("--budget-s", type=float, default=570.0, help="start no engine that may not end before")
-    parser.add_argument("--cell-s", type=float, default=150.0, help="what one engine with all shapes may take")
+    parser.add_argument("--cell-s", type=float, default=240.0, help="what one engine with all shapes may take")
     parser.add_argument("--results", type=Path, default=FOLDER / "rollout_speed.jsonl")
     options = parser.parse_args(argv)
     if options.quick:

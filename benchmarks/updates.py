@@ -290,7 +290,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one dense model on DeepGEMM's linears")
     parser.add_argument("--again", action="store_true", help="measure also what --results has already")
     parser.add_argument("--budget-s", type=float, default=570.0, help="start no engines that may not end before")
-    parser.add_argument("--case-s", type=float, default=90.0, help="what one case may take")
+    parser.add_argument("--case-s", type=float, default=130.0, help="what one case may take")
     parser.add_argument("--results", type=Path, default=FOLDER / "updates.jsonl")
     options = parser.parse_args(argv)
     if options.quick:

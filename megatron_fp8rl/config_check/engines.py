@@ -113,6 +113,13 @@ def _check_kernels(found: Findings, accelerator: str) -> None:
             found.refuse("rollout.batch_invariant", "chooses GPU kernels, and there is no GPU", "Leave it out")
         if rollout.moe_backend == "deep_gemm":
             found.refuse("rollout.moe_backend", "is not among vLLM's batch-invariant kernels", "Set triton")
+        if rollout.transport == "nccl" or (rollout.transport == "auto" and rollout.placement == "remote"):
+            found.refuse(
+                "rollout.transport",
+                "takes NCCL, for which vLLM gives batch-invariant engines an algorithm and a protocol of their own; ranks "
+                "that differ in these may wait for each other for ever",
+                "Set gloo, or ipc on one host",
+            )
     if rollout.attention_backend == "FLASHINFER" and rollout.kv_cache_dtype == "fp8":
         found.refuse(
             "rollout.attention_backend",

@@ -100,6 +100,11 @@ class PackedAttention(MegatronModule):
                 return fused_attention.attend(
                     query, key, value, segments, self.softmax_scale, like_engine=self.like_engine
                 )
+            if self.like_engine:
+                raise ValueError(
+                    f"precision.attention = engine: cuDNN has no backward pass for queries {list(query.shape)}, keys "
+                    f"{list(key.shape)} in {query.dtype} on this GPU. Choose --precision.attention auto"
+                )
         batches = plan.batches
         parts = [self._attend_batch(query, key, value, batch) for batch in batches.parts]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)

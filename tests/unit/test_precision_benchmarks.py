@@ -88,7 +88,7 @@ def test_tables_and_plot_of_recipes(tmp_path):
 
 
 def test_engines_of_the_mismatch_table():
-    options = argparse.Namespace(rollout=["bf16", "fp8", "fp8_kv"], scales=["pow2", "fp32"])
+    options = argparse.Namespace(rollout=["bf16", "fp8", "fp8_kv"], scales=["pow2", "fp32"], experts="te")
     engines = [(e.rollout, e.scales) for e in mismatch.plan_engines(options)]
     assert engines == [("bf16", "pow2")] + [(r, s) for r in ("fp8", "fp8_kv") for s in ("pow2", "fp32")]
 
