@@ -5,7 +5,7 @@ when it should be started again, 130 when it was cancelled, anything else for a 
 The standard library alone.
 
     come      write this node's address, wait for all nodes
-    start     torchrun for the trainer, with ranks in the order of nodes; replicas; other commands
+    start     torchrun for the trainer, with ranks in the order of nodes; replicas and score servers; other commands
     tend      restart what may be restarted; pass a request to save on to the trainer; see what other nodes say
     end       when a role that the job is for has ended everywhere, when any of them failed, or when all is saved
     conclude  stop what is left, wait for the other nodes to do so, show the first error of all
@@ -20,13 +20,14 @@ import time
 
 from launch import outcome
 from launch.outcome import Outcome, Result
-from launch.peers import CANCEL, FAILED, STOP, STOPPED, Board, PeersMissingError, Place
-from launch.roles import Failure, RoleProcess, status_in_words
-from launch.spec import SAVED, JobSpec, endpoint_file
+from launch.peers import CANCEL, FAILED, STOP, STOPPED, Board, PeersMissingError, Place, free_port
+from launch.roles import Failure, RoleProcess, kill_leftovers, status_in_words
+from launch.spec import ENDPOINTS, SAVED, JobSpec, endpoint_file
 
 JOIN_DEADLINE_S = float(os.environ.get("LAUNCH_JOIN_DEADLINE_S", "600"))  # images may still be fetched on other nodes
 GRACE_S = float(os.environ.get("LAUNCH_GRACE_S", "15"))  # for a role that was asked to end
 RESTART_PAUSE_S = float(os.environ.get("LAUNCH_RESTART_PAUSE_S", "0.5"))  # doubled with every death in a row, up to 30 s
+FILES_DEADLINE_S = float(os.environ.get("LAUNCH_FILES_DEADLINE_S", "60"))  # for a file system that fails
 MAX_RESTARTS = 5  # of a role in a row, each having lived for less than:
 _SETTLED_S = 600.0
 _POLL_S = 0.2
@@ -44,11 +45,12 @@ class Agent:
         self.place = place
         self.board = Board(spec.run_dir, place)
         self.processes: list[RoleProcess] = []
-        self._restart_at: dict[str, float] = {}  # role -> monotonic time of its next start
+        self._ends_at: dict[str, float] = {}  # role -> monotonic time until which what was asked to end may run
         self._signals: list[int] = []
         self._deadline: float | None = None  # monotonic: for the trainer to save
         self._rank_failed_at: float | None = None  # monotonic
         self._next_sign_of_life = 0.0
+        self._trouble_since: float | None = None  # monotonic: when the board could not be read or written
 
     def run(self) -> int:
         """Everything; the exit status."""
@@ -56,13 +58,19 @@ class Agent:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         for sign in (signal.SIGTERM, signal.SIGINT):
             signal.signal(sign, lambda number, _: self._signals.append(number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGINT})  # see launch/local.py
         if (refused := outcome.refusal(self.spec, self.place)) is not None:
             self.say(refused.reason)
             self._show(refused)
             return refused.status if refused.status not in (0, SAVED) else outcome.FAILED
-        result, reason = self._work()
-        self._end_all()
-        return self._conclude(result, reason)
+        try:
+            result, reason = self._work()
+            self._end_all()
+            return self._conclude(result, reason)
+        finally:
+            for process in self.processes:  # also when the board cannot be written: nothing outlives its agent
+                if process.is_running:
+                    process.kill()
 
     def say(self, text: str) -> None:
         # In one write: nodes share the file, and an unbuffered print writes the end of the line by itself.
@@ -71,40 +79,69 @@ class Agent:
     def _work(self) -> tuple[Result, str]:
         """(what came of it, why), with processes that may still run."""
         plan = self.spec.on_node(self.place.node)
+        kill_leftovers(self.spec.run_dir, self.place.job, but=self.place.attempt)
         try:
             for role in plan.roles:  # before anybody is told that this node is here
-                if role.kind == "replica":
-                    endpoint_file(self.spec.run_dir, role.name).unlink(missing_ok=True)
+                if role.kind in ENDPOINTS:
+                    endpoint_file(self.spec.run_dir, role.name, role.kind).unlink(missing_ok=True)
             peers = self.board.meet(JOIN_DEADLINE_S, lambda: bool(self._signals))
             self.say(f"all {self.place.num_nodes} nodes are here; roles: {', '.join(role.name for role in plan.roles)}")
             for role in plan.roles:
                 process = RoleProcess(role, self.spec, self.board, peers)
                 self.processes.append(process)
                 process.start()
+            while (end := self._turn()) is None:
+                pass
+            return end
         except (PeersMissingError, OSError) as error:
+            names = self.board.names()
+            if isinstance(error, PeersMissingError) and FAILED not in names and (self._signals or CANCEL in names):
+                is_cancelled = signal.SIGINT in self._signals or CANCEL in names
+                return ("cancelled" if is_cancelled else "saved"), "asked to end before all nodes were there"
             self._fail("agent", Failure(time.time(), f"{type(error).__name__}: {error}", None), log="the job's log")
             return "failed", str(error)
-        while (end := self._tend()) is None:
-            self._listen()
-        return end
 
     # ---- while the job runs
+
+    def _turn(self) -> tuple[Result, str] | None:
+        """What ends the attempt, if something does. Raises OSError when files have failed for ``FILES_DEADLINE_S``.
+
+        A disk may be full, or a file system away, for a moment: whatever was not done is done in the next turn.
+        """
+        try:
+            if (end := self._tend()) is not None:
+                return end
+            self._listen()
+            self._trouble_since = None
+        except OSError as error:
+            now = time.monotonic()
+            if self._trouble_since is None:
+                self._trouble_since = now
+                self.say(f"{type(error).__name__}: {error}; trying again for {FILES_DEADLINE_S:g} s")
+            elif now > self._trouble_since + FILES_DEADLINE_S:
+                raise
+            time.sleep(_POLL_S)
+        return None
 
     def _listen(self) -> None:
         """Sleep for a moment, or until a signal; ask for a checkpoint when there is one."""
         info = signal.sigtimedwait({signal.SIGUSR1}, _POLL_S)
-        signals = [*self._signals, *([] if info is None else [info.si_signo])]
-        self._signals.clear()
-        for number in signals:
+        if info is not None:
+            self._signals.append(info.si_signo)
+        while self._signals:
+            number = self._signals[0]
             self._ask_to_save(signal.Signals(number).name, is_cancelled=number == signal.SIGINT)
             if self._deadline is not None and number != signal.SIGUSR1:
                 self._deadline = min(self._deadline, time.monotonic() + _LATE_TERM_S)
+            del self._signals[0]
         if time.monotonic() > self._next_sign_of_life:
             self._next_sign_of_life = time.monotonic() + _LIFE_S
             self.board.sign_of_life()
 
     def _ask_to_save(self, reason: str, *, is_cancelled: bool) -> None:
-        request = {"reason": reason, "node": self.place.node, "is_cancelled": is_cancelled}
+        if is_cancelled:
+            self.board.put(CANCEL, "", once=True)  # also when somebody has asked to save before
+        request = {"reason": reason, "node": self.place.node}
         if self.board.put(STOP, request, once=True):
             self.say(f"{reason}: asking the trainer to save")
 
@@ -114,15 +151,13 @@ class Agent:
         for process in self.processes:
             self._tend_role(process, names)
         names = self.board.names()  # with what the roles have just said: ended to save is not ended for good
-        if FAILED in names:
-            failed = self.board.get(FAILED)
+        if FAILED in names and (failed := self.board.get(FAILED)):
             return "failed", f"role {failed['role']} on node {failed['node']}: {failed['reason']}"
         if CANCEL in names and STOP not in names:
             self._ask_to_save(CANCEL, is_cancelled=True)
         self._watch_ranks(names)
-        complete, is_clean = self._complete_role()
-        if STOPPED in names:
-            stopped = self.board.get(STOPPED)
+        complete, is_clean = self._complete_role(names)
+        if STOPPED in names and (stopped := self.board.get(STOPPED)):
             if complete or time.monotonic() > self._saving_deadline():
                 where = f"step {stopped.get('step')}, checkpoint {stopped.get('checkpoint') or 'none'}"
                 return ("cancelled" if self._is_cancelled() else "saved"), f"stopped on request at {where}"
@@ -137,7 +172,8 @@ class Agent:
     def _tend_stop(self) -> tuple[Result, str] | None:
         """Somebody asked to save, and the trainer has not yet."""
         if self._deadline is None:
-            request = self.board.get(STOP)
+            if (request := self.board.get(STOP)) is None:
+                return None
             self.say(f"asked to stop ({request['reason']}): waiting for the trainer to save")
             self._saving_deadline()
             for process in self.processes:
@@ -158,10 +194,13 @@ class Agent:
         return self._deadline
 
     def _is_cancelled(self) -> bool:
-        return bool((self.board.get(STOP) or {}).get("is_cancelled")) or CANCEL in self.board.names()
+        return CANCEL in self.board.names()
 
     def _tend_role(self, process: RoleProcess, names: set[str]) -> None:
         role = process.role
+        if role.restart and f"given-up-{role.name}.json" in names:
+            self._give_up(process)
+            return
         if role.restart and f"restart-{role.name}.{process.incarnation + 1}.json" in names:
             self._restart(process, names)
             return
@@ -170,8 +209,6 @@ class Agent:
         if role.restart:
             self._schedule_restart(process, status)
             return
-        process.tell("ended", status)
-        self.say(f"{role.name} ended with {status_in_words(status)}")
         if status == SAVED:
             self.board.put(STOPPED, {"step": None, "checkpoint": None}, once=True)
         elif status != 0 and STOPPED not in self.board.names() and not self._is_cancelled():
@@ -181,61 +218,97 @@ class Agent:
             else:
                 self._note(role.name, failure, str(process.log))
                 self.say(f"the job goes on without {role.name}; see {process.log}")
+        process.tell("ended", status)
+        self.say(f"{role.name} ended with {status_in_words(status)}")
 
     def _schedule_restart(self, process: RoleProcess, status: int) -> None:
         """A role that may be restarted has ended: all of its nodes begin anew, a little later each time in a row."""
         role = process.role
-        has_settled = time.monotonic() - process.started_s > _SETTLED_S
-        process.num_deaths = 1 if has_settled else process.num_deaths + 1
+        self._count_death(process)
         self._withdraw(process)
         failure = process.failure()
         self._note(f"{role.name}.{process.incarnation}", failure, str(process.log), role=role.name)
         if process.num_deaths > MAX_RESTARTS:
+            self.board.put(f"given-up-{role.name}.json", {"node": self.place.node}, once=True)
+            self._fail_without_servers(process, failure, status)
             process.tell("given up", status)
             self.say(f"{role.name} died {process.num_deaths} times in a row and is given up; see {process.log}")
-            self._fail_without_replicas(process, failure, status)
             return
+        self.board.put(f"restart-{role.name}.{process.incarnation + 1}.json", {"node": self.place.node}, once=True)
         process.tell("dead", status)
         self.say(f"{role.name} died with {status_in_words(status)}; restart {process.num_deaths} of {MAX_RESTARTS}")
-        self.board.put(f"restart-{role.name}.{process.incarnation + 1}.json", {"node": self.place.node}, once=True)
+
+    def _count_death(self, process: RoleProcess) -> None:
+        """Once for each incarnation, on all of its nodes alike, whichever part of it died."""
+        if process.last_counted < process.incarnation:
+            process.last_counted = process.incarnation
+            has_settled = time.monotonic() - process.started_s > _SETTLED_S
+            process.num_deaths = 1 if has_settled else process.num_deaths + 1
 
     def _restart(self, process: RoleProcess, names: set[str]) -> None:
-        """Begin the next incarnation, once this one has ended here and the pause is over."""
+        """Begin the next incarnation, once this one has ended here and the pause is over.
+
+        The role's first node goes first, with a port of its own choice: the others are never led to what is ending.
+        """
         if names & {FAILED, STOP}:
             return
-        name = process.role.name
-        if name not in self._restart_at:
-            pause_s = min(30.0, RESTART_PAUSE_S * 2**process.num_deaths)
-            self._restart_at[name] = time.monotonic() + pause_s
+        role = process.role
+        if role.name not in self._ends_at:
+            self._count_death(process)
+            self._ends_at[role.name] = time.monotonic() + min(30.0, RESTART_PAUSE_S * 2**process.num_deaths)
             process.ask()
-        if time.monotonic() >= self._restart_at[name]:
-            process.kill()
-            process.ended()
-            del self._restart_at[name]
-            self._withdraw(process)
-            process.start(process.incarnation + 1)
+        if time.monotonic() < self._ends_at[role.name]:
+            return
+        if process.state == "running":
+            process.tell("dead", self._end(process))
+        incarnation, port = process.incarnation + 1, free_port()
+        if role.rank_of(self.place.node) > 0:
+            first = self.board.get(f"role-{role.name}.node{role.nodes[0]}.json")
+            if first is None or first["incarnation"] < incarnation or first["state"] != "running":
+                return
+            incarnation, port = first["incarnation"], first["port"]
+        process.start(incarnation, port)
+        del self._ends_at[role.name]
+
+    def _give_up(self, process: RoleProcess) -> None:
+        """Another part of the role is given up: this one is of no use without it."""
+        if process.state == "given up":
+            return
+        if process.role.name not in self._ends_at:
+            self._ends_at[process.role.name] = time.monotonic() + GRACE_S
+            process.ask()
+        if not process.is_running or time.monotonic() > self._ends_at[process.role.name]:
+            process.tell("given up", self._end(process))
+
+    def _end(self, process: RoleProcess) -> int | None:
+        """End what is left of a part; its exit status."""
+        process.kill()
+        self._withdraw(process)
+        return process.ended()
 
     def _withdraw(self, process: RoleProcess) -> None:
         """Nobody is to ask a server that is gone."""
-        if process.role.kind == "replica":
-            endpoint_file(self.spec.run_dir, process.role.name).unlink(missing_ok=True)
+        role = process.role
+        if role.kind in ENDPOINTS:
+            endpoint_file(self.spec.run_dir, role.name, role.kind).unlink(missing_ok=True)
 
-    def _fail_without_replicas(self, process: RoleProcess, failure: Failure, status: int) -> None:
-        """A replica is given up: a failure when it was essential, or the last of the replicas."""
-        replicas = {role.name for role in self.spec.roles if role.kind == "replica"}
-        states = self.board.all("role-")
-        gone = {name for name in replicas for key, one in states.items()
-                if key.startswith(f"role-{name}.node") and one["state"] == "given up"}  # fmt: skip
-        if gone == replicas or (process.role.kind != "replica" and process.role.essential):
+    def _fail_without_servers(self, process: RoleProcess, failure: Failure, status: int) -> None:
+        """A role is given up: a failure when it was essential, or the last of the replicas or of the score servers."""
+        kind, names = process.role.kind, self.board.names()
+        alike = {role.name for role in self.spec.roles if role.kind == kind}
+        gone = {name for name in alike if f"given-up-{name}.json" in names}
+        is_end = gone == alike if kind in ENDPOINTS else process.role.essential
+        if is_end:
             self._fail(process.role.name, failure, str(process.log), status)
 
-    def _complete_role(self) -> tuple[str, bool]:
+    def _complete_role(self, names: set[str]) -> tuple[str, bool]:
         """(an essential role that has ended on all of its nodes, whether without a failure); ("", False) without one."""
-        states = self.board.all("role-")
         for role in self.spec.roles:
-            parts = [states.get(f"role-{role.name}.node{node}.json") for node in role.nodes]
-            if role.essential and not role.restart and all(part and part["state"] == "ended" for part in parts):
-                return role.name, all(part["status"] in (0, SAVED) for part in parts)
+            parts = [f"ended-{role.name}.node{node}.json" for node in role.nodes]
+            if role.essential and not role.restart and names.issuperset(parts):
+                ends = [self.board.get(part) for part in parts]
+                if None not in ends:
+                    return role.name, all(end["status"] in (0, SAVED) for end in ends)
         return "", False
 
     def _watch_ranks(self, names: set[str]) -> None:
@@ -245,8 +318,7 @@ class Agent:
             return
         if self._rank_failed_at is None:
             self._rank_failed_at = time.monotonic()
-        elif time.monotonic() > self._rank_failed_at + GRACE_S:
-            error = self.board.get(ranks[0])
+        elif time.monotonic() > self._rank_failed_at + GRACE_S and (error := self.board.get(ranks[0])):
             reason = f"rank {error['rank']} failed, and the others did not end"
             self.board.put(FAILED, {"role": error["role"], "node": error["node"], "reason": reason}, once=True)
 

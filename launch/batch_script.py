@@ -15,7 +15,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from launch.outcome import CANCELLED
 from launch.spec import SAVED, JobSpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
@@ -43,7 +45,8 @@ def setup_lines(spec: JobSpec, link: Link, *, log_dir: str, setup: tuple[str, ..
         'attempt_folder="$launch_folder/$SLURM_JOB_ID.$attempt"',
     ]
     saved = _REQUEUE if link.length == 1 else _LAST_OF_CHAIN if link.is_last else _GO_ON
-    end = _END.replace("@SAVED@", str(SAVED)).replace("@AGAIN@", saved.strip("\n"))
+    end = _END.replace("@SAVED@", str(SAVED)).replace("@CANCELLED@", str(CANCELLED))
+    end = end.replace("@AGAIN@", saved.strip("\n"))
     parts = ["\n".join(variables), end, _BOUND, *([_SKIP] if link.index else [])]
     if setup:
         parts.append("# Of the cluster's file.\n" + "\n".join(setup))
@@ -76,20 +79,24 @@ launch_end() {
             end=failed ;;
     esac
     mkdir -p "$attempt_folder"
-    if [ "$end" = failed ] && [ ! -e "$attempt_folder/first_error.txt" ]; then
+    if [ "$end" = failed ] && [ "$status" != @CANCELLED@ ] && [ ! -e "$attempt_folder/first_error.txt" ]; then
         # The agents did not get as far: what srun and the container say is all that there is.
         {
             cat "$launch_logs/log-agents_${SLURM_JOB_ID}_$attempt.out"
-            sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_log_id.out" | tail -n 40
+            sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_this.out" | tail -n 40
         } > "$attempt_folder/first_error.txt" 2> /dev/null
     fi
     if [ -n "$end" ]; then
         echo "$SLURM_JOB_ID $status" > "$launch_folder/$launch_chain.$end"
     fi
+    if [ "$status" = @CANCELLED@ ]; then
+        scancel "$launch_this"  # so that Slurm calls it cancelled, and not failed
+    fi
     exit "$status"
 }
-launch_log_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-launch_log_id=${launch_log_id:-$SLURM_JOB_ID}
+# One element of an array: the number of its last one is also that of all.
+launch_this=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+launch_this=${launch_this:-$SLURM_JOB_ID}
 trap launch_end EXIT
 """
 
@@ -98,9 +105,9 @@ _REQUEUE = """
             if [ "$attempt" -ge "$max_restarts" ]; then
                 echo "launch: saved, but max_restarts = $max_restarts attempts are used up; submit the run again" >&2
                 end=failed
-            elif scontrol -o show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; then
+            elif scontrol -o show job "$launch_this" | grep -q ' JobState=RUNNING '; then
                 echo "launch: attempt $attempt has saved; the job is queued again" >&2
-                scontrol requeue "$SLURM_JOB_ID" || end=failed
+                scontrol requeue "$launch_this" || end=failed
             fi
 """
 

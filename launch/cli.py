@@ -17,21 +17,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import cluster as clusters
-from launch import jobs, local, slurm
+from launch import jobs, local, slurm, tunnel
 from launch.plan import TRAINING_JOBS, Plan, Request, lines
 from launch.spec import JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
-from megatron_fp8rl.config import ConfigError
+from megatron_fp8rl.config import ConfigError, Violation
 
 _PROGRAM = "python -m launch"
 WATCH = ("status", "logs", "cancel")
 _USAGE = f"""\
 usage: {_PROGRAM} CONFIG --cluster NAME [--field value ...]
-       {_PROGRAM} status|logs|cancel RUN [--help]
+       {_PROGRAM} status|logs|cancel RUN [--cluster NAME] [--help]
 
   --cluster NAME   a file of launch/clusters/ ({{known}}), or the path of one
   --job JOB        {", ".join(jobs.KINDS)}; train (warm start if there is one, then RL) unless said otherwise
   --nodes N        nodes of the job; as few as trainer and replicas fit on unless said otherwise
+  --score-nodes K  K further nodes for the score servers (--data.score_servers), which else share the others
   --chain K        K jobs, each after the one before, for clusters that do not requeue
   --dry-run        print the complete batch script, and queue nothing
   --wait           until the job has ended; exit status 1 when it failed
@@ -54,6 +55,7 @@ class Options:
     cluster: str
     job: str = "train"
     nodes: int | None = None
+    score_nodes: int = 0
     chain: int = 1
     dry_run: bool = False
     wait: bool = False
@@ -73,7 +75,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = parse(words)
         request = read_request(options)
         return launch(options, request)
-    except (UsageError, run_cli.UsageError, clusters.ClusterError, slurm.SubmitError, ConfigError) as error:
+    except (UsageError, run_cli.UsageError, clusters.ClusterError, ConfigError) as error:
+        print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except (tunnel.TunnelError, slurm.SubmitError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
 
@@ -88,12 +93,12 @@ def parse(words: Sequence[str]) -> Options:
         field = name.removeprefix("--").replace("-", "_")
         if name in ("--dry-run", "--dry_run", "--wait"):
             own[field] = True
-        elif name in ("--cluster", "--job", "--nodes", "--chain", "--id"):
+        elif field in ("cluster", "job", "nodes", "score_nodes", "chain", "id") and name.startswith("--"):
             if "=" not in word:
                 if not queue:
                     raise UsageError(f"{name} needs a value")
                 value = queue.pop(0)
-            own[field] = _number(name, value) if name in ("--nodes", "--chain") else value
+            own[field] = _number(name, value) if field in ("nodes", "score_nodes", "chain") else value
         else:
             rest.append(word)
     return _checked(own, rest)
@@ -109,6 +114,8 @@ def _checked(own: dict, rest: list[str]) -> Options:
         raise UsageError(f"--id {own['id']!r}: use letters, digits and '-' alone")
     if own.get("chain", 1) < 1:
         raise UsageError(f"--chain {own['chain']}: a chain has one job or more")
+    if own.get("score_nodes", 1) < 1:
+        raise UsageError(f"--score-nodes {own['score_nodes']}: name 1 node or more, or leave it out")
     if not own["config_name"]:
         what = "TOOL" if job == "convert" else "CONFIG"
         raise UsageError(f"{what} is missing: {_PROGRAM} {what} --cluster {own['cluster']} ...")
@@ -126,6 +133,7 @@ def read_request(options: Options) -> Request:
         cfg=target.cfg,
         overrides=target.overrides,
         nodes=options.nodes,
+        score_nodes=options.score_nodes,
         words=target.words,
         code_dir=_code_dir(options.config_name),
     )
@@ -141,10 +149,12 @@ def launch(options: Options, request: Request) -> int:
         warnings += missing
     else:
         problems += missing
+    if cluster.tunnel is not None:
+        problems += _behind_tunnel(options, request)
     if spec is not None:
         problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
         if not options.dry_run and not problems and options.job in TRAINING_JOBS:
-            problems += _running(spec)
+            problems += _running(spec, cluster)
     if options.chain > 1 and (cluster.kind == "local" or plan.array):
         why = "an array has no chains" if plan.array else "a local job is started again by itself"
         problems.append(f"--chain {options.chain}: {why}. Leave it out.")
@@ -159,11 +169,12 @@ def launch(options: Options, request: Request) -> int:
     if options.dry_run:
         _show_dry_run(options, plan, request)
         return 0
-    try:
-        launch_dir(spec.run_dir).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        print(f"{_PROGRAM}: the run's folder {spec.run_dir!r} cannot be made: {error}", file=sys.stderr)
-        return 2
+    if cluster.tunnel is None:
+        try:
+            launch_dir(spec.run_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            print(f"{_PROGRAM}: the run's folder {spec.run_dir!r} cannot be made: {error}", file=sys.stderr)
+            return 2
     return _local(options, spec) if cluster.kind == "local" else _slurm(options, plan, request)
 
 
@@ -191,16 +202,21 @@ def _slurm(options: Options, plan: Plan, request: Request) -> int:
     launched = slurm.submit(
         spec, request.cluster, cluster_name=options.cluster, id=name, chain=options.chain, array=plan.array
     )
-    _show_launched(f"job {', '.join(launched.job_ids)} is queued on cluster {options.cluster!r}", spec)
+    headline = f"job {', '.join(launched.job_ids)} is queued on cluster {options.cluster!r}"
+    _show_launched(headline, spec, f" --cluster {shlex.quote(options.cluster)}" if request.cluster.tunnel else "")
     if not options.wait:
         return 0
     try:
-        status, shown = slurm.wait(launched.job_ids)
+        status, shown = slurm.wait(launched.job_ids, cluster=request.cluster)
     except KeyboardInterrupt:
         print("not waiting any longer; the job goes on", file=sys.stderr)
         return 1
     print("\n".join(shown))
-    _show_first_error(spec, launched.job_ids, status)
+    if request.cluster.tunnel is None:
+        _show_first_error(spec, launched.job_ids, status)
+    elif status:
+        with contextlib.suppress(tunnel.TunnelError):
+            tunnel.watch(request.cluster, "logs", spec.run_dir, ())
     return status
 
 
@@ -219,8 +235,8 @@ def _local(options: Options, spec: JobSpec) -> int:
     return int(status != 0)
 
 
-def _show_launched(headline: str, spec: JobSpec) -> None:
-    run = shlex.quote(spec.run_dir)
+def _show_launched(headline: str, spec: JobSpec, cluster: str = "") -> None:
+    run = f"{shlex.quote(spec.run_dir)}{cluster}"
     print(headline)
     print("\n".join(line for line in lines(spec) if not line.startswith("    ")))
     print(f"report: {spec.run_dir}/report.html")
@@ -238,12 +254,37 @@ def _show_first_error(spec: JobSpec, job_ids: Sequence[str], status: int) -> Non
             return
 
 
-def _running(spec: JobSpec) -> list[str]:
+def _behind_tunnel(options: Options, request: Request) -> list[str]:
+    """What a laptop can know of the cluster: nothing in a dry run, else what the login node says."""
+    found = []
+    if request.code_dir is not None:
+        remedy = "Put the function into model_configs/"
+        found.append(f"CONFIG = {options.config_name!r}: this code alone is copied to the cluster. {remedy}.")
+    words, named = request.words, {}
+    if options.job == "convert" and words[1:]:
+        named["SOURCE"] = words[1]
+    if options.job == "eval" and "--checkpoint" in words:
+        named["--checkpoint"] = words[words.index("--checkpoint") + 1]
+    remedy = "Name a folder that its nodes share"
+    others = [Violation(name, path, "does not exist on the cluster", remedy) for name, path in named.items()]
+    if not options.dry_run and not request.cluster.violations():
+        try:
+            found += map(str, tunnel.missing(request.cluster, request.cfg, others))
+        except tunnel.TunnelError as error:
+            found.append(str(error))
+    return found
+
+
+def _running(spec: JobSpec, cluster: clusters.Cluster) -> list[str]:
     """Jobs that work in the run's folder already: two trainers would overwrite each other's checkpoints."""
     found = []
-    for job in read_jobs(spec.run_dir):
+    if cluster.tunnel is None:
+        known = [(job, _state(job)) for job in read_jobs(spec.run_dir)]
+    else:
+        known = tunnel.read_jobs(cluster.tunnel, spec.run_dir)
+    for job, state in known:
         is_training = any(role.name == "trainer" for role in JobSpec.decode(job["spec"]).roles)
-        if is_training and (state := _state(job)) is not None:
+        if is_training and state is not None:
             found.append(
                 f"job {job['job_id']} of cluster {job['cluster']!r} is {state} in {spec.run_dir}. Cancel it by "
                 f"`{_PROGRAM} cancel`, or choose another --output_dir."

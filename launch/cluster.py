@@ -19,8 +19,6 @@ from megatron_fp8rl.doctor.hardware import GPUS, GpuName
 
 FOLDER = Path(__file__).parent / "clusters"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
-# nemo-run 0.11.1 replaces this text wherever it stands in a script without a container.
-NEMO_RUN_PLACEHOLDER = "/nemo_run"
 
 
 class ClusterError(ValueError):
@@ -29,12 +27,13 @@ class ClusterError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Tunnel:
-    """How to reach a login node by SSH from a machine where Slurm's commands are missing."""
+    """How to reach a login node by SSH from a machine where Slurm's commands are missing. None: as ssh decides."""
 
-    host: str
-    user: str
-    port: int = 22
-    identity: str | None = None  # file of the private key; None: what the SSH agent offers
+    host: str  # as `ssh HOST` takes it: a name, an address, a Host of ~/.ssh/config
+    user: str | None = None
+    port: int | None = None
+    identity: str | None = None  # file of the private key
+    python: str | None = None  # of the login node, 3.10 or later. None: CLUSTER.python, or python3 beside a container
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +88,8 @@ class Cluster:
     def violations(self) -> list[Violation]:
         """Every mistake, fields as they are written in the cluster's file."""
         found = [*_of_nodes(self)]
+        if self.kind == "local" and self.tunnel is not None:
+            found.append(_bad("tunnel", self.tunnel, "leads to another machine", 'Remove it, or set kind="slurm"'))
         if self.kind == "local":
             return found
         limit = self.time_limit_s
@@ -108,17 +109,20 @@ class Cluster:
         return found
 
     def missing_files(self) -> list[Violation]:
-        """Files that the cluster names and this machine does not have; none behind a tunnel, where nobody can look."""
+        """Files that the cluster names and this machine does not have. Behind a tunnel, ``launch.tunnel`` looks."""
         if self.tunnel is not None:
             return []
+        return [found for found in self.named_files() if not Path(found.value.partition(":")[0]).exists()]
+
+    def named_files(self) -> list[Violation]:
+        """What to say of each file that the cluster names if the path before the ':' in the value is not there."""
         found = []
         image = self.container_image
-        if image is not None and image.startswith(("/", ".")) and not Path(image).exists():
+        if image is not None and image.startswith(("/", ".")):
             found.append(_bad("container_image", image, "does not exist", "Name an image file, or registry#name:tag"))
         for mount in self.container_mounts:
-            if not Path(mount.partition(":")[0]).exists():
-                found.append(_bad("container_mounts", mount, "begins where nothing is", "Name what all nodes see"))
-        if self.python is not None and self.container_image is None and not Path(self.python).exists():
+            found.append(_bad("container_mounts", mount, "begins where nothing is", "Name what all nodes see"))
+        if self.python is not None and image is None:
             found.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
         return found
 
@@ -153,9 +157,8 @@ def _of_environment(cluster: Cluster) -> list[Violation]:
     if cluster.python is not None and "python" not in cluster.python:
         found.append(_bad("python", cluster.python, "does not name a Python", "Name the interpreter, .../bin/python"))
     image = cluster.container_image
-    if image is None:
-        if cluster.container_mounts:
-            found.append(_bad("container_mounts", cluster.container_mounts, "without container_image", "Remove them"))
+    if image is None and cluster.container_mounts:
+        found.append(_bad("container_mounts", cluster.container_mounts, "without container_image", "Remove them"))
     for mount in cluster.container_mounts:
         parts = mount.split(":")
         if len(parts) not in (2, 3) or not all(parts) or "," in mount:
@@ -165,6 +168,8 @@ def _of_environment(cluster: Cluster) -> list[Violation]:
             found.append(_bad("setup", line, "holds a line break", "Write one entry for each line"))
     if cluster.tunnel is not None and cluster.run_root is None:
         found.append(_bad("run_root", None, "is needed with a tunnel", "Name a folder of the cluster"))
+    if cluster.tunnel is not None and image is None and cluster.python is None:
+        found.append(_bad("python", None, "is needed with a tunnel", "Name the cluster's, with what the roles import"))
     return found
 
 

@@ -11,6 +11,7 @@ nemo-run 0.11.1 is used so that none of the following can happen; each was seen 
     run.Partial              runs the launching program again in every rank      -> run.Script
     several tasks            the second srun waits for the first                 -> one agent for each node
     packagers                leave out what is not committed                     -> the code is copied before
+    SSH tunnel               takes any host key, asks for passwords, needs rsync -> tunnel.py submits its script
     exit status              0 whatever happened                                 -> exceptions here
     a dependency that failed the job waits for ever                              -> kill_on_invalid_dep
     text of a dry run        wrapped at 80 columns, without dependencies         -> the request itself
@@ -160,7 +161,7 @@ def _executor(submission: Submission, index: int) -> run.SlurmExecutor:
         additional_parameters=further,
         setup_lines=setup_lines(spec, link, log_dir=job_dir, setup=cluster.setup),
         dependency_type="afterany",
-        tunnel=_tunnel(submission),
+        tunnel=run.LocalTunnel(job_dir=shlex.quote(str(Path(submission.base_dir) / "experiments"))),
         packager=run.GitArchivePackager(symlink_from_remote_dir=shlex.quote(submission.code_dir)),
         retries=0,
         launcher=None,
@@ -178,16 +179,6 @@ def _mounts(submission: Submission) -> list[str]:
     if not any(Path(submission.spec.run_dir).is_relative_to(folder) for folder in folders):
         folders.append(submission.spec.run_dir)
     return [shlex.quote(mount) for mount in (*cluster.container_mounts, *(f"{f}:{f}" for f in folders))]
-
-
-def _tunnel(submission: Submission) -> Any:
-    job_dir = shlex.quote(str(Path(submission.base_dir) / "experiments"))
-    tunnel = submission.cluster.tunnel
-    if tunnel is None:
-        return run.LocalTunnel(job_dir=job_dir)
-    return run.SSHTunnel(
-        host=tunnel.host, user=tunnel.user, port=tunnel.port, identity=tunnel.identity, job_dir=job_dir
-    )
 
 
 def _script_of(job: Any) -> str:

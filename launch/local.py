@@ -15,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+from launch.roles import kill_leftovers
 from launch.spec import SAVED, JobSpec, add_job, attempt_dir, launch_dir
 
 _ROOT = Path(__file__).parents[1]
@@ -65,9 +66,10 @@ def supervise(spec: JobSpec) -> int:
     for attempt in range(spec.max_restarts + 1):
         status = _attempt(spec, job_id, attempt, wanted)
         print(f"launch: attempt {attempt} of job {job_id} ended with status {status}", flush=True)
-        if status != SAVED or any(number != signal.SIGUSR1 for number in wanted):
+        heard = len(wanted)  # what comes after this line is for the next attempt
+        if status != SAVED or any(number != signal.SIGUSR1 for number in wanted[:heard]):
             return status
-        wanted.clear()
+        del wanted[:heard]
     print(f"launch: saved, but max_restarts = {spec.max_restarts} attempts are used up; start it again", flush=True)
     return status
 
@@ -78,7 +80,12 @@ def _attempt(spec: JobSpec, job_id: str, attempt: int, wanted: list[int]) -> int
     for node in range(spec.nodes):
         place = {"LAUNCH_JOB": job_id, "LAUNCH_ATTEMPT": str(attempt), "LAUNCH_NODE": str(node)}
         env = {**os.environ, **place, "LAUNCH_NODES": str(spec.nodes), "PYTHONPATH": _python_path()}
-        agents.append(subprocess.Popen([sys.executable, "-m", "launch.agent", spec.encode()], env=env))
+        # Blocked until the agent can tell what they mean: a signal that comes while Python starts would only kill it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
+        try:
+            agents.append(subprocess.Popen([sys.executable, "-m", "launch.agent", spec.encode()], env=env))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
     sent = 0
     deadline = None
     while any(agent.poll() is None for agent in agents):
@@ -96,6 +103,7 @@ def _attempt(spec: JobSpec, job_id: str, attempt: int, wanted: list[int]) -> int
                     print(f"launch: the agent of node {node} is killed, {late}", flush=True)
                     agent.kill()
         time.sleep(_POLL_S)
+    kill_leftovers(spec.run_dir, job_id)
     with contextlib.suppress(OSError, ValueError):
         return int((attempt_dir(spec.run_dir, job_id, attempt) / "done").read_text())
     return next((agent.returncode for agent in agents if agent.returncode), 0) & 0xFF

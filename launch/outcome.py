@@ -49,12 +49,13 @@ def conclude(spec: JobSpec, board: Board, result: Result, reason: str) -> Outcom
     """Judge the attempt, or take what another node has judged already. Call when nothing runs any more."""
     place = board.place
     outcome = _judge(spec, board, result, reason)
-    if board.put("outcome.json", asdict(outcome), once=True):
+    if not board.put("outcome.json", asdict(outcome), once=True):
+        outcome = read_outcome(spec.run_dir, place.job, place.attempt) or outcome
+    if "done" not in board.names():  # who decided may have been killed before it came to this
         if outcome.error:
             board.put("first_error.txt", outcome.error + "\n")
         board.put("done", f"{outcome.status}\n")
-        return outcome
-    return read_outcome(spec.run_dir, place.job, place.attempt) or outcome
+    return outcome
 
 
 def read_outcome(run_dir: str | Path, job: str, attempt: int) -> Outcome | None:

@@ -7,10 +7,12 @@ The folder is named after job and attempt, so what an earlier attempt left is ne
 
     node-<i>.json            {"host", "address", "port", "pid"}; its time of change is the agent's last sign of life
     role-<role>.node<i>.json {"state": "running" | "dead" | "given up" | "ended" | "stopped", "pid", "incarnation",
-                             "status"}; the dead are started again, the stopped were asked to end
+                             "status", "port"}; the dead are started again, the stopped were asked to end
+    ended-<role>.node<i>.json  {"status"}: that part of an essential role has ended
     restart-<role>.<n>.json  the role begins incarnation n on all of its nodes
+    given-up-<role>.json     the role has died too often, and ends on all of its nodes
     cancel                   somebody wants the job to end for good
-    stop.json                the trainer is to save and end: {"reason", "node", "is_cancelled"}
+    stop.json                the trainer is to save and end: {"reason", "node"}
     stopped.json             the trainer did: {"step", "checkpoint"}
     error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log", "is_restarted"}
     failed.json              the attempt has failed, all stop: {"role", "node", "reason"}
@@ -20,10 +22,14 @@ The folder is named after job and attempt, so what an earlier attempt left is ne
 
 from __future__ import annotations
 
+import array
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,6 +39,7 @@ from typing import Any
 from launch.spec import attempt_dir
 
 _POLL_S = 0.1
+_SIOCGIFCONF = 0x8912  # linux/sockios.h
 STOP, STOPPED, FAILED, CANCEL = "stop.json", "stopped.json", "failed.json", "cancel"
 
 
@@ -109,16 +116,19 @@ class Board:
         try:
             os.link(temporary, self.folder / name)
         except FileExistsError:
-            return False
+            # NFS says so, too, when it has linked the file and its first answer was lost.
+            return os.stat(temporary).st_nlink > 1
         finally:
             temporary.unlink()
         return True
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Content of a JSON file; None when there is none."""
+        """Content of a JSON file; None when there is none, which NFS may also say for a moment after it was listed."""
         try:
             return json.loads((self.folder / name).read_text())
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
             return None
 
     def all(self, prefix: str) -> dict[str, dict[str, Any]]:
@@ -143,11 +153,15 @@ class Board:
         expected = {f"node-{node}.json": node for node in range(self.place.num_nodes)}
         while True:
             names = self.names()
+            found = {}
             if expected.keys() <= names:
-                return {node: Peer(**self.get(name)) for name, node in expected.items()}
-            if time.monotonic() > deadline or FAILED in names or is_interrupted():
+                found = {node: Peer(**peer) for name, node in expected.items() if (peer := self.get(name))}
+            if len(found) == len(expected):
+                return found
+            if time.monotonic() > deadline or names & {FAILED, CANCEL} or is_interrupted():
                 missing = [node for name, node in expected.items() if name not in names]
-                here = [f"{node} ({self.get(name)['host']})" for name, node in expected.items() if name in names]
+                came = {node: self.get(name) for name, node in expected.items() if name in names}
+                here = [f"{node} ({peer['host']})" for node, peer in came.items() if peer]
                 raise PeersMissingError(
                     f"node(s) {', '.join(map(str, missing))} of {self.place.num_nodes} did not come within "
                     f"{time.monotonic() - start:.0f} s; here are {', '.join(here)}. Look for the output of the missing nodes in the "
@@ -157,7 +171,7 @@ class Board:
 
     def sign_of_life(self) -> None:
         """Touch this node's file, for those who watch."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.utime(self.folder / f"node-{self.place.node}.json")
 
 
@@ -165,18 +179,34 @@ def own_address(place: Place) -> str:
     """The address at which other nodes of the job reach this one."""
     if not place.is_slurm or place.num_nodes == 1:
         return "127.0.0.1"
-    # The way back to where the job was started from leads over the right interface; many images resolve the name of a
-    # host to its loopback.
+    # The way back to where the job was started from leads over the right interface. Many hosts resolve their own name to
+    # loopback, and the one from which srun came may say of itself that it is there.
     if origin := os.environ.get("SLURM_LAUNCH_NODE_IPADDR"):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
             probe.connect((origin, 9))
             if not (address := probe.getsockname()[0]).startswith("127."):
                 return address
-    address = socket.gethostbyname(socket.gethostname())
-    if address.startswith("127."):
-        # The node from which srun came reaches itself by loopback: Slurm knows how others reach it.
-        address = socket.gethostbyname(os.environ.get("SLURM_NODE_ADDR") or os.environ["SLURMD_NODENAME"])
+    for name in (socket.gethostname(), os.environ.get("SLURMD_NODENAME")):
+        with contextlib.suppress(OSError):
+            if name and not (address := socket.gethostbyname(name)).startswith("127."):
+                return address
+    address = next((address for address in interfaces() if not address.startswith("127.")), None)
+    if address is None:
+        raise OSError(f"{socket.gethostname()} has no address but loopback, where other nodes of the job cannot reach it")
     return address
+
+
+def interfaces() -> dict[str, str]:
+    """{IPv4 address of this host: name of its interface}, in the kernel's order. Linux."""
+    size = struct.calcsize("16s16sQ")  # struct ifreq: name, address, and what fills its union
+    room = array.array("B", bytes(256 * size))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _SIOCGIFCONF, struct.pack("iL", len(room), room.buffer_info()[0]))
+    used = struct.unpack("iL", answer)[0]
+    entries = [room[start : start + size].tobytes() for start in range(0, used, size)]
+    # A second address of an interface comes as "eth0:1".
+    names = (entry[:16].partition(b"\0")[0].decode().partition(":")[0] for entry in entries)
+    return dict(zip((socket.inet_ntoa(entry[20:24]) for entry in entries), names, strict=True))
 
 
 def free_port() -> int:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.cluster import Cluster
-from launch.layout import Layout, Need, Place, plan_layout
-from launch.spec import JobSpec, Kind, Role, nodes_in_words
+from launch.layout import Layout, Need, Place, plan_layout, with_scorers
+from launch.spec import JobSpec, Kind, Role, endpoint_file, nodes_in_words
 from megatron_fp8rl import config_check, doctor
 from megatron_fp8rl.config import RunConfig
 
@@ -30,7 +31,8 @@ class Request:
     config_name: str = ""  # CONFIG as it was typed
     cfg: RunConfig | None = None  # with the overrides
     overrides: tuple[str, ...] = ()  # words that changed fields
-    nodes: int | None = None  # of the job; None: as few as possible
+    nodes: int | None = None  # of trainer and replicas; None: as few as possible
+    score_nodes: int = 0  # further ones, for score servers alone; 0: these share the others
     words: tuple[str, ...] = ()  # further words for the job's own program
     code_dir: str | None = None  # what PYTHONPATH leads to, besides the copy of this code
 
@@ -56,7 +58,7 @@ def plan_training(request: Request) -> Plan:
         problems.append(f"--model.hf_path = None: rl starts from trained weights. {remedy}.")
     layout, found = None, ()
     if not cluster.violations():
-        layout, found = _lay_out(cfg, cluster, request.nodes, needs_engines)
+        layout, found = _lay_out(request, needs_engines)
         problems += found
         if layout is not None and (found := across_nodes(cfg, layout, needs_engines)):
             # The doctor counts GPUs alone; where they are is known here.
@@ -79,7 +81,8 @@ def plan_training(request: Request) -> Plan:
         gpus=tuple(range(layout.ranks_per_node)) if cluster.gpus_per_node else (),
         command=("-m", "megatron_fp8rl", request.job, request.config_name, *trainer_words(request, run_dir, replicas)),
     )
-    return Plan(spec=job_spec(request, run_dir, (trainer, *replicas), layout.nodes), warnings=tuple(warnings))
+    roles = (trainer, *replicas, *score_roles(request, layout.scorers, run_dir))
+    return Plan(spec=job_spec(request, run_dir, roles, layout.nodes), warnings=tuple(warnings))
 
 
 def preflight(request: Request) -> tuple[list[str], list[str]]:
@@ -89,8 +92,10 @@ def preflight(request: Request) -> tuple[list[str], list[str]]:
     warnings: list[str] = []
     if cfg is None:
         return problems, warnings
+    if cfg.data.score_servers > 0:  # which the job starts, whereas the program by itself could not
+        cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, score_servers=0))
     if cluster.gpu is None:
-        return problems + [str(found) for found in config_check.check(cfg, accelerator="cpu")], warnings
+        return problems + _answered(cluster, map(str, config_check.check(cfg, accelerator="cpu"))), warnings
     options = doctor.DoctorOptions(gpu=cluster.gpu, gpus_per_node=max(1, cluster.gpus_per_node))
     diagnosis = doctor.diagnose(cfg, options, config_name=request.config_name, overrides=request.overrides)
     for finding in diagnosis.findings:
@@ -102,7 +107,15 @@ def preflight(request: Request) -> tuple[list[str], list[str]]:
             problems.append(text)
         elif finding.severity == "warning":
             warnings.append(text)
-    return problems, warnings
+    return _answered(cluster, problems), warnings
+
+
+def _answered(cluster: Cluster, problems: Iterable[str]) -> list[str]:
+    """Without those of files that are not on this machine, when it is a laptop: the login node is asked for them."""
+    files = ("--model.hf_path", "--data.tokenizer", "--rollout.replay", "--output_dir")
+    if cluster.tunnel is None:
+        return list(problems)
+    return [text for text in problems if not text.startswith(files) or " is not a " not in text]
 
 
 def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> tuple[Role, ...]:
@@ -129,6 +142,30 @@ def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> 
                 command=command,
                 restart=True,
                 essential=False,
+            )
+        )
+    return tuple(roles)
+
+
+def score_roles(request: Request, nodes: tuple[int, ...], run_dir: str) -> tuple[Role, ...]:
+    """The score servers of a run, one for each of ``nodes``, which the agents start and start again."""
+    threads = request.cluster.env.get("OMP_NUM_THREADS", "1")  # of each of its processes
+    roles = []
+    for index, node in enumerate(nodes):
+        name = f"score-{index}"
+        command = (
+            "-m", "megatron_fp8rl.envs.score_server", request.config_name, *run_words(request, run_dir),
+            "--server", str(index), "--endpoint", str(endpoint_file(run_dir, name, "scorer")),
+        )  # fmt: skip
+        roles.append(
+            Role(
+                name=name,
+                kind="scorer",
+                nodes=(node,),
+                command=command,
+                restart=True,
+                essential=False,
+                env={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads},
             )
         )
     return tuple(roles)
@@ -177,6 +214,10 @@ def task_plan(request: Request, run_dir: str, command: tuple[str, ...], *, name:
     problems, warnings = preflight(request)
     if request.nodes not in (None, 1):
         problems.append(f"--nodes {request.nodes}: {request.job} runs on one node. Leave it out.")
+    if request.score_nodes:
+        problems.append(f"--score-nodes {request.score_nodes}: {request.job} runs on one node. Leave it out.")
+    if request.cfg is not None and (servers := request.cfg.data.score_servers) > 0:
+        problems.append(f"--data.score_servers = {servers}: {request.job} scores on its one node by itself. Set 0.")
     if problems:
         return Plan(spec=None, problems=tuple(problems), warnings=tuple(warnings))
     role = Role(name="task", kind=kind, nodes=(0,), command=command)
@@ -219,9 +260,9 @@ def _shares_gpus(request: Request) -> bool:
     return request.cfg.rollout.placement == "colocated" and request.cluster.gpu is not None
 
 
-def _lay_out(
-    cfg: RunConfig, cluster: Cluster, nodes: int | None, needs_engines: bool
-) -> tuple[Layout | None, list[str]]:
+def _lay_out(request: Request, needs_engines: bool) -> tuple[Layout | None, list[str]]:
+    cfg, cluster, nodes = request.cfg, request.cluster, request.nodes
+    assert cfg is not None
     colocated = cfg.rollout.placement == "colocated"
     need = Need(
         ranks=cfg.parallel.world_size,
@@ -234,8 +275,18 @@ def _lay_out(
         return None, [f"--nodes {nodes} is below 1."]
     if min(need.ranks, need.tensor) < 1 or need.replicas < 0:
         return None, []  # refused by the check of the configuration
+    scorers, own = max(0, cfg.data.score_servers) if needs_engines else 0, request.score_nodes
     layout, found = plan_layout(need, nodes)
     found = [f"{sentence}." for sentence in found]
+    if own > scorers:
+        found.append(
+            f"--score-nodes {own}: --data.score_servers = {scorers} leaves some of them without work. Lower it, or set "
+            "more servers."
+            if scorers
+            else f"--score-nodes {own}: the job has no score server. Set --data.score_servers, or leave it out."
+        )
+    if layout is not None:
+        layout = with_scorers(layout, scorers, own)
     if layout is not None and cluster.max_nodes is not None and layout.nodes > cluster.max_nodes:
         found.append(f"the job takes {layout.nodes} nodes, and CLUSTER.max_nodes = {cluster.max_nodes}.")
     if found:

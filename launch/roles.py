@@ -20,13 +20,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from launch.peers import Board, Peer
-from launch.spec import JobSpec, Role, log_file
+from launch.peers import Board, Peer, interfaces
+from launch.spec import JobSpec, Role, attempt_dir, log_file
 
 _TRACEBACK = b"Traceback (most recent call last)"
 _ERROR_BYTES = 8000
@@ -54,6 +54,7 @@ class RoleProcess:
         self.incarnation = 0
         self.state = "new"  # as the board says
         self.num_deaths = 0  # in a row
+        self.last_counted = -1  # the last incarnation whose death is among them
         self.started_s = 0.0  # monotonic
         self.log = log_file(spec.run_dir, role.name, board.place.node)
         self._spec = spec
@@ -63,15 +64,20 @@ class RoleProcess:
         self._reader: threading.Thread | None = None
         self._tracebacks: list[tuple[float, int]] = []  # (time, offset into the log)
         self._begin = 0  # offset of this incarnation's output
+        self._port = peers[role.nodes[0]].port  # of the role's first node
         self._owner = f"{board.folder}/{role.name}/{board.place.node}"
 
     @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def start(self, incarnation: int = 0) -> None:
-        """Start the process, below a new header in its log. Raises OSError when there is no such program."""
+    def start(self, incarnation: int = 0, port: int | None = None) -> None:
+        """Start the process, below a new header in its log. ``port`` is free on the role's first node; None: as before.
+
+        Raises OSError when there is no such program.
+        """
         self.incarnation = incarnation
+        self._port = self._port if port is None else port
         self.log.parent.mkdir(parents=True, exist_ok=True)
         words = self._words()
         place, host = self._board.place, self._peers[self._board.place.node].host
@@ -102,10 +108,13 @@ class RoleProcess:
 
     def tell(self, state: str, status: int | None = None) -> None:
         """Write on the board how this part of the role stands."""
-        self.state = state
-        name = f"role-{self.role.name}.node{self._board.place.node}.json"
+        part = f"{self.role.name}.node{self._board.place.node}.json"
         pid = None if self._process is None else self._process.pid
-        self._board.put(name, {"state": state, "pid": pid, "incarnation": self.incarnation, "status": status})
+        content = {"state": state, "pid": pid, "incarnation": self.incarnation, "status": status, "port": self._port}
+        self._board.put(f"role-{part}", content)
+        if state == "ended":
+            self._board.put(f"ended-{part}", {"status": status})
+        self.state = state  # last: what could not be written is tried again
 
     def ended(self) -> int | None:
         """The exit status once the process has ended and all its output is in the log; None while it runs."""
@@ -130,11 +139,7 @@ class RoleProcess:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        marker = f"{_OWNER}={self._owner}".encode()
-        for environment in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it may end meanwhile, or belong to somebody else
-                if marker in environment.read_bytes().split(b"\0"):
-                    os.kill(int(environment.parent.name), signal.SIGKILL)
+        _kill_owned(lambda owner: owner == self._owner)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(5.0)
 
@@ -146,7 +151,7 @@ class RoleProcess:
             if recent:
                 when, offset = recent[0]
                 log.seek(offset)
-                lines = log.read(_ERROR_BYTES).decode(errors="replace").splitlines()
+                lines = log.read(_ERROR_BYTES).decode(errors="replace").splitlines() or ["(the log has lost it)"]
                 match = _RANK.match(lines[0])
                 if match is not None:
                     lines = [line.removeprefix(match[0]) for line in lines if line.startswith(match[0])]
@@ -161,7 +166,7 @@ class RoleProcess:
     def _words(self) -> list[str]:
         role, node = self.role, self._board.place.node
         head = self._peers[role.nodes[0]]
-        words = role.words(node, head_address=head.address, head_port=head.port)
+        words = role.words(node, head_address=head.address, head_port=self._port)
         if role.kind != "torchrun":
             return [sys.executable, *words]
         return [
@@ -169,7 +174,7 @@ class RoleProcess:
             f"--nnodes={len(role.nodes)}", f"--node-rank={role.rank_of(node)}",
             f"--nproc-per-node={role.processes_per_node}",
             # Static: ranks follow the order of nodes, where torchrun's own meeting would sort them by host name.
-            "--rdzv-backend=static", f"--master-addr={head.address}", f"--master-port={head.port}",
+            "--rdzv-backend=static", f"--master-addr={head.address}", f"--master-port={self._port}",
             # Through files, so that lines of two ranks are never mixed within a line.
             "--tee=3", f"--log-dir={self.log.with_suffix('.ranks')}",
             *words,
@@ -180,6 +185,7 @@ class RoleProcess:
         cores = len(os.sched_getaffinity(0))
         environment = {
             "OMP_NUM_THREADS": str(max(1, cores // max(1, role.processes_per_node))),
+            **self._network(),
             **os.environ,
             "PYTHONUNBUFFERED": "1",
             "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "[rank ${rank}] ",
@@ -202,14 +208,41 @@ class RoleProcess:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(chosen)
         return environment | self._spec.env | role.env
 
+    def _network(self) -> dict[str, str]:
+        """What gloo needs to meet on the nodes' addresses: by itself it takes the one that the host's name leads to."""
+        place = self._board.place
+        if place.num_nodes == 1:
+            return {}
+        name = interfaces().get(self._peers[place.node].address)
+        return {"GLOO_SOCKET_IFNAME": name} if name else {}
+
     def _listen(self, output: BinaryIO) -> None:
-        """Copy lines into the log and note when a traceback begins: clocks of nodes compare, offsets in logs do not."""
-        with self.log.open("ab") as log, output:
+        """Copy lines into the log and note when a traceback begins: clocks of nodes compare, offsets in logs do not.
+
+        What a full disk does not take is lost: a process whose output nobody read would wait for ever.
+        """
+        with self.log.open("ab", buffering=0) as log, output:
             for line in output:
                 if _TRACEBACK in line:
                     self._tracebacks.append((time.time(), log.tell()))
-                log.write(line)
-                log.flush()
+                with contextlib.suppress(OSError):
+                    log.write(line)
+
+
+def kill_leftovers(run_dir: str | Path, job: str, *, but: int | None = None) -> None:
+    """End by force what attempts of a job have left on this host, except attempt ``but``: a killed agent could not."""
+    of_job = str(attempt_dir(run_dir, job, 0)).removesuffix("0")
+    own = None if but is None else f"{attempt_dir(run_dir, job, but)}/"
+    _kill_owned(lambda owner: owner.startswith(of_job) and not (own and owner.startswith(own)))
+
+
+def _kill_owned(is_meant: Callable[[str], bool]) -> None:
+    prefix = f"{_OWNER}=".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it may end meanwhile, or belong to somebody else
+            owners = [word for word in environment.read_bytes().split(b"\0") if word.startswith(prefix)]
+            if any(is_meant(owner[len(prefix) :].decode(errors="replace")) for owner in owners):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def status_in_words(status: int | None) -> str:

@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.outcome import Outcome, newest_checkpoint, read_outcome
+from launch.outcome import newest_checkpoint, read_outcome
 from launch.slurm import is_over, job_state
-from launch.spec import attempt_dir, launch_dir, read_jobs
+from launch.spec import SAVED, attempt_dir, launch_dir, read_jobs
 
+UNKNOWN = "UNKNOWN"
 _SILENT_S = 30.0  # agents touch their file every 5 s
 _TAIL_BYTES = 1 << 20
 _MEAN_STEPS = 10
+_FIGURES = (("reward", "reward/score/mean"), ("pass rate", "eval/pass_rate/mean"), ("loss", "train/loss/mean"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,9 @@ class JobState:
     """One submission of a run."""
 
     job: dict[str, Any]  # its line of jobs.jsonl
-    state: str  # Slurm's word, or RUNNING, COMPLETED, FAILED, CANCELLED of a local job
+    state: str  # Slurm's word, or RUNNING, COMPLETED, FAILED, CANCELLED by the job's files; UNKNOWN when neither tells
     attempts: tuple[int, ...]  # those that have a folder, oldest first
+    note: str = ""  # how the state is known, when Slurm did not say
 
     @property
     def job_id(self) -> str:
@@ -37,7 +40,7 @@ class JobState:
 
     @property
     def is_over(self) -> bool:
-        return is_over(self.state)
+        return self.state != UNKNOWN and is_over(self.state)
 
 
 def job_states(run_dir: Path) -> list[JobState]:
@@ -46,8 +49,8 @@ def job_states(run_dir: Path) -> list[JobState]:
     for job in read_jobs(run_dir):
         folders = launch_dir(run_dir).glob(f"{job['job_id']}.*")
         attempts = sorted(int(suffix) for folder in folders if (suffix := folder.name.rpartition(".")[2]).isdigit())
-        last = read_outcome(run_dir, job["job_id"], attempts[-1]) if attempts else None
-        found.append(JobState(job=job, state=_state(job, last), attempts=tuple(attempts)))
+        state, note = _state(run_dir, job, attempts)
+        found.append(JobState(job=job, state=state, note=note, attempts=tuple(attempts)))
     return found
 
 
@@ -78,7 +81,7 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
 
 
 def first_error_file(run_dir: Path, jobs: list[JobState]) -> Path | None:
-    """Of the newest job that has one: that of its last attempt, which holds the first error when it was a crash loop."""
+    """Of the newest job that has one: that of its last attempt, which holds the first error of a crash loop."""
     for one in reversed(jobs):
         for attempt in reversed(one.attempts):
             path = attempt_dir(run_dir, one.job_id, attempt) / "first_error.txt"
@@ -87,20 +90,42 @@ def first_error_file(run_dir: Path, jobs: list[JobState]) -> Path | None:
     return None
 
 
-def _state(job: dict[str, Any], last: Outcome | None) -> str:
-    if job["kind"] == "slurm":
-        return job_state(job["job_id"]) or "UNKNOWN"
-    if supervisor(job) is not None:
-        return "RUNNING"
-    if last is None:
-        return "FAILED"  # it ended without a word
-    return {"done": "COMPLETED", "cancelled": "CANCELLED"}.get(last.result, "FAILED")
+def _state(run_dir: Path, job: dict[str, Any], attempts: list[int]) -> tuple[str, str]:
+    """(state, how it is known unless Slurm or the process of a local job says so)."""
+    is_slurm = job["kind"] == "slurm"
+    if is_slurm and (state := job_state(job["job_id"])) is not None:
+        return state, ""
+    if not is_slurm and supervisor(job) is not None:
+        return "RUNNING", ""
+    state, note = _state_by_files(run_dir, job["job_id"], attempts)
+    if is_slurm:
+        return state, f"Slurm does not answer here; {note}"
+    return ("FAILED", "") if state == UNKNOWN else (state, "")  # it ended without a word
+
+
+def _state_by_files(run_dir: Path, job_id: str, attempts: list[int]) -> tuple[str, str]:
+    """(state, what tells it), from what the agents of the last attempt wrote."""
+    if not attempts:
+        return UNKNOWN, "no agent has started yet"
+    last = read_outcome(run_dir, job_id, attempts[-1])
+    if last is not None and last.status != SAVED:
+        return {"done": "COMPLETED", "cancelled": "CANCELLED"}.get(last.result, "FAILED"), "its agents wrote this"
+    folder = attempt_dir(run_dir, job_id, attempts[-1])
+    heard = max((path.stat().st_mtime for path in folder.glob("node-*.json")), default=0.0)
+    silent_s = time.time() - heard
+    if last is not None:
+        return UNKNOWN, f"attempt {last.attempt} has saved, and asked to be started again"
+    if silent_s <= _SILENT_S:
+        return "RUNNING", f"an agent gave a sign of life {max(0.0, silent_s):.0f} s ago"
+    return UNKNOWN, f"no agent has given a sign of life for {silent_s:.0f} s" if heard else "no agent has come"
 
 
 def _job_lines(run_dir: Path, one: JobState) -> list[str]:
     job = one.job
     submitted = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job["submitted_at"]))
     lines = [_line("job", f"{one.job_id} on {job['cluster']}: {one.state}, {job['nodes']} node(s), queued {submitted}")]
+    if one.note:
+        lines.append(_line("", one.note))
     if one.state == "PENDING" and (queued := _ask("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S")):
         lines.append(_line("", f"waits: {queued}"))
     for attempt in one.attempts:
@@ -151,7 +176,7 @@ def _progress_lines(run_dir: Path) -> list[str]:
             of = ""
         words = [f"{last['step']}{of}"]
         seconds = [one["time/step/s"] for one in steps[-_MEAN_STEPS:] if one.get("time/step/s") is not None]
-        for name, key in (("reward", "reward/score/mean"), ("pass rate", "eval/pass_rate/mean"), ("loss", "train/loss/mean")):
+        for name, key in _FIGURES:
             value = next((one[key] for one in reversed(steps) if one.get(key) is not None), None)
             words += [] if value is None else [f"{name} {value:.4g}"]
         if seconds:

@@ -8,27 +8,34 @@ status needs accounting and its exit status says nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
-import shlex
 import shutil
 import subprocess
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launch.cluster import NEMO_RUN_PLACEHOLDER, Cluster
-from launch.spec import JobSpec, add_job
+from launch.spec import JobSpec, add_job, launch_dir
+
+if TYPE_CHECKING:
+    from launch.cluster import Cluster
 
 _ROOT = Path(__file__).parents[1]
 _PACKAGES = ("launch", "megatron_fp8rl", "model_configs", "checkpoint_tools")
 _COMMAND_DEADLINE_S = 60.0
 _SILENCE_S = 600.0  # without an answer of Slurm, after which a wait ends
 _POLL_S = 5.0
+_POLL_TUNNEL_S = 15.0  # each is a connection of its own
 _HELD_S = 2.0  # after which Slurm says why a job may never start
+# nemo-run 0.11.1 replaces this text wherever it stands in a script without a container.
+NEMO_RUN_PLACEHOLDER = "/nemo_run"
 # Reasons of a pending job that no waiting changes.
 _NEVER = {
     "PartitionTimeLimit": "CLUSTER.time_limit is above the partition's",
@@ -95,9 +102,6 @@ def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
             found.append(f"the run's folder = {spec.run_dir!r} holds {mark!r}: {why}. Choose another --output_dir.")
     if cluster.container_image is not None and re.search(r"[:,]", spec.run_dir + (cluster.run_root or "")):
         found.append(f"the run's folder = {spec.run_dir!r} holds ':' or ',', which pyxis cannot mount. Choose another.")
-    if cluster.tunnel is not None and shlex.quote(spec.run_dir) != spec.run_dir:
-        why = "marks that a shell reads, which the tunnel does not quote"
-        found.append(f"the run's folder = {spec.run_dir!r} holds {why}. Choose another.")
     return found
 
 
@@ -134,34 +138,74 @@ def submit(
         )
     nemo = _nemo_run()
     submission = _submission(nemo, spec, cluster, id or new_id(spec), chain, array)
+    if cluster.tunnel is not None:
+        return _submit_there(nemo, submission, spec, cluster_name)
     copy_code(Path(submission.code_dir))
     try:
         job_ids = nemo.submit(submission)
     except Exception as error:
         shutil.rmtree(submission.code_dir, ignore_errors=True)
         raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(error, cluster)}") from error
-    if cluster.tunnel is None:
-        _refuse_hopeless(job_ids, cluster_name)
+    _refuse_hopeless(job_ids, cluster_name)
     for index, job_id in enumerate(job_ids):
-        folder = submission.job_dir(index)
-        add_job(
-            spec.run_dir,
-            {
-                "job_id": job_id,
-                "cluster": cluster_name,
-                "kind": "slurm",
-                "name": spec.name,
-                "nodes": spec.nodes,
-                "submitted_at": time.time(),
-                "experiment": submission.id,
-                "folder": folder,
-                "script": str(Path(folder).parent / f"{submission.task_name(index)}_sbatch.sh"),
-                "array": array,
-                "spec": spec.encode(),
-            },
-        )
+        add_job(spec.run_dir, _record(submission, index, job_id, spec, cluster_name))
     folder = str(Path(submission.job_dir(0)).parent)
     return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=folder)
+
+
+def _submit_there(nemo: ModuleType, submission: Any, spec: JobSpec, cluster_name: str) -> Launched:
+    """Queue what nemo-run writes, and a copy of the code, on the login node behind the tunnel."""
+    from launch import tunnel
+
+    cluster = submission.cluster
+    there = launch_dir(spec.run_dir)
+    experiment = Path(submission.job_dir(0)).parent
+    with tempfile.TemporaryDirectory() as scratch:
+        files = Path(scratch)
+        copy_code(files / Path(submission.code_dir).relative_to(there))
+        for index, script in enumerate(nemo.scripts(submission)):
+            job_dir = files / Path(submission.job_dir(index)).relative_to(there)
+            job_dir.mkdir(parents=True)
+            (job_dir / "code").symlink_to(submission.code_dir)
+            (job_dir.parent / f"{job_dir.name}_sbatch.sh").write_text(script)
+            record = _record(submission, index, tunnel.JOB, spec, cluster_name)
+            (job_dir.parent / f"{job_dir.name}.json").write_text(json.dumps(record) + "\n")
+        try:
+            job_ids = tunnel.submit(
+                cluster.tunnel,
+                there,
+                files,
+                id=submission.id,
+                experiment=str(experiment.relative_to(there)),
+                tasks=[submission.task_name(index) for index in range(submission.chain)],
+            )
+        except tunnel.LoginNodeError as error:
+            raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(error, cluster)}") from error
+        except tunnel.TunnelError as error:
+            raise SubmitError(
+                f"cluster {cluster_name!r}: {error}\n  If the connection was lost late, the job is queued "
+                f"nevertheless: look there by `squeue --me`, and at {there}/jobs.jsonl"
+            ) from error
+    _refuse_hopeless(job_ids, cluster_name, functools.partial(tunnel.ask, cluster.tunnel))
+    return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=str(experiment))
+
+
+def _record(submission: Any, index: int, job_id: str, spec: JobSpec, cluster_name: str) -> dict[str, Any]:
+    """The line of a job in the run's file of jobs."""
+    folder = submission.job_dir(index)
+    return {
+        "job_id": job_id,
+        "cluster": cluster_name,
+        "kind": "slurm",
+        "name": spec.name,
+        "nodes": spec.nodes,
+        "submitted_at": time.time(),
+        "experiment": submission.id,
+        "folder": folder,
+        "script": str(Path(folder).parent / f"{submission.task_name(index)}_sbatch.sh"),
+        "array": submission.array,
+        "spec": spec.encode(),
+    }
 
 
 def _submission(
@@ -185,18 +229,27 @@ def copy_code(folder: Path) -> None:
             shutil.copy(_ROOT / name, folder / name)
 
 
-def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> tuple[int, list[str]]:
+def wait(
+    job_ids: Sequence[str], *, poll_s: float | None = None, cluster: Cluster | None = None
+) -> tuple[int, list[str]]:
     """Until all jobs have ended: (0 or 1, a line for each). Asks Slurm, with accounting or without.
 
-    However long they queue and run; but Slurm may be silent for 10 minutes at most, which raises SubmitError.
+    However long they queue and run; but Slurm may be silent for 10 minutes at most, which raises SubmitError. Behind
+    the tunnel of ``cluster`` it is asked on the login node, which may be away as long.
     """
+    look: Callable[[str], str | None] = job_state
+    if cluster is not None and cluster.tunnel is not None:
+        from launch import tunnel
+
+        look = functools.partial(job_state, ask=functools.partial(tunnel.ask, cluster.tunnel))
+        poll_s = poll_s or _POLL_TUNNEL_S
     states: dict[str, str] = {}
     last_answer = time.monotonic()
     while len(states) < len(job_ids):
         for job_id in job_ids:
             if job_id in states:
                 continue
-            state = job_state(job_id)
+            state = look(job_id)
             if state is not None:
                 last_answer = time.monotonic()
                 if is_over(state):
@@ -205,17 +258,18 @@ def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> tuple[int, list[
             unknown = ", ".join(job_id for job_id in job_ids if job_id not in states)
             raise SubmitError(f"Slurm has said nothing about job {unknown} for {_SILENCE_S:.0f} s; it may still run")
         if len(states) < len(job_ids):
-            time.sleep(poll_s)
+            time.sleep(poll_s or _POLL_S)
     lines = [f"job {job_id}: {states[job_id]}" for job_id in job_ids]
     return int(any(state != "COMPLETED" for state in states.values())), lines
 
 
-def job_state(job_id: str) -> str | None:
-    """Slurm's word for the state of a job, of an array its worst; None when nobody answers."""
-    shown = _ask("scontrol", "-o", "show", "job", job_id)
+def job_state(job_id: str, *, ask: Callable[..., str | None] | None = None) -> str | None:
+    """Slurm's word for the state of a job, of an array its worst; None when nobody answers ``ask``."""
+    ask = ask or _ask
+    shown = ask("scontrol", "-o", "show", "job", job_id)
     found = re.findall(r"\bJobState=(\w+)", shown or "")
     if not found:
-        accounted = _ask("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
+        accounted = ask("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
         found = [line.split()[0] for line in (accounted or "").splitlines() if line.split()]
     running = [state for state in found if not is_over(state)]
     failed = [state for state in found if state != "COMPLETED"]
@@ -229,12 +283,15 @@ def is_over(state: str) -> bool:
     return state not in waiting | working
 
 
-def _refuse_hopeless(job_ids: Sequence[str], cluster_name: str) -> None:
+def _refuse_hopeless(
+    job_ids: Sequence[str], cluster_name: str, ask: Callable[..., str | None] | None = None
+) -> None:
     """Cancel jobs that Slurm has queued and says to be impossible. Raises SubmitError."""
+    ask = ask or _ask
     time.sleep(_HELD_S)
-    reason = (_ask("squeue", "-h", "-o", "%r", "-j", job_ids[0]) or "").strip()
+    reason = (ask("squeue", "-h", "-o", "%r", "-j", job_ids[0]) or "").strip()
     if reason in _NEVER:
-        _ask("scancel", *job_ids)
+        ask("scancel", *job_ids)
         raise SubmitError(
             f"cluster {cluster_name!r}: Slurm would never start job {job_ids[0]} ({reason}): {_NEVER[reason]}. "
             "It is cancelled"

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from launch.jobs import Target
 from launch.plan import Plan, Request, absolute_run_dir
-from launch.spec import JobSpec, add_job, read_jobs
+from launch.spec import SAVED, JobSpec, add_job, read_jobs
 from megatron_fp8rl import cli
 
 PROGRAMS = ("train", "rl", "sft", "eval")
@@ -194,7 +194,7 @@ def run(array: JobArray, environment: Mapping[str, str] = os.environ) -> int:
 
 
 def run_here(array: JobArray) -> int:
-    """All elements on this machine, one after another; a cancelled one ends the sweep. The first failure's status."""
+    """All elements on this machine, one after another; one that was asked to end is the last. The first failure's status."""
     from launch.local import supervise
     from launch.outcome import CANCELLED
 
@@ -204,7 +204,7 @@ def run_here(array: JobArray) -> int:
         status = supervise(array.element(index))
         _keep_table(array)
         failed = failed or status
-        if status == CANCELLED:
+        if status in (CANCELLED, SAVED):
             break
     return failed
 

@@ -1,7 +1,9 @@
-"""``python -m launch status|logs|cancel RUN``: look after a run that was launched, from any machine that sees its folder.
+"""``python -m launch status|logs|cancel RUN``: look after a run from any machine that sees its folder.
 
 In: a run's folder. Out: how it stands; its logs by role, node and rank, the first error before everything else; or its
 end. Exit status: 0, 1 when the run has failed, 2 for a mistake. Nothing here keeps a run alive or ends one by accident.
+With ``--cluster`` of a tunnel the same runs on its login node, as ``python -m launch.watch`` of the run's own code: all
+of it works with the standard library alone, and Python 3.10.
 """
 
 from __future__ import annotations
@@ -10,20 +12,28 @@ import argparse
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launch import run_state
+from launch.outcome import read_outcome
 from launch.peers import CANCEL
 from launch.run_state import JobState
-from launch.spec import attempt_dir
+from launch.spec import JobSpec, attempt_dir
 
 _POLL_S = 0.5
 _QUIET_S = 3.0  # after the end of a job, until its last lines have come
+_CANCEL_POLL_S = 2.0
+_CANCEL_WORD_S = 10.0  # between lines that say how long it takes
+_CANCEL_END_S = 30.0  # for the agents to end what is left, once the time to save is over
+_WORKING = ("RUNNING", run_state.UNKNOWN)
+LEFT_ALONE = "not waiting any longer; what was asked to save still does, and ends then"
 _LOG_NAME = re.compile(r"(?P<role>.+?)(?:\.node(?P<node>\d+))?\.log")
 
 
@@ -35,9 +45,16 @@ def main(argv: Sequence[str]) -> int:
     """Entry point; the exit status."""
     options = _parser().parse_args(argv)
     try:
-        run_dir = find_run(options.run)
-        return options.function(run_dir, options)
-    except WatchError as error:
+        root = Path()
+        if options.cluster is not None:
+            from launch import cluster as clusters  # with the doctor's tables; a login node does without
+
+            cluster = clusters.load(options.cluster)
+            if cluster.tunnel is not None:
+                return _on_login_node(cluster, argv[0], options)
+            root = Path(cluster.run_root or "")
+        return options.function(find_run(options.run, root), options)
+    except ValueError as error:  # of a run, a cluster's file, a tunnel
         print(f"python -m launch {argv[0]}: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, BrokenPipeError):
@@ -45,13 +62,13 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
 
-def find_run(name: str) -> Path:
-    """The folder of a run: a path, or a name below ``runs/``. Raises WatchError."""
-    for path in (Path(name), Path("runs", name)):
+def find_run(name: str, root: Path = Path()) -> Path:
+    """The folder of a run: a path, or a name below ``runs/``; both begin at ``root`` or here. Raises WatchError."""
+    for path in (Path(name), root / name, root / "runs" / name):
         if path.is_dir():
             return path.resolve()
-    known = sorted(path.parents[1].name for path in Path("runs").glob("*/launch/jobs.jsonl"))
-    here = f" In runs/ there are {', '.join(known)}." if known else ""
+    known = sorted(path.parents[1].name for path in (root / "runs").glob("*/launch/jobs.jsonl"))
+    here = f" In {root / 'runs'}/ there are {', '.join(known)}." if known else ""
     raise WatchError(f"{name!r} is no folder of a run. Give the output_dir of the run.{here}")
 
 
@@ -64,21 +81,106 @@ def status(run_dir: Path, options: argparse.Namespace) -> int:
 
 
 def cancel(run_dir: Path, options: argparse.Namespace) -> int:
-    """End all jobs of the run that are not over, for good; the trainer saves if it is given the time."""
+    """End all jobs of the run that are not over, for good. Those that run may save first, unless ``--now``.
+
+    Agents read the file ``cancel``: the trainer ends its step and saves, they end the job, and ask for no other
+    attempt.
+    """
     waiting = [one for one in _jobs(run_dir) if not one.is_over]
     if not waiting:
         print("nothing runs or waits")
         return 0
+    asked = {one.job_id: folders for one in waiting if (folders := _at_work(run_dir, one))}
+    for folder in (folder for folders in asked.values() for folder in folders):
+        (folder / CANCEL).touch()
+    saving = [] if options.now else [one for one in waiting if one.job_id in asked]
     failed = False
-    for one in waiting:
-        for attempt in one.attempts[-1:]:
-            (attempt_dir(run_dir, one.job_id, attempt) / CANCEL).touch()  # agents then do not ask for another attempt
-        if one.job["kind"] == "slurm":
-            failed |= os.spawnlp(os.P_WAIT, "scancel", "scancel", one.job_id) != 0
-        elif (pid := run_state.supervisor(one.job)) is not None:
-            os.kill(pid, signal.SIGTERM)
-        print(f"job {one.job_id} is asked to end; it was {one.state}")
-    return int(failed)
+    for one in reversed(waiting):  # those behind in a chain first: they must not start when it ends
+        if one not in saving:
+            failed |= _end(one)
+        elif one.job.get("array"):
+            failed |= _scancel("--state=PENDING", one.job_id)
+    for one in saving:
+        print(f"job {one.job_id} is asked to save and to end; it was {one.state}", flush=True)
+    try:
+        return int(_await_ends(run_dir, saving) or failed)
+    except KeyboardInterrupt:
+        print(LEFT_ALONE, flush=True)
+        return 0
+
+
+def _at_work(run_dir: Path, one: JobState) -> list[Path]:
+    """Folders of the attempts of this job whose agents are there to be asked; of an array, of all its elements."""
+    if one.state not in _WORKING:
+        return []
+    folders = [attempt_dir(run_dir, one.job_id, attempt) for attempt in one.attempts[-1:]]
+    folders = folders or list(run_dir.glob("*/launch/*.*"))
+    return [path for path in folders if any(path.glob("node-*.json")) and not (path / "outcome.json").exists()]
+
+
+def _end(one: JobState) -> bool:
+    """End a job at once; whether that failed."""
+    print(f"job {one.job_id} is asked to end at once; it was {one.state}", flush=True)
+    if one.job["kind"] == "slurm":
+        return _scancel(one.job_id)
+    if (pid := run_state.supervisor(one.job)) is not None:
+        os.kill(pid, signal.SIGTERM)
+    return False
+
+
+def _scancel(*words: str) -> bool:
+    """Whether Slurm failed to do it. Raises WatchError where there is no Slurm, or no answer."""
+    try:
+        return subprocess.run(["scancel", *words], timeout=60, stdin=subprocess.DEVNULL).returncode != 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise WatchError(f"job {words[-1]} cannot be ended from here: {error}. Use a login node") from error
+
+
+def _await_ends(run_dir: Path, saving: list[JobState]) -> bool:
+    """Wait for jobs that were asked to save, and end those that do not in their time; whether that failed."""
+    failed = False
+    began = last_word = time.monotonic()
+    limits = {one.job_id: JobSpec.decode(one.job["spec"]).save_signal_s + _CANCEL_END_S for one in saving}
+    while limits:
+        for one in [one for one in _jobs(run_dir) if one.job_id in limits]:
+            waited_s = time.monotonic() - began
+            if one.is_over:
+                print(f"job {one.job_id}: {one.state}{_last_words(run_dir, one)}", flush=True)
+            elif one.state not in (*_WORKING, "COMPLETING"):
+                failed |= _end(one)  # it waits for another attempt
+            elif waited_s > limits[one.job_id]:
+                print(f"job {one.job_id} has not ended within {waited_s:.0f} s", flush=True)
+                failed |= _end(one)
+            else:
+                continue
+            del limits[one.job_id]
+        if limits and time.monotonic() > last_word + _CANCEL_WORD_S:
+            last_word = time.monotonic()
+            most_s = max(limits.values()) - (last_word - began)
+            print(f"job {', '.join(limits)} is saving or ending, for at most {most_s:.0f} s more", flush=True)
+        if limits:
+            time.sleep(_CANCEL_POLL_S)
+    return failed
+
+
+def _last_words(run_dir: Path, one: JobState) -> str:
+    last = read_outcome(run_dir, one.job_id, one.attempts[-1]) if one.attempts else None
+    return "" if last is None else f" ({last.reason})"
+
+
+def _on_login_node(cluster: Any, command: str, options: argparse.Namespace) -> int:
+    """The same command there. An interrupt ends the watching, and not what is watched."""
+    from launch import tunnel
+
+    given = {name: value for name, value in vars(options).items() if name not in ("run", "cluster", "function")}
+    chosen = [(name, value) for name, value in given.items() if value is not None and value is not False]
+    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in chosen]
+    try:
+        return tunnel.watch(cluster, command, options.run, words)
+    except KeyboardInterrupt:
+        if command == "cancel":
+            print(LEFT_ALONE, flush=True)
+        raise
 
 
 def logs(run_dir: Path, options: argparse.Namespace) -> int:
@@ -153,7 +255,9 @@ def _follow(run_dir: Path, options: argparse.Namespace, views: list[_View]) -> N
             new = [view for view in _views(run_dir, jobs, options) if view.path not in shown]
             views += new
             shown |= {view.path for view in new}
-        if all(one.is_over for one in jobs) and time.monotonic() > quiet_since + _QUIET_S:
+            quiet_since = time.monotonic() if new else quiet_since  # they are shown first, also when the job is over
+        is_over = all(one.is_over or one.state == run_state.UNKNOWN for one in jobs)
+        if is_over and time.monotonic() > quiet_since + _QUIET_S:
             print(f"=== {', '.join(f'job {one.job_id}: {one.state}' for one in jobs[-1:])}")
             return
         time.sleep(_POLL_S)
@@ -209,6 +313,9 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary)
         command.set_defaults(function=function)
         command.add_argument("run", metavar="RUN", help="the run's folder, or its name below runs/")
+        command.add_argument("--cluster", metavar="NAME", help="RUN begins at its run_root, and lies behind its tunnel")
+        if name == "cancel":
+            command.add_argument("--now", action="store_true", help="do not wait for the trainer to save")
         if name == "logs":
             command.add_argument("--role", help='trainer, rollout-0, ..., or "job" for the batch script and the agents')
             command.add_argument("--node", type=int, help="index of the node in the job")
@@ -216,3 +323,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--lines", type=int, default=40, help="of the end of each log (default 40)")
             command.add_argument("--follow", "-f", action="store_true", help="until the job is over")
     return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

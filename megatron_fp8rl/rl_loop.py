@@ -22,7 +22,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
-from megatron_fp8rl.envs.scoring import ScorePool
+from megatron_fp8rl.envs.remote_scoring import build_scorer
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.residency import Residency
@@ -56,7 +56,7 @@ def run(
     with ExitStack() as stack:
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
-        scorers = stack.enter_context(ScorePool.build(cfg.data)) if is_driver else None
+        scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
         policy = Policy.build(cfg, parallel)
         observer.note(fused_kernels(cfg.precision, parallel.device))

@@ -33,6 +33,8 @@ LAYERS = {
     "weights.partial": 1,
     "weights.partial_kernel": 1,
     "weights.digest_kernel": 1,
+    "envs.remote_scoring": 2,
+    "envs.score_server": 2,
     "cli": 2,
     "trainer": 2,
     "rollout": 2,
@@ -59,6 +61,7 @@ LIGHT = (
     "megatron_fp8rl.config_check",
     "megatron_fp8rl.cli",
     "megatron_fp8rl.doctor",
+    "megatron_fp8rl.envs.score_server",
     "model_configs",
 )
 

@@ -1,4 +1,5 @@
-"""Scores completions out of process. Prompts and texts in, rewards out; runs on rank 0 beside the engines' client.
+"""Scores completions out of process. Prompts and texts in, rewards out; runs on rank 0 beside the engines' client, or
+in score servers on other nodes (envs/score_server.py), which rank 0 asks (envs/remote_scoring.py).
 
 A scorer is somebody's code: it may loop for ever, exhaust a regular expression or crash its interpreter. Here that
 costs one completion its score, with the reason in ``Rollout.detail``, and one worker its life; the run goes on.
@@ -6,6 +7,7 @@ costs one completion its score, with the reason in ``Rollout.detail``, and one w
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import dataclasses
@@ -21,8 +23,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Literal, Self
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig
 from megatron_fp8rl.envs.base import environments_by_key
@@ -30,19 +32,52 @@ from megatron_fp8rl.types import Prompt
 
 Score = tuple[float, Literal["scored", "score_failed"], str]  # reward, status, why it failed
 
-_START_DEADLINE_S = 180.0  # imports of all environments, on a busy machine
+START_DEADLINE_S = 180.0  # imports of all environments, on a busy machine
 _STDERR_TAIL_BYTES = 400
 
 
 class ScorePoolError(RuntimeError):
-    """The workers cannot be started; no completion could ever be scored."""
+    """No completion could ever be scored: the workers cannot be started, or no score server answers."""
 
 
-class ScorePool:
+class CompletionScorer(abc.ABC):
+    """Scores completions for the rollout stream. May be used from any thread and event loop."""
+
+    @abc.abstractmethod
+    def submit(self, prompt: Prompt, text: str) -> Future[Score]:
+        """:meth:`score` for callers without an event loop."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """End what is being scored and give up what it takes. Idempotent."""
+
+    async def score(self, prompt: Prompt, text: str) -> Score:
+        """(reward, status, detail) of one completion; (0.0, "score_failed", reason) when the scorer fails or is late.
+
+        The deadline counts from when a worker takes the completion up, not from when it was queued.
+
+        Raises:
+            ScorePoolError: a worker does not start, for instance because an environment cannot be imported, or no
+                score server answers.
+        """
+        return await asyncio.wrap_future(self.submit(prompt, text))
+
+    async def score_batch(self, pairs: Iterable[tuple[Prompt, str]]) -> list[Score]:
+        """:meth:`score` of many, in their order."""
+        return list(await asyncio.gather(*(self.score(prompt, text) for prompt, text in pairs)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class ScorePool(CompletionScorer):
     """``num_workers`` persistent processes that score completions, each within ``deadline_s``.
 
     ``environments`` are keyed like ``Prompt.environment``. Workers start at once and in the background; a worker that
-    crashes or is late is killed with all its children and started anew. May be used from any thread and event loop.
+    crashes or is late is killed with all its children and started anew.
     """
 
     def __init__(self, environments: Mapping[str, EnvironmentConfig], *, num_workers: int, deadline_s: float):
@@ -62,21 +97,10 @@ class ScorePool:
             environments_by_key(cfg.environments), num_workers=cfg.num_score_workers, deadline_s=cfg.score_deadline_s
         )
 
-    async def score(self, prompt: Prompt, text: str) -> Score:
-        """(reward, status, detail) of one completion; (0.0, "score_failed", reason) when the scorer fails or is late.
-
-        The deadline counts from when a worker takes the completion up, not from when it was queued.
-
-        Raises:
-            ScorePoolError: a worker does not start, for instance because an environment cannot be imported.
-        """
+    def submit(self, prompt: Prompt, text: str) -> Future[Score]:
         if self._closed.is_set():
             raise ScorePoolError("the score pool is closed")
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score, prompt, text)
-
-    async def score_batch(self, pairs: Iterable[tuple[Prompt, str]]) -> list[Score]:
-        """:meth:`score` of many, in their order."""
-        return list(await asyncio.gather(*(self.score(prompt, text) for prompt, text in pairs)))
+        return self._threads.submit(self._score, prompt, text)
 
     def close(self) -> None:
         """Kill the workers, also in the middle of a score. Idempotent."""
@@ -88,12 +112,6 @@ class ScorePool:
         for worker in self._workers:
             worker.kill()  # one that its thread was starting meanwhile
             worker.close_pipes()
-
-    def __enter__(self) -> ScorePool:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _score(self, prompt: Prompt, text: str) -> Score:
         if prompt.environment not in self._environments:
@@ -159,7 +177,7 @@ class _Worker:
         """Wait until the environments are built; a failure to build them is final for this process."""
         if self._state == "started":
             try:
-                reply = self._receive(self._started_at + _START_DEADLINE_S - time.monotonic())
+                reply = self._receive(self._started_at + START_DEADLINE_S - time.monotonic())
                 failure = reply.get("error", "")
             except _WorkerLost as lost:
                 failure = f"it {lost}"

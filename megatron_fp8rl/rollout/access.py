@@ -1,6 +1,7 @@
 """Who may drive an engine: whoever shows its token. Without one, anybody on the network could replace its weights.
 
-In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server.
+In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server; score servers ask
+:func:`may_pass` by themselves.
 
 vLLM's own ``--api-key`` covers ``/v1``, ``/v2`` and ``/inference``, but not the endpoints of its development mode, which
 pause engines, load weights and call methods of workers. This covers every path. The token travels in the environment,
@@ -28,13 +29,17 @@ def headers(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
+def may_pass(authorization: bytes, token: str | None) -> bool:
+    """Whether the value of a request's Authorization shows the token. Without a token nobody is let in."""
+    return bool(token) and hmac.compare_digest(authorization, headers(token)["Authorization"].encode())
+
+
 class RequireToken:
     """ASGI middleware, for vLLM's ``--middleware``. Without a token in the environment nobody is let in."""
 
     def __init__(self, app: Any, environment: Mapping[str, str] = os.environ) -> None:
         self._app = app
-        token = environment.get(TOKEN_VARIABLE)
-        self._expected = headers(token)["Authorization"].encode() if token else None
+        self._token = environment.get(TOKEN_VARIABLE)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan" or self._may_pass(scope):
@@ -50,4 +55,4 @@ class RequireToken:
 
     def _may_pass(self, scope: dict[str, Any]) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return self._expected is not None and hmac.compare_digest(given, self._expected)
+        return may_pass(given, self._token)

@@ -1,8 +1,9 @@
-"""Where a rollout replica can be reached: a small file on the file system that trainer and rollout nodes share.
+"""Where a rollout replica or a score server can be reached: a small file on the file system that all nodes share.
 
-In: what a replica knows of itself once it answers. Out: ``<run>/replicas/<name>.json``, readable by its owner alone, for
-it holds the token that drives the engine. Written by ``rollout/replica.py``, read by trainer rank 0. A file that a killed
-replica left behind is told apart by nobody answering there, and by its incarnation.
+In: what a server knows of itself once it answers. Out: ``<run>/replicas/<name>.json`` or ``<run>/scorers/<name>.json``,
+readable by its owner alone, for it holds the token that drives the server. Written by ``rollout/replica.py`` and
+``envs/score_server.py``, read by trainer rank 0. A file that a killed server left behind is told apart by nobody
+answering there, and by its incarnation.
 """
 
 from __future__ import annotations
@@ -10,21 +11,45 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """One incarnation of a replica."""
+    """One incarnation of a server."""
 
-    name: str  # "rollout-0"
+    name: str  # "rollout-0", "score-0"
     url: str
     host: str  # name of the node, for messages
     pid: int
-    incarnation: int  # counts the starts of this replica, over restarts of the whole job too
+    incarnation: int  # counts the starts of this server, over restarts of the whole job too
     log: str  # path of the file that its output goes to; empty when it goes elsewhere
     token: str
+
+    @classmethod
+    def announce(cls, path: Path, *, name: str, url: str, pid: int, token: str) -> Endpoint:
+        """Write and print where a server of this host answers, as the next incarnation of what was there."""
+        before = cls.read(path)
+        endpoint = cls(
+            name=name,
+            url=url,
+            host=socket.gethostname(),
+            pid=pid,
+            incarnation=int(os.environ.get("LAUNCH_INCARNATION", 1 if before is None else before.incarnation + 1)),
+            log=_own_log(),
+            token=token,
+        )
+        endpoint.write(path)
+        print(f"{name} answers at {url} (incarnation {endpoint.incarnation})", file=sys.stderr, flush=True)
+        return endpoint
+
+    def withdraw(self, path: Path) -> None:
+        """Remove the file, unless a newer incarnation has written its own."""
+        if Endpoint.read(path) == self:
+            path.unlink(missing_ok=True)
 
     def write(self, path: Path) -> None:
         """All at once: a reader sees the file before or the whole new one."""
@@ -51,3 +76,19 @@ def replica_name(index: int) -> str:
 
 def endpoint_path(run_dir: Path | str, index: int) -> Path:
     return Path(run_dir) / "replicas" / f"{replica_name(index)}.json"
+
+
+def scorer_name(index: int) -> str:
+    return f"score-{index}"
+
+
+def scorer_path(run_dir: Path | str, index: int) -> Path:
+    return Path(run_dir) / "scorers" / f"{scorer_name(index)}.json"
+
+
+def _own_log() -> str:
+    """The file that this process's output goes to, directly or by way of the agent, as far as is known."""
+    if given := os.environ.get("LAUNCH_LOG"):
+        return given
+    path = Path("/proc/self/fd/2").resolve()
+    return str(path) if path.is_file() else ""

@@ -68,20 +68,24 @@ def main(argv: list[str]) -> int:
     cpu = not torch.cuda.is_available()
     if not cpu:
         engine.require_backends(cfg)
-    token = access.new_token()
+    token, host = access.new_token(), own_address()
+    if known.nnodes > 1:
+        # Where the parts send each other what to do. vLLM would ask for the route to a public name server.
+        os.environ.setdefault("VLLM_HOST_IP", host)
     process, url = start_server(
-        cfg, _model_dir(cfg, known), host=own_address(), token=token, gpus=None, cpu=cpu, more=_nodes(known)
+        cfg, _model_dir(cfg, known), host=host, token=token, gpus=None, cpu=cpu, more=_nodes(known)
     )
     try:
         if has_server and _wait_until_ready(cfg, process, url, token, parent):
-            endpoint = _announce(known, process, url, token)
+            name = replica_name(known.replica)
+            endpoint = Endpoint.announce(known.endpoint, name=name, url=url, pid=process.pid, token=token)
         while process.poll() is None and os.getppid() == parent:
             time.sleep(_POLL_S)
     finally:
         status = process.poll()  # before it is told to end
         stop([process])
-        if endpoint is not None and Endpoint.read(known.endpoint) == endpoint:
-            known.endpoint.unlink(missing_ok=True)
+        if endpoint is not None:
+            endpoint.withdraw(known.endpoint)
     if status is None:
         print(f"{replica_name(known.replica)}: the process that started it has gone", file=sys.stderr)
         return 1
@@ -140,30 +144,6 @@ def _is_healthy(url: str, token: str) -> bool:
         return False
     finally:
         connection.close()
-
-
-def _announce(known: argparse.Namespace, process: subprocess.Popen[bytes], url: str, token: str) -> Endpoint:
-    before = Endpoint.read(known.endpoint)
-    endpoint = Endpoint(
-        name=replica_name(known.replica),
-        url=url,
-        host=socket.gethostname(),
-        pid=process.pid,
-        incarnation=int(os.environ.get("LAUNCH_INCARNATION", 1 if before is None else before.incarnation + 1)),
-        log=_own_log(),
-        token=token,
-    )
-    endpoint.write(known.endpoint)
-    print(f"{endpoint.name} answers at {url} (incarnation {endpoint.incarnation})", file=sys.stderr, flush=True)
-    return endpoint
-
-
-def _own_log() -> str:
-    """The file that this process's output goes to, directly or by way of the agent, as far as is known."""
-    if given := os.environ.get("LAUNCH_LOG"):
-        return given
-    path = Path("/proc/self/fd/2").resolve()
-    return str(path) if path.is_file() else ""
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ the replica's; vLLM starts the engine core and the workers from it.
 
     python -m megatron_fp8rl.rollout.server --listen-fd 7 --parent-pid 4711 --model DIR ...
 
+With ``--headless`` it is a further node of an engine that spans several: workers alone, which the first node drives.
+
 The server is vLLM's, assembled from its public parts. What differs from ``vllm serve``: our plugin is registered before
 the engine starts; on a CPU the engine core is forked instead of spawned, so that it does not import everything a second
 time (11 s of a start of 14 s); and no process of the replica outlives the trainer that started it.
@@ -24,6 +26,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 _PARENT_POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -63,28 +69,51 @@ def _load_model_classes(model_dir: Path) -> None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
-async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
-    """Start the engine and answer requests until a signal ends the server."""
+def _engine_config(args: argparse.Namespace) -> VllmConfig:
+    """The engine's configuration, with this process ready to fork its other processes on a CPU."""
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.openai.api_server import build_and_serve
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if current_platform.is_cpu():
         _load_model_classes(Path(args.model))
-    config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+    config = engine_args.create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER, headless=bool(args.headless)
+    )
     if current_platform.is_cpu():
         # The engine core shares what has been imported so far; the collector must not touch, and so copy, its pages.
         gc.freeze()
         # vLLM 0.25.1's CPU platform asks for "spawn" while it builds the configuration. Forking is safe here: one
         # OpenMP thread so far, no model, no request. Revisit when the platform stops overwriting the variable.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
+
+
+def work(args: argparse.Namespace) -> NoReturn:
+    """Start this node's workers of an engine that spans nodes. Ends with status 1 when one of them has ended.
+
+    vLLM's ``run_headless`` would spawn them, which our kernels' configuration, a local class, does not survive, and end
+    with status 0.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    executor = MultiprocExecutor(_engine_config(args), monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+    sys.exit(1)
+
+
+async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
+    """Start the engine and answer requests until a signal ends the server."""
+    from vllm.entrypoints.openai.api_server import build_and_serve
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     engine = AsyncLLM.from_vllm_config(
-        config,
+        _engine_config(args),
         usage_context=UsageContext.OPENAI_API_SERVER,
-        disable_log_stats=engine_args.disable_log_stats,
+        disable_log_stats=args.disable_log_stats,
     )
     try:
         host, port = sock.getsockname()[:2]
@@ -127,12 +156,8 @@ def main(argv: list[str]) -> None:
     validate_api_server_args(args)
     set_ulimit()
     gc.enable()
-    if args.headless:  # further nodes of an engine that spans several: workers alone
-        from vllm.entrypoints.cli.serve import run_headless
-
-        args.api_server_count = 0
-        run_headless(args)
-        return
+    if args.headless:
+        work(args)
     uvloop.run(serve(args, sock))
 
 

@@ -147,6 +147,19 @@ def test_a_request_to_save_queues_the_job_again_and_it_goes_on(slurm: SlurmClust
     assert log.count("=== job") == 2
 
 
+def test_cancelling_lets_the_job_save_and_is_what_slurm_says_too(slurm: SlurmCluster, folder: Path):
+    """A step takes longer than Slurm's KillWait, 5 s here: a mere scancel would lose it."""
+    first, second = submit(counting(folder, last=1000, pause=8.0), ci_cluster(), chain=2)
+    slurm.until(lambda: steps(folder) >= 1, "a step", 60, lambda: logs_of(folder))
+    cancelled = slurm.launch("cancel", folder)
+    assert cancelled.status == 0 and f"job {first}: CANCELLED" in cancelled.stdout, cancelled.output
+    assert [slurm.wait(job) for job in (first, second)] == ["CANCELLED", "CANCELLED"], logs_of(folder)
+    assert "saved at 2" in log_file(folder, "task", 0).read_text() and steps(folder) == 2
+    assert not list(folder.rglob("first_error.txt"))
+    status = slurm.launch("status", folder)
+    assert f"{first} on ci: CANCELLED" in status.stdout and "attempt 0: cancelled (" in status.stdout, status.output
+
+
 @pytest.mark.slow
 def test_the_time_limit_itself_saves_and_queues_the_job_again(slurm: SlurmCluster, folder: Path):
     """Slurm looks at limits twice a minute, and its shortest limit is one: nothing here is asked for by hand."""

@@ -95,6 +95,8 @@ def test_queued_scores_have_the_whole_deadline(pool):
 
 
 def test_close_interrupts_and_refuses(pool):
+    assert score(pool, "3")[1] == "scored"
+
     async def interrupted():
         task = asyncio.create_task(pool.score(PROMPT, "sleep:60"))
         await asyncio.sleep(0.3)

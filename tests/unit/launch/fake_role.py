@@ -1,7 +1,7 @@
 """Small programs that behave like a trainer and a rollout replica towards an agent. Run by path; standard library alone.
 
     train STEPS [--crash-at STEP --on RANK --times N] [--deaf]
-    serve [--die-after SECONDS --times N]
+    serve [--die-after SECONDS --on RANK --times N] [--port PORT]
 """
 
 from __future__ import annotations
@@ -61,10 +61,12 @@ def train(arguments: argparse.Namespace) -> None:
 
 def serve(arguments: argparse.Namespace) -> None:
     name = os.environ["LAUNCH_ROLE"]
-    if arguments.die_after is not None and _count(f"death-{name}") < arguments.times:
+    print("port", arguments.port, "network", os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
+    dies = arguments.die_after is not None and arguments.on in (None, RANK)
+    if dies and _count(f"death-{name}") < arguments.times:
         time.sleep(arguments.die_after)
         raise MemoryError("no memory for the KV cache")
-    endpoint = RUN / "replicas" / f"{name}.json"
+    endpoint = RUN / ("scorers" if name.startswith("score-") else "replicas") / f"{name}.json"
     endpoint.parent.mkdir(exist_ok=True)
     endpoint.write_text(json.dumps({"name": name, "incarnation": os.environ["LAUNCH_INCARNATION"]}))
     print("listens", flush=True)
@@ -83,6 +85,8 @@ trainer.add_argument("--deaf", action="store_true")
 server = commands.add_parser("serve")
 server.set_defaults(run=serve)
 server.add_argument("--die-after", type=float)
+server.add_argument("--on", type=int)
+server.add_argument("--port", type=int)
 server.add_argument("--times", type=int, default=1000)
 chosen = parser.parse_args()
 chosen.run(chosen)

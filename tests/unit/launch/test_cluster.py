@@ -114,6 +114,13 @@ def test_files_are_looked_for_on_a_login_node_alone(tmp_path):
     assert dataclasses.replace(here, tunnel=Tunnel(host="h", user="u")).missing_files() == []
 
 
+def test_a_tunnel_needs_what_this_machine_cannot_know():
+    found = Cluster(tunnel=Tunnel(host="login")).violations()
+    assert [v.field for v in found] == ["CLUSTER.run_root", "CLUSTER.python"]
+    assert Cluster(tunnel=Tunnel(host="login"), run_root="/a b", container_image="x").violations() == []
+    assert [v.field for v in Cluster(kind="local", tunnel=Tunnel(host="login")).violations()] == ["CLUSTER.tunnel"]
+
+
 def test_the_interpreter_is_the_containers_or_this_one():
     import sys
 

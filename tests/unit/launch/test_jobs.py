@@ -113,7 +113,7 @@ def test_the_tokenizer_of_another_run_is_not_found_by_chance(tmp_path: Path):
 
 
 def test_behind_a_tunnel_nobody_looks_for_checkpoints(tmp_path: Path):
-    cluster = cluster_of(tmp_path, tunnel=Tunnel(host="login", user="me"))
+    cluster = cluster_of(tmp_path, tunnel=Tunnel(host="login", user="me"), python="/cluster/bin/python")
     assert plan(cluster, "eval", "tiny_qwen3", "--checkpoint", "/cluster/only").problems == ()
     assert plan(cluster, "convert", "inspect", "/cluster/only").problems == ()
 

@@ -129,7 +129,9 @@ def end_of_job(tmp_path):
         calls.write_text("")
         scontrol = tools / "scontrol"
         scontrol.write_text(f'#!/bin/sh\necho "$@" >> {calls}\necho "JobId=7 JobState={state} Reason=None"\n')
-        scontrol.chmod(0o755)
+        (tools / "scancel").write_text(f'#!/bin/sh\necho scancel "$@" >> {calls}\n')
+        for tool in tools.iterdir():
+            tool.chmod(0o755)
         role = Role(name="trainer", kind="torchrun", nodes=(0,), command=())
         spec = JobSpec(name="run", run_dir=str(run_dir), roles=(role,), nodes=1, max_restarts=2)
         logs = run_dir / "logs"
@@ -162,6 +164,12 @@ def test_a_saved_attempt_is_queued_again(end_of_job):
 def test_a_cancelled_job_stays_so(end_of_job):
     assert "requeue" not in end_of_job(85, done="85", state="CANCELLED")[1]
     assert "requeue" not in end_of_job(143, restarts=1)[1]
+
+
+def test_a_job_that_its_agents_ended_as_cancelled_is_so_for_slurm_too(end_of_job):
+    status, calls, text = end_of_job(0, done="130\n")
+    assert (status, calls) == (130, "scancel 7\n")
+    assert "run_1.failed" in text and "first_error" not in text
 
 
 def test_attempts_are_bounded(end_of_job):

@@ -1,20 +1,24 @@
-"""``status``, ``logs`` and ``cancel`` of runs on this machine, with small programs for the roles, and of a made-up Slurm."""
+"""``status``, ``logs`` and ``cancel`` of runs on this machine, with small programs for roles, and of a fake Slurm."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from launch import cli, local
+from launch import cli, local, watch
+from launch.outcome import Outcome
 from launch.peers import Board, Place
 from launch.spec import JobSpec, Role, add_job, attempt_dir, log_file
 
 FAKE = str(Path(__file__).with_name("fake_role.py"))
+ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 40.0
 
 
@@ -46,11 +50,13 @@ def test_a_run_under_way_is_shown_and_can_be_cancelled(tmp_path: Path, capsys: p
     assert "0.1 s per step" in shown and ", reward " in shown and "report.html (not written yet" in shown
 
     assert cli.main(["logs", str(run_dir), "--role", "rollout-0"]) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["listens"]
+    assert capsys.readouterr().out.splitlines()[-1] == "listens"
 
     assert cli.main(["cancel", str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert f"job {job_id} is asked to save and to end; it was RUNNING" in said
+    assert f"job {job_id}: CANCELLED (stopped on request at step " in said, said
     assert process.wait(DEADLINE_S) == 130
-    capsys.readouterr()
     assert cli.main(["status", str(run_dir)]) == 1
     shown = capsys.readouterr().out
     assert f"{job_id} on here: CANCELLED" in shown and "checkpoint  step_" in shown and "attempt 1" not in shown
@@ -77,7 +83,7 @@ def test_following_ends_with_the_job_and_says_whose_each_line_is(tmp_path: Path)
     _, process = local.start(job(run_dir, "12"), cluster_name="here")
     follow = subprocess.run(
         [sys.executable, "-m", "launch", "logs", str(run_dir), "--follow"],
-        cwd=Path(__file__).resolve().parents[3], capture_output=True, text=True, timeout=DEADLINE_S,
+        cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
     )  # fmt: skip
     assert process.wait(DEADLINE_S) == 0
     lines = follow.stdout.splitlines()
@@ -121,9 +127,145 @@ def test_slurm_is_asked_for_the_state_and_to_cancel(
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
     assert "41 on big: RUNNING" in shown and "trainer     node 0 (n0): running" in shown
-    assert cli.main(["cancel", str(run_dir)]) == 0
-    assert (tmp_path / "cancelled").read_text().split() == ["41", "42"]
+    assert cli.main(["cancel", str(run_dir), "--now"]) == 0
+    assert (tmp_path / "cancelled").read_text().split() == ["42", "41"], "those behind in a chain first"
     assert (attempt_dir(run_dir, "41", 0) / "cancel").exists()
+
+
+@pytest.fixture
+def without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No program of Slurm on the PATH."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+
+
+def slurm_job(run_dir: Path, **how: int) -> Board:
+    """Number 41, submitted to a Slurm and at work on one node."""
+    spec = job(run_dir, "1", **how)
+    add_job(run_dir, {"job_id": "41", "cluster": "big", "kind": "slurm", "name": "x", "nodes": 2,
+                      "submitted_at": 0.0, "experiment": "", "script": "", "spec": spec.encode()})  # fmt: skip
+    board = Board(run_dir, Place(job="41", attempt=0, node=0, num_nodes=1, is_slurm=True))
+    board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
+    return board
+
+
+def end(board: Board, run_dir: Path, result: str, status: int) -> None:
+    outcome = Outcome(attempt=0, result=result, status=status, reason="it ended", checkpoint="")
+    board.put("outcome.json", asdict(outcome))
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "state", "exit_status"),
+    [
+        ("done", 0, "COMPLETED", 0),
+        ("cancelled", 130, "CANCELLED", 1),
+        ("failed", 1, "FAILED", 1),
+        ("saved", 85, "UNKNOWN", 0),
+    ],
+)
+def test_where_slurm_is_missing_the_files_of_a_job_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], without_slurm: None, result, status, state, exit_status
+):
+    run_dir = tmp_path / "run"
+    board = slurm_job(run_dir)
+    assert cli.main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "41 on big: RUNNING" in shown and "Slurm does not answer here; an agent gave a sign of life" in shown
+    node = board.folder / "node-0.json"
+    os.utime(node, (time.time() - 100, time.time() - 100))
+    assert cli.main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "41 on big: UNKNOWN" in shown and "no agent has given a sign of life for 100 s" in shown
+    end(board, run_dir, result, status)
+    assert cli.main(["status", str(run_dir)]) == exit_status
+    assert f"41 on big: {state}" in capsys.readouterr().out
+
+
+def test_a_job_that_does_not_save_in_its_time_is_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], without_slurm: None, monkeypatch: pytest.MonkeyPatch
+):
+    run_dir = tmp_path / "run"
+    slurm_job(run_dir, save_signal_s=1)
+    for name, value in (("_CANCEL_END_S", 2.0), ("_CANCEL_POLL_S", 0.1), ("_CANCEL_WORD_S", 0.2)):
+        monkeypatch.setattr(watch, name, value)
+    tool = tmp_path / "bin" / "scancel"
+    tool.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/cancelled\n')
+    tool.chmod(0o755)
+    assert cli.main(["cancel", str(run_dir)]) == 0
+    said = capsys.readouterr().out
+    assert "is saving or ending, for at most" in said and "job 41 has not ended within" in said
+    assert (tmp_path / "cancelled").read_text() == "41\n"
+
+
+def test_all_elements_of_an_array_are_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], without_slurm: None, monkeypatch: pytest.MonkeyPatch
+):
+    sweep = tmp_path / "sweep"
+    add_job(sweep, {"job_id": "50", "cluster": "big", "kind": "slurm", "name": "x", "nodes": 1, "submitted_at": 0.0,
+                    "array": "0-5%2", "script": "", "spec": job(sweep, "1").encode()})  # fmt: skip
+    places = [Place(job=f"5{i}", attempt=0, node=0, num_nodes=1, is_slurm=True) for i in range(3)]
+    boards = [Board(sweep / f"element_{i}", place) for i, place in enumerate(places)]
+    for board in boards:
+        board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
+    end(boards[0], sweep, "done", 0)
+    tools = {"scontrol": "echo JobState=RUNNING", "scancel": f'echo "$@" >> {tmp_path}/cancelled'}
+    for name, text in tools.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    def all_end(seconds: float) -> None:
+        (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho JobState=COMPLETED JobState=CANCELLED\n")
+
+    monkeypatch.setattr(watch.time, "sleep", all_end)
+    assert cli.main(["cancel", str(sweep)]) == 0
+    assert [(board.folder / "cancel").exists() for board in boards] == [False, True, True]
+    assert (tmp_path / "cancelled").read_text() == "--state=PENDING 50\n"
+    assert "job 50: CANCELLED" in capsys.readouterr().out
+
+
+def test_an_interrupt_leaves_the_request_standing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], without_slurm: None, monkeypatch: pytest.MonkeyPatch
+):
+    run_dir = tmp_path / "run"
+    board = slurm_job(run_dir)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch.time, "sleep", interrupt)
+    assert cli.main(["cancel", str(run_dir)]) == 0
+    assert watch.LEFT_ALONE in capsys.readouterr().out and (board.folder / "cancel").exists()
+    # Where there is no scancel, that is said, and the request stands too.
+    os.utime(board.folder / "node-0.json", (0, 0))
+    assert cli.main(["cancel", str(run_dir), "--now"]) == 2
+    assert "job 41 cannot be ended from here" in capsys.readouterr().err
+
+
+def test_a_cluster_says_where_a_name_begins(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run_dir = tmp_path / "root" / "runs" / "mine"
+    run_dir.parent.mkdir(parents=True)
+    _, process = local.start(job(run_dir, "1"), cluster_name="here")
+    assert process.wait(DEADLINE_S) == 0
+    file = tmp_path / "here.py"
+    file.write_text(
+        "from launch.cluster import Cluster\n"
+        f"CLUSTER = Cluster(kind='local', gpu=None, gpus_per_node=0, ranks_per_node=1,\n"
+        f"    run_root={str(tmp_path / 'root')!r})\n"
+    )
+    assert cli.main(["status", "mine", "--cluster", str(file)]) == 0
+    assert "COMPLETED" in capsys.readouterr().out
+    assert cli.main(["status", "yours", "--cluster", str(file)]) == 2
+    assert "there are mine" in capsys.readouterr().err
+    assert cli.main(["status", "mine", "--cluster", "no_such_cluster"]) == 2
+    assert "unknown cluster" in capsys.readouterr().err
+
+
+def test_looking_after_a_run_needs_no_third_party_module():
+    """A login node's Python has none, and is older than what the roles run in: configurations need Python 3.12."""
+    program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import launch.watch; print(*sys.modules)"
+    words = [sys.executable, "-I", "-S", "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert not {"megatron_fp8rl.config", "launch.cluster"} & set(done.stdout.split())
 
 
 def test_what_is_no_run_is_refused_with_a_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

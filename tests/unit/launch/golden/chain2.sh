@@ -59,20 +59,24 @@ launch_end() {
             end=failed ;;
     esac
     mkdir -p "$attempt_folder"
-    if [ "$end" = failed ] && [ ! -e "$attempt_folder/first_error.txt" ]; then
+    if [ "$end" = failed ] && [ "$status" != 130 ] && [ ! -e "$attempt_folder/first_error.txt" ]; then
         # The agents did not get as far: what srun and the container say is all that there is.
         {
             cat "$launch_logs/log-agents_${SLURM_JOB_ID}_$attempt.out"
-            sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_log_id.out" | tail -n 40
+            sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_this.out" | tail -n 40
         } > "$attempt_folder/first_error.txt" 2> /dev/null
     fi
     if [ -n "$end" ]; then
         echo "$SLURM_JOB_ID $status" > "$launch_folder/$launch_chain.$end"
     fi
+    if [ "$status" = 130 ]; then
+        scancel "$launch_this"  # so that Slurm calls it cancelled, and not failed
+    fi
     exit "$status"
 }
-launch_log_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-launch_log_id=${launch_log_id:-$SLURM_JOB_ID}
+# One element of an array: the number of its last one is also that of all.
+launch_this=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+launch_this=${launch_this:-$SLURM_JOB_ID}
 trap launch_end EXIT
 if [ "$attempt" -gt "$max_restarts" ]; then
     echo "launch: attempt $attempt is not started: max_restarts = $max_restarts" >&2

@@ -55,9 +55,9 @@ launch_end() {
             if [ "$attempt" -ge "$max_restarts" ]; then
                 echo "launch: saved, but max_restarts = $max_restarts attempts are used up; submit the run again" >&2
                 end=failed
-            elif scontrol -o show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; then
+            elif scontrol -o show job "$launch_this" | grep -q ' JobState=RUNNING '; then
                 echo "launch: attempt $attempt has saved; the job is queued again" >&2
-                scontrol requeue "$SLURM_JOB_ID" || end=failed
+                scontrol requeue "$launch_this" || end=failed
             fi
             ;;
         '' | *[!0-9]*)
@@ -66,20 +66,24 @@ launch_end() {
             end=failed ;;
     esac
     mkdir -p "$attempt_folder"
-    if [ "$end" = failed ] && [ ! -e "$attempt_folder/first_error.txt" ]; then
+    if [ "$end" = failed ] && [ "$status" != 130 ] && [ ! -e "$attempt_folder/first_error.txt" ]; then
         # The agents did not get as far: what srun and the container say is all that there is.
         {
             cat "$launch_logs/log-agents_${SLURM_JOB_ID}_$attempt.out"
-            sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_log_id.out" | tail -n 40
+            sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_this.out" | tail -n 40
         } > "$attempt_folder/first_error.txt" 2> /dev/null
     fi
     if [ -n "$end" ]; then
         echo "$SLURM_JOB_ID $status" > "$launch_folder/$launch_chain.$end"
     fi
+    if [ "$status" = 130 ]; then
+        scancel "$launch_this"  # so that Slurm calls it cancelled, and not failed
+    fi
     exit "$status"
 }
-launch_log_id=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-launch_log_id=${launch_log_id:-$SLURM_JOB_ID}
+# One element of an array: the number of its last one is also that of all.
+launch_this=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+launch_this=${launch_this:-$SLURM_JOB_ID}
 trap launch_end EXIT
 if [ "$attempt" -gt "$max_restarts" ]; then
     echo "launch: attempt $attempt is not started: max_restarts = $max_restarts" >&2

@@ -1,0 +1,169 @@
+"""One score server that an agent starts on its node: it scores completions for a trainer that may be on another.
+
+    python -m megatron_fp8rl.envs.score_server CONFIG [--field value ...] --server INDEX --endpoint FILE
+
+In: the configuration of the run, as ``python -m megatron_fp8rl`` takes it, and which of its score servers this is. Out:
+a pool of ``data.num_score_workers`` processes behind HTTP on an address that other nodes reach, and an endpoint file
+that says where. Its output goes where this process's goes. Asked by envs/remote_scoring.py:
+
+    GET  /health                                  ->  200
+    POST /score   {"prompt": Prompt, "text": str} ->  200 {"score": [reward, status, detail]}
+                                                      401 without the token of the endpoint file
+                                                      400 {"error": text} for what is no such request
+                                                      500 {"error": text} when the pool can score nothing
+
+It ends with 0 after SIGTERM or SIGINT, and with 1 when the process that started it has gone, however that ended.
+SIGUSR1, which Slurm sends to every process before a time limit, is left to the agent. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from socketserver import ThreadingTCPServer
+from types import FrameType
+from typing import Any
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.envs.scoring import CompletionScorer, ScorePool, ScorePoolError
+from megatron_fp8rl.rollout import access
+from megatron_fp8rl.rollout.address import own_address
+from megatron_fp8rl.rollout.endpoint import Endpoint, scorer_name
+from megatron_fp8rl.types import Prompt
+
+_POLL_S = 0.2
+_READ_DEADLINE_S = 60.0  # for a request to arrive, once it has begun to
+_REFUSED_BYTES = 1 << 16  # read of a request without the token, so that its sender gets the answer
+
+
+def main(argv: list[str]) -> int:
+    """Run until the parent ends, or a signal comes; the exit status."""
+    parent = os.getppid()
+    options = argparse.ArgumentParser(prog="megatron_fp8rl.envs.score_server", allow_abbrev=False)
+    options.add_argument("config", metavar="CONFIG", help="as for python -m megatron_fp8rl, with the same overrides")
+    options.add_argument("--server", type=int, required=True, metavar="INDEX", help="0 ... data.score_servers - 1")
+    options.add_argument("--endpoint", type=Path, required=True, metavar="FILE", help="written when the server answers")
+    known, overrides = options.parse_known_args(argv)
+    cfg = cli.parse_overrides(cli.load_config(known.config), overrides)
+    if not 0 <= known.server < cfg.data.score_servers:
+        options.error(f"--server {known.server}: data.score_servers is {cfg.data.score_servers}")
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the workers inherit it
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, _leave)
+    name, token = scorer_name(known.server), access.new_token()
+    with ScorePool.build(cfg.data) as pool, serving(pool, own_address(), token) as url:
+        endpoint = Endpoint.announce(known.endpoint, name=name, url=url, pid=os.getpid(), token=token)
+        try:
+            while os.getppid() == parent:
+                time.sleep(_POLL_S)
+        finally:
+            endpoint.withdraw(known.endpoint)
+    print(f"{name}: the process that started it has gone", file=sys.stderr)
+    return 1
+
+
+@contextlib.contextmanager
+def serving(scorer: CompletionScorer, host: str, token: str) -> Iterator[str]:
+    """Answer requests in threads on a free port of ``host``, until the block ends. Yields the URL."""
+    with _Server((host, 0), _Handler) as server:
+        server.scorer, server.token = scorer, token
+        threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="score server", daemon=True).start()
+        try:
+            yield f"http://{host}:{server.server_address[1]}"
+        finally:
+            server.is_ending.set()
+            server.shutdown()
+
+
+class _Server(ThreadingTCPServer):
+    scorer: CompletionScorer
+    token: str
+    daemon_threads = True
+    block_on_close = False  # a request under way ends with the pool
+    request_queue_size = 1024  # connections that wait to be taken up
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.is_ending = threading.Event()
+
+    def handle_error(self, *request: Any) -> None:
+        """Nothing when whoever asked has gone."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(*request)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _READ_DEADLINE_S
+    wbufsize = -1  # an answer is one packet
+
+    def do_GET(self) -> None:
+        if self._may_pass():
+            is_health = self.path == "/health"
+            self._answer(HTTPStatus.OK if is_health else HTTPStatus.NOT_FOUND, {})
+
+    def do_POST(self) -> None:
+        if not self._may_pass():
+            return
+        if self.path != "/score":
+            self._answer(HTTPStatus.NOT_FOUND, {})
+            return
+        try:
+            request = json.loads(self.rfile.read(self._length()))
+            fields = request["prompt"]
+            prompt, text = Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])}), request["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            self._answer(HTTPStatus.BAD_REQUEST, {"error": f"{type(error).__name__}: {error}"})
+            return
+        try:
+            score = self.server.scorer.submit(prompt, text).result()  # ends: every score has its deadline
+            answer = HTTPStatus.OK, {"score": score}
+        except (ScorePoolError, CancelledError) as error:
+            answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
+        # What fails because the workers are killed at the end is no verdict: without an answer another server is asked.
+        if not self.server.is_ending.is_set():
+            self._answer(*answer)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: there are thousands of requests in a step."""
+
+    def _may_pass(self) -> bool:
+        if access.may_pass(self.headers.get("Authorization", "").encode(), self.server.token):
+            return True
+        self.rfile.read(min(self._length(), _REFUSED_BYTES))
+        self._answer(HTTPStatus.UNAUTHORIZED, {"error": "the token of this score server is missing or wrong"})
+        return False
+
+    def _length(self) -> int:
+        length = self.headers.get("Content-Length", "")
+        return int(length) if length.isdigit() else 0
+
+    def _answer(self, status: HTTPStatus, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def _leave(sign: int, _frame: FrameType | None) -> None:
+    """Asked to end: the way out kills the workers."""
+    for further in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(further, signal.SIG_IGN)
+    raise SystemExit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""One engine as two parts that share no network but a cable, as on two nodes: its weights, its answers, and its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from engine_weights import Reference, write_hf_dir
+from inprocess import policy_of, random_weights
+from test_remote_replicas import other_host, remote_cfg, sample, wait_for, words  # noqa: F401
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.rollout.endpoint import Endpoint, endpoint_path
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weights.export import WeightExporter
+from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
+
+PROMPT = list(range(20, 40))
+
+
+def spanning_cfg() -> RunConfig:
+    cfg = remote_cfg()
+    return replace(cfg, rollout=replace(cfg.rollout, tensor=2, record_routed_experts=True))
+
+
+def start_part(rank: int, before: list[str], interface: str, port: int, run_dir: Path) -> subprocess.Popen[bytes]:
+    """What the agent of one node does."""
+    environment = {key: value for key, value in os.environ.items() if rank == 0 or key != "LAUNCH_ADDRESS"}
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": interface}
+    command = [
+        *before, sys.executable, "-m", "megatron_fp8rl.rollout.replica", "tiny_qwen3_moe", *words(),
+        "--rollout.tensor", "2", "--rollout.record_routed_experts", "True",
+        "--replica", "0", "--endpoint", str(endpoint_path(run_dir, 0)), "--nnodes", "2", "--node_rank", str(rank),
+        "--master_addr", os.environ.get("LAUNCH_ADDRESS", "127.0.0.1"), "--master_port", str(port),
+    ]  # fmt: skip
+    with (run_dir / "logs" / f"rollout-0.node{rank}.log").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+
+def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path):  # noqa: F811
+    cfg = spanning_cfg()
+    (tmp_path / "logs").mkdir()
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    ends = (f"a{os.getpid()}", f"b{os.getpid()}") if other_host else ("lo", "lo")
+    parts = [start_part(rank, [[], other_host][rank], ends[rank], port, tmp_path) for rank in (0, 1)]
+    fleet = Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path, wait=False)
+    try:
+        wait_for(lambda: endpoint_path(tmp_path, 0).exists() or any(part.poll() is not None for part in parts))
+        assert [part.poll() for part in parts] == [None, None], (tmp_path / "logs" / "rollout-0.node0.log").read_text()
+        fleet.wait_until_ready()
+        weights = random_weights(cfg, 1)
+        exporter = WeightExporter(policy_of(cfg, weights), fleet, cfg)
+        exporter.publish(1)  # raises unless every worker holds what was sent to it
+        (client,) = fleet.clients
+        reports = fleet.sync(client.weight_digests(), 30.0)
+        assert sorted((report["rank"], report["version"]) for report in reports) == [(0, 1), (1, 1)]
+        assert reports[0]["combined"] != reports[1]["combined"], "each holds its own slices"
+        completion = sample(fleet)
+        tokens = [*PROMPT, *completion.token_ids]
+        expected = Reference(cfg, weights).logprobs(tokens, 1.0, completion.routed_experts)[len(PROMPT) - 1 :]
+        difference = (torch.tensor(completion.rollout_logprobs) - expected).abs()
+        assert difference.mean() < ENGINE_LOGPROB_MEAN and difference.max() < ENGINE_LOGPROB_MAX
+        exporter.close()
+
+        # A part whose worker dies ends and says so, for its agent to start both parts again.
+        (server,) = children(parts[1].pid)
+        (worker,) = children(server)
+        os.kill(worker, signal.SIGKILL)
+        assert parts[1].wait(30) == 1
+        # Asked to end, the other one does, although it waits for what will not come.
+        parts[0].terminate()
+        assert parts[0].wait(30) == 0
+        wait_for(lambda: not fleet.clients)
+        assert Endpoint.read(endpoint_path(tmp_path, 0)) is None
+    finally:
+        fleet.shutdown()
+        for part in parts:
+            if part.poll() is None:
+                os.killpg(part.pid, signal.SIGTERM)
+                part.wait(30)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

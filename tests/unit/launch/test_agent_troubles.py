@@ -1,0 +1,233 @@
+"""What happens to agents and roles in the field: parts that die, disks that fill up, signals that come early or twice."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from test_agent import FAKE, Job, fake_processes, replica, trainer
+
+from launch import local, outcome
+from launch.peers import Board, Peer, Place
+from launch.roles import RoleProcess
+from launch.spec import JobSpec, Role, endpoint_file, log_file
+
+
+def spanning(*words: str, nodes: tuple[int, ...] = (1, 2)) -> Role:
+    command = (FAKE, "serve", "--port", "{head_port}", *words)
+    return Role(name="rollout-0", kind="replica", nodes=nodes, command=command, restart=True, essential=False)
+
+
+def headers(job: Job, node: int) -> int:
+    return job.log("rollout-0", node).count("=== job")
+
+
+# ---- a replica on two nodes
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_parts_of_a_replica_begin_again_when_one_dies_and_meet_on_a_new_port(rank: int, tmp_path: Path):
+    dies = ("--die-after", "0.3", "--on", str(rank), "--times", "2")
+    job = Job(tmp_path, trainer("5000"), spanning(*dies), num_nodes=3)
+    job.start(LAUNCH_RESTART_PAUSE_S="0.05")
+    job.until(lambda: headers(job, 1) == headers(job, 2) == 3 and job.log("rollout-0", 2).count("port") == 3)
+    job.until(lambda: endpoint_file(job.run_dir, "rollout-0").exists())
+    os.kill(job.agents[0].pid, signal.SIGINT)
+    statuses, outputs = job.wait()
+    assert statuses == {130}, outputs
+    ports = [re.findall(r"port (\d+)", job.log("rollout-0", node)) for node in (1, 2)]
+    assert ports[0] == ports[1] and len(set(ports[0])) == 3, ports
+    assert "restart 2 of 5" in outputs[1 + rank] and "died" not in outputs[2 - rank]
+
+
+def test_deaths_of_different_parts_add_up_and_all_parts_are_given_up(tmp_path: Path):
+    """One node's part dies at every second start, the other's at the others: neither alone dies too often."""
+    program = tmp_path / "dies_in_turn.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "if int(os.environ['LAUNCH_INCARNATION']) % 2 == int(os.environ['LAUNCH_ROLE_RANK']):\n"
+        "    sys.exit(7)\n"
+        "time.sleep(1000)\n"
+    )
+    role = Role(name="rollout-0", kind="replica", nodes=(1, 2), command=(str(program),), restart=True, essential=False)
+    job = Job(tmp_path, trainer("5000"), role, replica(1, 0), num_nodes=3)
+    job.start(LAUNCH_RESTART_PAUSE_S="0.01")
+    parts = [job.board / f"role-rollout-0.node{node}.json" for node in (1, 2)]
+    job.until(lambda: all(part.exists() and "given up" in part.read_text() for part in parts))
+    assert headers(job, 1) == headers(job, 2) == 6
+    assert [each for each in fake_processes(job.run_dir) if "dies_in_turn" in each] == []
+    steps = len(job.steps())
+    job.until(lambda: len(job.steps()) > steps + 2)  # with the other replica
+    os.kill(job.agents[0].pid, signal.SIGINT)
+    assert job.wait()[0] == {130}
+
+
+# ---- signals
+
+
+def test_a_cancellation_after_a_request_to_save_is_not_lost(tmp_path: Path):
+    job = Job(tmp_path, trainer("500", "--deaf"), num_nodes=1, save_signal_s=4)
+    job.start()
+    job.until(lambda: "step 3" in job.log("trainer", 0))
+    os.kill(job.agents[0].pid, signal.SIGUSR1)
+    job.until(lambda: (job.board / "stop.json").exists())
+    os.kill(job.agents[0].pid, signal.SIGINT)
+    statuses, outputs = job.wait()
+    assert statuses == {130}, outputs
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 85), (signal.SIGINT, 130), (None, 130)])
+def test_who_is_asked_to_end_before_all_are_there_has_not_failed(number: int | None, status: int, tmp_path: Path):
+    job = Job(tmp_path, trainer("5", nodes=(0, 1)), num_nodes=2)
+    job.start(nodes=(0,))
+    job.agents = job.agents[:1]
+    job.until(lambda: (job.board / "node-0.json").exists())
+    if number is None:
+        (job.board / "cancel").touch()  # what ``python -m launch cancel`` leaves
+    else:
+        os.kill(job.agents[0].pid, number)
+    statuses, outputs = job.wait()
+    assert statuses == {status} and not (job.board / "first_error.txt").exists(), outputs
+
+
+def test_a_signal_that_comes_while_agents_start_is_heard(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    spec = JobSpec(name="fake", run_dir=str(run_dir), roles=(trainer("5000"),), nodes=1, env={"FAKE_RUN": str(run_dir)})
+    assert local._attempt(spec, "local-1", 0, [signal.SIGUSR1]) == 85
+    assert "saved step" in log_file(run_dir, "trainer", 0).read_text()
+
+
+# ---- what is left behind
+
+
+def test_what_a_killed_agent_left_is_ended_by_the_next_attempt(tmp_path: Path):
+    job = Job(tmp_path, trainer("5000"), replica(0, 1), num_nodes=2)
+    job.start()
+    job.until(lambda: "listens" in job.log("rollout-0", 1))
+    for agent in job.agents:
+        agent.kill()
+        agent.communicate()
+    servers = [each for each in fake_processes(job.run_dir) if "serve" in each]
+    assert len(servers) == 1, "it has nothing to write, and so does not notice"
+    job.start(attempt=1)
+    job.until(lambda: job.log("rollout-0", 1).count("listens") == 2)
+    assert [each for each in fake_processes(job.run_dir) if "serve" in each] == servers
+    os.kill(job.agents[0].pid, signal.SIGINT)
+    assert job.wait()[0] == {130}
+    assert fake_processes(job.run_dir) == []
+
+
+def test_what_a_killed_agent_of_this_machine_left_is_ended_with_its_attempt(tmp_path: Path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    roles = (trainer("5000"), replica(0, 0))
+    spec = JobSpec(name="fake", run_dir=str(run_dir), roles=roles, nodes=1, env={"FAKE_RUN": str(run_dir)})
+    statuses = []
+    attempt = threading.Thread(target=lambda: statuses.append(local._attempt(spec, "local-1", 0, [])))
+    attempt.start()
+    deadline = time.monotonic() + 40.0
+    while not endpoint_file(run_dir, "rollout-0").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    board = Board(run_dir, Place(job="local-1", attempt=0, node=0, num_nodes=1, is_slurm=False))
+    os.kill(board.get("node-0.json")["pid"], signal.SIGKILL)
+    attempt.join(40.0)
+    assert statuses == [-signal.SIGKILL & 0xFF] and fake_processes(run_dir) == []
+
+
+# ---- files
+
+
+def test_a_verdict_whose_judge_was_killed_is_carried_out_by_the_next(tmp_path: Path):
+    """outcome.json is there, and the batch script still waits for done."""
+    spec = JobSpec(name="fake", run_dir=str(tmp_path), roles=(trainer("5"),), nodes=2)
+    boards = [
+        Board(tmp_path, Place(job="7", attempt=0, node=node, num_nodes=2, is_slurm=True)) for node in (0, 1)
+    ]
+    boards[0].put("error-x.json", {"time": 1.0, "role": "trainer", "node": 0, "rank": None, "text": "why", "log": "l"})
+    first = outcome.conclude(spec, boards[0], "failed", "it broke")
+    for name in ("done", "first_error.txt"):
+        (boards[0].folder / name).unlink()
+    assert outcome.conclude(spec, boards[1], "done", "all is well") == first
+    assert (boards[0].folder / "done").read_text() == "1\n"
+    assert (boards[0].folder / "first_error.txt").read_text().endswith("why\n")
+
+
+def test_a_file_system_that_is_away_for_a_moment_ends_nothing(tmp_path: Path):
+    job = Job(tmp_path, trainer("40"), replica(0, 1), num_nodes=2)
+    job.start()
+    job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 1))
+    away = job.board.with_name("away")
+    job.board.rename(away)
+    time.sleep(1.5)
+    away.rename(job.board)
+    statuses, outputs = job.wait()
+    assert statuses == {0} and "trying again" in outputs[0] and "Traceback" not in outputs[0], outputs
+
+
+def test_a_file_system_that_stays_away_ends_all_and_leaves_nothing(tmp_path: Path):
+    job = Job(tmp_path, trainer("5000"), replica(0, 1), num_nodes=2)
+    job.start(LAUNCH_FILES_DEADLINE_S="1")
+    job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 1))
+    job.board.rename(job.board.with_name("away"))
+    statuses, outputs = job.wait()
+    assert 0 not in statuses and 85 not in statuses, outputs
+    assert fake_processes(job.run_dir) == []
+
+
+def process_of(folder: Path, *, num_nodes: int = 2, **env: str) -> RoleProcess:
+    """A role of node 0, on a board of its own."""
+    place = Place(job="7", attempt=0, node=0, num_nodes=num_nodes, is_slurm=False)
+    role = Role(name="rollout-0", kind="replica", nodes=(0,), command=("-c", "pass"))
+    spec = JobSpec(name="fake", run_dir=str(folder), roles=(role,), nodes=num_nodes, env=env)
+    return RoleProcess(role, spec, Board(folder, place), {0: Peer(host="h", address="127.0.0.1", port=1, pid=1)})
+
+
+def test_output_is_read_on_when_the_disk_of_the_log_is_full(tmp_path: Path):
+    process = process_of(tmp_path)
+    process.log = Path("/dev/full")
+    output = io.BytesIO(b"step 1\n" * 10000)
+    process._listen(output)
+    assert output.closed and process._tracebacks == []
+
+
+def test_an_error_that_a_full_disk_has_swallowed_is_a_failure_all_the_same(tmp_path: Path):
+    process = process_of(tmp_path)
+    process.start()
+    while process.ended() is None:
+        time.sleep(0.01)
+    process._tracebacks = [(time.time(), 10_000)]  # beyond the end of the log
+    assert "lost" in process.failure().text
+
+
+def test_what_could_not_be_told_is_told_again(tmp_path: Path):
+    process = process_of(tmp_path)
+    process.tell("running")
+    folder = process._board.folder
+    folder.rename(tmp_path / "away")
+    with pytest.raises(OSError):
+        process.tell("ended", 0)
+    assert process.state == "running"
+    (tmp_path / "away").rename(folder)
+    process.tell("ended", 0)
+    assert json.loads((folder / "ended-rollout-0.node0.json").read_text()) == {"status": 0}
+
+
+# ---- the network
+
+
+def test_gloo_is_told_the_interface_of_the_nodes_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert process_of(tmp_path)._environment()["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in process_of(tmp_path, num_nodes=1)._environment()
+    assert process_of(tmp_path, GLOO_SOCKET_IFNAME="ib0")._environment()["GLOO_SOCKET_IFNAME"] == "ib0"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert process_of(tmp_path)._environment()["GLOO_SOCKET_IFNAME"] == "eth7"
