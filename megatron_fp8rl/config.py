@@ -145,6 +145,7 @@ class PrecisionConfig:
     amax_algorithm: Literal["max", "most_recent"] = "max"
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # storage of the trainer's parameters; fp32 is for numerical tests
     kernels: Literal["auto", "emulated", "te"] = "auto"  # auto: Transformer Engine on a GPU, emulated without one
+    linears: Literal["auto", "te", "deep_gemm"] = "auto"  # kernels of FP8 linears but experts'; auto: as kernels says
     experts: Literal["auto", "te", "deep_gemm"] = "auto"  # kernels of the experts; auto: as kernels says
     expert_wgrad: Literal["fp8", "bf16"] = "fp8"  # operands of the experts' weight gradients under deep_gemm
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's outputs come from the engine's own kernel
@@ -165,7 +166,8 @@ class OptimConfig:
     clip_grad_norm: float = 1.0
     overlap_grad_reduce: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("core_attn",)
+    # What "selective" computes again, of what the model has: the feed-forward part of dense layers, of experts' layers.
+    recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("mlp", "moe")
     moe_aux_loss_coef: float = 0.0
     logprob_chunk_tokens: int = 4096  # tokens of logits that are held in FP32 at a time
     offload: tuple[Literal["params", "gradients", "optimizer"], ...] = ()  # to host memory while the engines sample
@@ -256,7 +258,8 @@ class DataConfig:
     environments: tuple[EnvironmentConfig, ...] = (EnvironmentConfig(),)
     tokenizer: str = "character"  # "character", or a directory with a Hugging Face tokenizer
     chat_template: bool = False  # render prompts with the tokenizer's chat template
-    num_score_workers: int = 1
+    num_score_workers: int = 1  # processes that score: of trainer rank 0, or of each score server
+    score_servers: int = 0  # that the agents of a launched job start; 0: trainer rank 0 scores by itself
     score_deadline_s: float = 30.0
     sft_steps: int = 0  # supervised steps; 0 when hf_path brings trained weights
     sft_batch_size: int = 128

@@ -22,6 +22,7 @@ from megatron_fp8rl.config import RunConfig, Violation
 from megatron_fp8rl.config_check.engines import check_engines
 from megatron_fp8rl.config_check.experts import check_experts
 from megatron_fp8rl.config_check.findings import Findings
+from megatron_fp8rl.config_check.linears import check_linears
 from megatron_fp8rl.config_check.shapes import check_degrees, check_model
 from megatron_fp8rl.config_check.tiling import check_tiling
 
@@ -36,6 +37,7 @@ def check(cfg: RunConfig, *, accelerator: Accelerator | None = None) -> list[Vio
     model_is_sound = check_model(found)
     degrees_are_sound = check_degrees(found, model_is_sound)
     _check_precision(found, accelerator)
+    check_linears(found, accelerator)
     if model_is_sound and degrees_are_sound:
         check_tiling(found)
         check_experts(found, accelerator)
@@ -133,15 +135,14 @@ def _check_optim(found: Findings) -> None:
     found.within("optim.beta2", 0, 1, open_high=True)
     if 0 < optim.lr < optim.min_lr:
         found.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
-    if optim.recompute == "selective" and not optim.recompute_modules:
-        found.refuse(
-            "optim.recompute_modules", "selective recompute of nothing", "Name a module, or --optim.recompute none"
-        )
-    if not found.cfg.model.is_moe:
-        if optim.moe_aux_loss_coef > 0:
-            found.refuse("optim.moe_aux_loss_coef", "balances experts, and the model is dense", "Set 0")
-        if optim.recompute == "selective" and {"moe", "shared_experts"} & set(optim.recompute_modules):
-            found.refuse("optim.recompute_modules", "names experts, and the model is dense", "Use core_attn or mlp")
+    model = found.cfg.model
+    parts = {"core_attn": True, "mlp": not model.is_moe or model.first_dense_layers > 0, "moe": model.is_moe,
+             "shared_experts": model.num_shared_experts > 0}  # fmt: skip
+    if optim.recompute == "selective" and not any(parts[name] for name in optim.recompute_modules):
+        has = " or ".join(name for name, is_there in parts.items() if is_there)
+        found.refuse("optim.recompute_modules", "names no part of this model", f"Use {has}, or --optim.recompute none")
+    if optim.moe_aux_loss_coef > 0 and not model.is_moe:
+        found.refuse("optim.moe_aux_loss_coef", "balances experts, and the model is dense", "Set 0")
 
 
 def _check_rollout(found: Findings) -> None:
@@ -291,6 +292,13 @@ def _check_data(found: Findings) -> None:
         found.refuse("data.chat_template", "the character tokenizer has no chat template", "Set False")
     found.at_least(1, "data.num_score_workers", "data.sft_batch_size")
     found.at_least(0, "data.sft_steps")
+    is_launched = "LAUNCH_DIR" in os.environ or found.cfg.rollout.placement == "remote"
+    if found.at_least(0, "data.score_servers") and data.score_servers and not is_launched:
+        found.refuse(
+            "data.score_servers",
+            "the agents of a launched job start them, and this program does not",
+            "Launch the run by `python -m launch CONFIG --cluster local`, or set 0",
+        )
     found.positive("data.score_deadline_s", "data.sft_lr")
     found.within("data.sft_stop_pass_rate", 0, 1, open_low=True)
 

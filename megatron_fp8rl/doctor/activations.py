@@ -144,8 +144,14 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
 
 
 def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
-    """Normed input; what :func:`_swiglu` keeps."""
-    return tokens.sequence * cfg.model.hidden_size * width.own_input + tokens.context * _swiglu(columns, width)
+    """Normed input; what :func:`_swiglu` keeps, or gate and up alone where SwiGLU is part of DeepGEMM's linears."""
+    normed = tokens.sequence * cfg.model.hidden_size * width.own_input
+    kept = 2 * columns * width.element if _on_deep_gemm(cfg, width) else _swiglu(columns, width)
+    return normed + tokens.context * kept
+
+
+def _on_deep_gemm(cfg: RunConfig, width: _Widths) -> bool:
+    return cfg.precision.linears == "deep_gemm" and width.fp8 is not None
 
 
 def _swiglu(columns: float, width: _Widths) -> float:
@@ -176,9 +182,12 @@ def _shared_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
 
 def _dense_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     """Where gate meets up: gradients of their product and of both factors; the residual stream's, and the gathered one
-    under tensor parallelism."""
-    columns = cfg.model.ffn_hidden_size / cfg.parallel.tensor
-    return tokens.context * (3 * columns + 2 * cfg.model.hidden_size) * width.element
+    under tensor parallelism. On DeepGEMM the gradient of the product, those of both factors in FP8, in rows and in
+    columns, and the product made again in columns."""
+    columns, hidden = cfg.model.ffn_hidden_size / cfg.parallel.tensor, cfg.model.hidden_size
+    if _on_deep_gemm(cfg, width):
+        return tokens.context * (columns * (width.element + 5 * width.fp8) + 2 * hidden * width.element)
+    return tokens.context * (3 * columns + 2 * hidden) * width.element
 
 
 def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:

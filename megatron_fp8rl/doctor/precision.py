@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.doctor.finding import Finding
 from megatron_fp8rl.doctor.hardware import Gpu
 from megatron_fp8rl.doctor.parameters import entries
@@ -141,4 +141,20 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
                 change=(("rollout.kv_cache_dtype", "auto"),),
             )
         )
-    return found
+    return found + _of_linears(cfg)
+
+
+def _of_linears(cfg: RunConfig) -> list[Finding]:
+    """The matrix that DeepGEMM leaves to the other kernels, by its name. config_check sees to all others."""
+    mla = cfg.model.mla
+    rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
+    if cfg.precision.linears != "deep_gemm" or rows % FP8_BLOCK == 0:
+        return []
+    return [
+        Finding(
+            severity="note",
+            subject="--precision.linears",
+            problem=f"kv_a_proj_with_mqa has {rows} rows, no multiple of {FP8_BLOCK}: DeepGEMM does not multiply it, and "
+            "the trainer takes the kernels of precision.kernels for it",
+        )
+    ]

@@ -221,8 +221,10 @@ def _unpermute(
     y, probs, positions, out, num_tokens, num_columns,
     WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    # One axis of programs, of which there may be more than the 65,535 that the others hold.
+    blocks = tl.cdiv(num_columns, COLUMNS)
+    token = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     row = tl.load(positions + token, mask=token < num_tokens, other=-1).to(tl.int64)[:, None]
     inside = column < num_columns
     tile = tl.load(y + row * num_columns + column, mask=(row >= 0) & inside, other=0.0)
@@ -357,7 +359,7 @@ def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None) -> Tensor:
     num_tokens, num_columns = layout.num_tokens, y_PN.shape[1]
     out = y_PN.new_empty(num_tokens, num_columns)
     if num_tokens:
-        grid = (triton.cdiv(num_columns, _UNPERMUTE_COLUMNS), triton.cdiv(num_tokens, _UNPERMUTE_ROWS))
+        grid = (triton.cdiv(num_columns, _UNPERMUTE_COLUMNS) * triton.cdiv(num_tokens, _UNPERMUTE_ROWS),)
         with torch.cuda.device_of(y_PN):
             _unpermute[grid](
                 y_PN, y_PN if probs is None else probs, layout.positions, out, num_tokens, num_columns,

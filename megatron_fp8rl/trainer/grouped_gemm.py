@@ -91,7 +91,7 @@ def multiply_fp8(x: Fp8, weights: Fp8, layout: Layout, dtype: torch.dtype) -> Te
     """x [P, K] times each expert's W [N, K]: [P, N] in ``dtype``, which on a GPU is bfloat16."""
     num_rows, num_columns = x.data.shape[0], weights.data.shape[1]
     if not x.data.is_cuda:
-        operands = _exact_dtype(x, weights, dtype)
+        operands = exact_dtype(x, weights, dtype)
         return _emulated_product(_restored_rows(x, operands), _restored_weights(weights, operands), layout).to(dtype)
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=x.data.device)
     # Hopper's kernels take float32 scales as they are; the last argument says so for other GPUs.
@@ -135,7 +135,7 @@ def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: Layout, out_ENK:
     )
 
 
-def _exact_dtype(x: Fp8, weights: Fp8, dtype: torch.dtype) -> torch.dtype:
+def exact_dtype(x: Fp8, weights: Fp8, dtype: torch.dtype) -> torch.dtype:
     """The type in which ``fp8/recipe.py`` multiplies: an E4M3 number times a power of two is a BF16 number."""
     is_pow2 = all(not (operand.scale.contiguous().view(torch.int32) & 0x7FFFFF).any() for operand in (x, weights))
     return operand_dtype(dtype, "pow2" if is_pow2 else "fp32")

@@ -13,6 +13,7 @@ import torch
 from megatron_fp8rl.config import PrecisionConfig
 
 Kernels = Literal["te", "emulated"]
+LinearKernels = Literal["te", "emulated", "deep_gemm"]
 ExpertKernels = Literal["te", "deep_gemm"]
 
 _REMEDY = (
@@ -62,21 +63,40 @@ def choose_expert_kernels(precision: PrecisionConfig, device: torch.device) -> E
     """
     if precision.experts != "deep_gemm":
         return "te"
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability[0] != 9:
-            raise ValueError(
-                f"precision.experts = 'deep_gemm': the grouped kernels of weight gradients need compute capability 9.0 "
-                f"(Hopper), and this GPU has {capability[0]}.{capability[1]}. Choose --precision.experts te"
-            )
-        from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
-
-        if not has_deep_gemm():
-            raise RuntimeError(
-                "precision.experts = 'deep_gemm': DeepGEMM is not installed; vLLM for CUDA brings it. Install vLLM, or "
-                "choose --precision.experts te"
-            )
+    _require_deep_gemm("experts", "the grouped kernels of weight gradients need", device)
     return "deep_gemm"
+
+
+def choose_linear_kernels(precision: PrecisionConfig, device: torch.device) -> LinearKernels:
+    """What multiplies the FP8 linears that are no experts: :func:`choose_kernels`' choice, or "deep_gemm".
+
+    Raises what :func:`choose_kernels` raises, and for "deep_gemm" what :func:`choose_expert_kernels` does.
+    """
+    kernels = choose_kernels(precision, device)
+    if precision.linears != "deep_gemm":
+        return kernels
+    _require_deep_gemm("linears", "FP8 products in blocks of float32 scales need", device)
+    return "deep_gemm"
+
+
+def _require_deep_gemm(field: str, needs: str, device: torch.device) -> None:
+    """Raise for a GPU on which ``precision.{field} = "deep_gemm"`` cannot run."""
+    if device.type != "cuda":
+        return
+    from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
+
+    asked = f"precision.{field} = 'deep_gemm'"
+    capability = torch.cuda.get_device_capability(device)
+    if capability[0] != 9:
+        raise ValueError(
+            f"{asked}: {needs} compute capability 9.0 (Hopper), and this GPU has {capability[0]}.{capability[1]}. "
+            f"Choose --precision.{field} te"
+        )
+    if not has_deep_gemm():
+        raise RuntimeError(
+            f"{asked}: DeepGEMM is not installed; vLLM for CUDA brings it. Install vLLM, or choose "
+            f"--precision.{field} te"
+        )
 
 
 def fused_kernels(precision: PrecisionConfig, device: torch.device) -> dict[str, str]:
@@ -85,11 +105,14 @@ def fused_kernels(precision: PrecisionConfig, device: torch.device) -> dict[str,
 
     on_te = choose_kernels(precision, device) == "te"
     engine = "Transformer Engine" if on_te else "PyTorch"
+    linears = engine if on_te else "PyTorch (emulated)"
+    if choose_linear_kernels(precision, device) == "deep_gemm":
+        linears = "DeepGEMM" if device.type == "cuda" else "PyTorch (as DeepGEMM)"
     experts = f"{engine} (grouped)" if on_te else engine
     if choose_expert_kernels(precision, device) == "deep_gemm":
         experts = "DeepGEMM (grouped)" if device.type == "cuda" else "PyTorch (as DeepGEMM)"
     return {
-        "trainer kernel, FP8 linears": engine if on_te else "PyTorch (emulated)",
+        "trainer kernel, FP8 linears": linears,
         "trainer kernel, expert linears": experts,
         "trainer kernel, norms": engine,
         "trainer kernel, optimizer": f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}",

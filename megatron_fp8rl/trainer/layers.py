@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.trainer.attention import PackedAttention
+from megatron_fp8rl.trainer.dense_mlp import DenseMlp
 from megatron_fp8rl.trainer.experts import GroupedExperts
 from megatron_fp8rl.trainer.kernels import ExpertKernels
 from megatron_fp8rl.trainer.latent import LatentAttention, LatentSubmodules
@@ -70,7 +71,7 @@ def _attention(model: ModelConfig) -> ModuleSpec:
 def _feed_forward(model: ModelConfig, is_moe_layer: bool, experts: Any) -> Any:
     dense = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
     if not is_moe_layer:
-        return partial(MLP.as_mlp_submodule, submodules=dense)
+        return partial(DenseMlp.as_mlp_submodule, submodules=dense)
     grouped = GroupedMLPSubmodules(
         linear_fc1=partial(GroupedLinear, parallel_mode="column"),
         linear_fc2=partial(GroupedLinear, parallel_mode="row"),

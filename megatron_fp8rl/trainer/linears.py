@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel import (
     RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +27,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron_fp8rl.fp8.recipe import AmaxHistory, Recipe, quantized_linear
-from megatron_fp8rl.trainer.kernels import Kernels
+from megatron_fp8rl.trainer import dense_linear
+from megatron_fp8rl.trainer.kernels import Kernels, LinearKernels
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 
 
@@ -61,8 +64,8 @@ class QuantizableLinear:
     """What the linears here share: an FP8 recipe, or None, and under delayed scaling a history."""
 
     recipe: Recipe | None = None
-    kernels: Kernels = "emulated"
-    cache: WeightCache | None = None  # of quantized weights, for Transformer Engine's kernels
+    kernels: LinearKernels = "emulated"
+    cache: WeightCache | None = None  # of quantized weights, for kernels of a GPU
     block_rows: Tensor | None = None  # int64 [N] order of the rows in which FP8 blocks are counted; None: their own
 
     @property
@@ -81,13 +84,17 @@ class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if self.recipe is None:
             return super()._forward_impl(input, weight, **kwargs)
-        if kwargs["sequence_parallel"]:
-            # Backward: each rank has the gradient through its output features only, so the slices are summed.
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
-        elif kwargs["allreduce_dgrad"]:
-            input = copy_to_tensor_model_parallel_region(input, group=self.tp_group)
+        if kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]:
+            input = self.gathered(input)
         y, bias = quantized(self, input, weight), kwargs.get("bias")
         return y if bias is None else y + bias
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Collective over tensor-parallel ranks: what a rank multiplies, of the [s, b, h] that it has."""
+        if self.sequence_parallel:
+            # Backward: each rank has the gradient through its output features only, so the slices are summed.
+            return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(x, group=self.tp_group) if self.allreduce_dgrad else x
 
 
 class RowLinear(QuantizableLinear, RowParallelLinear):
@@ -98,17 +105,30 @@ class RowLinear(QuantizableLinear, RowParallelLinear):
             return super()._forward_impl(input, weight, **kwargs)
         return quantized(self, input, weight)
 
+    def reduced(self, y: Tensor) -> Tensor:
+        """Collective over tensor-parallel ranks: the sum of their partial sums, or this rank's tokens of it."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
+
 
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] in the recipe of ``linear``: [..., N]."""
     x_TK, rows = x.reshape(-1, x.shape[-1]), linear.block_rows
-    if linear.kernels == "te":
+    if linear.kernels == "deep_gemm":
+        y = dense_linear.linear(x_TK, matrix_of(linear, weight))
+    elif linear.kernels == "te":
         y = _on_transformer_engine(linear, x_TK, (weight,), None)
     elif rows is None:
         y = quantized_linear(x_TK, (weight,), linear.recipe, history=linear.history)
     else:
         y = quantized_linear(x_TK, (weight[rows],), linear.recipe, history=linear.history)[:, rows.argsort()]
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def matrix_of(linear: QuantizableLinear, weight: Tensor) -> dense_linear.Matrix:
+    """The weight [N, K] of ``linear`` as DeepGEMM multiplies it."""
+    return dense_linear.Matrix(weight, linear.recipe.scales, linear.cache, linear.block_rows)
 
 
 def _on_transformer_engine(

@@ -36,8 +36,9 @@ from megatron_fp8rl.fp8.blockwise import BLOCK
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.fp8.recipe import Blockwise, Delayed, finish_step, make_recipe
 from megatron_fp8rl.trainer.attention import PackedAttention
+from megatron_fp8rl.trainer.dense_linear import can_multiply
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
-from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels
+from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels, choose_linear_kernels
 from megatron_fp8rl.trainer.layers import block_spec
 from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear, RMSNorm
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -202,6 +203,7 @@ def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Paral
                 module.kernels = kernels
             elif isinstance(module, PackedAttention):
                 module.like_engine = cfg.precision.attention == "engine"
+    on_deep_gemm = choose_linear_kernels(cfg.precision, parallel.device) == "deep_gemm"
     table = LayerTable.build(cfg.model, cfg.precision)
     for weight_names, module in named_linears(chunks, parallel):
         hf_names = [hf_name for name in weight_names for hf_name in names.hf_names_of(name, cfg.model)]
@@ -211,6 +213,8 @@ def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Paral
         module.recipe = recipe if in_fp8.pop() else None
         if isinstance(module.recipe, Blockwise) and len(weight_names) == 1:
             module.block_rows = _block_rows(names.weight(weight_names[0], cfg.model), module, cfg.model, parallel)
+        if on_deep_gemm and not isinstance(module, GroupedLinear) and can_multiply(module.recipe, module.weight):
+            module.kernels = "deep_gemm"
         if isinstance(recipe, Delayed):
             module.keep_history(cfg.precision.amax_history_len, getattr(module, "num_gemms", 1))
 

@@ -78,6 +78,10 @@ class Rotary:
 
         Interleaved pairs leave as halves: queries and keys change alike, and their products do not.
         """
+        if x_THD.is_cuda and x_THD.dtype == torch.bfloat16:
+            from megatron_fp8rl.trainer import rotary_triton  # the same bits, in one pass
+
+            return rotary_triton.rotate(x_THD, cos_T1r, sin_T1r, self.first_feature, self.interleaved)
         before, x, after = x_THD.split(
             [self.first_feature, self.num_features, x_THD.shape[-1] - self.first_feature - self.num_features], dim=-1
         )

@@ -38,6 +38,7 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 from megatron_fp8rl.fp8.blockwise import E4M3, E5M2, Format
 from megatron_fp8rl.fp8.recipe import GRAD, INPUT, WEIGHT, AmaxHistory, Blockwise, Delayed, Mxfp8, Recipe, Tensorwise
+from megatron_fp8rl.trainer.main_grad import is_fused, no_gradients
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 
 _TE_TYPE = {E4M3: tex.DType.kFloat8E4M3, E5M2: tex.DType.kFloat8E5M2}
@@ -135,7 +136,7 @@ class _TeLinear(torch.autograd.Function):
         needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:])
         dx = grad_TN.new_empty(ctx.shape) if needs_dx else None
         if not ctx.shape[0]:
-            return dx, None, *(_no_gradients(weights) if needs_dw else [None] * len(weights))
+            return dx, None, *(no_gradients(weights) if needs_dw else [None] * len(weights))
         if call.block_rows is not None:
             grad_TN = grad_TN[:, call.block_rows]
         grad_PN = _pad(grad_TN, call.splits, call.padded)
@@ -184,43 +185,24 @@ def _multiply(w: list, x: list, out: Tensor, call: _Call, *, layout: str) -> Non
 
 def _weight_gradients(weights: Sequence[Tensor], x: list, grad: list, call: _Call) -> list[Tensor | None]:
     """dW [N, K] of each weight; added to its ``main_grad`` and a dummy returned where there is one."""
-    is_fused = _is_fused(weights[0])
+    fused = is_fused(weights[0])
     reorder = call.block_rows is not None
-    if is_fused and not reorder:
+    if fused and not reorder:
         out = [weight.main_grad for weight in weights]
     else:
-        dtype = torch.float32 if is_fused else weights[0].dtype
+        dtype = torch.float32 if fused else weights[0].dtype
         out = list(weights[0].new_empty(len(weights), *weights[0].shape, dtype=dtype))
-    options = dict(layout="NT", grad=True, use_split_accumulator=True, accumulate=is_fused and not reorder)
+    options = dict(layout="NT", grad=True, use_split_accumulator=True, accumulate=fused and not reorder)
     if call.is_grouped:
         none = [None] * len(weights)
         general_grouped_gemm(x, grad, out, none, out[0].dtype, m_splits=call.padded, **options)
     else:
         general_gemm(x[0], grad[0], out_dtype=out[0].dtype, out=out[0], **options)
-    if not is_fused:
+    if not fused:
         return out if not reorder else [part[call.block_rows.argsort()] for part in out]
     if reorder:
         weights[0].main_grad.index_add_(0, call.block_rows, out[0].to(weights[0].main_grad.dtype))
-    return _no_gradients(weights)
-
-
-def _is_fused(weight: Tensor) -> bool:
-    """Whether the gradient of a parameter belongs into a buffer of Megatron-Core."""
-    return hasattr(weight, "grad_added_to_main_grad") and getattr(weight, "main_grad", None) is not None
-
-
-def _no_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
-    """What autograd gets for weights of one shape whose gradients are where they belong, or are zero.
-
-    Megatron-Core's hook wants to see gradients when reductions overlap with backward, and throws them away: all are the
-    same uninitialized memory. It is not expanded from one number, of which autograd would keep a full copy per weight.
-    """
-    if not _is_fused(weights[0]):
-        return [torch.zeros_like(weight) for weight in weights]
-    for weight in weights:
-        weight.grad_added_to_main_grad = True
-    unused = torch.empty_like(weights[0])
-    return [unused.detach() for _ in weights]
+    return no_gradients(weights)
 
 
 def _quantizers(

@@ -82,12 +82,20 @@ class SlurmCluster:
         return self.job(job_id)["JobState"]
 
     def until(
-        self, reached: Callable[[], Any], what: str, deadline_s: float, otherwise: Callable[[], str] = lambda: ""
+        self,
+        reached: Callable[[], Any],
+        what: str,
+        deadline_s: float,
+        otherwise: Callable[[], str] = lambda: "",
+        job: str | None = None,
     ) -> None:
-        """Wait for something; an assertion with its name after ``deadline_s`` seconds."""
+        """Wait for something; an assertion with its name after ``deadline_s`` seconds, or when ``job`` is over before."""
         end_s = time.monotonic() + deadline_s
         while not reached():
             assert time.monotonic() < end_s, f"waited {deadline_s:g} s for {what}; {otherwise()}"
+            if job is not None and self.job(job)["JobState"] in ENDED:
+                assert reached(), f"job {job} is over before {what}; {otherwise()}"
+                return
             time.sleep(0.2)
 
     def kill_node(self, number: int) -> None:

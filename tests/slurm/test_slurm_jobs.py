@@ -127,7 +127,8 @@ def test_a_crash_ends_the_job_with_its_error_its_node_and_its_rank(slurm: SlurmC
         processes_per_node=2,
         command=(program(folder, "crash", crash),),
     )
-    (job,) = submit(JobSpec(name="crash", run_dir=str(folder), nodes=2, roles=(trainer,)), ci_cluster())
+    cluster = ci_cluster(setup=("export LAUNCH_GRACE_S=2",))
+    (job,) = submit(JobSpec(name="crash", run_dir=str(folder), nodes=2, roles=(trainer,)), cluster)
     assert slurm.wait(job) == "FAILED", logs_of(folder)
     assert slurm.job(job)["Restarts"] == "0", "what fails before a step is not tried again"
     error = (folder / "launch" / f"{job}.0" / "first_error.txt").read_text()
@@ -189,6 +190,7 @@ def test_a_failure_ends_its_chain(slurm: SlurmCluster, folder: Path):
     assert not (folder / "launch" / f"{jobs[1]}.0" / "node-0.json").exists(), "its agents were not started"
 
 
+@pytest.mark.long
 def test_a_node_that_loses_power_costs_an_attempt_and_not_the_run(slurm: SlurmCluster, folder: Path):
     (job,) = submit(counting(folder, last=80, pause=0.25), ci_cluster())
     slurm.until(lambda: steps(folder) >= 5, "five steps", 60, lambda: logs_of(folder))

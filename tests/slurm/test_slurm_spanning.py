@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from slurm_cluster import ENDED, SlurmCluster, last_job, lines_of, logs_of
+from slurm_cluster import SlurmCluster, last_job, lines_of, logs_of
 from test_slurm_refusals import cluster_file, run_dir
 from test_slurm_training import last_step, nodes_of
 
@@ -22,29 +22,41 @@ CONFIG = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
-def test_an_engine_over_two_nodes_gets_all_weights_and_comes_back_as_a_whole(slurm: SlurmCluster, folder: Path):
+def begin(slurm: SlurmCluster, folder: Path) -> tuple[str, Path, list[str]]:
+    """(number of the job, folder of the run, its hosts), once both parts of the engine serve steps."""
     words = ("--cluster", cluster_file(folder), "--name", "spanning", "--num_steps", "100000")
     launched = slurm.launch(*CONFIG, *words)
     assert launched.status == 0, launched.output
     run = run_dir(folder, "spanning")
     job = last_job(run)
-    endpoint = run / "replicas" / "rollout-0.json"
+    slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run), job)
+    return job, run, nodes_of(slurm, job)
 
-    def until(reached: Callable[[], bool], what: str, deadline_s: float) -> None:
-        def reached_or_over() -> bool:
-            return reached() or slurm.job(job)["JobState"] in ENDED
 
-        slurm.until(reached_or_over, what, deadline_s, lambda: logs_of(run))
-        assert reached(), f"the job is over before {what}: {logs_of(run)}"
+def every_update_reached_the_engine(run: Path) -> bool:
+    """A step ends only when all workers of all engines have reported the digests of what was sent to them."""
+    checksums = [line["checksum"] for line in lines_of(run / "details.jsonl")]
+    return len(set(checksums)) == len(checksums) > 2
 
-    until(lambda: last_step(run) >= 2, "two steps", START_S)
-    hosts = nodes_of(slurm, job)
+
+@pytest.mark.slow
+def test_an_engine_over_two_nodes_gets_all_weights(slurm: SlurmCluster, folder: Path):
+    _, run, hosts = begin(slurm, folder)
     assert len(hosts) == 3
     for rank, node in enumerate((1, 2)):
         log = (run / "logs" / f"rollout-0.node{node}.log").read_text()
         assert f"node {node} ({hosts[node]})" in log and f"world_size=2 rank={rank} local_rank=0" in log, log
         assert "ranks do not share the same SHM group name" in log, "memory that nodes would have to share"
+    assert every_update_reached_the_engine(run)
+
+
+@pytest.mark.long
+def test_an_engine_that_loses_a_part_comes_back_as_a_whole(slurm: SlurmCluster, folder: Path):
+    job, run, hosts = begin(slurm, folder)
+    endpoint = run / "replicas" / "rollout-0.json"
+
+    def until(reached: Callable[[], bool], what: str, deadline_s: float) -> None:
+        slurm.until(reached, what, deadline_s, lambda: logs_of(run), job)
 
     # The server of the second part dies, with its worker. The first, where nothing has happened, must not go on alone.
     def part() -> dict:
@@ -62,9 +74,7 @@ def test_an_engine_over_two_nodes_gets_all_weights_and_comes_back_as_a_whole(slu
     step = last_step(run)
     until(lambda: last_step(run) >= step + 2, "two steps with it", 180)
     assert slurm.job(job)["JobState"] == "RUNNING" and slurm.job(job)["Restarts"] == "0"
-    # A step ends only when all workers of all engines have reported the digests of what was sent to them.
-    checksums = [line["checksum"] for line in lines_of(run / "details.jsonl")]
-    assert len(set(checksums)) == len(checksums) > step, "every update reached the engine"
+    assert every_update_reached_the_engine(run)
     assert sum(line.get("rollout/replicas_lost/sum", 0) for line in lines_of(run / "metrics.jsonl")) == 1
     for node in (1, 2):
         log = (run / "logs" / f"rollout-0.node{node}.log").read_text()

@@ -58,7 +58,7 @@ def uninterrupted(slurm_session: SlurmCluster, shared_folder: Path, record_tests
     began_s = time.monotonic()
     job, run = begin(slurm_session, shared_folder, "--name", "in one go", "--num_steps", str(NUM_STEPS))
     queued_s = time.monotonic()
-    slurm_session.until(lambda: last_step(run) >= 1, "the first step", START_S, lambda: logs_of(run))
+    slurm_session.until(lambda: last_step(run) >= 1, "the first step", START_S, lambda: logs_of(run), job)
     first_s = time.monotonic()
     print(f"first step {first_s - began_s:.0f} s after the command, {first_s - queued_s:.0f} s after it was queued")
     record_testsuite_property("command_to_first_step_s", round(first_s - began_s, 1))
@@ -91,12 +91,12 @@ def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go
         slurm, shared_folder, "--job", "rl", "--model.hf_path", uninterrupted / "warm_start" / "hf",
         "--name", "in three parts", "--num_steps", str(NUM_STEPS),
     )  # fmt: skip
-    slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run))
+    slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run), job)
     slurm.command("scancel", "--signal=USR1", job)  # what Slurm sends save_signal_s before the limit
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 90, lambda: logs_of(run))
     saved = last_step(run)
     assert 2 <= saved < NUM_STEPS, "saved before its end"
-    slurm.until(lambda: last_step(run) > saved, "a step after the save", START_S, lambda: logs_of(run))
+    slurm.until(lambda: last_step(run) > saved, "a step after the save", START_S, lambda: logs_of(run), job)
 
     lost = nodes_of(slurm, job)[1]
     slurm.kill_node(int(lost.removeprefix("node")))
@@ -104,7 +104,7 @@ def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go
     assert reached < NUM_STEPS, "lost before its end"
     slurm.until(lambda: slurm.job(job)["Restarts"] == "2", "Slurm to notice the loss", 120, lambda: logs_of(run))
     noticed_s = time.monotonic() - lost_s
-    slurm.until(lambda: last_step(run) > reached, "training to go on", START_S, lambda: logs_of(run))
+    slurm.until(lambda: last_step(run) > reached, "training to go on", START_S, lambda: logs_of(run), job)
     again_s = time.monotonic() - lost_s
     print(f"node lost: {noticed_s:.0f} s until Slurm queues the job again, {again_s:.0f} s until the next step")
     record_property("node_loss_to_requeue_s", round(noticed_s, 1))
@@ -127,13 +127,13 @@ def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_
         slurm, shared_folder, "--job", "rl", "--model.hf_path", uninterrupted / "warm_start" / "hf",
         "--name", "replica lost", "--num_steps", "100000", "--rollout.num_replicas", "2",
     )  # fmt: skip
-    slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run))
+    slurm.until(lambda: last_step(run) >= 2, "two steps", START_S, lambda: logs_of(run), job)
     endpoint = run / "replicas" / "rollout-1.json"
     before = json.loads(endpoint.read_text())
     slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", nodes_of(slurm, job)[3],
                   "kill", "-9", str(before["pid"]))  # fmt: skip
     step = last_step(run)
-    slurm.until(lambda: last_step(run) >= step + 3, "three steps without it", 120, lambda: logs_of(run))
+    slurm.until(lambda: last_step(run) >= step + 3, "three steps without it", 120, lambda: logs_of(run), job)
 
     def is_back() -> bool:
         return endpoint.exists() and json.loads(endpoint.read_text())["incarnation"] != before["incarnation"]
@@ -141,10 +141,10 @@ def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_
     def in_all_steps(key: str) -> float:
         return sum(line[key] for line in lines_of(run / "metrics.jsonl"))
 
-    slurm.until(is_back, "the replica to be back", START_S, lambda: logs_of(run))
-    slurm.until(lambda: in_all_steps("rollout/replicas_joined/sum"), "a step with it", 120, lambda: logs_of(run))
+    slurm.until(is_back, "the replica to be back", START_S, lambda: logs_of(run), job)
+    slurm.until(lambda: in_all_steps("rollout/replicas_joined/sum"), "a step with it", 120, lambda: logs_of(run), job)
     step = last_step(run)
-    slurm.until(lambda: last_step(run) > step, "the next step with it", 120, lambda: logs_of(run))
+    slurm.until(lambda: last_step(run) > step, "the next step with it", 120, lambda: logs_of(run), job)
     log = (run / "logs" / "rollout-1.node3.log").read_text()
     assert "incarnation 1" in log
     assert in_all_steps("rollout/replicas_lost/sum") == in_all_steps("rollout/replicas_joined/sum") == 1
@@ -162,7 +162,7 @@ def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_
     assert last_step(run) > step
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_sweep_is_one_array_with_a_table_of_its_runs(slurm: SlurmCluster, folder: Path):
     launched = slurm.launch(
         "tiny_qwen3_moe", "--cluster", cluster_file(folder), "--job", "sweep", "--program", "sft", "--over", "seed", "1", "2",

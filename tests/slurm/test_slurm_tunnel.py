@@ -39,6 +39,7 @@ def nothing_is_queued(slurm: SlurmCluster, folder: Path) -> bool:
     return slurm.command("squeue", "-h") == "" and not list(folder.rglob("launch"))
 
 
+@pytest.mark.long
 def test_a_run_is_submitted_watched_and_waited_for_from_a_laptop(slurm: SlurmCluster, folder: Path, laptop: Laptop):
     file = laptop.cluster_file()
     words = ("--job", "sft", "--data.sft_steps", "4", "--name", "far away", "--wait")
@@ -88,6 +89,7 @@ def test_following_ends_by_an_interrupt_and_cancelling_lets_the_job_save(
     assert "saved at" in (run / "logs" / "task.node0.log").read_text()
 
 
+@pytest.mark.long
 def test_a_folder_where_a_job_runs_is_refused(slurm: SlurmCluster, folder: Path, laptop: Laptop):
     file = laptop.cluster_file()
     slurm.command("scontrol", "update", "PartitionName=main", "State=DOWN")
@@ -134,7 +136,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-@pytest.mark.parametrize("wrong", ["host", "port", "user", "identity", "unknown key", "changed key", "silent"])
+@pytest.mark.parametrize(
+    "wrong",
+    ["host", "port", "user", "identity", "unknown key", "changed key", pytest.param("silent", marks=pytest.mark.long)],
+)
 def test_a_login_node_that_cannot_be_reached_is_an_error_with_its_field(
     slurm: SlurmCluster, folder: Path, laptop: Laptop, wrong: str
 ):

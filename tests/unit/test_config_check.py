@@ -52,6 +52,19 @@ def test_sound_configurations_pass(cfg):
     assert check(cfg, accelerator="cpu") == []
 
 
+def test_score_servers_need_agents_that_start_them(monkeypatch):
+    monkeypatch.delenv("LAUNCH_DIR", raising=False)
+    assert fields_of(make(data__score_servers=-1)) == ["--data.score_servers"]
+    [found] = check(make(data__score_servers=2, rollout__placement="separate"), accelerator="cpu")
+    assert str(found) == (
+        "--data.score_servers = 2: the agents of a launched job start them, and this program does not. Launch the run by "
+        "`python -m launch CONFIG --cluster local`, or set 0."
+    )
+    assert fields_of(make(data__score_servers=2, rollout__placement="remote")) == []
+    monkeypatch.setenv("LAUNCH_DIR", "/a/run/launch/7.0")  # an agent has started this program
+    assert fields_of(make(data__score_servers=2)) == []
+
+
 def test_five_mistakes_give_five_violations():
     cfg = make(
         parallel__pipeline=5,
@@ -87,6 +100,8 @@ def test_five_mistakes_give_five_violations():
         ({"precision__bf16_first_layers": 3, "precision__bf16_last_layers": 2}, "--precision.bf16_first_layers"),
         ({"optim__min_lr": 1.0}, "--optim.min_lr"),
         ({"optim__beta2": 1.0}, "--optim.beta2"),
+        ({"optim__recompute": "selective", "optim__recompute_modules": ()}, "--optim.recompute_modules"),
+        ({"optim__recompute": "selective", "optim__recompute_modules": ("moe",)}, "--optim.recompute_modules"),
         ({"rollout__max_completion_tokens": 5000}, "--rollout.max_completion_tokens"),
         ({"rollout__max_tokens_per_microbatch": 100}, "--rollout.max_tokens_per_microbatch"),
         ({"rollout__temperature": 0.0}, "--rollout.temperature"),
@@ -339,9 +354,24 @@ def test_grouped_experts_that_cannot_be():
     assert found.field == "--parallel.expert_tensor" and "64 features" in found.problem
 
 
+def test_linears_on_deep_gemm_that_cannot_be():
+    asked = dict(precision__linears="deep_gemm")
+    for accelerator, fields in (("cpu", []), ("hopper", []), ("blackwell", ["--precision.linears"])):
+        assert fields_of(make(**asked), accelerator) == fields
+    assert fields_of(make(**asked, precision__kernels="emulated")) == []
+    assert fields_of(make(**asked, precision__kernels="emulated"), "hopper") == ["--precision.linears"]
+    assert fields_of(make(**asked, precision__gradients="e5m2"), "hopper") == ["--precision.gradients"]
+    assert fields_of(make(**asked, precision__params="fp32"), "hopper") == ["--precision.params"]
+    for recipe in ("bf16", "delayed", "tensorwise"):
+        (found,) = check(make(**asked, precision__trainer=recipe), accelerator="hopper")
+        assert found.field == "--precision.linears" and f"recipe {recipe}" in found.problem
+
+
 def test_choices_that_need_a_gpu():
     cfg = make(precision__attention="engine", rollout__batch_invariant=True)
     assert fields_of(cfg) == ["--precision.attention", "--rollout.batch_invariant"]
     assert check(cfg, accelerator="hopper") == []
     cfg = make(MOE, rollout__batch_invariant=True, rollout__moe_backend="deep_gemm")
     assert fields_of(cfg, "hopper") == ["--rollout.moe_backend"]
+    cfg = make(rollout__batch_invariant=True, rollout__transport="nccl", rollout__placement="separate")
+    assert fields_of(cfg, "hopper") == ["--rollout.transport"]

@@ -163,6 +163,15 @@ def test_agreement_says_what_is_fp8_where():
     assert any("delayed scaling with BF16 edge layers" in problem for problem in subjects)
 
 
+def test_a_matrix_that_deep_gemm_leaves_to_others_is_named():
+    for cfg, named in ((grpo_deepseek_v3(), True), (grpo_qwen3_8b(), False)):
+        for linears in ("auto", "deep_gemm"):
+            found = precision.findings(change(cfg, precision__linears=linears), GPUS["h200"])
+            problems = [finding.problem for finding in found if finding.subject == "--precision.linears"]
+            assert bool(problems) == (named and linears == "deep_gemm")
+            assert all("kv_a_proj_with_mqa has 576 rows" in problem for problem in problems)
+
+
 def _versions(**changed):
     """An environment that has every pin, with some versions changed or packages removed."""
     found = {r.name.lower(): next(iter(r.specifier)).version for r, _ in packages.requirements()} | {"apex": None}

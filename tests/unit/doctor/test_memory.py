@@ -118,6 +118,14 @@ def test_activations_of_an_fp8_layer():
     assert found.kept == 4096 * (stream + attention + feed_forward)
 
 
+def test_activations_of_a_layer_on_deep_gemm():
+    """Between the linears of the feed-forward part gate and up are kept, and nothing else."""
+    found, on_te = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)) for cfg in (run(precision__linears="deep_gemm"), run()))
+    fp8 = 1 + 4 / 128
+    assert on_te.kept - found.kept == 4096 * 1024 * (2 * 2 + fp8)
+    assert found.workspace == 4096 * (1024 * (2 + 5 * fp8) + 2 * 512 * 2)
+
+
 def test_norms_of_queries_and_keys_keep_their_inputs():
     plain, normed = (
         layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)).kept for cfg in (run(), run(replace(DENSE, qk_norm=True)))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile")
 triton = pytest.importorskip("triton")
@@ -54,9 +57,10 @@ def compiled(name: str, constants: dict, num_warps: int, tmp_path: Path) -> tupl
         ("_quantize", _QUANTIZED | {"HARDWARE": True, "COLUMNS": True}, 8, 8, 8, 64),
         ("_swiglu_quantize", _SWIGLU, 8, 16, 4, 32),
         ("_swiglu_backward_quantize", _BACKWARD, 16, 32, 10, 80),
+        ("_swiglu_backward_quantize", _BACKWARD | {"WEIGHTED": False}, 16, 28, 10, 80),
         ("_unpermute", {"WEIGHTED": True, "ROWS": 16, "COLUMNS": 512, "HARDWARE": True}, 8, 4, 4, 0),
     ],
-    ids=["rows", "rows and columns", "swiglu", "swiglu backward", "unpermute"],
+    ids=["rows", "rows and columns", "swiglu", "swiglu backward", "swiglu backward of dense layers", "unpermute"],
 )
 def test_memory_moves_in_vectors_and_registers_suffice(
     name, constants, num_warps, loads, stores, conversions, tmp_path
@@ -71,3 +75,95 @@ def test_memory_moves_in_vectors_and_registers_suffice(
 def test_the_layout_is_one_small_kernel(tmp_path):
     _, said = compiled("_build_layout", {"NUM_EXPERTS": 128, "EXPERTS": 128}, 4, tmp_path)
     assert " 0 bytes spill stores" in said, said
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Launches that follow, as (kernel's name, grid, bytes of shared memory): compiled for Hopper, and not run."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from megatron_fp8rl.trainer import expert_triton
+
+    found, compile_and_launch = [], JITFunction.run
+
+    def compile_alone(self, *args, grid, warmup, **options):
+        made = compile_and_launch(self, *args, grid=grid, warmup=True, **options)
+        found.append((self.__name__, grid, made.metadata.shared))
+
+    kernels = [x for x in vars(expert_triton).values() if isinstance(x, JITFunction)]
+    hopper = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32), get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )  # fmt: skip
+    monkeypatch.setattr(driver, "_active", hopper)
+    monkeypatch.setattr(JITFunction, "run", compile_alone)
+    yield found
+    for kernel in kernels:
+        kernel.device_caches.clear()
+
+
+def _layout(num_tokens: int, num_rows: int):
+    from megatron_fp8rl.trainer.expert_kernels import Layout
+    from megatron_fp8rl.trainer.expert_triton import layout_tensors
+
+    tensors = (x.zero_() for x in layout_tensors(torch.tensor([num_tokens, 0, 0]), num_tokens, num_rows))
+    return Layout(num_tokens, num_rows, *tensors, host_counts=(num_rows, 0, 0))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
+@pytest.mark.parametrize("scales", ["pow2", "fp32", None])
+def test_the_forms_that_experts_ask_for_compile_as_they_are_called(scales, launches):
+    from megatron_fp8rl.trainer import expert_triton
+    from megatron_fp8rl.trainer.experts import _Call
+
+    layout = _layout(300, 384)
+    sizes, probs = ((300, 256), (384, 128), (384, 256)), torch.zeros(300)
+    x, dy, h = (torch.zeros(size).bfloat16() for size in sizes)
+    for wgrad_fp8, wgrad in itertools.product((True, False), repeat=2):
+        call = _Call(layout, scales, wgrad_fp8, (None, None), record=True)
+        forms = {"columns": False, "bf16": False} | call.forms(wgrad=wgrad)
+        activation = {"activation_columns": False, "activation_bf16": False} | call.operands(
+            wgrad=wgrad, columns="activation_columns", bf16="activation_bf16"
+        )
+        kind = call.kernel_scales
+        expert_triton.permute_quantize(x, layout, kind, **forms, probs=None)
+        expert_triton.swiglu_quantize(h, layout, kind, **({"columns": False, "bf16": False} | call.forms(wgrad=False)))
+        expert_triton.swiglu_backward_quantize(dy, h, layout, kind, **forms, **activation, probs=probs)
+    expert_triton.unpermute(torch.zeros(384, 264).bfloat16(), layout, probs)
+    assert {name for name, _, _ in launches} == {
+        "_build_layout", "_quantize", "_swiglu_quantize", "_swiglu_backward_quantize", "_unpermute",
+    }  # fmt: skip
+    assert all(num_bytes <= 227 << 10 for _, _, num_bytes in launches)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_the_forms_that_linears_ask_for_compile_as_they_are_called(scales, launches):
+    from megatron_fp8rl.trainer import expert_triton
+
+    layout = _layout(300, 384)
+    x, dy, h = (torch.zeros(size).bfloat16() for size in ((300, 256), (384, 128), (384, 256)))
+    for rows, columns in ((True, True), (True, False), (False, True)):
+        forms = {"rows": rows, "columns": columns, "bf16": False}
+        expert_triton.permute_quantize(x, layout, scales, **forms, probs=None)
+        expert_triton.swiglu_backward_quantize(
+            dy, h, layout, scales, **forms, activation_columns=columns, activation_bf16=False, probs=None
+        )
+    expert_triton.swiglu_quantize(h, layout, scales, rows=True, columns=False, bf16=False)
+    assert len(launches) == 8 and all(num_bytes <= 227 << 10 for _, _, num_bytes in launches)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
+def test_a_million_tokens_fit_into_a_grid(launches):
+    from megatron_fp8rl.trainer import expert_triton
+
+    num_tokens = 1 << 21
+    layout = _layout(num_tokens, num_tokens)
+    expert_triton.unpermute(torch.zeros(num_tokens, 8).bfloat16(), layout, None)
+    expert_triton.permute_quantize(
+        torch.zeros(num_tokens, 128).bfloat16(), layout, "pow2", rows=True, columns=False, bf16=False, probs=None
+    )
+    assert [len(grid) for name, grid, _ in launches if name == "_unpermute"] == [1]
+    assert all(size < 65_536 for _, grid, _ in launches for size in grid[1:])

@@ -5,7 +5,7 @@ import torch
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.trainer import grouped_gemm, kernels
-from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels, fused_kernels
+from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels, choose_linear_kernels, fused_kernels
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -65,3 +65,20 @@ def test_grouped_experts_are_a_choice_that_names_what_it_needs(hopper, monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     with pytest.raises(ValueError, match=r"compute capability 9.0 \(Hopper\), and this GPU has 10.0. Choose"):
         choose_expert_kernels(asked, GPU)
+
+
+def test_linears_on_deep_gemm_are_a_choice_that_names_what_it_needs(hopper, monkeypatch):
+    asked = PrecisionConfig(linears="deep_gemm")
+    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
+    for device, kernels_of_auto in ((CPU, "emulated"), (GPU, "te")):
+        assert choose_linear_kernels(PrecisionConfig(), device) == kernels_of_auto
+        assert choose_linear_kernels(PrecisionConfig(linears="te"), device) == kernels_of_auto
+        assert choose_linear_kernels(asked, device) == "deep_gemm"
+    assert fused_kernels(asked, GPU)["trainer kernel, FP8 linears"] == "DeepGEMM"
+    assert fused_kernels(asked, CPU)["trainer kernel, FP8 linears"] == "PyTorch (as DeepGEMM)"
+    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: False)
+    with pytest.raises(RuntimeError, match="DeepGEMM is not installed.*--precision.linears te"):
+        choose_linear_kernels(asked, GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    with pytest.raises(ValueError, match=r"precision.linears = .*compute capability 9.0 \(Hopper\), and this GPU has 10.0"):
+        choose_linear_kernels(asked, GPU)

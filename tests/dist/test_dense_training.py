@@ -1,0 +1,119 @@
+"""Training with linears on DeepGEMM, as a CPU computes them: against the linears' own kernels, in several layouts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import MlaConfig, OptimConfig, PrecisionConfig
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import DENSE, MOE, continue_training, make_batch, make_loss, run_config, weight_pieces
+from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
+
+PLAIN = replace(
+    DENSE, num_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+    ffn_hidden_size=512, initializer_range=0.03,
+)  # fmt: skip
+MODELS = {
+    "dense": PLAIN,
+    # Heads of half a block, whose q, k and v have blocks in another order than rows, and a bias.
+    "bias": replace(PLAIN, family="qwen2", qkv_bias=True, qk_norm=False, num_attention_heads=8, num_key_value_heads=4,
+                    head_dim=64),
+    "moe": replace(MOE, num_layers=2, hidden_size=256, num_attention_heads=4, head_dim=128, moe_ffn_hidden_size=256,
+                   initializer_range=0.03),
+    # Its kv_a_proj_with_mqa has 192 rows, which are left to the other kernels; shared experts are linears, too.
+    "latent": replace(PLAIN, family="deepseek_v3", qk_norm=False, num_key_value_heads=4, first_dense_layers=1,
+                      num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, num_shared_experts=1,
+                      mla=MlaConfig(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=64,
+                                    v_head_dim=128)),
+}  # fmt: skip
+
+
+def _config(model: str, layout: dict, precision: dict | None = None, **optim):
+    settings = OptimConfig(**{"lr": 1e-3, "eps": 1e-2, "weight_decay": 0.1} | optim)
+    cfg = run_config(model=MODELS[model], optim=settings, max_tokens=96, **layout)
+    return replace(cfg, precision=PrecisionConfig(**precision or {}))
+
+
+def _train_twice(cfg) -> list:
+    """Runs on a rank: (metrics, old log-probabilities, weights) with the linears' kernels, and with DeepGEMM's."""
+    from megatron_fp8rl.trainer import dense_gemm, dense_linear
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    parallel, runs, calls = Parallel.init(cfg.parallel, deadline_s=60), [], {"linear": 0, "mlp": 0, "multiply": 0}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def count(module, name):
+            real = getattr(module, name)
+
+            def counted(*args):
+                calls[name] += 1
+                return real(*args)
+
+            patch.setattr(module, name, counted)
+
+        for module, name in ((dense_linear, "linear"), (dense_linear, "mlp"), (dense_gemm, "multiply")):
+            count(module, name)
+        for kind in ("te", "deep_gemm"):
+            policy = Policy.build(replace(cfg, precision=replace(cfg.precision, linears=kind)), parallel)
+            metrics, old = continue_training(policy, 3)
+            runs.append((metrics, old, weight_pieces(policy)))
+            if kind == "te":
+                assert not any(calls.values())
+    parallel.barrier("done")
+    return [*runs, calls]
+
+
+TP2 = {"world_size": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    "model, layout, precision, optim",
+    [
+        ("dense", {}, {"scales": "fp32"}, {}),
+        ("dense", TP2, {"bf16_last_layers": 1}, {"overlap_grad_reduce": True}),
+        ("bias", {}, {}, {"recompute": "full"}),
+        ("bias", TP2, {}, {"recompute": "selective"}),
+        ("moe", {"world_size": 2, "expert": 2}, {"experts": "deep_gemm"}, {"overlap_grad_reduce": True}),
+        ("latent", TP2, {}, {}),
+    ],
+    ids=["fp32-scales", "tp2-edges-overlap", "bias-recompute", "bias-tp2-recompute", "moe-ep2", "latent-tp2"],
+)
+def test_training_is_that_of_the_linears(model, layout, precision, optim):
+    ranks = run_ranks(layout.get("world_size", 1), _train_twice, _config(model, layout, precision, **optim))
+    for plain, ours, calls in ranks:
+        assert calls["linear"] and bool(calls["mlp"]) == (model != "moe")
+        for key, old in plain[1].items():
+            assert torch.equal(ours[1][key], old), f"{key}: the forward pass computes other numbers"
+        for step, (a, b) in enumerate(zip(ours[0], plain[0], strict=True)):
+            loss, norm = (FP8_LOSS_NOISE if step else FP8_FIRST_LOSS), (0.1 if step else 0.01)
+            assert a["train/loss/mean"] == pytest.approx(b["train/loss/mean"], abs=loss)
+            assert a["train/grad_norm/max"] == pytest.approx(b["train/grad_norm/max"], rel=norm)
+        for key, (_, weight) in plain[2].items():
+            limit = 0.1 if key.endswith("bias") else 1e-2  # biases began at zero, and are what the updates made of them
+            assert (ours[2][key][1] - weight).float().norm() < limit * weight.float().norm(), key
+
+
+def _gradients(cfg) -> dict[str, torch.Tensor]:
+    from megatron_fp8rl.trainer.forward import Forward
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    policy = Policy.build(cfg, parallel)
+    batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank))
+    policy.optimizer.zero_gradients()
+    Forward(cfg, parallel).gradients(policy.chunks, batch, make_loss(cfg))
+    return {name: parameter.main_grad.clone() for name, parameter in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", [{}, TP2], ids=["one", "tp2"])
+def test_recompute_changes_no_bit_of_a_gradient(layout):
+    ranks = []
+    for recompute in ("none", "selective"):
+        cfg = _config("dense", layout, {"linears": "deep_gemm"}, recompute=recompute)
+        ranks.append(run_ranks(cfg.parallel.world_size, _gradients, cfg))
+    for expected, found in zip(*ranks, strict=True):
+        for key, gradient in expected.items():
+            assert gradient.any() and torch.equal(found[key], gradient), key

@@ -1,0 +1,230 @@
+"""Dense linears and feed-forward parts on DeepGEMM, as a CPU computes them: against the recipe and float64."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.fp8.recipe import make_recipe, quantized_linear
+from megatron_fp8rl.trainer import dense_linear
+from megatron_fp8rl.trainer.dense_linear import Matrix, can_multiply
+from megatron_fp8rl.trainer.weight_cache import WeightCache, forget_quantized_weights
+from tests.helpers.experts import decibels
+
+N, K, FEATURES = 384, 256, 128
+SCALES = ("pow2", "fp32")
+TOKENS = {"whole blocks": 256, "ragged": 203, "one": 1}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the process that it would start")
+def test_in_the_interpreter():
+    """The same with the kernels of a GPU, interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+def draw(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:
+    """BF16 numbers of many magnitudes."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp2(torch.randint(-4, 3, shape, generator=generator).float())
+    return (torch.randn(shape, generator=generator) * spread * size).bfloat16()
+
+
+def matrix(rows: int, columns: int, scales: str, seed: int = 1, block_rows=None) -> Matrix:
+    weight = torch.nn.Parameter(draw(rows, columns, seed=seed, size=0.03))
+    return Matrix(weight, scales, WeightCache(), block_rows)
+
+
+def give_buffer(weight: torch.nn.Parameter, fill: float, dtype=torch.float32) -> None:
+    weight.main_grad, weight.grad_added_to_main_grad = torch.full_like(weight, fill, dtype=dtype), False
+
+
+def products(y, inputs, grad) -> dict:
+    gradients = torch.autograd.grad(y, inputs, grad)
+    return {"y": y.detach(), "dx": gradients[0]} | {f"dW{i}": dw for i, dw in enumerate(gradients[1:], 1)}
+
+
+def assert_as_close(found: dict, reference: dict, exact: dict) -> None:
+    """Gradients are as near to float64 as those of the path that the recipe defines."""
+    assert torch.equal(found["y"], reference["y"])
+    ours, theirs = decibels(found, exact), decibels(reference, exact)
+    for key, tensor in reference.items():
+        assert found[key].shape == tensor.shape and found[key].dtype == tensor.dtype, key
+        assert ours[key] > theirs[key] - 0.3, (key, ours, theirs)
+
+
+def exact_linear(x, weight, grad) -> dict:
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    return products(x @ weight.t(), [x, weight], grad.double())
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+def test_a_linear_is_that_of_the_recipe(tokens, scales):
+    ours, grad = matrix(N, K, scales), draw(tokens, N, seed=3, size=1e-3)
+    x, recipe = draw(tokens, K, seed=2).requires_grad_(), make_recipe(PrecisionConfig(scales=scales))
+    found = products(dense_linear.linear(x, ours), [x, ours.weight], grad)
+    reference = products(quantized_linear(x, (ours.weight,), recipe), [x, ours.weight], grad)
+    assert_as_close(found, reference, exact_linear(x, ours.weight, grad))
+    assert torch.equal(found["dx"], reference["dx"])
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_an_order_of_rows_changes_the_blocks_and_nothing_else(is_fused):
+    order = torch.randperm(N, generator=torch.Generator().manual_seed(5))
+    ours, grad = matrix(N, K, "pow2", block_rows=order), draw(203, N, seed=3, size=1e-3)
+    x, recipe = draw(203, K, seed=2).requires_grad_(), make_recipe(PrecisionConfig())
+    y = quantized_linear(x, (ours.weight[order],), recipe)[:, order.argsort()]
+    reference = products(y, [x, ours.weight], grad)
+    if is_fused:
+        give_buffer(ours.weight, 0.0)
+    found = products(dense_linear.linear(x, ours), [x, ours.weight], grad)
+    if is_fused:
+        found["dW1"] = ours.weight.main_grad.bfloat16()
+    assert_as_close(found, reference, exact_linear(x, ours.weight, grad))
+
+
+def plain_mlp(x, w1, w2, recipe) -> torch.Tensor:
+    gate, up = quantized_linear(x, (w1,), recipe).chunk(2, dim=1)
+    return quantized_linear(F.silu(gate) * up, (w2,), recipe)
+
+
+def exact_mlp(x, w1, w2, grad) -> dict:
+    x, w1, w2 = (t.detach().double().requires_grad_() for t in (x, w1, w2))
+    gate, up = (x @ w1.t()).chunk(2, dim=1)
+    return products((F.silu(gate) * up) @ w2.t(), [x, w1, w2], grad.double())
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
+def test_a_feed_forward_part_is_that_of_two_linears(tokens, scales):
+    fc1, fc2 = matrix(2 * FEATURES, K, scales, seed=4), matrix(K, FEATURES, scales, seed=5)
+    x, grad = draw(tokens, K, seed=2).requires_grad_(), draw(tokens, K, seed=3, size=1e-3)
+    inputs = [x, fc1.weight, fc2.weight]
+    found = products(dense_linear.mlp(x, fc1, fc2), inputs, grad)
+    recipe = make_recipe(PrecisionConfig(scales=scales))
+    reference = products(plain_mlp(*inputs, recipe), inputs, grad)
+    assert_as_close(found, reference, exact_mlp(*inputs, grad))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weight_gradients_are_added_to_main_grad_and_to_nothing_else(dtype, monkeypatch):
+    fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
+    x, grad = draw(130, K, seed=2).requires_grad_(), draw(130, K, seed=3, size=1e-3)
+    once = products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    for part in (fc1, fc2):
+        give_buffer(part.weight, 2.0, dtype)
+    if dtype == torch.float32:
+        monkeypatch.setattr(torch, "zeros", None)  # what a buffer of another type would need
+    for _ in range(2):
+        products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    for part, key in ((fc1, "dW1"), (fc2, "dW2")):
+        assert part.weight.grad_added_to_main_grad
+        tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-6  # numbers near 2, added twice
+        difference = part.weight.main_grad.float() - 2 - 2 * once[key].float()
+        assert float(difference.abs().max()) <= tolerance + 2**-7 * float(once[key].abs().max())
+
+
+def test_no_token_at_all():
+    fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
+    x = torch.zeros(0, K).bfloat16().requires_grad_()
+    for y, inputs in (
+        (dense_linear.linear(x, fc1), [x, fc1.weight]),
+        (dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight]),
+    ):
+        found = products(y, inputs, y.detach())
+        assert len(found["y"]) == 0 and found["dx"].shape == x.shape
+        assert not any(found[key].any() for key in found if key.startswith("dW"))
+    give_buffer(fc1.weight, 3.0)
+    dense_linear.linear(x, fc1).sum().backward()
+    assert (fc1.weight.main_grad == 3).all() and fc1.weight.grad_added_to_main_grad
+
+
+def test_weights_are_quantized_once_until_they_change(monkeypatch):
+    quantize, made = dense_linear.quantize_weight, []
+    monkeypatch.setattr(dense_linear, "quantize_weight", lambda *args: made.append(1) or quantize(*args))
+    ours, recipe = matrix(N, K, "pow2"), make_recipe(PrecisionConfig())
+    x = draw(5, K, seed=2).requires_grad_()
+    for _ in range(2):
+        dense_linear.linear(x, ours).sum().backward()
+    assert len(made) == 1
+    with torch.no_grad():
+        ours.weight.mul_(1.5)
+    forget_quantized_weights()
+    assert torch.equal(dense_linear.linear(x, ours), quantized_linear(x, (ours.weight,), recipe))
+    assert len(made) == 2
+
+
+def test_what_is_kept_for_backward_is_fp8_and_h():
+    fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
+    y = dense_linear.mlp(draw(200, K, seed=2).requires_grad_(), fc1, fc2)
+    kept = y.grad_fn
+    assert [tuple(t.shape) for t in kept.saved_tensors] == [(256, 2 * FEATURES)]
+    assert kept.x.data.dtype == torch.float8_e4m3fn and kept.x.data.shape == (K, 256)
+    y.sum().backward()
+    assert kept.x is None and kept.made is None
+    with torch.no_grad():
+        assert dense_linear.mlp(draw(200, K, seed=2), fc1, fc2).grad_fn is None
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputing_changes_nothing(use_reentrant):
+    fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
+    x, grad = draw(203, K, seed=2).requires_grad_(), draw(203, K, seed=3, size=1e-3)
+    expected = products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    again = torch.utils.checkpoint.checkpoint(
+        lambda x: dense_linear.mlp(x, fc1, fc2), x, use_reentrant=use_reentrant
+    )
+    assert torch.equal(again, expected["y"])
+    again.backward(grad)
+    assert torch.equal(x.grad, expected["dx"])
+    assert torch.equal(fc1.weight.grad, expected["dW1"]) and torch.equal(fc2.weight.grad, expected["dW2"])
+
+
+def test_only_what_wants_a_gradient_gets_one():
+    fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
+    x, grad = draw(203, K, seed=2).requires_grad_(), draw(203, K, seed=3, size=1e-3)
+    expected = products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    y = dense_linear.mlp(x.detach(), fc1, fc2)
+    dw = torch.autograd.grad(y, [fc1.weight, fc2.weight], grad)
+    assert torch.equal(dw[0], expected["dW1"]) and torch.equal(dw[1], expected["dW2"])
+    fc1.weight.requires_grad_(False), fc2.weight.requires_grad_(False)
+    assert torch.equal(torch.autograd.grad(dense_linear.mlp(x, fc1, fc2), x, grad)[0], expected["dx"])
+
+
+def test_outputs_may_be_written_into():
+    """Megatron-Core adds a bias or a residual in place here and there; autograd forbids it for views."""
+    ours = matrix(N, K, "pow2")
+    x = draw(203, K, seed=2).requires_grad_()
+    y = dense_linear.linear(x, ours)
+    expected = y.detach() + 1
+    y += 1
+    assert torch.equal(y, expected) and y.is_contiguous()
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_in_its_own_row(value):
+    ours = matrix(N, K, "pow2")
+    x = draw(203, K, seed=2)
+    x[50, 7] = value
+    is_bad = ~torch.isfinite(dense_linear.linear(x, ours)).all(dim=1)
+    assert is_bad.nonzero().flatten().tolist() == [50]
+
+
+def test_what_the_kernels_take():
+    blockwise = make_recipe(PrecisionConfig())
+    weight = torch.zeros(256, 384).bfloat16()
+    assert can_multiply(blockwise, weight)
+    assert not can_multiply(None, weight)
+    assert not can_multiply(make_recipe(PrecisionConfig(trainer="tensorwise")), weight)
+    assert not can_multiply(make_recipe(PrecisionConfig(gradients="e5m2")), weight)
+    assert not can_multiply(blockwise, weight.float())
+    assert not can_multiply(blockwise, weight[:64]) and not can_multiply(blockwise, weight[:, :64])
