@@ -12,8 +12,9 @@ import pytest
 from launch import jobs, sweep
 from launch.batch_script import Link, setup_lines
 from launch.cluster import Cluster
+from launch.outcome import CANCELLED
 from launch.plan import Plan, Request
-from launch.spec import JobSpec, read_jobs
+from launch.spec import SAVED, JobSpec, read_jobs
 from launch.sweep import JobArray
 from megatron_fp8rl.cli import UsageError
 
@@ -161,6 +162,26 @@ def test_a_node_is_the_agent_of_its_element_and_keeps_the_table(
     assert lines[0] == "| run | seed | state | held-out start | held-out end | reward, last 10 |"
     assert lines[2].startswith("| element-0 | 5 | not begun |")
     assert lines[3] == "| element-1 | 6 | finished | 0.1 | 0.2 | 0.375 |"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "num_begun"),
+    [((0, 0, 0), 3), ((1, 0, 0), 3), ((0, SAVED, 0), 2), ((CANCELLED, 0, 0), 1)],
+    ids=["done", "failed", "asked to save", "cancelled"],
+)
+def test_on_this_machine_an_element_that_was_asked_to_end_is_the_last(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, statuses: tuple[int, ...], num_begun: int
+):
+    array = plan(cluster, "tiny_qwen3", "--over", "seed", "5", "6", "7").spec
+    begun = []
+
+    def supervise(spec: JobSpec) -> int:
+        begun.append(spec.run_dir)
+        return statuses[len(begun) - 1]
+
+    monkeypatch.setattr("launch.local.supervise", supervise)
+    assert sweep.run_here(array) == next((status for status in statuses if status), 0)
+    assert begun == [element.run_dir for element in array.elements[:num_begun]]
 
 
 def test_the_table_says_how_runs_failed_and_what_evaluations_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
