@@ -18,8 +18,9 @@ from pathlib import Path
 
 from launch import cluster as clusters
 from launch import jobs, local, slurm, tunnel
+from launch.outcome import CANCELLED
 from launch.plan import TRAINING_JOBS, Plan, Request, lines
-from launch.spec import JobSpec, launch_dir, read_jobs
+from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError, Violation
 
@@ -230,7 +231,8 @@ def _local(options: Options, spec: JobSpec) -> int:
     except KeyboardInterrupt:
         print("not waiting any longer; the job goes on", file=sys.stderr)
         return 1
-    print(f"job {job_id}: {'COMPLETED' if status == 0 else f'FAILED with status {status}'}")
+    words = {0: "COMPLETED", CANCELLED: "CANCELLED", SAVED: "saved, and asked to end"}
+    print(f"job {job_id}: {words.get(status, f'FAILED with status {status}')}")
     _show_first_error(spec, (job_id,), status)
     return int(status != 0)
 

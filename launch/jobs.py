@@ -90,6 +90,11 @@ def plan_eval(request: Request) -> Plan:
         else:
             request, refused = _with_tokenizer(request, model_dir, Path(run_dir))
             problems += refused
+    elif options.checkpoint and cfg.model.hf_path is None and not Path(options.checkpoint).is_relative_to(run_dir):
+        problems.append(
+            f"--checkpoint = {options.checkpoint!r}: through a tunnel nobody looks where its tokenizer is. Name the "
+            "folder with config.json and tokenizer by --model.hf_path, or its run by --output_dir."
+        )
     planned = plan_training(request)
     if problems or planned.spec is None:
         return dataclasses.replace(planned, spec=None, problems=(*problems, *planned.problems))

@@ -114,7 +114,11 @@ def test_the_tokenizer_of_another_run_is_not_found_by_chance(tmp_path: Path):
 
 def test_behind_a_tunnel_nobody_looks_for_checkpoints(tmp_path: Path):
     cluster = cluster_of(tmp_path, tunnel=Tunnel(host="login", user="me"), python="/cluster/bin/python")
-    assert plan(cluster, "eval", "tiny_qwen3", "--checkpoint", "/cluster/only").problems == ()
+    of_run = (str(tmp_path / "runs" / "tiny_qwen3" / "checkpoints" / "step_00000001"),)
+    for known in (of_run, ("/cluster/only", "--model.hf_path", "/cluster/only")):
+        assert plan(cluster, "eval", "tiny_qwen3", "--checkpoint", *known).problems == ()
+    (refused,) = plan(cluster, "eval", "tiny_qwen3", "--checkpoint", "/cluster/only").problems
+    assert refused.startswith("--checkpoint = '/cluster/only'") and "--model.hf_path" in refused
     assert plan(cluster, "convert", "inspect", "/cluster/only").problems == ()
 
 
