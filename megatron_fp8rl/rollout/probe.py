@@ -118,8 +118,11 @@ class Probe:
 async def record_prefill(client: EngineClient, prompt_token_ids: Sequence[int], path: Path) -> dict[str, Tensor]:
     """What the engine of ``client`` computes for the prompt, by operation name; ``path`` must be on its host.
 
-    Nothing else may run on the engine meanwhile. Raises EngineError with the worker's reason.
+    Waits for what the engine is sampling; nothing else may be asked of it meanwhile. Raises EngineError with the
+    worker's reason.
     """
+    await client.pause("wait")
+    await client.resume()
     await client.reset_cache()
     await client.collective_rpc("start_probe", num_tokens=len(prompt_token_ids))
     sampling = replace(client.sampling, max_tokens=1, stop_strings=())

@@ -117,6 +117,7 @@ def wait_for(what) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long  # tests/slurm has the same over nodes
 def test_a_remote_replica_is_found_published_to_lost_and_found_again(other_host, tmp_path):
     cfg = remote_cfg()
     stale = Endpoint(
