@@ -1,5 +1,6 @@
 # make demo    first run: creates .venv, installs, trains the tiny mixture of experts into runs/demo
 # make test    runs the tests; FP8RL_SLURM_TESTS=1 adds those on a real Slurm, which it installs by apt as root
+#              JOBS=1 runs them one after the other
 # make install only creates .venv; EXTRAS="test launch" adds extras
 # FP8RL_EXTRA=cpu or gpu overrides what nvidia-smi says; FP8RL_PYTHON names a Python 3.12.
 
