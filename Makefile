@@ -7,7 +7,7 @@
 SHELL := /bin/sh
 PYTHON := .venv/bin/python
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 EXTRAS ?=
 
 .PHONY: help install demo test

@@ -122,6 +122,7 @@ def test_a_run_that_resumes_in_another_layout_samples_and_learns_the_same(finish
         assert after[3][key] == pytest.approx(before[3][key], **RESUMED_METRIC), key
 
 
+@pytest.mark.long
 def test_a_killed_engine_ends_the_run_with_its_name_and_a_report(finished_run: Path, tmp_path: Path):
     run_dir = tmp_path / "killed"
     process = _start(

@@ -78,6 +78,7 @@ def test_a_signal_ends_a_run_after_its_step_and_the_next_one_goes_on(number, ran
     assert _losses(run_dir) == uninterrupted
 
 
+@pytest.mark.long
 def test_before_the_first_step_there_is_nothing_to_save(tmp_path: Path):
     run_dir = tmp_path / "run"
     told = tmp_path / "told"

@@ -262,8 +262,6 @@ start() {
     installed || fail "programs of Slurm, munge or MariaDB are missing: run $0 install"
     if running; then fail "the cluster in $DIR is running already"; fi
     stop
-    # Before whatever else runs on these cores: jobs take longest, and are waited for.
-    renice -n -5 $$ >/dev/null 2>&1 || true
     rm -rf "$DIR/log"
     write_configuration
     start_network

@@ -54,6 +54,8 @@ def train(arguments: argparse.Namespace) -> None:
             raise RuntimeError(f"tensor layer.{step} is not finite")
         print(f"step {step}", flush=True)
         if arguments.crash_at and arguments.on != RANK and step > arguments.crash_at:
+            while not list(RUN.glob("crash.*")):  # the other rank's own
+                time.sleep(0.1)
             time.sleep(0.5)
             raise ConnectionError("the other rank is gone")
     print("has finished", flush=True)
@@ -70,7 +72,7 @@ def serve(arguments: argparse.Namespace) -> None:
     endpoint.parent.mkdir(exist_ok=True)
     endpoint.write_text(json.dumps({"name": name, "incarnation": os.environ["LAUNCH_INCARNATION"]}))
     print("listens", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 
 
 parser = argparse.ArgumentParser()

@@ -18,7 +18,7 @@ from launch.spec import JobSpec, Role, attempt_dir, endpoint_file, log_file
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE = str(Path(__file__).with_name("fake_role.py"))
-DEADLINE_S = 40.0
+DEADLINE_S = 150.0
 
 
 def trainer(*words: str, nodes: tuple[int, ...] = (0,), kind: str = "command") -> Role:

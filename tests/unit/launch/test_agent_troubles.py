@@ -133,7 +133,7 @@ def test_what_a_killed_agent_of_this_machine_left_is_ended_with_its_attempt(tmp_
     statuses = []
     attempt = threading.Thread(target=lambda: statuses.append(local._attempt(spec, "local-1", 0, [])))
     attempt.start()
-    deadline = time.monotonic() + 40.0
+    deadline = time.monotonic() + 150.0
     while not endpoint_file(run_dir, "rollout-0").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -19,7 +19,7 @@ from launch.spec import JobSpec, Role, add_job, attempt_dir, log_file
 
 FAKE = str(Path(__file__).with_name("fake_role.py"))
 ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 40.0
+DEADLINE_S = 150.0
 
 
 def job(run_dir: Path, *words: str, **how: int) -> JobSpec:
