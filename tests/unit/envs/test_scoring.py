@@ -55,7 +55,7 @@ def test_a_failing_scorer_costs_one_score(pool, text, detail):
     reward, status, reason = score(pool, text)
     assert (reward, status) == (0.0, "score_failed")
     assert reason.startswith("scorer of judge") and detail in reason
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 20
     assert score(pool, "3") == (1.5, "scored", "")
 
 

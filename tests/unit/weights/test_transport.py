@@ -218,7 +218,7 @@ def test_gloo_names_a_worker_that_dies_or_hangs(gloo):
     started = time.monotonic()
     with pytest.raises(TransportError, match="replica 0"):
         send_three(transport)
-    assert time.monotonic() - started < 8.0
+    assert time.monotonic() - started < 30.0
 
 
 def test_gloo_names_a_worker_that_never_joins(monkeypatch):
