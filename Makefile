@@ -7,7 +7,7 @@
 SHELL := /bin/sh
 PYTHON := .venv/bin/python
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 EXTRAS ?=
 
 .PHONY: help install demo test

@@ -44,7 +44,7 @@ def start_part(rank: int, before: list[str], interface: str, port: int, run_dir:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-@pytest.mark.long  # tests/slurm has the same on two nodes
+@pytest.mark.slow
 def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path):  # noqa: F811
     cfg = spanning_cfg()
     (tmp_path / "logs").mkdir()

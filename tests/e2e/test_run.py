@@ -102,6 +102,7 @@ def test_a_run_leaves_a_report_and_a_checkpoint_that_transformers_loads(finished
     assert json.loads((finished_run / "done.json").read_text())["step"] == 4
 
 
+@pytest.mark.long
 def test_a_run_that_resumes_in_another_layout_samples_and_learns_the_same(finished_run: Path, tmp_path: Path):
     resumed = tmp_path / "resumed"
     shutil.copytree(finished_run, resumed)

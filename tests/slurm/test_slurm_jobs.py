@@ -148,6 +148,19 @@ def test_a_request_to_save_queues_the_job_again_and_it_goes_on(slurm: SlurmClust
     assert log.count("=== job") == 2
 
 
+def test_a_server_that_is_killed_is_started_again_on_its_node_and_the_job_goes_on(slurm: SlurmCluster, folder: Path):
+    (job,) = submit(counting(folder, last=10000, pause=0.25), ci_cluster())
+    slurm.until(lambda: steps(folder) >= 3, "three steps", 60, lambda: logs_of(folder))
+    node = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()[1]
+    slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", node, "pkill", "-9", "-f", "print.'serving'")
+    log = log_file(folder, "serve", 1)
+    slurm.until(lambda: log.read_text().count("serving\n") == 2, "its restart", 60, lambda: logs_of(folder))
+    assert "incarnation 1, node 1" in log.read_text()
+    then = steps(folder)
+    slurm.until(lambda: steps(folder) > then + 2, "further steps", 60, lambda: logs_of(folder))
+    assert slurm.job(job)["Restarts"] == "0" and log_file(folder, "task", 0).read_text().count("=== job") == 1
+
+
 def test_cancelling_lets_the_job_save_and_is_what_slurm_says_too(slurm: SlurmCluster, folder: Path):
     """A step takes longer than Slurm's KillWait, 5 s here: a mere scancel would lose it."""
     first, second = submit(counting(folder, last=1000, pause=8.0), ci_cluster(), chain=2)

@@ -39,7 +39,7 @@ def every_update_reached_the_engine(run: Path) -> bool:
     return len(set(checksums)) == len(checksums) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_over_two_nodes_gets_all_weights(slurm: SlurmCluster, folder: Path):
     _, run, hosts = begin(slurm, folder)
     assert len(hosts) == 3

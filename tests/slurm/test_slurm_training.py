@@ -119,7 +119,7 @@ def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go
             assert other[key] == one[key], (one["step"], key)  # the layout is the same, so every bit is
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_on(
     slurm: SlurmCluster, uninterrupted: Path, shared_folder: Path
 ):
