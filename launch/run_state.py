@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import time
 from dataclasses import dataclass
@@ -76,7 +77,8 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
     if current is not None:
         lines += _error_lines(run_dir, current)
     report = run_dir / "report.html"
-    written = "" if report.exists() else f" (not written yet: python -m megatron_fp8rl report --run_dir {run_dir})"
+    draw = f"python -m megatron_fp8rl report --run_dir {shlex.quote(str(run_dir))}"
+    written = "" if report.exists() else f" (not written yet: {draw})"
     return [*lines, _line("report", f"{report}{written}")]
 
 
