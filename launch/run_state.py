@@ -9,17 +9,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launch.outcome import newest_checkpoint, read_outcome
-from launch.slurm import is_over, job_state
+from launch.slurm import ask_here, is_over, job_state
 from launch.spec import SAVED, attempt_dir, launch_dir, read_jobs
 
 UNKNOWN = "UNKNOWN"
+_SLURM_S = 20.0  # for a question that the rest of the answer can do without
 _SILENT_S = 30.0  # agents touch their file every 5 s
 _TAIL_BYTES = 1 << 20
 _MEAN_STEPS = 10
@@ -128,8 +128,9 @@ def _job_lines(run_dir: Path, one: JobState) -> list[str]:
     lines = [_line("job", f"{one.job_id} on {job['cluster']}: {one.state}, {job['nodes']} node(s), queued {submitted}")]
     if one.note:
         lines.append(_line("", one.note))
-    if one.state == "PENDING" and (queued := _ask("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S")):
-        lines.append(_line("", f"waits: {queued}"))
+    if one.state == "PENDING":
+        waits = ask_here("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S", deadline_s=_SLURM_S)
+        lines += [_line("", f"waits: {waits.strip()}")] if waits and waits.strip() else []
     for attempt in one.attempts:
         outcome = read_outcome(run_dir, one.job_id, attempt)
         if outcome is not None:
@@ -216,11 +217,3 @@ def _last_steps(path: Path) -> list[dict[str, Any]]:
 
 def _line(title: str, text: str) -> str:
     return f"{title:<12}{text}"
-
-
-def _ask(*command: str) -> str | None:
-    """What a command of Slurm says; None when there is no Slurm, or no answer."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -265,7 +265,7 @@ def wait(
 
 def job_state(job_id: str, *, ask: Callable[..., str | None] | None = None) -> str | None:
     """Slurm's word for the state of a job, of an array its worst; None when nobody answers ``ask``."""
-    ask = ask or _ask
+    ask = ask or ask_here
     shown = ask("scontrol", "-o", "show", "job", job_id)
     found = re.findall(r"\bJobState=(\w+)", shown or "")
     if not found:
@@ -287,7 +287,7 @@ def _refuse_hopeless(
     job_ids: Sequence[str], cluster_name: str, ask: Callable[..., str | None] | None = None
 ) -> None:
     """Cancel jobs that Slurm has queued and says to be impossible. Raises SubmitError."""
-    ask = ask or _ask
+    ask = ask or ask_here
     time.sleep(_HELD_S)
     reason = (ask("squeue", "-h", "-o", "%r", "-j", job_ids[0]) or "").strip()
     if reason in _NEVER:
@@ -298,12 +298,10 @@ def _refuse_hopeless(
         )
 
 
-def _ask(*words: str) -> str | None:
-    """Output of one of Slurm's commands; None when it fails or is missing."""
+def ask_here(*words: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | None:
+    """Output of one of Slurm's commands on this machine; None when it fails, is missing, or does not answer."""
     try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, stdin=subprocess.DEVNULL
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None

@@ -200,7 +200,7 @@ def test_what_slurm_says_leads_to_the_field(stderr, said):
     ],
 )
 def test_the_state_of_a_job_with_and_without_accounting(monkeypatch, shown, accounted, state):
-    monkeypatch.setattr(slurm, "_ask", lambda *words: shown if words[0] == "scontrol" else accounted)
+    monkeypatch.setattr(slurm, "ask_here", lambda *words: shown if words[0] == "scontrol" else accounted)
     assert slurm.job_state("1") == state
 
 
@@ -218,7 +218,7 @@ def test_a_job_that_can_never_start_is_cancelled(monkeypatch):
         asked.append(words)
         return "PartitionTimeLimit\n" if words[0] == "squeue" else ""
 
-    monkeypatch.setattr(slurm, "_ask", ask)
+    monkeypatch.setattr(slurm, "ask_here", ask)
     monkeypatch.setattr(slurm, "_HELD_S", 0)
     with pytest.raises(SubmitError, match=r"PartitionTimeLimit.*CLUSTER.time_limit"):
         slurm._refuse_hopeless(["7", "8"], "c")
