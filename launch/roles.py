@@ -34,6 +34,7 @@ _LAST_LINES = 20
 _MEMORY_S = 120.0  # a traceback that a process survived for longer than this was not what ended it
 _RANK = re.compile(r"\[rank (\d+)\] ")
 _TORCH_RANK = re.compile(r"\[rank\d+\]: ?")  # before each line of what torch itself prints of an exception
+_MESSAGE = re.compile(r"[\w.<>]+(:|$)")  # below a traceback: the exception's name, and what it says if anything
 _OWNER = "LAUNCH_OWNER"  # in the environment of all descendants, also of those in sessions of their own
 
 
@@ -254,11 +255,15 @@ def status_in_words(status: int | None) -> str:
 
 
 def _one_error(lines: Sequence[str]) -> list[str]:
-    """From the head of a traceback to the message below it; after a message that ends in a colon, 15 lines more."""
-    end = next((i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))), len(lines) - 1)
+    """From the head of a traceback to the message below it; after a message that ends in a colon, 15 lines more.
+
+    torchrun copies a rank's output and errors from two files: lines of its output may lie within the traceback.
+    """
+    plain = [i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))]
+    end = next((i for i in plain if _MESSAGE.match(lines[i])), plain[0] if plain else len(lines) - 1)
     following = 0
     for line in lines[end + 1 : end + 16] if lines[end].endswith(":") else ():
         if _TRACEBACK.decode() in line or line.startswith(("=== ", "During handling of", "The above exception")):
             break
         following += 1
-    return list(lines[: end + 1 + following])
+    return [line for i, line in enumerate(lines[: end + 1 + following]) if i >= end or i not in plain]

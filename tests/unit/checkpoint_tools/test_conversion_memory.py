@@ -15,7 +15,7 @@ from tests.helpers.checkpoints import random_tensors, write_folder
 
 MAX_MEMORY_MIB = 64  # the least that the tools take
 # Allocator and interpreter: what the heap keeps between strips, and modules that are imported on first use.
-SLACK_MIB = 32
+SLACK_MIB = 64
 MODEL = ModelConfig(
     family="qwen3",
     num_layers=1,
@@ -23,7 +23,7 @@ MODEL = ModelConfig(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=128,
-    vocab_size=65536,
+    vocab_size=98304,
     ffn_hidden_size=32768,
     tie_embeddings=True,
 )
