@@ -25,4 +25,4 @@ demo:
 test:
 	@sh tools/bootstrap.sh test launch
 	@bash tests/slurm/cluster.sh prepare
-	@$(PYTHON) -m pytest -n $(JOBS) $(ARGS)
+	@$(PYTHON) tools/run_tests.py -n $(JOBS) $(ARGS)

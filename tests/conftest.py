@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,19 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Of Python and torch: what a test draws does not depend on the tests before it, which differ between workers."""
+    random.seed(0)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
 _ORDER = ("tests/slurm/", "tests/e2e/", "tests/dist/")  # what takes longest comes first, lest it be waited for alone
 _TOGETHER = ("tests/slurm/", "tests/gpu/", "tests/multi_gpu/")  # one after the other: they share a cluster, or a GPU
 
 
+@pytest.hookimpl(optionalhook=True)  # without pytest-xdist, too, tests run: one after the other
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n``: the tests of a file stay in one process, for they share engines and models."""
     from xdist.scheduler import LoadScopeScheduling

@@ -28,8 +28,8 @@ def engine_cfg() -> RunConfig:
             max_completion_tokens=512,
             record_routed_experts=True,
             start_deadline_s=300.0,
-            request_deadline_s=120.0,
-            update_deadline_s=60.0,
+            request_deadline_s=240.0,
+            update_deadline_s=120.0,
         ),
     )
 

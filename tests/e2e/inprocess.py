@@ -55,7 +55,7 @@ PRELOAD = [
 PROMPTS = [list(range(3, 3 + n)) for n in (5, 17, 40)]
 
 
-def call(function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> Any:
+def call(function: Callable[..., Any], *args: Any, timeout_s: float = 500.0) -> Any:
     """Result of a module-level function, run in a process of its own that may build engines."""
     return _host().call(function, args, timeout_s)
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_weights import Reference, write_hf_dir
 from inprocess import policy_of, random_weights
-from test_remote_replicas import other_host, remote_cfg, sample, wait_for, words  # noqa: F401
+from test_remote_replicas import START_S, other_host, remote_cfg, sample, wait_for, words  # noqa: F401
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.endpoint import Endpoint, endpoint_path
@@ -62,7 +62,7 @@ def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path):  # 
         exporter = WeightExporter(policy_of(cfg, weights), fleet, cfg)
         exporter.publish(1)  # raises unless every worker holds what was sent to it
         (client,) = fleet.clients
-        reports = fleet.sync(client.weight_digests(), 30.0)
+        reports = fleet.sync(client.weight_digests(), 120.0)
         assert sorted((report["rank"], report["version"]) for report in reports) == [(0, 1), (1, 1)]
         assert reports[0]["combined"] != reports[1]["combined"], "each holds its own slices"
         completion = sample(fleet)
@@ -76,10 +76,10 @@ def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path):  # 
         (server,) = children(parts[1].pid)
         (worker,) = children(server)
         os.kill(worker, signal.SIGKILL)
-        assert parts[1].wait(30) == 1
+        assert parts[1].wait(START_S) == 1
         # Asked to end, the other one does, although it waits for what will not come.
         parts[0].terminate()
-        assert parts[0].wait(30) == 0
+        assert parts[0].wait(START_S) == 0
         wait_for(lambda: not fleet.clients)
         assert Endpoint.read(endpoint_path(tmp_path, 0)) is None
     finally:
@@ -87,7 +87,7 @@ def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path):  # 
         for part in parts:
             if part.poll() is None:
                 os.killpg(part.pid, signal.SIGTERM)
-                part.wait(30)
+                part.wait(START_S)
 
 
 def children(pid: int) -> list[int]:

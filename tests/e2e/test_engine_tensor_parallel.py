@@ -27,7 +27,7 @@ def processes_of_group(group: int) -> list[str]:
     return [pid for pgid, state, pid in rows if int(pgid) == group and not state.startswith("Z")]
 
 
-def processes_left(group: int, deadline_s: float = 20.0) -> list[str]:
+def processes_left(group: int, deadline_s: float = 120.0) -> list[str]:
     """Those that are still there after a while: a killed process has its memory to give back before it is gone."""
     end_s = time.monotonic() + deadline_s
     while (found := processes_of_group(group)) and time.monotonic() < end_s:
@@ -46,16 +46,16 @@ def test_two_workers(engine_cfg, tmp_path: Path):
     weights = random_weights(cfg, seed=1)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
         (client,) = fleet.clients
-        assert fleet.sync(client.world_size(), 10.0) == 2
+        assert fleet.sync(client.world_size(), 60.0) == 2
         publish(fleet, weights, 1)
         how = replace(client.sampling, stop_token_ids=(), max_tokens=48)
-        (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=how), 60.0)
+        (completion,) = fleet.sync(client.generate(PROMPT, 1, 3, sampling=how), 120.0)
         tokens = [*PROMPT, *completion.token_ids]
         expected = Reference(cfg, weights).logprobs(tokens, 1.0, completion.routed_experts)[len(PROMPT) - 1 :]
         difference = (torch.tensor(completion.rollout_logprobs) - expected).abs()
         assert difference.mean() < ENGINE_LOGPROB_MEAN
         assert difference.max() < ENGINE_LOGPROB_MAX
-        assert sorted(report["rank"] for report in fleet.sync(client.weight_digests(), 30.0)) == [0, 1]
+        assert sorted(report["rank"] for report in fleet.sync(client.weight_digests(), 120.0)) == [0, 1]
 
         group = client.replica.process_group
         files = shared_files(group)
@@ -68,10 +68,10 @@ def test_two_workers(engine_cfg, tmp_path: Path):
         started = time.monotonic()
         os.killpg(group, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=r"rollout-0 died with exit code -9, during /inference"):
-            running.result(timeout=30.0)
-        assert time.monotonic() - started < 15.0  # far below the deadlines of requests
+            running.result(timeout=100.0)
+        assert time.monotonic() - started < 60.0  # a quarter of the deadline of requests
         with pytest.raises(EngineDeadError, match="rollout-0 died"):
-            fleet.sync(client.pause(), 10.0)
+            fleet.sync(client.pause(), 60.0)
     assert processes_left(group) == []
     assert [file for file in files if os.path.exists(file)] == []
 

@@ -30,7 +30,7 @@ def load_and_update(case: str, folder: Path) -> dict:
     from tests.helpers.checkpoints import write_folder
 
     model, precision = CASES[case]
-    rollout = RolloutConfig(max_prompt_tokens=64, max_completion_tokens=64, update_deadline_s=30.0)
+    rollout = RolloutConfig(max_prompt_tokens=64, max_completion_tokens=64, update_deadline_s=120.0)
     cfg = RunConfig(name=case, model=model, precision=precision, rollout=rollout)
     weights = inprocess.random_weights(cfg, 3)
     source = write_folder(folder / "hf", weights, names.to_hf_config(model))

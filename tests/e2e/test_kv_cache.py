@@ -35,7 +35,7 @@ DENSE = ModelConfig(
 
 
 def config(kv_cache_dtype: str, hf_path: str | None = None) -> RunConfig:
-    rollout = RolloutConfig(transport="shm", update_deadline_s=30.0, kv_cache_dtype=kv_cache_dtype)
+    rollout = RolloutConfig(transport="shm", update_deadline_s=120.0, kv_cache_dtype=kv_cache_dtype)
     return RunConfig(
         name="kv_cache",
         model=dataclasses.replace(DENSE, hf_path=hf_path),
@@ -101,7 +101,7 @@ def found(tmp_path_factory) -> dict[str, torch.Tensor]:
     folder = tmp_path_factory.mktemp("kv_cache")
     inprocess.write_checkpoint(config("auto"), inprocess.random_weights(config("auto"), 1), folder)
     (scales,) = run_ranks(1, measure, str(folder))
-    answer = inprocess.call(logprobs_under, str(folder), scales, timeout_s=300.0)
+    answer = inprocess.call(logprobs_under, str(folder), scales, timeout_s=500.0)
     return {name: torch.tensor(values) for name, values in answer.items()}
 
 

@@ -72,10 +72,10 @@ def test_asynchronous_batches_span_an_update_and_stay_within_the_bound(published
     _, stream = stream_of(published, max_staleness=1)
     stream.after_update(1)
     stream.next_groups()
-    batches = []
-    for version in (2, 3, 4):
+    batches, weights = [], {version: random_weights(published.cfg, seed=version) for version in (2, 3, 4)}
+    for version in weights:
         stream.before_update()
-        publish(published, random_weights(published.cfg, seed=version), version)
+        publish(published, weights[version], version)
         stream.after_update(version)
         batches.append((version, stream.next_groups()))
     completions = [(v, r.completion) for v, groups in batches for g in groups for r in g.rollouts]

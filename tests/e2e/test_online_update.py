@@ -50,7 +50,7 @@ CASES = {
 def config(case: str, bucket_bytes: int, transport: str = "") -> RunConfig:
     model, precision, own_transport = CASES[case]
     transport = transport or own_transport
-    rollout = RolloutConfig(transport=transport, bucket_bytes=bucket_bytes, update_deadline_s=30.0)
+    rollout = RolloutConfig(transport=transport, bucket_bytes=bucket_bytes, update_deadline_s=120.0)
     return RunConfig(name=case, model=model, precision=precision, rollout=rollout)
 
 
@@ -149,7 +149,7 @@ def damage_and_recover(folder: Path) -> list:
     inprocess.write_checkpoint(cfg, old, folder)
     llm = inprocess.build_engine(cfg, folder, load_format="dummy")
     fleet = inprocess.InProcessFleet(llm)
-    transport = DamagingTransport(Engines(fleet, 1, 30.0), deadline_s=30.0)
+    transport = DamagingTransport(Engines(fleet, 1, 120.0), deadline_s=120.0)
     transport.previous = old[NORM].view(torch.uint8)
     policy = inprocess.policy_of(cfg, old)
     exporter = WeightExporter(policy, fleet, cfg, transport=transport)

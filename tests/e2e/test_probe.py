@@ -80,5 +80,5 @@ def test_the_operation_that_differs_is_named(fleet, tmp_path):
 def test_a_probe_without_its_prefill_says_so(fleet, tmp_path):
     client = fleet.clients[0]
     with pytest.raises(EngineError, match="no prefill of the whole prompt was seen"):
-        fleet.sync(client.collective_rpc("start_probe", num_tokens=9), 30.0)
-        fleet.sync(client.collective_rpc("finish_probe", path=str(tmp_path / "none")), 30.0)
+        fleet.sync(client.collective_rpc("start_probe", num_tokens=9), 120.0)
+        fleet.sync(client.collective_rpc("finish_probe", path=str(tmp_path / "none")), 120.0)

@@ -17,7 +17,7 @@ import pytest
 from tests.tolerances import MISMATCH_SAME_ARITHMETIC, RESUMED_METRIC
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 400
+DEADLINE_S = 900
 BRIEF = {
     "--observe.display": "plain",
     "--observe.eval_prompts": "8",

@@ -15,7 +15,7 @@ import pytest
 from megatron_fp8rl.stop import SAVED, RunStopped, StopRequest
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 240
+DEADLINE_S = 600
 BRIEF = ("--observe.display", "plain", "--observe.eval_prompts", "4", "--observe.tensorboard", "False",
          "--data.sft_steps", "30", "--rollout.prompts_per_step", "4")  # fmt: skip
 
@@ -94,17 +94,17 @@ def test_what_a_rank_starts_outlives_the_signal():
         "import os, signal, subprocess, sys, time\n"
         "from megatron_fp8rl.stop import StopRequest\n"
         "StopRequest.install()\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(2)'],"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; print(1, flush=True); time.sleep(120)'],"
         " stdout=subprocess.PIPE)\n"
         "child.stdout.readline()\n"
         "child.send_signal(signal.SIGUSR1)\n"
         "time.sleep(0.3)\n"
         "assert child.poll() is None\n"
         "child.terminate()\n"
-        "assert child.wait(5) == -signal.SIGTERM\n"
+        "assert child.wait(60) == -signal.SIGTERM\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 

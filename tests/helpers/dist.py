@@ -7,10 +7,12 @@ has run it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import io
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -35,7 +37,7 @@ _PRELOAD = [
     "megatron.core.models.mimo.optimizer",
     "megatron.core.dist_checkpointing.exchange_utils",
 ]
-_GRACE_S = 2.0  # for the other ranks, after one has failed
+_GRACE_S = 5.0  # for the other ranks, after one has failed
 # With a GPU the packages that would be preloaded touch CUDA, which does not survive a fork.
 _context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
 if not torch.cuda.is_available():
@@ -46,7 +48,7 @@ class RankError(AssertionError):
     """A rank raised, died or did not finish in time. The message has its number and its traceback."""
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline_s: float = 120.0) -> list[Any]:
+def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline_s: float = 400.0) -> list[Any]:
     """Call ``fn(*args)`` on every rank, with torchrun's environment variables set; the results, by rank.
 
     ``fn`` is a function at the top level of a module; arguments and results must pickle. Raises RankError when a rank
@@ -67,7 +69,7 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline_s: f
             ends[ours] = rank
             ranks.append(process)
         try:
-            return _collect(ends, deadline_s, Path(folder))
+            return _collect(ends, deadline_s, [(process.pid, Path(folder, str(i))) for i, process in enumerate(ranks)])
         finally:
             for process in ranks:
                 process.kill()
@@ -76,7 +78,8 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, deadline_s: f
                 process.close()
 
 
-def _collect(ends: dict[Connection, int], deadline_s: float, folder: Path) -> list[Any]:
+def _collect(ends: dict[Connection, int], deadline_s: float, ranks: list[tuple[int, Path]]) -> list[Any]:
+    """Results by rank. ``ranks`` holds the process and the file for the stack of each."""
     world_size = len(ends)
     results: dict[int, Any] = {}
     errors: list[str] = []
@@ -98,12 +101,19 @@ def _collect(ends: dict[Connection, int], deadline_s: float, folder: Path) -> li
     if errors:
         raise RankError("\n".join(errors))
     if ends:
-        late = "\n".join(f"rank {rank}:\n{_read(folder / str(rank))}" for rank in sorted(ends.values()))
+        late = "\n".join(f"rank {rank}:\n{_stack(*ranks[rank])}" for rank in sorted(ends.values()))
         raise RankError(f"after {deadline_s:.0f} s these of {world_size} ranks were still running:\n{late}")
     return [results[rank] for rank in range(world_size)]
 
 
-def _read(path: Path) -> str:
+def _stack(pid: int, path: Path) -> str:
+    """Where a rank stands, as it says itself when it is asked."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR2)
+    end = time.monotonic() + _GRACE_S
+    while time.monotonic() < end and not (path.is_file() and path.stat().st_size):
+        time.sleep(0.1)
+    time.sleep(0.5)  # until the rest is written
     return path.read_text() if path.is_file() else "(no stack)"
 
 
@@ -127,16 +137,27 @@ def _rank_main(connection: Connection, spec: tuple, fn: Callable[..., Any], args
     )
     torch.set_num_threads(1)
     with open(stacks, "w") as file:
-        faulthandler.dump_traceback_later(deadline_s, file=file)
+        faulthandler.register(signal.SIGUSR2, file=file)
         try:
             message = (True, fn(*args))
         except BaseException:
             message = (False, traceback.format_exc())
-        faulthandler.cancel_dump_traceback_later()
         try:
             payload = _dump(message)
         except Exception:
             payload = _dump((False, f"the result does not pickle:\n{traceback.format_exc()}"))
         connection.send_bytes(payload)
+    if message[0]:
+        _stay(deadline_s)
     # Skip the destructors of process groups, which may wait for ranks that are gone.
     os._exit(0)
+
+
+def _stay(deadline_s: float) -> None:
+    """Until the test ends all ranks: a slower one may still be opening connections to this one.
+
+    A rank that failed ends at once, and so tells the others.
+    """
+    parent, end = os.getppid(), time.monotonic() + deadline_s
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.1)

@@ -44,11 +44,11 @@ def slurm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
             if time.monotonic() > end_s:
                 pytest.skip(f"other tests have had the Slurm of this machine for {LOCK_DEADLINE_S:g} s")
             time.sleep(1.0)
-    is_running = subprocess.run([SCRIPT, "running"], timeout=60).returncode == 0
+    is_running = subprocess.run([SCRIPT, "running"], timeout=180).returncode == 0
     if not is_running:
-        started = subprocess.run([SCRIPT, "start"], capture_output=True, text=True, timeout=180)
+        started = subprocess.run([SCRIPT, "start"], capture_output=True, text=True, timeout=400)
         if started.returncode:
-            subprocess.run([SCRIPT, "stop"], timeout=120)
+            subprocess.run([SCRIPT, "stop"], timeout=300)
             pytest.skip(f"Slurm could not be started here: {started.stderr.strip()[-500:]}")
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "LAUNCH_"))},
@@ -62,7 +62,7 @@ def slurm_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmClu
     finally:
         os.environ.pop("SLURM_CONF")
         if not is_running:
-            subprocess.run([SCRIPT, "stop"], check=True, timeout=120)
+            subprocess.run([SCRIPT, "stop"], check=True, timeout=300)
         lock.close()
 
 

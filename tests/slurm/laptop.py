@@ -91,7 +91,7 @@ class Laptop:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
-    def python(self, *words: str | Path, deadline_s: float = 240.0) -> Launched:
+    def python(self, *words: str | Path, deadline_s: float = 400.0) -> Launched:
         began_s = time.monotonic()
         process = self.popen(*words)
         try:
@@ -101,5 +101,5 @@ class Laptop:
             raise
         return Launched(process.returncode, output, errors, time.monotonic() - began_s)
 
-    def launch(self, *words: str | Path, deadline_s: float = 240.0) -> Launched:
+    def launch(self, *words: str | Path, deadline_s: float = 400.0) -> Launched:
         return self.python("-m", "launch", *words, deadline_s=deadline_s)

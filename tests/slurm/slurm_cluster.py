@@ -43,7 +43,7 @@ class SlurmCluster:
     shared: Path
     environment: dict[str, str] = field(default_factory=dict)
 
-    def command(self, *words: str | Path, deadline_s: float = 60.0) -> str:
+    def command(self, *words: str | Path, deadline_s: float = 180.0) -> str:
         """Output of a command that has to succeed."""
         done = subprocess.run(
             list(map(str, words)), env=self.environment, capture_output=True, text=True, timeout=deadline_s
@@ -51,7 +51,7 @@ class SlurmCluster:
         assert done.returncode == 0, f"{' '.join(map(str, words))}: exit status {done.returncode}: {done.stderr}"
         return done.stdout.strip()
 
-    def launch(self, *words: str | Path, deadline_s: float = 180.0, cwd: Path = ROOT, **env: str) -> Launched:
+    def launch(self, *words: str | Path, deadline_s: float = 400.0, cwd: Path = ROOT, **env: str) -> Launched:
         """``python -m launch ...``, as a user on the login node types it."""
         began_s = time.monotonic()
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -71,7 +71,7 @@ class SlurmCluster:
         text = self.command("scontrol", "-o", "show", "job", job_id)
         return dict(re.findall(r"(?:^|\s)(\w[\w/:]*)=(\S*)", text.splitlines()[0]))
 
-    def wait(self, job_id: str, states: Sequence[str] = ENDED, deadline_s: float = 120.0) -> str:
+    def wait(self, job_id: str, states: Sequence[str] = ENDED, deadline_s: float = 300.0) -> str:
         """The job's state, once it is one of ``states``. An assertion that shows its logs when it does not come."""
         self.until(
             lambda: self.job(job_id)["JobState"] in states,
@@ -109,7 +109,7 @@ class SlurmCluster:
     def settle(self) -> None:
         """No job is left, and all nodes are there and idle: what one test did is not seen by the next."""
         self.command("scancel", "--user", "root")
-        self.until(lambda: not self.command("squeue", "-h"), "an empty queue", 60, lambda: self.command("squeue"))
+        self.until(lambda: not self.command("squeue", "-h"), "an empty queue", 240, lambda: self.command("squeue"))
         for number in range(1, NUM_NODES + 1):
             state = self.command("sinfo", "-h", "-n", f"node{number}", "-p", "main", "-o", "%T")
             if state.startswith("down") or "*" in state:
@@ -119,7 +119,7 @@ class SlurmCluster:
         def are_idle() -> bool:
             return self.command("sinfo", "-h", "-p", "main", "-o", "%T %D") == f"idle {NUM_NODES}"
 
-        self.until(are_idle, "idle nodes", 60, lambda: self.command("sinfo", "-N", "-l"))
+        self.until(are_idle, "idle nodes", 240, lambda: self.command("sinfo", "-N", "-l"))
 
 
 def last_job(run_dir: Path) -> str:

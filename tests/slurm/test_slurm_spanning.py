@@ -65,14 +65,14 @@ def test_an_engine_that_loses_a_part_comes_back_as_a_whole(slurm: SlurmCluster, 
     before = json.loads(endpoint.read_text())
     slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", hosts[2],
                   "pkill", "-9", "-P", str(part()["pid"]))  # fmt: skip
-    until(lambda: part()["incarnation"] == 1, "the second part to be started again", 60)
+    until(lambda: part()["incarnation"] == 1, "the second part to be started again", 300)
 
     def is_back() -> bool:
         return endpoint.exists() and json.loads(endpoint.read_text())["incarnation"] == before["incarnation"] + 1
 
     until(is_back, "the engine to be back", START_S)
     step = last_step(run)
-    until(lambda: last_step(run) >= step + 2, "two steps with it", 180)
+    until(lambda: last_step(run) >= step + 2, "two steps with it", 300)
     assert slurm.job(job)["JobState"] == "RUNNING" and slurm.job(job)["Restarts"] == "0"
     assert every_update_reached_the_engine(run)
     assert sum(line.get("rollout/replicas_lost/sum", 0) for line in lines_of(run / "metrics.jsonl")) == 1

@@ -71,14 +71,14 @@ def test_following_ends_by_an_interrupt_and_cancelling_lets_the_job_save(
     run = folder / "count"
     run.mkdir()
     job, behind = submit(laptop, file, counting(run, last=10000, pause=0.5), chain=2)
-    slurm.until(lambda: steps(run) >= 3, "three steps", 60, lambda: logs_of(folder))
+    slurm.until(lambda: steps(run) >= 3, "three steps", 300, lambda: logs_of(folder))
     follow = laptop.popen("-m", "launch", "logs", str(run), "--cluster", file, "--follow")
     line = follow.stdout.readline()
-    assert line, follow.communicate(timeout=30)
+    assert line, follow.communicate(timeout=120)
     follow.send_signal(signal.SIGINT)
-    assert follow.wait(30) == 0
+    assert follow.wait(120) == 0
     slurm.until(
-        lambda: "launch.watch" not in slurm.command("ps", "ax", "-o", "args"), "the watching there to end", 30
+        lambda: "launch.watch" not in slurm.command("ps", "ax", "-o", "args"), "the watching there to end", 120
     )
     assert slurm.job(job)["JobState"] == "RUNNING"
 
@@ -167,11 +167,11 @@ def test_a_login_node_that_cannot_be_reached_is_an_error_with_its_field(
         tunnel, said = {"port": mute.getsockname()[1]}, ("CLUSTER.tunnel.",)
     file = laptop.cluster_file(tunnel=tunnel)
     began_s = time.monotonic()
-    refused = laptop.launch("tiny_qwen3_moe", "--cluster", file, deadline_s=120)
+    refused = laptop.launch("tiny_qwen3_moe", "--cluster", file, deadline_s=300)
     assert refused.status == 2 and "nothing is queued" in refused.stderr, refused.output
     for part in said:
         assert part in refused.stderr, refused.output
-    watched = laptop.launch("status", "tiny_qwen3_moe", "--cluster", file, deadline_s=120)
+    watched = laptop.launch("status", "tiny_qwen3_moe", "--cluster", file, deadline_s=300)
     assert watched.status == 2 and said[0] in watched.stderr and "Traceback" not in watched.stderr, watched.output
     assert time.monotonic() - began_s < 100
     mute.close()

@@ -1,7 +1,6 @@
 """The score pool against scorers that hang, crash, raise, print and lie."""
 
 import asyncio
-import os
 import time
 from pathlib import Path
 
@@ -11,8 +10,10 @@ from megatron_fp8rl.config import DataConfig, EnvironmentConfig
 from megatron_fp8rl.envs.base import build_environment
 from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
 from megatron_fp8rl.types import Prompt
+from tests.helpers.processes import is_running, until
 
 JUDGE = EnvironmentConfig(dataset="misbehaving:Judge", options={"bonus": 0.5})
+DEADLINE_S = 4.0  # of a score: what takes milliseconds has to fit on a busy machine
 PROMPT = Prompt(prompt_id="judge/3", environment="judge", token_ids=(1,), text="?", answer="3")
 
 
@@ -23,7 +24,7 @@ def importable(monkeypatch):
 
 @pytest.fixture
 def pool():
-    with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=1.0) as pool:
+    with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=DEADLINE_S) as pool:
         yield pool
 
 
@@ -41,8 +42,8 @@ def test_scores_and_keeps_its_worker(pool):
 @pytest.mark.parametrize(
     ("text", "detail"),
     [
-        ("sleep:60", "did not answer within 1 s"),
-        ("regex", "did not answer within 1 s"),
+        ("sleep:60", "did not answer within 4 s"),
+        ("regex", "did not answer within 4 s"),
         ("crash", "exit code -6"),
         ("exit", "exit code 7: last words"),
         ("raise:bad luck", "RuntimeError: bad luck"),
@@ -55,7 +56,7 @@ def test_a_failing_scorer_costs_one_score(pool, text, detail):
     reward, status, reason = score(pool, text)
     assert (reward, status) == (0.0, "score_failed")
     assert reason.startswith("scorer of judge") and detail in reason
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50, "the scorer was not waited for"
     assert score(pool, "3") == (1.5, "scored", "")
 
 
@@ -68,14 +69,11 @@ def test_children_of_a_late_scorer_die_with_it(pool, tmp_path):
     assert score(pool, "3")[1] == "scored"
     assert score(pool, f"child:{tmp_path / 'pid'}")[1] == "score_failed"
     child = int((tmp_path / "pid").read_text())
-    stop_at = time.monotonic() + 5
-    while _is_running(child) and time.monotonic() < stop_at:
-        time.sleep(0.05)
-    assert not _is_running(child)
+    until(lambda: not is_running(child), "the end of the child, which sleeps for ten minutes")
 
 
 def test_batch_keeps_order_and_outlives_failures():
-    with ScorePool({"judge": JUDGE}, num_workers=2, deadline_s=1.0) as pool:
+    with ScorePool({"judge": JUDGE}, num_workers=2, deadline_s=DEADLINE_S) as pool:
         texts = ["3", "crash", "4", "sleep:60", *["3"] * 20]
         results = asyncio.run(pool.score_batch([(PROMPT, text) for text in texts]))
     assert [status for _, status, _ in results] == [
@@ -89,8 +87,8 @@ def test_batch_keeps_order_and_outlives_failures():
 
 
 def test_queued_scores_have_the_whole_deadline(pool):
-    """Four scores of 0.4 s on one worker with a deadline of 1 s."""
-    results = asyncio.run(pool.score_batch([(PROMPT, "sleep:0.4")] * 4))
+    """Four scores of 1.2 s on one worker with a deadline of 4 s."""
+    results = asyncio.run(pool.score_batch([(PROMPT, "sleep:1.2")] * 4))
     assert [status for _, status, _ in results] == ["scored"] * 4
 
 
@@ -146,12 +144,3 @@ def test_reasoning_gym_out_of_process_equals_in_process():
         results = asyncio.run(pool.score_batch([(prompt, text) for text in texts]))
     assert [reward for reward, _, _ in results] == [environment.score(prompt, text) for text in texts]
     assert [reward for reward, _, _ in results[:4]] == [1.0, 1.0, 1.0, 0.0]
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # A zombie waits for a parent that may never come in a container; it runs no more.
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -54,8 +54,8 @@ def test_a_name_that_cannot_be_a_metric_key_is_refused():
 
 
 def test_a_span_costs_microseconds():
-    start = time.perf_counter()
+    start = time.thread_time()  # not of the clock: neighbours do not count
     for _ in range(10_000):
         with span("update"):
             pass
-    assert (time.perf_counter() - start) / 10_000 < 50e-6  # about 1 us here; a wide margin for a loaded machine
+    assert (time.thread_time() - start) / 10_000 < 50e-6  # about 1 us here

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from megatron_fp8rl.rollout.endpoint import Endpoint
+from tests.helpers.processes import DEADLINE_S, is_running, until
 
 # A replica with a server that answers at once and does nothing, below an agent that can be killed.
 _REPLICA = """
@@ -27,18 +27,6 @@ sys.exit(replica.main(sys.argv[1:]))
 _AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[1:]]).returncode)"
 
 
-def wait_for(what) -> None:
-    deadline = time.monotonic() + 120.0
-    while not what():
-        assert time.monotonic() < deadline, "took too long"
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
-
-
 @pytest.mark.parametrize("end", ["agent", "server", "asked"])
 def test_replica_and_server_end_together(end, tmp_path):
     path = tmp_path / "replicas" / "rollout-0.json"
@@ -47,25 +35,24 @@ def test_replica_and_server_end_together(end, tmp_path):
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     agent = subprocess.Popen([sys.executable, "-c", _AGENT, _REPLICA, *words], env=environment, start_new_session=True)
     try:
-        wait_for(lambda: Endpoint.read(path) is not None)
+        until(lambda: Endpoint.read(path) is not None, "the endpoint file")
         endpoint = Endpoint.read(path)
         assert (endpoint.name, endpoint.url, endpoint.incarnation) == ("rollout-0", "http://127.0.0.1:7", 2001)
         assert endpoint.log == "/l/rollout-0.log" and len(endpoint.token) > 30
         (replica,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         if end == "agent":
             agent.kill()
-            wait_for(lambda: not is_running(endpoint.pid))
         elif end == "server":
             os.kill(endpoint.pid, signal.SIGKILL)
-            assert agent.wait(60) == 128 + signal.SIGKILL
+            assert agent.wait(DEADLINE_S) == 128 + signal.SIGKILL
         else:
             os.kill(int(replica), signal.SIGUSR1)  # a warning for somebody else
             os.kill(int(replica), signal.SIGTERM)
-            assert agent.wait(60) == 0
-        wait_for(lambda: not is_running(int(replica)))
-        assert not is_running(endpoint.pid)
+            assert agent.wait(DEADLINE_S) == 0
+        until(lambda: not is_running(int(replica)), "the end of the replica's process")
+        until(lambda: not is_running(endpoint.pid), "the end of its server")
         assert not path.exists()
     finally:
         if is_running(agent.pid):
             os.killpg(agent.pid, signal.SIGKILL)
-        agent.wait(10)
+        agent.wait(DEADLINE_S)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from megatron_fp8rl.rollout.client import Sampling
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
 from megatron_fp8rl.types import Completion, Prompt
 from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.processes import until
 
 
 class Numbers:
@@ -84,7 +84,13 @@ class Fleet:
         async def run() -> None:
             function()
 
-        self.sync(run(), 5.0)
+        self.sync(run(), 60.0)
+
+
+    def turn(self) -> None:
+        """Let the loop do what it has to do."""
+        for _ in range(20):
+            self.call(lambda: None)
 
 
 class Scorer:
@@ -149,9 +155,9 @@ def test_batches_come_in_order_and_never_too_old(max_staleness):
         assert max(staleness) <= max_staleness
         oldest = max(oldest, *staleness)
         asked = fleet.clients[0].prompts
-        deadline = time.monotonic() + 10
-        while len(asked) < 2 * (step + 1 + max_staleness) and time.monotonic() < deadline:
-            time.sleep(0.001)  # the fleet's thread asks for what this version allows
+        # The fleet's thread asks for what this version allows, and for no more.
+        until(lambda: len(asked) >= 2 * (step + 1 + max_staleness), "what may be sampled ahead")
+        fleet.turn()
         assert len(asked) == 2 * (step + 1 + max_staleness)
         assert stream.position == 2 * (step + 1)  # what was started ahead is sampled again after a resume
         publish(fleet, stream, 11 + step)
@@ -162,8 +168,7 @@ def test_generation_goes_on_while_the_trainer_works():
     fleet = Fleet()
     stream = build(fleet, rollout={"max_staleness": 1})
     stream.next_groups()
-    fleet.call(lambda: None)  # let the loop turn
-    assert fleet.clients[0].prompts == [0, 1, 2, 3]
+    until(lambda: fleet.clients[0].prompts == [0, 1, 2, 3], "the batch behind the first")
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -174,7 +179,7 @@ def test_nothing_is_sampled_behind_the_last_step(max_staleness):
     for version in (11, 12, 13):
         stream.next_groups()
         publish(fleet, stream, version)
-    fleet.call(lambda: None)  # let the loop turn
+    fleet.turn()
     assert fleet.clients[0].prompts == [0, 1, 2, 3, 4, 5]
     assert stream.position == 6
 
@@ -202,12 +207,12 @@ def test_an_update_during_synchronous_sampling_is_refused():
     stream = build(fleet)
     waiting = threading.Thread(target=stream.next_groups)
     waiting.start()
-    while not fleet.clients[0].prompts:
-        fleet.call(lambda: None)
+    until(lambda: len(fleet.clients[0].prompts) == 2, "both prompts")
     with pytest.raises(RolloutError, match="4 completions are being sampled during an update"):
         stream.before_update()
     fleet.call(fleet.clients[0].gate.set)
-    waiting.join(5.0)
+    waiting.join(60.0)
+    assert not waiting.is_alive()
 
 
 def test_rollouts_that_are_too_old_are_refused():

@@ -1,0 +1,88 @@
+"""The few tests that fail beside others run once more, alone, and that run decides."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "run_tests.py"
+
+# Fails in a worker of xdist, which shares the cores, and passes without one.
+LONELY = """
+import os
+import pytest
+
+def fail_beside_others():
+    assert "PYTEST_XDIST_WORKER" not in os.environ
+
+@pytest.fixture
+def scarce():
+    fail_beside_others()
+
+@pytest.mark.parametrize("text", ["two words", "it's", 'a "quote"', "a::b [c] - d", "-n 3", "é", ""])
+def test_ids(text):
+    if text != "":
+        fail_beside_others()
+
+def test_setup(scarce):
+    pass
+
+def test_gone():
+    fail_beside_others()
+    pytest.skip("no Slurm")
+
+def test_fine():
+    pass
+"""
+BROKEN = "def test_broken():\n    assert 1 == 2\n"
+MANY = "import pytest\n@pytest.mark.parametrize('n', range(11))\ndef test_n(n):\n    assert n < 0\n"
+AGAIN = "while others shared the cores; again, alone:"
+
+
+def run(folder: Path, *words: str, **files: str) -> subprocess.CompletedProcess[str]:
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -ra\n")
+    for name, text in files.items():
+        (folder / f"{name}.py").write_text(text)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    command = [sys.executable, SCRIPT, "-n", "1", *words]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+
+
+def test_what_fails_is_repeated_by_name_and_that_run_decides(tmp_path: Path):
+    done = run(tmp_path, test_lonely=LONELY, test_broken=BROKEN)
+    assert done.returncode == 1
+    first, said, second = done.stdout.partition(f"9 tests failed {AGAIN}")
+    assert said and "8 failed, 2 passed, 1 error" in first, done.stdout
+    assert "1 failed, 7 passed, 1 skipped" in second and "9 tests again, alone: failed" in second
+    for name in ("two words", "it's", 'a "quote"', "a::b [c] - d", "-n 3"):
+        assert f"  test_lonely.py::test_ids[{name}]\n" in second
+    assert "  test_lonely.py::test_setup\n" in second and "  test_broken.py::test_broken\n" in second
+    assert "test_fine" not in second
+
+    # What failed in an earlier run, or is not asked for, stays out.
+    done = run(tmp_path, "test_lonely.py", "-k", "test_setup")
+    assert done.returncode == 0, done.stdout + done.stderr
+    second = done.stdout.partition(f"1 test failed {AGAIN}")[2]
+    assert "1 passed" in second and "1 test again, alone: passed" in second
+    assert not (tmp_path / ".pytest_cache").exists()
+
+    done = run(tmp_path, "test_lonely.py", "-k", "test_gone")
+    assert done.returncode == 1 and "was skipped now" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "text", "status"),
+    [
+        ((), "test_many", MANY, 1),
+        ((), "test_syntax", "def test(:\n", 1),
+        (("--no-such-option",), "test_broken", BROKEN, 4),
+    ],
+    ids=["too many", "collection error", "usage error"],
+)
+def test_nothing_else_is_repeated(tmp_path: Path, words: tuple[str, ...], name: str, text: str, status: int):
+    done = run(tmp_path, *words, **{name: text})
+    assert (done.returncode, "alone" in done.stdout) == (status, False), done.stdout + done.stderr

@@ -1,0 +1,59 @@
+"""Run the tests, and once more, alone and in one process, the few that failed: python tools/run_tests.py [ARG...]
+
+In: arguments of pytest, among them ``-n``, the number of processes that share the cores. Out: pytest's exit status. A
+test may fail because its neighbours left it neither time nor memory; one that fails alone as well is broken. Nothing is
+repeated after a usage error, an interrupt or a collection error, nor when more than MOST tests failed. Runs in the
+installed environment; the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from xml.etree import ElementTree
+
+MOST = 10
+TESTS_FAILED = 1  # pytest's exit status for tests that failed, as against 2 to 5
+
+
+def main(arguments: list[str]) -> int:
+    with tempfile.TemporaryDirectory(prefix="fp8rl-tests-") as cache:
+        # A cache of its own holds the failures of this run alone.
+        words = [*arguments, "-o", f"cache_dir={cache}"]
+        status = pytest(words)
+        failed = failures(Path(cache)) if status == TESTS_FAILED else []
+        if not 0 < len(failed) <= MOST or not all("::" in name for name in failed):  # a file: it cannot be imported
+            return status
+        tests = "1 test" if len(failed) == 1 else f"{len(failed)} tests"
+        print(f"\n{tests} failed while others shared the cores; again, alone:", *failed, sep="\n  ", flush=True)
+        report = Path(cache) / "again.xml"
+        again = ["-n", "0", "--last-failed", "--last-failed-no-failures", "none", f"--junitxml={report}"]
+        status = pytest([*words, *again])
+        if status == 0 and ElementTree.parse(report).find(".//skipped") is not None:
+            print("a test that failed was skipped now, which proves nothing", flush=True)
+            status = TESTS_FAILED
+        print(f"{tests} again, alone: {'failed' if status else 'passed'}", flush=True)
+        return status
+
+
+def pytest(arguments: list[str]) -> int:
+    """The exit status of pytest. An interrupt is pytest's to handle; SIGTERM is passed on to it."""
+    process = subprocess.Popen([sys.executable, "-m", "pytest", *arguments])
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+    status = process.wait()
+    return status if status >= 0 else 128 - status
+
+
+def failures(cache: Path) -> list[str]:
+    """Node ids of tests that failed or whose fixtures did, and of files that are none, from pytest's cache."""
+    path = cache / "v" / "cache" / "lastfailed"
+    return sorted(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else []
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
