@@ -38,6 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f" (did you mean {near[0]}?)" if near else ""
         print(f"{_PROGRAM}: unknown command {name!r}{hint}. Commands: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
+    try:
+        return _run(name, rest)
+    except (CheckpointError, ValueError) as error:
+        print(f"{_PROGRAM} {name}: {error}", file=sys.stderr)
+    except OSError as error:
+        said = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"{_PROGRAM} {name}: {said}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM} {name}: interrupted; the same command of a conversion goes on from here", file=sys.stderr)
+        return 130
+    return 2
+
+
+def _run(name: str, words: Sequence[str]) -> int:
     import tyro
 
     module = importlib.import_module(f"checkpoint_tools.{name}")
@@ -45,15 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.Options,
         prog=f"{_PROGRAM} {name}",
         description=COMMANDS[name],
-        args=rest,
+        args=words,
         use_underscores=True,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
     )
-    try:
-        return module.run(options)
-    except (CheckpointError, FileNotFoundError, ValueError) as error:
-        print(f"{_PROGRAM} {name}: {error}", file=sys.stderr)
-        return 2
+    return module.run(options)
 
 
 def overview() -> str:

@@ -43,6 +43,13 @@ def plan_shards(folder: Path, tensors: Tensors, max_shard_bytes: int) -> list[di
     ]
 
 
+def shard_bytes(shard_gb: float) -> int:
+    """Largest shard in bytes. Raises ValueError."""
+    if not 0 < shard_gb < math.inf:
+        raise ValueError(f"--shard_gb {shard_gb}: expected GB of a file, more than 0")
+    return int(shard_gb * 1e9)
+
+
 def create_shards(shards: list[dict[str, Entry]]) -> None:
     """Make the files, of full size, except those that an interrupted run has made. Raises OSError."""
     for shard in shards:

@@ -20,6 +20,7 @@ from torch import Tensor
 from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.safetensors_file import Entry, Files, read_header
+from checkpoint_tools.strips import strips
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.fp8.blockwise import dequantize_weight
 from megatron_fp8rl.weights import names
@@ -44,6 +45,7 @@ class HfFolder:
     entries: dict[str, Entry]  # tensors of the table, and the scales of those that are FP8
     left_out: dict[str, str]  # tensors that are not converted, and why
     recorded: dict[str, str]  # digests.json
+    untied_head: Entry | None = None  # an output head that is stored although config.json ties it to the embedding
     _files: Files = field(default_factory=Files, repr=False)
     _running: digests.Running | None = field(default=None, repr=False)
     _scales: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -72,7 +74,8 @@ class HfFolder:
             raise CheckpointError(path, problems)
         wanted = {name for base in names.hf_tensors(model) for name in (base, base + SCALE)}
         kept = {name: entry for name, entry in entries.items() if name in wanted}
-        return cls(path, config, model, kept, left_out, digests.read(path))
+        head = entries["lm_head.weight"] if model.tie_embeddings and "lm_head.weight" in left_out else None
+        return cls(path, config, model, kept, left_out, digests.read(path), head)
 
     @property
     def files(self) -> list[Path]:
@@ -99,6 +102,26 @@ class HfFolder:
             return rows
         scale = self._scale(name)[start // FP8_BLOCK : -(-end // FP8_BLOCK)]
         return dequantize_weight(rows, scale)[first - start :].to(torch.bfloat16)
+
+    def require_tied_head(self, memory_bytes: int) -> None:
+        """Read a head that is stored beside the embedding to which it is tied: it may be left out if it is the same.
+
+        Raises CheckpointError when it is not.
+        """
+        head = self.untied_head
+        if head is None:
+            return
+        embedding = self.entries["model.embed_tokens.weight"]
+        same = (head.dtype, head.shape) == (embedding.dtype, embedding.shape) and all(
+            torch.equal(*(self._files.rows(entry, *rows).view(torch.uint8) for entry in (head, embedding)))
+            for rows in strips(head.shape, memory_bytes)
+        )
+        if not same:
+            raise CheckpointError(
+                head.file,
+                "lm_head.weight: differs from model.embed_tokens.weight, to which config.json ties it. If the head was "
+                'trained apart, write "tie_word_embeddings": false into config.json; else remove it from the file',
+            )
 
     def stored(self, name: str, first: int = 0, end: int | None = None) -> Tensor:
         """Rows of a tensor, scales included, as the file has them; not compared with digests.json."""
@@ -132,9 +155,12 @@ def read_config(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError(path, "config.json is missing; is this a Hugging Face checkpoint?")
     try:
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise CheckpointError(file, f"damaged: it is not JSON ({error}). Fetch the file again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(file, "damaged: it is not a JSON object. Fetch the file again")
+    return content
 
 
 def side_files(path: Path) -> list[Path]:
@@ -152,16 +178,20 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
     index = path / INDEX
     if index.is_file():
         try:
-            listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            listed: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+            shards = sorted(set(listed.values()))
+            if not all(isinstance(file, str) for file in shards):
+                raise TypeError("weight_map has something else than names of files")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(index, f"damaged: {error}. Fetch the file again") from error
-        shards = sorted(set(listed.values()))
+        if SINGLE not in shards and (path / SINGLE).exists():
+            raise CheckpointError(path, f"{SINGLE} is there, and {INDEX}, which does not name it. Remove one of them")
     elif (path / SINGLE).is_file():
         listed, shards = {}, [SINGLE]
     else:
         listed, shards = {}, sorted(file.name for file in path.glob("model-*.safetensors"))
         if not shards:
-            raise CheckpointError(path, f"neither {SINGLE} nor {INDEX} is there; other formats of weights are not read")
+            raise CheckpointError(path, _no_safetensors(path))
     entries: dict[str, Entry] = {}
     unreadable: set[str] = set()
     problems = _missing_numbers(shards, listed) if not (path / SINGLE).is_file() else []
@@ -181,6 +211,18 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
             ]
             problems += [f"{name}: in {shard}, but not in {INDEX}" for name in sorted(set(found) - expected)]
     return entries, problems, unreadable
+
+
+def _no_safetensors(path: Path) -> str:
+    """What is there instead of safetensors, and what to do about it."""
+    said = f"neither {SINGLE} nor {INDEX} is there; other formats of weights are not read"
+    if any(path.glob("*.distcp")):
+        return f"{said}. This is a Megatron-Core checkpoint: make it one of Hugging Face by megatron_to_hf"
+    others = sorted(path.glob("pytorch_model*.bin"))
+    if not others:
+        return f"{said}. Fetch the model again, or name its folder"
+    model = f'AutoModelForCausalLM.from_pretrained("{path}", dtype="auto")'
+    return f"{said}. For {others[0].name}: {model}.save_pretrained(NEW_FOLDER) of transformers makes safetensors of it"
 
 
 def _missing_numbers(shards: Sequence[str], listed: dict[str, str]) -> list[str]:

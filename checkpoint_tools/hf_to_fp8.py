@@ -19,7 +19,7 @@ from torch import Tensor
 
 from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.hf_files import HfWriter, create_shards, plan_shards, write_rest
+from checkpoint_tools.hf_files import HfWriter, create_shards, plan_shards, shard_bytes, write_rest
 from checkpoint_tools.hf_folder import HfFolder, has_tokenizer, side_files
 from checkpoint_tools.output import fingerprint, output_folder
 from checkpoint_tools.published import check_files
@@ -53,6 +53,12 @@ class Options(WorkOptions):
     shard_gb: float = 5.0
     """Largest shard, in GB of 10^9 bytes."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, least in (("tensor", 1), ("bf16_first_layers", 0), ("bf16_last_layers", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} {getattr(self, name)}: at least {least} is needed")
+
     @property
     def precision(self) -> PrecisionConfig:
         return PrecisionConfig(
@@ -82,12 +88,15 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
     Raises CheckpointError as :func:`output_folder` does, when a tensor is damaged or holds NaN or infinity, and
     when an engine could not hold an FP8 matrix.
     """
+    source.require_tied_head(options.memory_bytes)
     table = LayerTable.build(source.model, options.precision)
     try:
         planned = plan(source.model, table, TrainerLayout(), EngineLayout(tensor=options.tensor))
     except PlanError as error:
         problems = [_with_our_options(problem, options.tensor) for problem in error.problems]
         raise CheckpointError(source.path, problems) from error
+    if not any(t.is_fp8 for t in planned.transfers):
+        raise CheckpointError(source.path, "no matrix would be FP8; lower --bf16_first_layers or --bf16_last_layers")
     wire = {t.name: (getattr(torch, t.dtype), t.shape) for bucket in planned.buckets for t in bucket.tensors}
     sizes = {t.name: sum(_size(wire[name]) for name in _outputs(t)) for t in planned.transfers}
     buckets, total = fill_buckets(sizes.items()), sum(sizes.values())
@@ -99,7 +108,7 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
         "shard_gb": options.shard_gb,
     }
     with output_folder(target, decides, overwrite=options.overwrite, num_bytes=total) as output:
-        shards = plan_shards(output.partial, wire, int(options.shard_gb * 1e9))
+        shards = plan_shards(output.partial, wire, shard_bytes(options.shard_gb))
         create_shards(shards)
         entries = {name: entry for shard in shards for name, entry in shard.items()}
         transfers = {t.name: t for t in planned.transfers}

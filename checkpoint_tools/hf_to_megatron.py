@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -26,7 +26,7 @@ from checkpoint_tools.megatron_folder import STATE
 from checkpoint_tools.output import Output, fingerprint, output_folder
 from checkpoint_tools.published import check_files
 from checkpoint_tools.report import say_converted
-from checkpoint_tools.strips import Segment, clip, segments, strips
+from checkpoint_tools.strips import Segment, clip, is_finite, segments, strips
 from checkpoint_tools.torch_dist import Piece, PieceReader, StoredTensor, append, write_metadata
 from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
@@ -67,6 +67,7 @@ def convert(source: HfFolder, target: Path, work: WorkOptions, *, dtype: DType =
 
     Raises CheckpointError as :func:`output_folder` does, and when a tensor is damaged.
     """
+    source.require_tied_head(work.memory_bytes)
     dtypes = _dtypes(source, dtype)
     job = ToMegatron(source, Path(), dtypes, work.memory_bytes)
     sizes = {name: _num_bytes(weight, job.dtype_of(weight)) for name, weight in names.weights(source.model).items()}
@@ -112,6 +113,7 @@ class ToMegatron:
     partial: Path
     dtypes: dict[str, torch.dtype]  # by key
     memory_bytes: int
+    not_finite: dict[str, None] = field(default_factory=dict)  # tensors of the bucket with NaN or infinity, in order
 
     @property
     def model(self) -> ModelConfig:
@@ -121,8 +123,9 @@ class ToMegatron:
         return self.dtypes[place(weight, self.model).key]
 
     def run(self, bucket: Bucket) -> dict[str, Any]:
-        """{digests by Hugging Face name, pieces by Megatron name, objects by key}, on disk and read back."""
+        """{digests, what is not finite, pieces by Megatron name, objects by key}, on disk and read back."""
         file = f"__{bucket.index}_0.distcp"
+        self.not_finite.clear()
         running = digests.Running(self.source.path)
         pieces: dict[str, list[Piece]] = {}
         objects: dict[str, Piece] = {}
@@ -144,6 +147,7 @@ class ToMegatron:
         self._verify(file, pieces, running.done)
         return {
             "digests": running.done,
+            "not_finite": list(self.not_finite),
             "pieces": {name: [piece.to_json() for piece in found] for name, found in pieces.items()},
             "objects": {key: piece.to_json() for key, piece in objects.items()},
         }
@@ -161,6 +165,8 @@ class ToMegatron:
         name, shape = weight.parts[segment.part]
         rows = self.source.rows(name, segment.start, segment.stop).to(dtype)
         running.add(name, segment.start, rows, shape[0])
+        if not is_finite(rows):
+            self.not_finite[name] = None
         for copy in weight.copies:
             same = self.source.rows(copy, segment.start, segment.stop).to(dtype)
             running.add(copy, segment.start, same, shape[0])

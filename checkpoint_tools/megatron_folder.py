@@ -150,9 +150,12 @@ def read_state(path: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
     try:
-        return json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except ValueError as error:
         raise CheckpointError(file, f"damaged: it is not JSON ({error}). Restore the file") from error
+    if not isinstance(content, dict) or not isinstance(content.get("files", {}), dict):
+        raise CheckpointError(file, "damaged: it is not what Megatron folders here have. Restore the file")
+    return content
 
 
 def model_of(path: Path) -> ModelConfig:
@@ -161,7 +164,7 @@ def model_of(path: Path) -> ModelConfig:
         saved = read_state(path)["config"]["model"]
         parts = {key: kind(**saved[key]) for key, kind in _PARTS.items() if saved.get(key) is not None}
         return ModelConfig(**(saved | parts | {"hf_path": None}))
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             path,
             f"{STATE} does not say which model this is ({error}); name a folder with its config.json by --hf_config",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +20,13 @@ import tyro
 
 from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
-from checkpoint_tools.hf_files import HfWriter, create_shards, plan_shards, write_rest
+from checkpoint_tools.hf_files import HfWriter, create_shards, plan_shards, shard_bytes, write_rest
 from checkpoint_tools.hf_folder import has_tokenizer, read_config, side_files
 from checkpoint_tools.hf_to_megatron import DType
 from checkpoint_tools.megatron_folder import STATE, MegatronFolder, read_state, resolve
 from checkpoint_tools.output import fingerprint, output_folder
 from checkpoint_tools.report import say_converted
-from checkpoint_tools.strips import clip, segments, strips
+from checkpoint_tools.strips import clip, is_finite, segments, strips
 from checkpoint_tools.torch_dist import METADATA
 from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
@@ -98,7 +98,7 @@ def convert(
     with output_folder(target, decides, overwrite=work.overwrite, num_bytes=total) as output:
         links = output.partial / _LINKS
         source = _hold(source, links)
-        shards = plan_shards(output.partial, tensors, int(shard_gb * 1e9))
+        shards = plan_shards(output.partial, tensors, shard_bytes(shard_gb))
         create_shards(shards)
         entries = {name: entry for shard in shards for name, entry in shard.items()}
         job = ToHf(source, HfWriter(entries, work.memory_bytes), types)
@@ -150,15 +150,17 @@ class ToHf:
     source: MegatronFolder
     writer: HfWriter
     types: dict[str, torch.dtype]  # by Megatron name
+    not_finite: dict[str, None] = field(default_factory=dict)  # tensors of the bucket with NaN or infinity, in order
 
     def run(self, bucket: Bucket) -> dict[str, Any]:
-        """{digests by Hugging Face name}, on disk and read back."""
+        """{digests and what is not finite by Hugging Face name}, on disk and read back."""
+        self.not_finite.clear()
         written = digests.Running(self.source.path)
         for name in bucket.names:
             self._write(names.weights(self.source.model)[name], written)
         self.writer.verify(written.done)
         self.source.reader.forget()
-        return {"digests": written.done}
+        return {"digests": written.done, "not_finite": list(self.not_finite)}
 
     def _write(self, weight: Weight, written: digests.Running) -> None:
         model, files = self.source.model, ", ".join(self.source.files_of(weight))
@@ -172,6 +174,8 @@ class ToHf:
                 if self.source.recorded:
                     stored.add(name, segment.start, part, shape[0])
                 part = part.to(self.types[weight.name])
+                if not is_finite(part):
+                    self.not_finite[name] = None
                 for copy in (name, *weight.copies):
                     self.writer.write(copy, segment.start, part)
                     written.add(copy, segment.start, part, shape[0])
@@ -199,8 +203,11 @@ def _config(model: ModelConfig, config_dir: Path | None, dtypes: set[torch.dtype
         config = read_config(config_dir)
         config.pop("quantization_config", None)
         theirs = names.from_hf_config(config, keep_mtp=model.num_mtp_layers > 0)
-        if _architecture_only(theirs) != _architecture_only(model):
-            raise CheckpointError(config_dir, f"config.json is of another model: {theirs} instead of {model}")
+        theirs, ours = _architecture_only(theirs), _architecture_only(model)
+        wrong = [f.name for f in fields(model) if getattr(theirs, f.name) != getattr(ours, f.name)]
+        if wrong:
+            said = ", ".join(f"{n} is {getattr(theirs, n)!r} instead of {getattr(ours, n)!r}" for n in wrong)
+            raise CheckpointError(config_dir, f"config.json is of another model: {said}. Name its own by --hf_config")
         if model.num_mtp_layers == 0 and config.get("num_nextn_predict_layers"):
             config["num_nextn_predict_layers"] = 0  # engines would look for their weights
     widest = torch.bfloat16 if torch.bfloat16 in dtypes else next(iter(dtypes))

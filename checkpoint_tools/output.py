@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from checkpoint_tools import digests
 from checkpoint_tools.errors import CheckpointError
 
 _JOURNAL, _LOCK = ".journal", ".lock"
@@ -45,7 +46,6 @@ class Output:
     def commit(self) -> None:
         """Give the folder its name, in place of an older folder of that name, which is deleted last."""
         (self.partial / _JOURNAL).unlink()
-        (self.partial / _LOCK).unlink()
         for file in self.partial.iterdir():
             sync(file)
         sync(self.partial)
@@ -54,6 +54,7 @@ class Output:
         if self.path.exists():
             os.rename(self.path, old)
         os.rename(self.partial, self.path)
+        (self.path / _LOCK).unlink()  # held up to here: nobody else may take the folder for an interrupted one
         sync(self.path.parent)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -63,20 +64,24 @@ def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bo
     """Open the partial folder of ``path``: what an interrupted run left if ``decides`` (JSON) is the same, else empty.
 
     ``num_bytes`` of weights are to be written. Raises CheckpointError when the folder exists and is not to be replaced,
-    when another program is writing it, and when the disk is too small or becomes full: what is done stays then, and the
-    same command goes on from there.
+    when another program is writing it, when it cannot be written, and when the disk is too small or becomes full: what
+    is done stays then, and the same command goes on from there.
     """
     path = Path(os.path.abspath(path))
-    if path.exists() and not overwrite:
-        raise CheckpointError(path, "exists already; choose another name, or replace it with --overwrite")
+    _require_free(path, decides, overwrite)
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"cannot be written: {error.filename}: {error.strerror}. Choose another folder"
+            raise CheckpointError(path, problem) from error
         with open(partial / _LOCK, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise CheckpointError(path, "another program is writing it; wait for it, or stop it first") from error
+            _require_free(path, decides, overwrite)  # again: the other program may just have finished
             output = Output(path, partial, _resume(partial, json.loads(json.dumps(decides))))
             try:
                 _require_space(partial, num_bytes)
@@ -88,12 +93,27 @@ def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bo
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        free = shutil.disk_usage(partial.parent).free
+        free, needed = shutil.disk_usage(partial.parent).free, num_bytes + _SPACE_MARGIN_BYTES
         raise CheckpointError(
             path,
-            f"the disk is full: {num_bytes / 1e9:.2f} GB are needed in all, {free / 1e9:.2f} GB are free. Nothing was "
+            f"the disk is full: {needed / 1e9:.2f} GB are needed in all, {free / 1e9:.2f} GB are free. Nothing was "
             "written under this name; make room and run the same command again, it goes on from what is done",
         ) from error
+
+
+def _require_free(path: Path, decides: Mapping[str, Any], overwrite: bool) -> None:
+    """Nothing but an earlier result may lie under the name, and not the source."""
+    source = Path(decides["source"][0])
+    if path.resolve() in (source, *source.parents):
+        raise CheckpointError(path, f"is, or holds, the source {source}; choose another name")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise CheckpointError(path, "exists already; choose another name, or replace it with --overwrite")
+    if not path.is_dir() or (any(path.iterdir()) and not (path / digests.FILE).is_file()):
+        raise CheckpointError(
+            path, f"is not a folder that these tools made (no {digests.FILE}); remove it first, or choose another name"
+        )
 
 
 def _resume(partial: Path, decides: dict[str, Any]) -> dict[int, dict[str, Any]]:

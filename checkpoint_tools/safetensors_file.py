@@ -30,6 +30,7 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 _ALIGNMENT_BYTES = 8
+_LFS_POINTER = b"version "  # how its first line begins
 _REMEDY = "Fetch the file again"
 
 
@@ -56,16 +57,23 @@ def read_header(file: Path) -> dict[str, Entry]:
     try:
         size = file.stat().st_size
         with open(file, "rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
+            start = stream.read(8)
+            if start == _LFS_POINTER:
+                raise CheckpointError(file, "a pointer of Git LFS instead of the file. Fetch it with git lfs pull")
+            length = int.from_bytes(start, "little")
             if size < 8 or length > size - 8:
                 raise CheckpointError(file, f"truncated: {size} bytes do not hold its header. {_REMEDY}")
             if length > _MAX_HEADER_BYTES:
                 raise CheckpointError(file, f"damaged: a header of {length} bytes. {_REMEDY}")
             header = json.loads(stream.read(length))
+        if not isinstance(header, dict):
+            raise TypeError("it is not a JSON object")
         header.pop("__metadata__", None)
         found = {name: _entry(file, name, entry, 8 + length) for name, entry in header.items()}
     except FileNotFoundError as error:
         raise CheckpointError(file, f"the file is missing. {_REMEDY}") from error
+    except OSError as error:
+        raise CheckpointError(file, f"cannot be read: {error.strerror}. Make it readable, or fetch it again") from error
     except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         if isinstance(error, CheckpointError):
             raise

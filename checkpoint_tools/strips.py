@@ -12,6 +12,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.weights.names import slicing
 from megatron_fp8rl.weights.names.table import Weight
@@ -53,6 +55,11 @@ def clip(whole: list[Segment], first: int, end: int) -> Iterator[Segment]:
         if low < high:
             start = piece.start + low - piece.offset
             yield Segment(piece.part, start, start + high - low, low - first)
+
+
+def is_finite(rows: Tensor) -> bool:
+    """Whether no number is NaN or infinite. A sum says so, and takes no memory: what is not finite stays in it."""
+    return bool(rows.sum().isfinite()) or bool(rows.isfinite().all())
 
 
 def strips(shape: tuple[int, ...], memory_bytes: int) -> Iterator[tuple[int, int]]:

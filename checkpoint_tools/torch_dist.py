@@ -234,7 +234,10 @@ class PieceReader:
 def append(stream: BinaryIO, data: Tensor | list, file: str, offsets: Iterable[int]) -> Piece:
     """Write a tensor, or the objects of a key, at the end of an open file. Raises OSError."""
     position = stream.tell()
-    torch.save(data, stream)
+    try:
+        torch.save(data, stream)
+    except RuntimeError as error:  # closing the archive fails after a write that failed, and hides why
+        raise error.__context__ if isinstance(error.__context__, OSError) else error
     sizes = tuple(data.shape) if isinstance(data, Tensor) else ()
     return Piece(tuple(offsets), sizes, file, position, stream.tell() - position)
 

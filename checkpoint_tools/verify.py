@@ -51,6 +51,11 @@ class Options(WorkOptions):
     seed: int = 0
     """Of the random tokens."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_tokens < 1:
+            raise ValueError(f"--num_tokens {self.num_tokens}: at least 1 is needed")
+
 
 def run(options: Options) -> int:
     """The command."""
@@ -216,7 +221,12 @@ def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",  # grouped products need rows of 16 bytes
+    ).eval()
     return model(tokens[None], use_cache=False).logits[0]
 
 

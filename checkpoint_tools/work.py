@@ -27,6 +27,7 @@ from checkpoint_tools.strips import MIN_MEMORY_BYTES
 BUCKET_BYTES = 256 << 20  # of weights between two lines of the journal
 _PLAIN_EVERY_S = 5.0
 _MEANINGFUL = 0.01  # share of the bytes after which a speed says something about the rest
+_MAX_NAMED = 5
 _UNITS = {"K": 10, "M": 20, "G": 30}
 
 
@@ -48,7 +49,11 @@ class WorkOptions:
     max_memory: Annotated[str, tyro.conf.arg(metavar="BYTES")] = "512M"
     """Memory for tensors in each worker (K, M, G; at least 64M), besides some 600M of Python and PyTorch."""
     overwrite: bool = False
-    """Replace a folder of the output's name."""
+    """Replace a folder of the output's name, if these tools made it."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise ValueError(f"--workers {self.workers}: at least 1 is needed")
 
     @property
     def memory_bytes(self) -> int:
@@ -94,7 +99,10 @@ class Volume(NamedTuple):
 
 
 def run_buckets(job: Job, buckets: Sequence[Bucket], output: Output, *, workers: int, label: str) -> Volume:
-    """Run what the journal does not have yet. The first error of a bucket ends the work; what is done stays."""
+    """Run what the journal does not have yet. The first error of a bucket ends the work; what is done stays.
+
+    Numbers that are not finite are kept as they are, and said on stderr.
+    """
     pending = [bucket for bucket in buckets if bucket.index not in output.done]
     volume = Volume(sum(bucket.num_bytes for bucket in buckets), sum(bucket.num_bytes for bucket in pending))
     progress = Progress(label, volume.total_bytes, volume.total_bytes - volume.new_bytes)
@@ -102,6 +110,10 @@ def run_buckets(job: Job, buckets: Sequence[Bucket], output: Output, *, workers:
         for bucket, result in results(job, pending, workers):
             output.record(bucket.index, result)
             progress.advance(bucket.num_bytes)
+    wrong = [name for bucket in buckets for name in output.done[bucket.index].get("not_finite", ())]
+    if wrong:
+        shown = ", ".join(wrong[:_MAX_NAMED]) + (", ..." if len(wrong) > _MAX_NAMED else "")
+        print(f"{label}: warning: {len(wrong)} tensors hold NaN or infinity: {shown}", file=sys.stderr)
     return volume
 
 

@@ -17,6 +17,7 @@ from tests.tolerances import LOGITS_FLOAT32
 
 FAMILIES = MODELS | {
     "qwen3": replace(DENSE, num_layers=3, num_key_value_heads=1, head_dim=20, vocab_size=67, tie_embeddings=True),
+    "mixtral-one-expert": replace(MODELS["mixtral"], experts_per_token=1),
     "qwen3_moe": replace(MOE, num_layers=3, num_experts=6, head_dim=20, vocab_size=67),
 }
 LAYOUTS = [

@@ -54,7 +54,8 @@ _IGNORED = frozenset(
     cls_token_id mask_token_id unk_token_id decoder_start_token_id prefix id2label label2id num_labels problem_type
     task_specific_params tokenizer_class max_window_layers is_encoder_decoder is_decoder cross_attention_hidden_size
     temperature top_k top_p do_sample max_length min_length max_new_tokens num_beams repetition_penalty
-    length_penalty
+    length_penalty typical_p num_beam_groups num_return_sequences _attn_implementation_autoset unsloth_fixed
+    unsloth_version transformers.js_config
     """.split()
 )
 
@@ -73,7 +74,10 @@ _NEEDED = {
     "num_key_value_heads": "fewer key/value heads than query heads, which latent attention does not have",
     "quantization_config": "weights that are dequantized first: 128x128 block FP8 is read by checkpoint_tools",
 }
-_UNKNOWN = "to learn whether it changes the model: then compute it, else name it as ignored in weights/names/family.py"
+_UNKNOWN = (
+    "to learn whether it changes the model: then compute it, else take it out of config.json, or name it as ignored in "
+    "weights/names/family.py"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +116,8 @@ def read(family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weigh
         value = _value(key, config, {**_WHEN_ABSENT, **family.defaults})
         if value is _MISSING:
             problems.append(f"{key} is missing")
+        elif not _is_of_type(name, value):
+            problems.append(f"{key} = {value!r} is not {_TYPES[_type_of(name)][1]}")
         values[name] = value
     if problems:
         raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(problems))
@@ -124,12 +130,36 @@ def _value(key: str, config: Mapping[str, Any], when_absent: Mapping[str, Any]) 
     """What a key of config.json says, as transformers reads it; ``_MISSING`` when it has to say something."""
     if config.get(key) is not None:
         return config[key]
+    if key not in config and key in when_absent:
+        return when_absent[key]
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     if key == "num_key_value_heads":
         return heads or _MISSING
     if key == "head_dim":
-        return hidden // heads if heads and hidden else _MISSING
-    return (_WHEN_NULL if key in config else when_absent).get(key, _MISSING)
+        return hidden // heads if heads and isinstance(heads, int) and isinstance(hidden, int) else _MISSING
+    return _WHEN_NULL.get(key, _MISSING) if key in config else _MISSING
+
+
+# Type of a field of ModelConfig -> (types of its value in config.json, what is expected in words)
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number of at least 0"),
+    "float": ((int, float), "a number of at least 0"),
+    "bool": ((bool,), "true or false"),
+}
+
+
+def _type_of(name: str) -> str:
+    """Type of a field of ModelConfig or, by its dotted name, of one of its parts, besides None."""
+    owner, _, leaf = name.rpartition(".")
+    part = {"": ModelConfig, "router": RouterConfig, "mla": MlaConfig}[owner]
+    return part.__annotations__[leaf].removesuffix(" | None")
+
+
+def _is_of_type(name: str, value: Any) -> bool:
+    if value is None:
+        return True
+    kinds = _TYPES[_type_of(name)][0]
+    return isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds) and value >= 0
 
 
 def _build(family: Family, values: dict[str, Any]) -> ModelConfig:
@@ -156,12 +186,13 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
         found = config.get(key)
         if found is not None and found != value:
             problems.append(_refusal(key, found, f"supported is {value!r}"))
-    kinds = [kind for kind in config.get("layer_types") or () if kind != "full_attention"]
+    layers = config.get("layer_types") or []
+    kinds = {str(kind) for kind in layers} - {"full_attention"} if isinstance(layers, list) else {str(layers)}
     if kinds:
-        problems.append(_refusal("layer_types", sorted(set(kinds)), "supported is 'full_attention'"))
+        problems.append(_refusal("layer_types", sorted(kinds), "supported is 'full_attention'"))
     quantization = config.get("quantization_config")
     if quantization and not (fp8_weights and is_block_fp8(quantization)):
-        method = quantization.get("quant_method")
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         problems.append(_refusal("quantization_config", method, "supported are BF16, FP16 and FP32 weights"))
     known = {*fixed, *family.fields, *family.ignored, *rope.KEYS, *_IGNORED}
     known |= {"model_type", "layer_types", "quantization_config"}
@@ -177,8 +208,10 @@ def _refusal(key: str, found: Any, supported: str) -> str:
 
 def is_block_fp8(quantization: Mapping[str, Any]) -> bool:
     """Whether a ``quantization_config`` says 128x128 blocks of E4M3, as DeepSeek-V3 and Qwen3-FP8 are published."""
+    if not isinstance(quantization, dict):
+        return False
     block = quantization.get("weight_block_size")
-    return quantization.get("quant_method") == "fp8" and list(block or ()) == [FP8_BLOCK, FP8_BLOCK]
+    return quantization.get("quant_method") == "fp8" and block in ([FP8_BLOCK, FP8_BLOCK], (FP8_BLOCK, FP8_BLOCK))
 
 
 def write(family: Family, model: ModelConfig) -> dict[str, Any]:

@@ -8,5 +8,5 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     rows=blocks.decoder,
     fields=DENSE | {"sliding_window": "sliding_window"},
-    defaults={"sliding_window": 4096},
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8},
 )

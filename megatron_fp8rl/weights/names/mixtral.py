@@ -23,7 +23,7 @@ MIXTRAL = Family(
         "num_experts_per_tok": "experts_per_token",
         "sliding_window": "sliding_window",
     },
-    defaults={"sliding_window": None},
+    defaults={"sliding_window": None, "num_key_value_heads": 8},
     aliases={"num_experts": "num_local_experts"},
     rope_theta=1_000_000.0,
 )

@@ -10,5 +10,6 @@ QWEN2 = Family(
     fields=DENSE,
     fixed={"use_sliding_window": False},
     implied={"qkv_bias": True},
+    defaults={"num_key_value_heads": 32},
     ignored=frozenset({"sliding_window"}),  # of no effect without use_sliding_window
 )

@@ -12,6 +12,7 @@ QWEN3 = Family(
     rows=blocks.decoder,
     fields=DENSE,
     fixed=_FIXED,
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
     ignored=_IGNORED,
 )
 QWEN3_MOE = Family(
@@ -26,7 +27,7 @@ QWEN3_MOE = Family(
         "norm_topk_prob": "router.normalize",
     },
     fixed=_FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []},
-    defaults={"norm_topk_prob": False},
+    defaults={"norm_topk_prob": False, "num_key_value_heads": 4},
     aliases={"num_local_experts": "num_experts"},
     ignored=_IGNORED,
 )

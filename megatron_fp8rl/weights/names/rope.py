@@ -20,7 +20,10 @@ _FIELDS = {"llama3": _LLAMA3, "yarn": _YARN}
 
 def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
     """(fields of ModelConfig, what is not supported) of the rotary embedding in a config.json."""
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+        return {}, [f"rope_parameters = {found!r} is not supported; needed is one rotary embedding for all layers"]
+    found = dict(found)
     kind = found.pop("rope_type", None) or found.pop("type", "default")
     found.pop("type", None)
     theta = found.pop("rope_theta", None) or config.get("rope_theta") or family.rope_theta

@@ -109,15 +109,22 @@ def join(weight: Weight, model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([parts[s.part].narrow(weight.axis, s.start, s.size) for s in slices(weight, model)])
 
 
-def split(weight: Weight, model: ModelConfig, tensor: Tensor, tp_size: int, tp_rank: int) -> list[Tensor]:
-    """Inverse of :func:`join` for the tensor of one rank: its piece of every part, views where neighbours allow."""
+def split(
+    weight: Weight, model: ModelConfig, tensor: Tensor, tp_size: int, tp_rank: int, block: int = 1
+) -> list[Tensor]:
+    """Inverse of :func:`join` for the tensor of one rank: its piece of every part, views where neighbours allow.
+
+    ``tensor`` may have one number for each ``block`` rows and columns. Raises ValueError when a piece begins within one.
+    """
     import torch
 
     axis = weight.axis
     pieces: list[list[Tensor]] = [[] for _ in weight.parts]
     position = 0
     for piece in slices(weight, model, tp_size, tp_rank):
-        pieces[piece.part].append(tensor.narrow(axis, position, piece.size))
+        if position % block:
+            raise ValueError(f"{weight.name}: {weight.parts[piece.part][0]} begins within a block of {block}")
+        pieces[piece.part].append(tensor.narrow(axis, position // block, -(-piece.size // block)))
         position += piece.size
     nothing = tensor.narrow(axis, 0, 0)
     return [torch.cat(found, axis) if len(found) > 1 else found[0] if found else nothing for found in pieces]

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from checkpoint_tools.work import Bucket, Progress, WorkOptions, fill_buckets
 from megatron_fp8rl.weights import names
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
+from tests.helpers.processes import DEADLINE_S, until
 
 HERE = WorkOptions(workers=1)
 MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
@@ -89,7 +89,8 @@ work.BUCKET_BYTES = 50_000
 run = hf_to_megatron.ToMegatron.run
 def slow(self, bucket):
     result = run(self, bucket)
-    time.sleep(0.2)
+    if bucket.index == 3:
+        time.sleep(1000)  # until it is killed
     return result
 hf_to_megatron.ToMegatron.run = slow
 sys.exit(__main__.main(sys.argv[1:]))
@@ -100,12 +101,14 @@ def test_kill_9_leaves_no_folder_and_the_same_command_finishes(source, tmp_path)
     target, journal = tmp_path / "megatron", tmp_path / ".megatron.partial" / ".journal"
     words = ["hf_to_megatron", str(source), str(target), "--workers", "1"]
     process = subprocess.Popen([sys.executable, "-c", PROGRAM, *words], stderr=subprocess.DEVNULL)
-    end = time.monotonic() + 60
-    while not (journal.exists() and journal.read_bytes().count(b"\n") > 2):
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.02)
+
+    def has_begun() -> bool:
+        assert process.poll() is None, "it was to be killed"
+        return journal.exists() and journal.read_bytes().count(b"\n") > 2
+
+    until(has_begun, "two buckets")
     process.send_signal(signal.SIGKILL)
-    assert process.wait(30) == -signal.SIGKILL
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
     assert not target.exists()
     finished = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     times = {file.name: file.stat().st_mtime_ns for file in journal.parent.glob("*.distcp")}

@@ -118,6 +118,32 @@ HF_DAMAGES = {
         lambda f: rewrite(f, EXPERT, lambda t: t.update({EXPERT: t[EXPERT].to(torch.float8_e4m3fn)})),
         rf"{EXPERT}_scale_inv: missing",
     ),
+    "folder_for_file": (
+        lambda f: ((f / FIRST).unlink(), (f / FIRST).mkdir()),
+        rf"{FIRST}: cannot be read: Is a directory",
+    ),
+    "git_lfs": (
+        lambda f: (f / FIRST).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        rf"{FIRST}: a pointer of Git LFS instead of the file. Fetch it with git lfs pull",
+    ),
+    "twice": (
+        lambda f: save_file(load_file(f / FIRST) | load_file(f / SECOND), f / SECOND),
+        rf"in {SECOND} and in {FIRST}",
+    ),
+    "two_sources": (
+        lambda f: shutil.copy(f / FIRST, f / "model.safetensors"),
+        rf"model.safetensors is there, and {INDEX}, which does not name it",
+    ),
+    "index_of_lists": (lambda f: edit_json(f / INDEX, lambda i: i.update(weight_map=[1])), rf"{INDEX}:\n  damaged"),
+    "index_of_numbers": (
+        lambda f: edit_json(f / INDEX, lambda i: i["weight_map"].update({EXPERT: 3})),
+        rf"{INDEX}:\n  damaged",
+    ),
+    "config_list": (lambda f: (f / "config.json").write_text("[]"), "config.json:\n  damaged: it is not a JSON object"),
+    "pickled": (
+        lambda f: ([p.unlink() for p in f.glob("model*")], torch.save({}, f / "pytorch_model.bin")),
+        "other formats of weights are not read. For pytorch_model.bin: .*save_pretrained",
+    ),
     "index": (lambda f: (f / INDEX).write_text("{"), rf"{INDEX}:\n  damaged"),
     "config": (lambda f: (f / "config.json").unlink(), "config.json is missing"),
     "no_weights": (lambda f: [p.unlink() for p in f.glob("model*")], "neither model.safetensors nor"),
@@ -240,6 +266,11 @@ MEGATRON_DAMAGES = {
     "no_metadata": (lambda f: (f / ".metadata").unlink(), ".metadata: the file is missing"),
     "metadata": (lambda f: cut(f / ".metadata", 100), r".metadata: truncated or damaged"),
     "state": (lambda f: (f / "state.json").write_text("{"), "state.json:\n  damaged"),
+    "state_list": (lambda f: (f / "state.json").write_text("[]"), "state.json:\n  damaged"),
+    "state_model": (
+        lambda f: edit_json(f / "state.json", lambda s: s["config"].update(model="x")),
+        "state.json does not say which model this is",
+    ),
     "without_sizes": (
         lambda f: (cut(f / "__0_0.distcp", 7), edit_json(f / "state.json", lambda s: s.update(files={}))),
         r"__0_0.distcp: truncated: \d+ bytes instead of",
