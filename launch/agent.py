@@ -126,7 +126,8 @@ class Agent:
     def _listen(self) -> None:
         """Sleep for a moment, or until a signal; ask for a checkpoint when there is one."""
         info = signal.sigtimedwait({signal.SIGUSR1}, _POLL_S)
-        if info is not None:
+        # Another signal that comes at the end of the time, as after a job was suspended, makes CPython return garbage.
+        if info is not None and info.si_signo == signal.SIGUSR1:
             self._signals.append(info.si_signo)
         while self._signals:
             number = self._signals[0]

@@ -19,7 +19,8 @@ from pathlib import Path
 from launch import cluster as clusters
 from launch import jobs, local, slurm, tunnel
 from launch.outcome import CANCELLED
-from launch.plan import TRAINING_JOBS, Plan, Request, lines
+from launch.plan import Plan, Request, lines
+from launch.run_state import nothing_came, report_name
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError, Violation
@@ -81,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except (tunnel.TunnelError, slurm.SubmitError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"{_PROGRAM}: interrupted, nothing is queued", file=sys.stderr)
         return 2
 
 
@@ -154,7 +158,7 @@ def launch(options: Options, request: Request) -> int:
         problems += _behind_tunnel(options, request)
     if spec is not None:
         problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
-        if not options.dry_run and not problems and options.job in TRAINING_JOBS:
+        if not options.dry_run and not problems:
             problems += _running(spec, cluster)
     if options.chain > 1 and (cluster.kind == "local" or plan.array):
         why = "an array has no chains" if plan.array else "a local job is started again by itself"
@@ -203,7 +207,9 @@ def _slurm(options: Options, plan: Plan, request: Request) -> int:
     launched = slurm.submit(
         spec, request.cluster, cluster_name=options.cluster, id=name, chain=options.chain, array=plan.array
     )
-    headline = f"job {', '.join(launched.job_ids)} is queued on cluster {options.cluster!r}"
+    numbers = ", ".join(launched.job_ids)
+    queued = f"jobs {numbers} are" if len(launched.job_ids) > 1 else f"job {numbers} is"
+    headline = f"{queued} queued on cluster {options.cluster!r}"
     _show_launched(headline, spec, f" --cluster {shlex.quote(options.cluster)}" if request.cluster.tunnel else "")
     if not options.wait:
         return 0
@@ -214,7 +220,8 @@ def _slurm(options: Options, plan: Plan, request: Request) -> int:
         return 1
     print("\n".join(shown))
     if request.cluster.tunnel is None:
-        _show_first_error(spec, launched.job_ids, status)
+        if any(not line.endswith((": COMPLETED", ": CANCELLED")) for line in shown):
+            _show_first_error(spec, launched.job_ids)
     elif status:
         with contextlib.suppress(tunnel.TunnelError):
             tunnel.watch(request.cluster, "logs", spec.run_dir, ())
@@ -233,7 +240,8 @@ def _local(options: Options, spec: JobSpec) -> int:
         return 1
     words = {0: "COMPLETED", CANCELLED: "CANCELLED", SAVED: "saved, and asked to end"}
     print(f"job {job_id}: {words.get(status, f'FAILED with status {status}')}")
-    _show_first_error(spec, (job_id,), status)
+    if status not in words:
+        _show_first_error(spec, (job_id,))
     return int(status != 0)
 
 
@@ -241,19 +249,27 @@ def _show_launched(headline: str, spec: JobSpec, cluster: str = "") -> None:
     run = f"{shlex.quote(spec.run_dir)}{cluster}"
     print(headline)
     print("\n".join(line for line in lines(spec) if not line.startswith("    ")))
-    print(f"report: {spec.run_dir}/report.html")
+    if (report := "sweep.md" if spec.agent_module != JobSpec.agent_module else report_name(spec)) is not None:
+        print(f"report: {spec.run_dir}/{report}")
     print(f"watch:  {_PROGRAM} status {run}\n        {_PROGRAM} logs {run} --follow\n        {_PROGRAM} cancel {run}")
     sys.stdout.flush()
 
 
-def _show_first_error(spec: JobSpec, job_ids: Sequence[str], status: int) -> None:
-    """What failed first, when something did."""
-    if not status:
-        return
-    for job_id in job_ids:
-        for path in sorted(launch_dir(spec.run_dir).glob(f"{job_id}.*/first_error.txt")):
-            print(f"first error of job {job_id} ({path}):\n{path.read_text(errors='replace').strip()}", file=sys.stderr)
-            return
+def _show_first_error(spec: JobSpec, job_ids: Sequence[str]) -> None:
+    """What failed first, or where to look."""
+    if spec.agent_module != JobSpec.agent_module:
+        said = f"`python -m launch.sweep {shlex.quote(spec.run_dir)}` shows which elements failed"
+    else:
+        attempts = [path for job_id in job_ids for path in sorted(launch_dir(spec.run_dir).glob(f"{job_id}.*"))]
+        said = f"it left no error; `{_PROGRAM} logs {shlex.quote(spec.run_dir)}` shows its logs"
+        if not attempts and not job_ids[0].startswith("local-"):
+            said = nothing_came(spec.run_dir, job_ids[0])
+        for path in attempts:
+            error = path / "first_error.txt"
+            if error.exists() and error.stat().st_size:  # on a full disk it is empty
+                said = f"first error of job {path.stem} ({error}):\n{error.read_text(errors='replace').strip()}"
+                break
+    print(said, file=sys.stderr)
 
 
 def _behind_tunnel(options: Options, request: Request) -> list[str]:
@@ -278,15 +294,14 @@ def _behind_tunnel(options: Options, request: Request) -> list[str]:
 
 
 def _running(spec: JobSpec, cluster: clusters.Cluster) -> list[str]:
-    """Jobs that work in the run's folder already: two trainers would overwrite each other's checkpoints."""
+    """Jobs that work in the run's folder already: two would overwrite each other's checkpoints, logs and endpoints."""
     found = []
     if cluster.tunnel is None:
         known = [(job, _state(job)) for job in read_jobs(spec.run_dir)]
     else:
         known = tunnel.read_jobs(cluster.tunnel, spec.run_dir)
     for job, state in known:
-        is_training = any(role.name == "trainer" for role in JobSpec.decode(job["spec"]).roles)
-        if is_training and state is not None:
+        if state is not None:
             found.append(
                 f"job {job['job_id']} of cluster {job['cluster']!r} is {state} in {spec.run_dir}. Cancel it by "
                 f"`{_PROGRAM} cancel`, or choose another --output_dir."

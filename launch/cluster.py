@@ -5,6 +5,7 @@ In: the name of a file in ``launch/clusters/``, or a path. Out: a :class:`Cluste
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.util
 import os
@@ -19,6 +20,24 @@ from megatron_fp8rl.doctor.hardware import GPUS, GpuName
 
 FOLDER = Path(__file__).parent / "clusters"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")
+_LONGEST_SIGNAL_S = 65535  # Slurm's
+# Options of sbatch that the launcher sets, and the field of CLUSTER or the option that does it, if any.
+_RESERVED = {
+    "account": "CLUSTER.account", "partition": "CLUSTER.partition", "time": "CLUSTER.time_limit",
+    "cpus-per-task": "CLUSTER.cpus_per_node", "gpus-per-node": "CLUSTER.gpus_per_node",
+    "signal": "CLUSTER.save_signal_s", "nodes": "--nodes", "job-name": "--name",
+    "array": "--job sweep", "dependency": "--chain", "wait": "--wait",
+} | dict.fromkeys(("output", "error", "open-mode", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "parsable",
+                   "wrap", "test-only", "kill-on-invalid-dep"))  # fmt: skip
+# What a field may hold, by its annotation without "| None", and what to write.
+_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
+    "str": (str, "Write text, in quotes"),
+    "GpuName": (str, f"Choose one of {', '.join(GPUS)}, in quotes"),
+    "int": (int, "Write a whole number, without quotes"),
+    "tuple[str, ...]": ((tuple, list), 'Write ("first", "second"), and of a single entry ("first",)'),
+    "dict[str, Any]": (dict, 'Write {"name": "value"}'),
+    "dict[str, str]": (dict, 'Write {"NAME": "value"}'),
+}
 
 
 class ClusterError(ValueError):
@@ -96,17 +115,15 @@ class Cluster:
         if limit is None:
             remedy = "Write hours as 04:00:00, or days as 2-00:00:00"
             found.append(_bad("time_limit", self.time_limit, "is no time", remedy))
-        elif self.save_signal_s >= limit:
+        if not 1 <= self.save_signal_s <= _LONGEST_SIGNAL_S:
+            remedy = f"Slurm takes 1 to {_LONGEST_SIGNAL_S} s; one step and a checkpoint have to fit in"
+            found.append(_bad("save_signal_s", self.save_signal_s, "is no time before the limit", remedy))
+        elif limit is not None and self.save_signal_s >= limit:
             remedy = f"Set less than the time limit of {limit} s, with room for one step"
             found.append(_bad("save_signal_s", self.save_signal_s, "is before the job begins", remedy))
         if self.max_restarts < 0:
             found.append(_bad("max_restarts", self.max_restarts, "is negative", "Set 0 or more"))
-        found += _of_environment(self)
-        reserved = {"output", "error", "job-name", "dependency", "requeue", "array", "nodes", "signal", "parsable"}
-        for name in self.sbatch:
-            if name.replace("_", "-") in reserved:
-                found.append(_bad(f"sbatch[{name!r}]", self.sbatch[name], "is set by the launcher", "Remove it"))
-        return found
+        return found + _of_environment(self) + _of_slurm(self)
 
     def missing_files(self) -> list[Violation]:
         """Files that the cluster names and this machine does not have. Behind a tunnel, ``launch.tunnel`` looks."""
@@ -147,6 +164,26 @@ def _of_nodes(cluster: Cluster) -> list[Violation]:
     for name, value in cluster.env.items():
         if not isinstance(value, str) or not name or "=" in name or "\0" in name + str(value):
             found.append(_bad(f"env[{name!r}]", value, "is no environment variable", "Use text for names and values"))
+    return found
+
+
+def _of_slurm(cluster: Cluster) -> list[Violation]:
+    """What would break the batch script, or contradict it."""
+    found = []
+    texts = {name: getattr(cluster, name) for name in ("account", "partition", "python", "container_image", "run_root")}
+    texts |= {f"sbatch[{name!r}]": value for name, value in cluster.sbatch.items()}
+    for name in ("srun", "container_mounts"):
+        texts |= {f"{name}[{i}]": word for i, word in enumerate(getattr(cluster, name))}
+    for name, value in texts.items():
+        if isinstance(value, str) and re.search(r"[\r\n]", value):
+            found.append(_bad(name, value, "holds a line break", "Write it in one line"))
+    for name, value in cluster.sbatch.items():
+        if (option := str(name).replace("_", "-")) in _RESERVED:
+            remedy = f"Remove it, and use {_RESERVED[option]}" if _RESERVED[option] else "Remove it"
+            found.append(_bad(f"sbatch[{name!r}]", value, "is set by the launcher", remedy))
+        elif value is not True and not isinstance(value, (str, int, float)) or value is False:
+            remedy = "Write text, a number, or True for an option without a value; or remove it"
+            found.append(_bad(f"sbatch[{name!r}]", value, "is no value of an option", remedy))
     return found
 
 
@@ -223,7 +260,31 @@ def load(name_or_path: str) -> Cluster:
     cluster = getattr(module, "CLUSTER", None)
     if not isinstance(cluster, Cluster):
         raise ClusterError(f"cluster file {path} sets CLUSTER to {cluster!r}; it has to be a launch.cluster.Cluster")
+    if found := _of_kinds(cluster, "CLUSTER"):
+        raise ClusterError(f"cluster file {path}: " + "\n  ".join(map(str, found)))
     return cluster
+
+
+def _of_kinds(value: Cluster | Tunnel, name: str) -> list[Violation]:
+    """Fields that hold another kind of value than they are declared with, which nothing else could judge."""
+    found = []
+    for one in dataclasses.fields(value):
+        held, (declared, _, _) = getattr(value, one.name), str(one.type).partition(" | None")
+        at = f"{name}.{one.name}"
+        if held is None and declared != one.type:
+            continue
+        if one.name == "kind":
+            if held not in ("slurm", "local"):
+                found.append(Violation(at, held, "is no kind of cluster", 'Choose "slurm" or "local"'))
+        elif declared == "Tunnel":
+            wrong = [Violation(at, held, "is no Tunnel", 'Write Tunnel(host="login")')]
+            found += _of_kinds(held, at) if isinstance(held, Tunnel) else wrong
+        else:
+            kinds, remedy = _KINDS[declared]
+            items = held if isinstance(held, (tuple, list)) else ()
+            if not isinstance(held, kinds) or isinstance(held, bool) or not all(isinstance(i, str) for i in items):
+                found.append(Violation(at, held, f"is of type {type(held).__name__}", remedy))
+    return found
 
 
 def _line_of(error: BaseException, path: Path) -> int | None:

@@ -35,6 +35,7 @@ _MEMORY_S = 120.0  # a traceback that a process survived for longer than this wa
 _RANK = re.compile(r"\[rank (\d+)\] ")
 _TORCH_RANK = re.compile(r"\[rank\d+\]: ?")  # before each line of what torch itself prints of an exception
 _MESSAGE = re.compile(r"[\w.<>]+(:|$)")  # below a traceback: the exception's name, and what it says if anything
+_FRAME = '  File "'
 _OWNER = "LAUNCH_OWNER"  # in the environment of all descendants, also of those in sessions of their own
 
 
@@ -257,10 +258,13 @@ def status_in_words(status: int | None) -> str:
 def _one_error(lines: Sequence[str]) -> list[str]:
     """From the head of a traceback to the message below it; after a message that ends in a colon, 15 lines more.
 
-    torchrun copies a rank's output and errors from two files: lines of its output may lie within the traceback.
+    torchrun copies a rank's output and errors from two files: lines of its output may lie within the traceback, and
+    look like a message. No message stands above a frame.
     """
     plain = [i for i, line in enumerate(lines) if i and line and not line.startswith((" ", "\t"))]
-    end = next((i for i in plain if _MESSAGE.match(lines[i])), plain[0] if plain else len(lines) - 1)
+    first = next((i for i, line in enumerate(lines) if i and line.startswith(_FRAME)), 0)
+    below = [i for i in plain if i > first and not "".join(lines[i + 1 : i + 2]).startswith(_FRAME)]
+    end = next((i for i in below if _MESSAGE.match(lines[i])), below[0] if below else len(lines) - 1)
     following = 0
     for line in lines[end + 1 : end + 16] if lines[end].endswith(":") else ():
         if _TRACEBACK.decode() in line or line.startswith(("=== ", "During handling of", "The above exception")):

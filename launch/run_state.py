@@ -16,7 +16,7 @@ from typing import Any
 
 from launch.outcome import newest_checkpoint, read_outcome
 from launch.slurm import ask_here, is_over, job_state
-from launch.spec import SAVED, attempt_dir, launch_dir, read_jobs
+from launch.spec import SAVED, JobSpec, attempt_dir, launch_dir, read_jobs
 
 UNKNOWN = "UNKNOWN"
 _SLURM_S = 20.0  # for a question that the rest of the answer can do without
@@ -65,29 +65,57 @@ def supervisor(job: dict[str, Any]) -> int | None:
     return int(pid) if pid.isdigit() and any(word.startswith(b"launch") for word in words) else None
 
 
+def nothing_came(run_dir: str | Path, job_id: str) -> str:
+    """What to say of a job that ended without a file in its run's folder."""
+    return (
+        f"it wrote nothing into {run_dir}: do its nodes see that folder, and may they write there? "
+        f"`sacct -j {job_id} -o State,ExitCode,NodeList` says where it was"
+    )
+
+
 def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
     """What ``status`` shows."""
     lines = [_line("run", str(run_dir))]
     for one in jobs[-5:]:
         lines += _job_lines(run_dir, one)
+    if jobs[-1].job.get("array") or (run_dir / "sweep.json").exists():  # without Slurm it is one job
+        return lines + _element_lines(run_dir)
     current = next((one for one in reversed(jobs) if one.attempts), None)
     if current is not None:
         lines += _role_lines(run_dir, current)
     lines += _progress_lines(run_dir)
     if current is not None:
         lines += _error_lines(run_dir, current)
-    report = run_dir / "report.html"
-    draw = f"python -m megatron_fp8rl report --run_dir {shlex.quote(str(run_dir))}"
-    written = "" if report.exists() else f" (not written yet: {draw})"
+    if (name := report_name(JobSpec.decode(jobs[-1].job["spec"]))) is None:
+        return lines
+    report = run_dir / name
+    draw = f": python -m megatron_fp8rl report --run_dir {shlex.quote(str(run_dir))}" if name == "report.html" else ""
+    written = "" if report.exists() else f" (not written yet{draw})"
     return [*lines, _line("report", f"{report}{written}")]
 
 
+def report_name(spec: JobSpec) -> str | None:
+    """The file of a run's folder that shows what came of it; None for a checkpoint tool."""
+    _, program, *words = (*spec.roles[0].command, "", "")
+    if program == "checkpoint_tools":
+        return None
+    return "study.md" if words[:1] == ["study"] else "report.html"
+
+
+def _element_lines(run_dir: Path) -> list[str]:
+    """Of a sweep, whose runs have folders of their own."""
+    begun = sorted(run_dir.glob("element-*/launch"), key=lambda path: int(path.parent.name.rpartition("-")[2]))
+    one = f"; `python -m launch status {shlex.quote(str(begun[0].parent))}` shows one" if begun else ""
+    table = f"`python -m launch.sweep {shlex.quote(str(run_dir))}` draws the table of all"
+    return [_line("elements", f"{len(begun)} have begun{one}"), _line("", table)]
+
+
 def first_error_file(run_dir: Path, jobs: list[JobState]) -> Path | None:
-    """Of the newest job that has one: that of its last attempt, which holds the first error of a crash loop."""
+    """Of the newest job that left an error: that of its last attempt, which holds the first error of a crash loop."""
     for one in reversed(jobs):
         for attempt in reversed(one.attempts):
             path = attempt_dir(run_dir, one.job_id, attempt) / "first_error.txt"
-            if path.exists():
+            if path.exists() and path.stat().st_size:  # on a full disk it is empty
                 return path
     return None
 
@@ -101,7 +129,7 @@ def _state(run_dir: Path, job: dict[str, Any], attempts: list[int]) -> tuple[str
         return "RUNNING", ""
     state, note = _state_by_files(run_dir, job["job_id"], attempts)
     if is_slurm:
-        return state, f"Slurm does not answer here; {note}"
+        return state, f"Slurm does not answer here, or has forgotten it; {note}"
     return ("FAILED", "") if state == UNKNOWN else (state, "")  # it ended without a word
 
 
@@ -130,7 +158,12 @@ def _job_lines(run_dir: Path, one: JobState) -> list[str]:
         lines.append(_line("", one.note))
     if one.state == "PENDING":
         waits = ask_here("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S", deadline_s=_SLURM_S)
-        lines += [_line("", f"waits: {waits.strip()}")] if waits and waits.strip() else []
+        reasons = dict.fromkeys((waits or "").split("\n"))  # of an array one for each element
+        lines += [_line("", f"waits: {reason}") for reason in reasons if reason]
+    has_output = (Path(job.get("folder") or "/") / f"sbatch-{one.job_id}.out").exists()
+    is_silent = job["kind"] == "slurm" and not (one.attempts or has_output or job.get("array"))
+    if is_silent and one.is_over and one.state not in ("COMPLETED", "CANCELLED"):
+        lines.append(_line("", nothing_came(run_dir, one.job_id)))
     for attempt in one.attempts:
         outcome = read_outcome(run_dir, one.job_id, attempt)
         if outcome is not None:
@@ -138,7 +171,8 @@ def _job_lines(run_dir: Path, one: JobState) -> list[str]:
         elif attempt == one.attempts[-1] and not one.is_over:
             lines.append(_line("", f"attempt {attempt}: under way"))
         else:
-            lines.append(_line("", f"attempt {attempt}: ended without a word (a node was lost, or all was killed)"))
+            why = "a node was lost, all was killed, or the disk was full"
+            lines.append(_line("", f"attempt {attempt}: ended without a word ({why})"))
     return lines
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -36,6 +37,8 @@ _POLL_TUNNEL_S = 15.0  # each is a connection of its own
 _HELD_S = 2.0  # after which Slurm says why a job may never start
 # nemo-run 0.11.1 replaces this text wherever it stands in a script without a container.
 NEMO_RUN_PLACEHOLDER = "/nemo_run"
+# What overrules a batch script in the environment of sbatch, and the field of CLUSTER that it would overrule.
+_OVERRULING = {"SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_TIMELIMIT": "time_limit"}
 # Reasons of a pending job that no waiting changes.
 _NEVER = {
     "PartitionTimeLimit": "CLUSTER.time_limit is above the partition's",
@@ -87,7 +90,8 @@ def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
     """What nemo-run or Slurm would get wrong, each in one sentence with what to do."""
     found = list(spec.problems())
     texts = {"the run's folder": spec.run_dir, "CLUSTER.python": cluster.interpreter}
-    texts |= {f"CLUSTER.setup[{i}]": line for i, line in enumerate(cluster.setup)}
+    for name in ("setup", "srun"):
+        texts |= {f"CLUSTER.{name}[{i}]": text for i, text in enumerate(getattr(cluster, name))}
     texts |= {f"CLUSTER.sbatch[{name!r}]": str(value) for name, value in cluster.sbatch.items()}
     if cluster.container_image is None:
         found += [
@@ -100,6 +104,10 @@ def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
     for mark, why in marks.items():
         if mark in spec.run_dir:
             found.append(f"the run's folder = {spec.run_dir!r} holds {mark!r}: {why}. Choose another --output_dir.")
+    for variable, name in _OVERRULING.items() if cluster.tunnel is None else ():
+        said, value = os.environ.get(variable), getattr(cluster, name)
+        if said is not None and value is not None and said != value:
+            found.append(f"{variable} = {said!r} of this shell would overrule CLUSTER.{name} = {value!r}. Unset it.")
     if cluster.container_image is not None and re.search(r"[:,]", spec.run_dir + (cluster.run_root or "")):
         found.append(f"the run's folder = {spec.run_dir!r} holds ':' or ',', which pyxis cannot mount. Choose another.")
     return found
@@ -140,15 +148,26 @@ def submit(
     submission = _submission(nemo, spec, cluster, id or new_id(spec), chain, array)
     if cluster.tunnel is not None:
         return _submit_there(nemo, submission, spec, cluster_name)
-    copy_code(Path(submission.code_dir))
+    code_dir = Path(submission.code_dir)
+    if code_dir.exists():
+        folder = code_dir.parents[1]
+        raise SubmitError(f"there is a submission {submission.id!r} already in {folder}: choose another --id")
+    job_ids: list[str] = []
     try:
+        copy_code(code_dir)
         job_ids = nemo.submit(submission)
-    except Exception as error:
-        shutil.rmtree(submission.code_dir, ignore_errors=True)
+        for index, job_id in enumerate(job_ids):  # at once: elements of a sweep read it when they begin
+            add_job(spec.run_dir, _record(submission, index, job_id, spec, cluster_name))
+        _refuse_hopeless(job_ids, cluster_name)
+    except BaseException as error:  # an interrupt too: no job stays of which its user was not told
+        if job_ids:
+            ask_here("scancel", *job_ids)
+        shutil.rmtree(code_dir, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SubmitError(f"the run's folder {spec.run_dir!r} cannot be written: {error}") from error
+        if isinstance(error, SubmitError) or not isinstance(error, Exception):
+            raise
         raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(error, cluster)}") from error
-    _refuse_hopeless(job_ids, cluster_name)
-    for index, job_id in enumerate(job_ids):
-        add_job(spec.run_dir, _record(submission, index, job_id, spec, cluster_name))
     folder = str(Path(submission.job_dir(0)).parent)
     return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=folder)
 
@@ -179,6 +198,7 @@ def _submit_there(nemo: ModuleType, submission: Any, spec: JobSpec, cluster_name
                 experiment=str(experiment.relative_to(there)),
                 tasks=[submission.task_name(index) for index in range(submission.chain)],
             )
+            _refuse_hopeless(job_ids, cluster_name, functools.partial(tunnel.ask, cluster.tunnel))
         except tunnel.LoginNodeError as error:
             raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(error, cluster)}") from error
         except tunnel.TunnelError as error:
@@ -186,7 +206,11 @@ def _submit_there(nemo: ModuleType, submission: Any, spec: JobSpec, cluster_name
                 f"cluster {cluster_name!r}: {error}\n  If the connection was lost late, the job is queued "
                 f"nevertheless: look there by `squeue --me`, and at {there}/jobs.jsonl"
             ) from error
-    _refuse_hopeless(job_ids, cluster_name, functools.partial(tunnel.ask, cluster.tunnel))
+        except KeyboardInterrupt as error:
+            raise SubmitError(
+                f"cluster {cluster_name!r}: interrupted. If the job was queued already, `squeue --me` there shows it, "
+                f"and {there}/jobs.jsonl"
+            ) from error
     return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=str(experiment))
 
 
@@ -264,14 +288,17 @@ def wait(
 
 
 def job_state(job_id: str, *, ask: Callable[..., str | None] | None = None) -> str | None:
-    """Slurm's word for the state of a job, of an array its worst; None when nobody answers ``ask``."""
+    """Slurm's word for the state of a job; None when nobody answers ``ask``.
+
+    Of an array RUNNING while any element runs, then what others wait for, then the worst.
+    """
     ask = ask or ask_here
     shown = ask("scontrol", "-o", "show", "job", job_id)
     found = re.findall(r"\bJobState=(\w+)", shown or "")
     if not found:
         accounted = ask("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
         found = [line.split()[0] for line in (accounted or "").splitlines() if line.split()]
-    running = [state for state in found if not is_over(state)]
+    running = sorted((state for state in found if not is_over(state)), key=lambda state: state != "RUNNING")
     failed = [state for state in found if state != "COMPLETED"]
     return (running or failed or found or [None])[0]
 

@@ -25,7 +25,7 @@ from launch import run_state
 from launch.outcome import read_outcome
 from launch.peers import CANCEL
 from launch.run_state import JobState
-from launch.spec import JobSpec, attempt_dir
+from launch.spec import JobSpec, attempt_dir, launch_dir
 
 _POLL_S = 0.5
 _QUIET_S = 3.0  # after the end of a job, until its last lines have come
@@ -192,8 +192,10 @@ def logs(run_dir: Path, options: argparse.Namespace) -> int:
     views = _views(run_dir, jobs, options)
     if not views and not options.follow:
         raise WatchError(_nothing_chosen(run_dir, jobs, options))
-    for view in views:
-        view.show_last(options.lines, is_merged=len(views) > 1)
+    shown = [view.show_last(options.lines, is_merged=len(views) > 1) for view in views]
+    if options.rank is not None and not any(shown) and not options.follow:
+        paths = ", ".join(str(view.path) for view in views)
+        raise WatchError(f"--rank {options.rank} has written nothing. Logs: {paths}")
     if options.follow:
         _follow(run_dir, options, views)
     return 0
@@ -209,14 +211,17 @@ class _View:
     offset: int = 0
     rest: bytes = field(default=b"", repr=False)  # a line that has no end yet
 
-    def show_last(self, count: int, *, is_merged: bool) -> None:
-        lines = deque(self._new_lines(), maxlen=count)
+    def show_last(self, count: int, *, is_merged: bool) -> bool:
+        """Whether the process itself has written anything: headers are the agents'."""
+        found = self._new_lines()
+        lines = deque(found, maxlen=count)
         if is_merged and lines:
             print(f"=== {self.title}: {self.path}")
         for line in lines:
             print(line)
         if is_merged and lines:
             print()
+        return any(not line.startswith("=== ") for line in found)
 
     def show_new(self, *, is_merged: bool) -> bool:
         """Whether there was anything. In the merged view each line begins with its role and node."""
@@ -275,24 +280,30 @@ def _views(run_dir: Path, jobs: list[JobState], options: argparse.Namespace) -> 
             continue
         found.append(_View(path, match["role"] if node is None else f"{match['role']}.node{node}", options.rank))
     if options.role in (None, "job") and options.node is None and options.rank is None:
-        found += [_View(path, "job", None) for path in _job_logs(jobs[-1])]
+        found += [_View(path, "job", None) for path in _job_logs(run_dir, jobs[-1])]
     return found
 
 
-def _job_logs(newest: JobState) -> list[Path]:
-    """Output of the batch script and of the agents."""
+def _job_logs(run_dir: Path, newest: JobState) -> list[Path]:
+    """Output of the batch script and of the agents; below the run's folder if that was moved since."""
     job = newest.job
     if job["kind"] == "local":
         return [path for path in [Path(job.get("script") or "")] if path.is_file()]
     folder = Path(job.get("folder") or job.get("experiment") or "/nonexistent")
+    folder = folder if folder.is_dir() else launch_dir(run_dir) / "experiments"
     names = (f"sbatch-{newest.job_id}.out", f"log-agents_{newest.job_id}_*.out")
     return [path for name in names for path in sorted(folder.rglob(name))] if folder.is_dir() else []
 
 
 def _nothing_chosen(run_dir: Path, jobs: list[JobState], options: argparse.Namespace) -> str:
     everything = argparse.Namespace(role=None, node=None, rank=None)
-    there = ", ".join(view.title for view in _views(run_dir, jobs, everything)) or "none yet"
-    return f"no log of role {options.role}, node {options.node}, rank {options.rank}. There are: {there}"
+    there = ", ".join(dict.fromkeys(view.title for view in _views(run_dir, jobs, everything)))
+    chosen = [f"{name} {value}" for name in ("role", "node", "rank") if (value := getattr(options, name)) is not None]
+    if jobs[-1].job.get("array"):
+        return f"{run_dir} is a sweep: name the run of an element, as {run_dir / 'element-0'}"
+    if not there:
+        return f"job {jobs[-1].job_id} is {jobs[-1].state}, and has written nothing"
+    return f"there is no log of {', '.join(chosen)}. There are: {there}"
 
 
 def _jobs(run_dir: Path) -> list[JobState]:
@@ -300,6 +311,12 @@ def _jobs(run_dir: Path) -> list[JobState]:
     if not jobs:
         raise WatchError(f"{run_dir} was not launched: it has no launch/jobs.jsonl")
     return jobs
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -320,7 +337,7 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--role", help='trainer, rollout-0, ..., or "job" for the batch script and the agents')
             command.add_argument("--node", type=int, help="index of the node in the job")
             command.add_argument("--rank", type=int, help="of the trainer")
-            command.add_argument("--lines", type=int, default=40, help="of the end of each log (default 40)")
+            command.add_argument("--lines", type=_count, default=40, help="of the end of each log (default 40)")
             command.add_argument("--follow", "-f", action="store_true", help="until the job is over")
     return parser
 

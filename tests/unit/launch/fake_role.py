@@ -1,12 +1,16 @@
 """Small programs that behave like a trainer and a rollout replica towards an agent. Run by path; standard library alone.
 
-    train STEPS [--crash-at STEP --on RANK --times N] [--deaf]
-    serve [--die-after SECONDS --on RANK --times N] [--port PORT]
+    train STEPS [--crash-at STEP --on RANK --times N] [--deaf] [--hold-at STEP --for FILE]
+    serve [--die-after SECONDS --on RANK --times N] [--port PORT --parts N]
+
+A trainer holds at a step until a file of the run is there, or until it is asked to save: what a test does meanwhile may
+take its time. A part of a server dies once all ``--parts`` parts of it have begun.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -26,6 +30,25 @@ def _count(name: str) -> int:
     return marks
 
 
+def say(*words: object) -> None:
+    """A line of output. Who is not heard any more goes on: only what ends it on purpose is to end it."""
+    with contextlib.suppress(OSError):
+        print(*words, flush=True)
+
+
+def _has_crashed_elsewhere() -> bool:
+    """Whether the agent of another rank has noted that rank's error in this attempt, and the moment of it."""
+    logs = [path.read_text() for path in Path(os.environ["LAUNCH_LOG"]).parent.glob("trainer.node*.log")]
+    return any("is not finite" in log.rpartition(f"attempt {os.environ['LAUNCH_ATTEMPT']},")[2] for log in logs)
+
+
+def _num_begun(port: int) -> int:
+    """Parts of this role that have said that they begin with this port."""
+    own = Path(os.environ["LAUNCH_LOG"])
+    logs = [path.read_text() for path in own.parent.glob(f"{own.name.partition('.node')[0]}.node*.log")]
+    return sum(f"port {port} " in log for log in logs)
+
+
 def _save(step: int) -> str:
     folder = CHECKPOINTS / f"step_{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -36,42 +59,47 @@ def train(arguments: argparse.Namespace) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it asks for the same as the file
     found = sorted(CHECKPOINTS.glob("step_*"))
     step = int(found[-1].name[5:]) if found else 0
-    print(f"begins after step {step}", flush=True)
+    say(f"begins after step {step}")
     while step < arguments.steps:
         if (BOARD / "stop.json").exists() and not arguments.deaf:
             if RANK == 0:
                 told = json.dumps({"step": step, "checkpoint": _save(step)})
                 (BOARD / ".told").write_text(told)
                 (BOARD / ".told").rename(BOARD / "stopped.json")
-            print(f"saved step {step}", flush=True)
+            say(f"saved step {step}")
             return
         time.sleep(0.1)
+        if step == arguments.hold_at and not (RUN / arguments.file).exists():
+            continue
         step += 1
         if RANK == 0:
             with (RUN / "metrics.jsonl").open("a") as metrics:
                 metrics.write(json.dumps({"step": step, "reward/score/mean": step / 10, "time/step/s": 0.1}) + "\n")
         if step == arguments.crash_at and arguments.on == RANK and _count("crash") < arguments.times:
             raise RuntimeError(f"tensor layer.{step} is not finite")
-        print(f"step {step}", flush=True)
+        say(f"step {step}")
         if arguments.crash_at and arguments.on != RANK and step > arguments.crash_at:
-            while not list(RUN.glob("crash.*")):  # the other rank's own
+            while not _has_crashed_elsewhere():
                 time.sleep(0.1)
-            time.sleep(0.5)
             raise ConnectionError("the other rank is gone")
-    print("has finished", flush=True)
+    say("has finished")
 
 
 def serve(arguments: argparse.Namespace) -> None:
     name = os.environ["LAUNCH_ROLE"]
-    print("port", arguments.port, "network", os.environ.get("GLOO_SOCKET_IFNAME"), flush=True)
+    say("port", arguments.port, "network", os.environ.get("GLOO_SOCKET_IFNAME"))
     dies = arguments.die_after is not None and arguments.on in (None, RANK)
     if dies and _count(f"death-{name}") < arguments.times:
+        while arguments.port and _num_begun(arguments.port) < arguments.parts:
+            time.sleep(0.05)
         time.sleep(arguments.die_after)
         raise MemoryError("no memory for the KV cache")
     endpoint = RUN / ("scorers" if name.startswith("score-") else "replicas") / f"{name}.json"
     endpoint.parent.mkdir(exist_ok=True)
-    endpoint.write_text(json.dumps({"name": name, "incarnation": os.environ["LAUNCH_INCARNATION"]}))
-    print("listens", flush=True)
+    say("listens")
+    half = endpoint.with_suffix(".half")
+    half.write_text(json.dumps({"name": name, "incarnation": os.environ["LAUNCH_INCARNATION"]}))
+    half.rename(endpoint)
     time.sleep(600)
 
 
@@ -84,11 +112,14 @@ trainer.add_argument("--crash-at", type=int, default=0)
 trainer.add_argument("--on", type=int, default=0)
 trainer.add_argument("--times", type=int, default=1000)
 trainer.add_argument("--deaf", action="store_true")
+trainer.add_argument("--hold-at", type=int)
+trainer.add_argument("--for", dest="file")
 server = commands.add_parser("serve")
 server.set_defaults(run=serve)
 server.add_argument("--die-after", type=float)
 server.add_argument("--on", type=int)
 server.add_argument("--port", type=int)
+server.add_argument("--parts", type=int, default=1)
 server.add_argument("--times", type=int, default=1000)
 chosen = parser.parse_args()
 chosen.run(chosen)

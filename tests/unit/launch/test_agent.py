@@ -8,17 +8,17 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launch.spec import JobSpec, Role, attempt_dir, endpoint_file, log_file
+from tests.helpers.processes import DEADLINE_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
 FAKE = str(Path(__file__).with_name("fake_role.py"))
-DEADLINE_S = 150.0
+HOLD = ("--hold-at", "5", "--for", "go")  # step 5, until the test says so
 
 
 def trainer(*words: str, nodes: tuple[int, ...] = (0,), kind: str = "command") -> Role:
@@ -37,7 +37,6 @@ class Job:
         self.run_dir = folder / "a run with 'quotes'"
         self.run_dir.mkdir(exist_ok=True)
         self.num_nodes = num_nodes
-        self.deadline_s = DEADLINE_S
         environment = {"FAKE_RUN": str(self.run_dir)}
         self.spec = JobSpec(
             name="fake", run_dir=str(self.run_dir), roles=roles, nodes=num_nodes, env=environment, **how
@@ -46,38 +45,43 @@ class Job:
     def start(self, attempt: int = 0, nodes: tuple[int, ...] | None = None, **environment: str) -> None:
         here = {"LAUNCH_JOB": "local-1", "LAUNCH_NODES": str(self.num_nodes), "LAUNCH_ATTEMPT": str(attempt)}
         self.board = attempt_dir(self.run_dir, "local-1", attempt)
-        self.agents = [
-            subprocess.Popen(
-                [sys.executable, "-m", "launch.agent", self.spec.encode()],
-                cwd=ROOT,
-                env={**os.environ, "LAUNCH_GRACE_S": "3", **here, "LAUNCH_NODE": str(node), **environment},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-            for node in nodes or range(self.num_nodes)
-        ]
+        self.agents, self.outputs = [], []
+        for node in nodes or range(self.num_nodes):
+            self.outputs.append(self.run_dir / f"agent.{attempt}.{node}.out")
+            with self.outputs[-1].open("w") as output:
+                agent = subprocess.Popen(
+                    [sys.executable, "-m", "launch.agent", self.spec.encode()],
+                    cwd=ROOT,
+                    env={**os.environ, "LAUNCH_GRACE_S": "3", **here, "LAUNCH_NODE": str(node), **environment},
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self.agents.append(agent)
 
     def wait(self) -> tuple[set[int], list[str]]:
         """(exit statuses, outputs) of the agents."""
         try:
-            outputs = [agent.communicate(timeout=self.deadline_s)[0] for agent in self.agents]
+            statuses = {agent.wait(2 * DEADLINE_S) for agent in self.agents}
         except subprocess.TimeoutExpired:
             for agent in self.agents:
                 agent.kill()
-            pytest.fail("agents did not end:\n" + "\n".join(agent.communicate()[0] for agent in self.agents))
-        return {agent.returncode for agent in self.agents}, outputs
+            pytest.fail("agents did not end:\n" + "\n".join(output.read_text() for output in self.outputs))
+        return statuses, [output.read_text() for output in self.outputs]
 
     def run(self, attempt: int = 0, **environment: str) -> tuple[set[int], list[str]]:
         self.start(attempt, **environment)
         return self.wait()
 
     def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline and all(agent.poll() is None for agent in self.agents)
-            time.sleep(0.05)
+        def reached() -> bool:
+            if condition():
+                return True
+            said = "\n".join(output.read_text() for output in self.outputs)
+            assert all(agent.poll() is None for agent in self.agents), f"an agent has ended:\n{said}"
+            return False
+
+        until(reached, "a job to get there")
 
     def log(self, role: str, node: int) -> str:
         path = log_file(self.run_dir, role, node)
@@ -100,6 +104,12 @@ def fake_processes(run_dir: Path) -> list[str]:
     return found
 
 
+def nothing_is_left(run_dir: Path) -> bool:
+    """Nothing runs any more. A killed process is still there until a processor is free to end it."""
+    until(lambda: fake_processes(run_dir) == [], "the end of what the job started")
+    return True
+
+
 def test_a_job_ends_when_its_trainer_has_finished_everywhere(tmp_path: Path):
     job = Job(tmp_path, trainer("5", nodes=(0, 1)), replica(0, 1), replica(1, 2), num_nodes=3)
     statuses, outputs = job.run()
@@ -110,7 +120,7 @@ def test_a_job_ends_when_its_trainer_has_finished_everywhere(tmp_path: Path):
     assert "listens" in job.log("rollout-1", 2)
     assert (job.board / "done").read_text() == "0\n" and not (job.board / "first_error.txt").exists()
     assert not endpoint_file(job.run_dir, "rollout-1").exists()
-    assert fake_processes(job.run_dir) == []
+    assert nothing_is_left(job.run_dir)
 
 
 def test_a_crash_on_another_node_is_shown_first_by_all_and_nothing_is_left(tmp_path: Path):
@@ -122,7 +132,7 @@ def test_a_crash_on_another_node_is_shown_first_by_all_and_nothing_is_left(tmp_p
     assert error.startswith("role trainer, node 1 (") and str(log_file(job.run_dir, "trainer", 1)) in error
     assert error.endswith("RuntimeError: tensor layer.3 is not finite\n")
     assert all(f"first error: {error.rstrip()}" in output for output in outputs), outputs
-    assert fake_processes(job.run_dir) == []
+    assert nothing_is_left(job.run_dir)
 
 
 def test_a_replica_that_dies_is_started_again_while_the_trainer_goes_on(tmp_path: Path):
@@ -142,7 +152,7 @@ def test_a_replica_that_dies_is_started_again_while_the_trainer_goes_on(tmp_path
 
 
 def test_the_last_replica_given_up_ends_the_job_with_its_error(tmp_path: Path):
-    job = Job(tmp_path, trainer("500"), replica(0, 1, "--die-after", "0"), num_nodes=2, max_restarts=0)
+    job = Job(tmp_path, trainer("5000"), replica(0, 1, "--die-after", "0"), num_nodes=2, max_restarts=0)
     statuses, outputs = job.run(LAUNCH_RESTART_PAUSE_S="0.05")
     assert statuses == {1}, outputs
     error = (job.board / "first_error.txt").read_text()
@@ -152,7 +162,7 @@ def test_the_last_replica_given_up_ends_the_job_with_its_error(tmp_path: Path):
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGUSR1, 85), (signal.SIGTERM, 85), (signal.SIGINT, 130)])
 def test_a_signal_saves_everywhere_and_the_next_attempt_goes_on(number, status, tmp_path: Path):
-    job = Job(tmp_path, trainer("60", nodes=(0, 1)), replica(0, 2), num_nodes=3)
+    job = Job(tmp_path, trainer("20", *HOLD, nodes=(0, 1)), replica(0, 2), num_nodes=3)
     job.start()
     job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 2))
     os.kill(job.agents[2].pid, number)  # Slurm reaches every process of every node; one is enough
@@ -160,35 +170,37 @@ def test_a_signal_saves_everywhere_and_the_next_attempt_goes_on(number, status, 
     assert statuses == {status}, outputs
     stopped_at = json.loads((job.board / "stopped.json").read_text())["step"]
     if status == 85:
+        (job.run_dir / "go").touch()
         statuses, outputs = job.run(attempt=1)
         assert statuses == {0}, outputs
         assert f"begins after step {stopped_at}" in job.log("trainer", 0)
-        assert job.steps() == list(range(1, 61))
+        assert job.steps() == list(range(1, 21))
 
 
 def test_programs_of_the_roles_outlive_the_warning_of_the_time_limit(tmp_path: Path):
-    job = Job(tmp_path, trainer("60"), replica(0, 0), num_nodes=1)
+    job = Job(tmp_path, trainer("20", *HOLD), replica(0, 0), num_nodes=1)
     job.start()
     job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 0))
     for name in ("trainer", "rollout-0"):
         os.kill(json.loads((job.board / f"role-{name}.node0.json").read_text())["pid"], signal.SIGUSR1)
+    (job.run_dir / "go").touch()
     statuses, outputs = job.wait()
     assert statuses == {0} and "restart" not in outputs[0], outputs
 
 
 def test_a_trainer_that_does_not_listen_is_ended_at_its_deadline(tmp_path: Path):
-    job = Job(tmp_path, trainer("500", "--deaf"), num_nodes=1, save_signal_s=1)
+    job = Job(tmp_path, trainer("5000", "--deaf"), num_nodes=1, save_signal_s=1)
     job.start()
     job.until(lambda: "step 3" in job.log("trainer", 0))
     os.kill(job.agents[0].pid, signal.SIGUSR1)
     statuses, outputs = job.wait()
     assert statuses == {85} and "did not reach the end of a step" in outputs[0], outputs
-    assert fake_processes(job.run_dir) == []
+    assert nothing_is_left(job.run_dir)
 
 
 def test_nodes_that_do_not_come_are_named(tmp_path: Path):
     job = Job(tmp_path, trainer("5", nodes=(0, 1)), replica(0, 2), num_nodes=3)
-    job.start(nodes=(0, 2), LAUNCH_JOIN_DEADLINE_S="1")
+    job.start(nodes=(0, 2), LAUNCH_JOIN_DEADLINE_S="8")
     statuses, outputs = job.wait()
     assert statuses == {1}
     assert all("node(s) 1 of 3 did not come" in output and "here are 0 (" in output for output in outputs), outputs
@@ -243,6 +255,7 @@ dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
 print("rank", dist.get_rank(), "node", os.environ["LAUNCH_NODE"], "sum", int(total), flush=True)
+dist.barrier()
 if dist.get_rank() == 3:
     raise RuntimeError("tensor layer.3 is not finite")
 time.sleep(300)
@@ -255,7 +268,6 @@ def test_ranks_follow_the_order_of_the_roles_nodes_and_the_first_that_fails_is_n
     program.write_text(RANKS)
     ranks = Role(name="trainer", kind="torchrun", nodes=(1, 0), command=(str(program),), processes_per_node=2)
     job = Job(tmp_path, ranks, num_nodes=2, max_restarts=0)
-    job.deadline_s = 240.0
     statuses, outputs = job.run(LAUNCH_GRACE_S="10")
     assert statuses == {1}, outputs
     for node, first in ((1, 0), (0, 2)):
@@ -264,4 +276,4 @@ def test_ranks_follow_the_order_of_the_roles_nodes_and_the_first_that_fails_is_n
     error = (job.board / "first_error.txt").read_text()
     assert re.match(r"role trainer, node 0 \(.*\), rank 3, at ", error), error
     assert "RuntimeError: tensor layer.3 is not finite" in error and "[rank" not in error
-    assert fake_processes(job.run_dir) == []
+    assert nothing_is_left(job.run_dir)

@@ -12,16 +12,17 @@ import time
 from pathlib import Path
 
 import pytest
-from test_agent import FAKE, Job, fake_processes, replica, trainer
+from test_agent import FAKE, HOLD, Job, fake_processes, nothing_is_left, replica, trainer
 
 from launch import local, outcome
 from launch.peers import Board, Peer, Place
 from launch.roles import RoleProcess
 from launch.spec import JobSpec, Role, endpoint_file, log_file
+from tests.helpers.processes import DEADLINE_S, until
 
 
 def spanning(*words: str, nodes: tuple[int, ...] = (1, 2)) -> Role:
-    command = (FAKE, "serve", "--port", "{head_port}", *words)
+    command = (FAKE, "serve", "--port", "{head_port}", "--parts", str(len(nodes)), *words)
     return Role(name="rollout-0", kind="replica", nodes=nodes, command=command, restart=True, essential=False)
 
 
@@ -48,11 +49,19 @@ def test_all_parts_of_a_replica_begin_again_when_one_dies_and_meet_on_a_new_port
 
 
 def test_deaths_of_different_parts_add_up_and_all_parts_are_given_up(tmp_path: Path):
-    """One node's part dies at every second start, the other's at the others: neither alone dies too often."""
+    """One node's part dies at every second start, the other's at the others: neither alone dies too often.
+
+    Each dies once the other has begun, for a part that comes late passes a start over.
+    """
     program = tmp_path / "dies_in_turn.py"
     program.write_text(
         "import os, sys, time\n"
-        "if int(os.environ['LAUNCH_INCARNATION']) % 2 == int(os.environ['LAUNCH_ROLE_RANK']):\n"
+        "from pathlib import Path\n"
+        "number, rank = int(os.environ['LAUNCH_INCARNATION']), int(os.environ['LAUNCH_ROLE_RANK'])\n"
+        "Path(__file__).with_suffix(f'.{number}.{rank}').touch()\n"
+        "if number % 2 == rank:\n"
+        "    while not Path(__file__).with_suffix(f'.{number}.{1 - rank}').exists():\n"
+        "        time.sleep(0.01)\n"
         "    sys.exit(7)\n"
         "time.sleep(1000)\n"
     )
@@ -62,7 +71,7 @@ def test_deaths_of_different_parts_add_up_and_all_parts_are_given_up(tmp_path: P
     parts = [job.board / f"role-rollout-0.node{node}.json" for node in (1, 2)]
     job.until(lambda: all(part.exists() and "given up" in part.read_text() for part in parts))
     assert headers(job, 1) == headers(job, 2) == 6
-    assert [each for each in fake_processes(job.run_dir) if "dies_in_turn" in each] == []
+    job.until(lambda: not any("dies_in_turn" in each for each in fake_processes(job.run_dir)))
     steps = len(job.steps())
     job.until(lambda: len(job.steps()) > steps + 2)  # with the other replica
     os.kill(job.agents[0].pid, signal.SIGINT)
@@ -73,7 +82,7 @@ def test_deaths_of_different_parts_add_up_and_all_parts_are_given_up(tmp_path: P
 
 
 def test_a_cancellation_after_a_request_to_save_is_not_lost(tmp_path: Path):
-    job = Job(tmp_path, trainer("500", "--deaf"), num_nodes=1, save_signal_s=4)
+    job = Job(tmp_path, trainer("5000", "--deaf"), num_nodes=1, save_signal_s=10)
     job.start()
     job.until(lambda: "step 3" in job.log("trainer", 0))
     os.kill(job.agents[0].pid, signal.SIGUSR1)
@@ -108,21 +117,34 @@ def test_a_signal_that_comes_while_agents_start_is_heard(tmp_path: Path):
 # ---- what is left behind
 
 
+def test_a_job_that_was_suspended_goes_on(tmp_path: Path):
+    """As by `scontrol suspend`: a wait for signals that is stopped beyond its time ends as if a signal had come."""
+    job = Job(tmp_path, trainer("30", nodes=(0, 1)), num_nodes=2)
+    job.start()
+    job.until(lambda: "step 3\n" in job.log("trainer", 1))
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for agent in job.agents:
+            agent.send_signal(number)
+        time.sleep(0.5)
+    statuses, outputs = job.wait()
+    assert statuses == {0}, outputs
+
+
 def test_what_a_killed_agent_left_is_ended_by_the_next_attempt(tmp_path: Path):
     job = Job(tmp_path, trainer("5000"), replica(0, 1), num_nodes=2)
     job.start()
     job.until(lambda: "listens" in job.log("rollout-0", 1))
     for agent in job.agents:
         agent.kill()
-        agent.communicate()
+        agent.wait(DEADLINE_S)
     servers = [each for each in fake_processes(job.run_dir) if "serve" in each]
     assert len(servers) == 1, "it has nothing to write, and so does not notice"
     job.start(attempt=1)
     job.until(lambda: job.log("rollout-0", 1).count("listens") == 2)
-    assert [each for each in fake_processes(job.run_dir) if "serve" in each] == servers
+    job.until(lambda: [each for each in fake_processes(job.run_dir) if "serve" in each] == servers)
     os.kill(job.agents[0].pid, signal.SIGINT)
     assert job.wait()[0] == {130}
-    assert fake_processes(job.run_dir) == []
+    assert nothing_is_left(job.run_dir)
 
 
 def test_what_a_killed_agent_of_this_machine_left_is_ended_with_its_attempt(tmp_path: Path):
@@ -133,14 +155,11 @@ def test_what_a_killed_agent_of_this_machine_left_is_ended_with_its_attempt(tmp_
     statuses = []
     attempt = threading.Thread(target=lambda: statuses.append(local._attempt(spec, "local-1", 0, [])))
     attempt.start()
-    deadline = time.monotonic() + 150.0
-    while not endpoint_file(run_dir, "rollout-0").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(endpoint_file(run_dir, "rollout-0").exists, "the replica")
     board = Board(run_dir, Place(job="local-1", attempt=0, node=0, num_nodes=1, is_slurm=False))
     os.kill(board.get("node-0.json")["pid"], signal.SIGKILL)
-    attempt.join(40.0)
-    assert statuses == [-signal.SIGKILL & 0xFF] and fake_processes(run_dir) == []
+    attempt.join(DEADLINE_S)
+    assert statuses == [-signal.SIGKILL & 0xFF] and nothing_is_left(run_dir)
 
 
 # ---- files
@@ -162,15 +181,16 @@ def test_a_verdict_whose_judge_was_killed_is_carried_out_by_the_next(tmp_path: P
 
 
 def test_a_file_system_that_is_away_for_a_moment_ends_nothing(tmp_path: Path):
-    job = Job(tmp_path, trainer("40"), replica(0, 1), num_nodes=2)
+    job = Job(tmp_path, trainer("20", *HOLD), replica(0, 1), num_nodes=2)
     job.start()
     job.until(lambda: "step 3" in job.log("trainer", 0) and "listens" in job.log("rollout-0", 1))
     away = job.board.with_name("away")
     job.board.rename(away)
-    time.sleep(1.5)
+    job.until(lambda: all("trying again" in output.read_text() for output in job.outputs))
     away.rename(job.board)
+    (job.run_dir / "go").touch()
     statuses, outputs = job.wait()
-    assert statuses == {0} and "trying again" in outputs[0] and "Traceback" not in outputs[0], outputs
+    assert statuses == {0} and not any("Traceback" in output for output in outputs), outputs
 
 
 def test_a_file_system_that_stays_away_ends_all_and_leaves_nothing(tmp_path: Path):
@@ -180,7 +200,7 @@ def test_a_file_system_that_stays_away_ends_all_and_leaves_nothing(tmp_path: Pat
     job.board.rename(job.board.with_name("away"))
     statuses, outputs = job.wait()
     assert 0 not in statuses and 85 not in statuses, outputs
-    assert fake_processes(job.run_dir) == []
+    assert nothing_is_left(job.run_dir)
 
 
 def process_of(folder: Path, *, num_nodes: int = 2, **env: str) -> RoleProcess:
@@ -202,8 +222,7 @@ def test_output_is_read_on_when_the_disk_of_the_log_is_full(tmp_path: Path):
 def test_an_error_that_a_full_disk_has_swallowed_is_a_failure_all_the_same(tmp_path: Path):
     process = process_of(tmp_path)
     process.start()
-    while process.ended() is None:
-        time.sleep(0.01)
+    until(lambda: process.ended() is not None, "the end of the process")
     process._tracebacks = [(time.time(), 10_000)]  # beyond the end of the log
     assert "lost" in process.failure().text
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def test_nothing_heavy_is_imported():
         "heavy = {'torch', 'nemo_run', 'numpy', 'vllm', 'megatron', 'transformers'} & set(sys.modules)\n"
         "sys.exit(f'imports {heavy}' if heavy else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -108,7 +107,7 @@ def test_a_run_is_submitted_with_where_to_look(submitted, cluster_file, capsys, 
     assert how == {"cluster_name": path, "id": "tiny-qwen3-moe_abc", "chain": 2, "array": None}
     assert "--num_steps" in spec.role("trainer").command
     out = capsys.readouterr().out
-    assert "job 7, 8 is queued" in out and f"{spec.run_dir}/report.html" in out and "launch cancel" in out
+    assert "jobs 7, 8 are queued" in out and f"{spec.run_dir}/report.html" in out and "launch cancel" in out
 
 
 @pytest.mark.parametrize(("states", "status"), [({"7": "COMPLETED"}, 0), ({"7": "FAILED"}, 1), ({"7": "TIMEOUT"}, 1)])
@@ -197,6 +196,7 @@ def test_what_slurm_says_leads_to_the_field(stderr, said):
         (None, None, None),
         ("JobId=2 JobState=COMPLETED x\nJobId=3 JobState=PENDING y\nJobId=4 JobState=FAILED z", None, "PENDING"),
         ("JobId=2 JobState=COMPLETED x\nJobId=3 JobState=FAILED y", None, "FAILED"),
+        ("JobId=2 JobState=PENDING x\nJobId=3 JobState=RUNNING y", None, "RUNNING"),  # it may save when cancelled
     ],
 )
 def test_the_state_of_a_job_with_and_without_accounting(monkeypatch, shown, accounted, state):
@@ -236,7 +236,7 @@ def test_the_copied_code_is_whole_and_stays(tmp_path):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.stdout.strip() == str(tmp_path / "a b" / "launch" / "cli.py"), done.stderr
 
@@ -251,7 +251,7 @@ def local_job(tmp_path, code: str, *, max_restarts: int = 2, nodes: int = 1) -> 
 
 def run_locally(spec: JobSpec) -> tuple[int, str]:
     job_id, process = local.start(spec, cluster_name="here")
-    return process.wait(timeout=120), job_id
+    return process.wait(timeout=300), job_id
 
 
 def test_a_local_job_runs_its_roles_on_every_node(tmp_path):
@@ -292,5 +292,4 @@ def test_a_local_job_outlives_who_started_it(tmp_path):
     spec = local_job(tmp_path, "import time; time.sleep(1)")
     _, process = local.start(spec, cluster_name="here")
     assert os.getsid(process.pid) == process.pid != os.getsid(0)
-    began = time.monotonic()
-    assert process.wait(timeout=120) == 0 and time.monotonic() - began < 120
+    assert process.wait(timeout=300) == 0

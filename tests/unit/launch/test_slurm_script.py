@@ -62,7 +62,7 @@ def test_the_script_is_the_one_that_was_reviewed(scripts, name):
 @needs_nemo_run
 def test_bash_reads_every_script(scripts):
     for name in NAMES:
-        done = subprocess.run(["bash", "-n"], input=scripts[name], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(["bash", "-n"], input=scripts[name], capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{name}: {done.stderr}"
 
 
@@ -117,7 +117,13 @@ def end_of_job(tmp_path):
     """Run the lines of the launcher in bash, with a stand-in for scontrol, and an srun that ends with a status."""
 
     def run(
-        status: int, *, done: str | None = None, restarts: int = 0, link: Link = ALONE, state: str = "RUNNING"
+        status: int,
+        *,
+        done: str | None = None,
+        restarts: int = 0,
+        link: Link = ALONE,
+        state: str = "RUNNING",
+        has_log: bool = True,
     ) -> tuple[int, str, str]:
         run_dir = tmp_path / "it's a \"run\" $x"
         attempt = run_dir / "launch" / f"7.{restarts}"
@@ -136,13 +142,14 @@ def end_of_job(tmp_path):
         spec = JobSpec(name="run", run_dir=str(run_dir), roles=(role,), nodes=1, max_restarts=2)
         logs = run_dir / "logs"
         logs.mkdir(exist_ok=True)
-        (logs / "sbatch-7.out").write_text("+ echo begin\n+ set +vx\nsrun: error: Unable to open image\n")
+        if has_log:
+            (logs / "sbatch-7.out").write_text("+ echo begin\n+ set +vx\nsrun: error: Unable to open image\n")
         lines = setup_lines(spec, link, log_dir=str(logs), setup=())
         environment = {"PATH": f"{tools}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
         environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
         # As nemo-run's script ends, which lets any failure of a command end it.
         script = f"{lines}\n(exit {status})\nexitcode=$?\nset -e\nexit $exitcode\n"
-        ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+        ended = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=300)
         written = [path for path in (run_dir / "launch").rglob("*.*") if path.is_file()]
         files = {path.relative_to(run_dir / "launch").as_posix(): path.read_text() for path in written}
         return ended.returncode, calls.read_text(), f"{ended.stderr}{files}"
@@ -188,6 +195,11 @@ def test_what_srun_said_is_the_first_error_when_no_agent_began(end_of_job):
     status, _, text = end_of_job(1)
     assert status == 1 and "7.0/first_error.txt" in text
     assert "'srun: error: Unable to open image\\n'" in text
+
+
+def test_a_job_whose_folder_was_moved_away_says_so(end_of_job):
+    status, _, text = end_of_job(1, has_log=False)
+    assert status == 1 and "7.0/first_error.txt" in text and "folder moved or removed?" in text
 
 
 def test_a_chain_goes_on_until_it_is_done(end_of_job):

@@ -128,7 +128,7 @@ def test_the_batch_script_looks_into_the_folder_of_its_element(cluster: Cluster,
     assignment = next(line for line in lines.splitlines() if line.startswith("launch_folder="))
     shown = subprocess.run(
         ["sh", "-c", f'{assignment}\nprintf %s "$launch_folder"'],
-        env={"SLURM_ARRAY_TASK_ID": "1"}, capture_output=True, text=True, check=True, timeout=20,
+        env={"SLURM_ARRAY_TASK_ID": "1"}, capture_output=True, text=True, check=True, timeout=300,
     ).stdout  # fmt: skip
     assert shown == f"{array.elements[1].run_dir}/launch"
 

@@ -183,7 +183,7 @@ def test_status_and_logs_run_on_the_login_node(tools: Path, tmp_path: Path):
 
     def launch(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "launch", *words]
-        return subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=60)
+        return subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=300)
 
     shown = launch("status", "my run", "--cluster", file)
     assert shown.returncode == 0 and "job         7 on far: COMPLETED" in shown.stdout, shown

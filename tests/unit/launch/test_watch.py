@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from launch import cli, local, watch
 from launch.outcome import Outcome
 from launch.peers import Board, Place
 from launch.spec import JobSpec, Role, add_job, attempt_dir, log_file
+from tests.helpers.processes import DEADLINE_S, until
 
 FAKE = str(Path(__file__).with_name("fake_role.py"))
 ROOT = Path(__file__).resolve().parents[3]
-DEADLINE_S = 150.0
 
 
 def job(run_dir: Path, *words: str, **how: int) -> JobSpec:
@@ -31,18 +31,11 @@ def job(run_dir: Path, *words: str, **how: int) -> JobSpec:
     return JobSpec(name="fake", run_dir=str(run_dir), roles=roles, nodes=2, env={"FAKE_RUN": str(run_dir)}, **how)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def test_a_run_under_way_is_shown_and_can_be_cancelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run_dir = tmp_path / "my run"
     job_id, process = local.start(job(run_dir, "5000"), cluster_name="here")
-    until(lambda: (run_dir / "metrics.jsonl").exists() and log_file(run_dir, "rollout-0", 1).exists())
-    until(lambda: "listens" in log_file(run_dir, "rollout-0", 1).read_text())
+    until(lambda: (run_dir / "metrics.jsonl").exists() and log_file(run_dir, "rollout-0", 1).exists(), "both roles")
+    until(lambda: "listens" in log_file(run_dir, "rollout-0", 1).read_text(), "the replica")
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
     assert f"{job_id} on here: RUNNING, 2 node(s)" in shown and "attempt 0: under way" in shown
@@ -80,7 +73,8 @@ def test_a_failed_run_shows_its_first_error_first(tmp_path: Path, capsys: pytest
 
 def test_following_ends_with_the_job_and_says_whose_each_line_is(tmp_path: Path):
     run_dir = tmp_path / "run"
-    _, process = local.start(job(run_dir, "12"), cluster_name="here")
+    words = ("12", "--hold-at", "5", "--for", "replicas/rollout-0.json")
+    _, process = local.start(job(run_dir, *words), cluster_name="here")
     follow = subprocess.run(
         [sys.executable, "-m", "launch", "logs", str(run_dir), "--follow"],
         cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
@@ -170,12 +164,12 @@ def test_where_slurm_is_missing_the_files_of_a_job_tell(
     board = slurm_job(run_dir)
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "41 on big: RUNNING" in shown and "Slurm does not answer here; an agent gave a sign of life" in shown
+    assert "41 on big: RUNNING" in shown and "; an agent gave a sign of life" in shown
     node = board.folder / "node-0.json"
     os.utime(node, (time.time() - 100, time.time() - 100))
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "41 on big: UNKNOWN" in shown and "no agent has given a sign of life for 100 s" in shown
+    assert "41 on big: UNKNOWN" in shown and re.search(r"no agent has given a sign of life for 1\d\d s", shown)
     end(board, run_dir, result, status)
     assert cli.main(["status", str(run_dir)]) == exit_status
     assert f"41 on big: {state}" in capsys.readouterr().out
@@ -264,7 +258,7 @@ def test_looking_after_a_run_needs_no_third_party_module():
     """A login node's Python has none, and is older than what the roles run in: configurations need Python 3.12."""
     program = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import launch.watch; print(*sys.modules)"
     words = [sys.executable, "-I", "-S", "-c", program]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=True)
     assert not {"megatron_fp8rl.config", "launch.cluster"} & set(done.stdout.split())
 
 

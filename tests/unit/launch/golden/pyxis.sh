@@ -72,6 +72,9 @@ launch_end() {
             cat "$launch_logs/log-agents_${SLURM_JOB_ID}_$attempt.out"
             sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_this.out" | tail -n 40
         } > "$attempt_folder/first_error.txt" 2> /dev/null
+        if [ ! -s "$attempt_folder/first_error.txt" ]; then
+            echo "no log is left in $launch_logs: was the run's folder moved or removed?" > "$attempt_folder/first_error.txt"
+        fi
     fi
     if [ -n "$end" ]; then
         echo "$SLURM_JOB_ID $status" > "$launch_folder/$launch_chain.$end"
