@@ -17,8 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.results import locked
+
 MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
 
+BUDGET_OPTION = "--budget-s"
 _VERSIONS = {
     "torch": "PyTorch",
     "triton": "Triton",
@@ -48,6 +51,11 @@ def section(
 
 def replace(name: str, text: str, *, path: Path = MEASURED) -> None:
     """Put ``text`` between the markers of a section; raises ValueError when only one of them is there."""
+    with locked(path):
+        _replace(name, text, path)
+
+
+def _replace(name: str, text: str, path: Path) -> None:
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     if (begin in before) != (end in before):
@@ -94,6 +102,8 @@ def machine() -> str:
 def command() -> str:
     """The command line that runs this again, without the folders of this machine."""
     words = [f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
+    if BUDGET_OPTION in words:  # says when it stopped, not what it measured
+        del words[(at := words.index(BUDGET_OPTION)) : at + 2]
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     launcher = f"python -m torch.distributed.run --nproc-per-node {world_size}" if world_size > 1 else "python"
     return f"{launcher} -m {shlex.join(words)}"

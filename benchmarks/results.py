@@ -1,21 +1,26 @@
 """Rows of a benchmark that add up over several invocations, and what a GPU can do at best.
 
 A benchmark writes one JSON line per row as soon as it has it, so that a run which is cut short loses nothing, and makes
-its table from the newest row of every key.
+its table from the newest row of every key. Several programs may write to one file at a time.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from benchmarks.process_tree import ProcessTree
 
 Row = dict[str, Any]
 
@@ -51,8 +56,8 @@ class Results:
         path = self.kept if "NVIDIA" in row.get("device", "") else self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(row)
-        with path.open("a", encoding="utf-8") as file:
-            file.write(text + "\n")
+        with locked(path), path.open("ab", buffering=0) as file:
+            file.write(f"{text}\n".encode())  # in one piece, which a kill does not divide
         print("RESULT", text, flush=True)
 
     def has(self, row: Row) -> bool:
@@ -61,6 +66,26 @@ class Results:
 
     def key(self, row: Row) -> tuple:
         return tuple(json.dumps(row.get(name), sort_keys=True) for name in self._keys)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No other process of this user on this machine is in such a block for the same file at the same time.
+
+    Raises TimeoutError when it is in another's hands for a minute.
+    """
+    deadline = time.monotonic() + 60
+    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    with open(Path(tempfile.gettempdir()) / f"megatron_fp8rl-{os.getuid()}-{digest}.lock", "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{path}: another process has held its lock {file.name} for 60 s") from None
+                time.sleep(0.02)
+        yield
 
 
 def num_gpus() -> int:
@@ -119,22 +144,14 @@ def timed(work: Any) -> float:
 def run_logged(command: Sequence[str], log_path: Path, deadline_s: float, **environment: str) -> bool:
     """Run a command with its output in ``log_path``; whether it ended well within ``deadline_s``.
 
-    Too late a command is asked to end and killed 15 s later, with every process that it started.
+    Too late a command is asked to end and killed 15 s later. What it started ends with it in any case.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, **environment},
-        )  # fmt: skip
-        for sign, patience_s in ((None, deadline_s), (signal.SIGTERM, 15.0), (signal.SIGKILL, 15.0)):
-            if sign is not None:
-                os.killpg(process.pid, sign)
-            try:
-                return process.wait(patience_s) == 0
-            except subprocess.TimeoutExpired:
-                continue
-    return False
+        tree = ProcessTree.start(command, log, {**os.environ, **environment})
+        status = tree.wait(deadline_s)
+        tree.end(15.0)
+    return status == 0
 
 
 def failure_in(log_path: Path, deadline_s: float) -> str:
