@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
 from benchmarks.synthetic import Language
 from benchmarks.training import MODELS, batches, free_memory, gradients, model_of, single_rank, switch_precision
-from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import FP8_BLOCK, OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
@@ -53,6 +53,7 @@ class Arm:
 
     trainer: str
     scales: str = "pow2"
+    params: str = "bf16"
     num_edges: int = 0  # layers in BF16 at each end
     other_seed: bool = False
 
@@ -60,6 +61,7 @@ class Arm:
     def name(self) -> str:
         parts = [self.trainer]
         parts += [f"{self.scales} scales"] if self.trainer == "blockwise" else []
+        parts += ["FP8 parameters"] if self.params == "fp8" else []
         parts += ["edges"] if self.num_edges else []
         parts += ["other seed"] if self.other_seed else []
         return ", ".join(parts)
@@ -70,6 +72,7 @@ class Arm:
             trainer=self.trainer,
             rollout="bf16",
             scales=self.scales,
+            params=self.params,
             bf16_first_layers=self.num_edges,
             bf16_last_layers=self.num_edges,
         )
@@ -84,6 +87,7 @@ ARMS = (
     Arm(trainer="bf16", other_seed=True),
     *FP8,
     *(replace(arm, num_edges=1) for arm in FP8),
+    Arm(trainer="blockwise", params="fp8"),
 )
 
 
@@ -167,7 +171,8 @@ def measure(name: str, options: argparse.Namespace, results: Results, common: Ro
         *steps, unseen, past, past_too = batches(cfg, language, options.steps + 3, **size)
         for arm in ARMS:
             leaves_no_fp8 = 2 * arm.num_edges >= cfg.model.num_layers
-            if leaves_no_fp8 or (options.arms and arm.name not in options.arms):
+            wants_gpu = arm.params == "fp8" and (not num_gpus() or cfg.model.head_dim % FP8_BLOCK)
+            if leaves_no_fp8 or wants_gpu or (options.arms and arm.name not in options.arms):
                 continue
             row = base | {"measured": "loss", "arm": arm.name}
             wants_noise = arm == ARMS[0] and not results.has(base | {"measured": "noise", "arm": FP8[-1].name})

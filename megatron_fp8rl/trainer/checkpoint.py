@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_fp8rl.data.checkpoint_dir import PARTIAL_PREFIX, STATE_FILE, complete, latest, missing_part
+from megatron_fp8rl.fp8.primary import is_fp8, plain
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
 
@@ -98,6 +99,8 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
             model.load_state_dict(loaded[f"reference{index}"])
     policy.optimizer.megatron.load_state_dict(loaded["optimizer"])
     forget_quantized_weights()
+    if "fp8" in (policy.cfg.precision.params, state["config"]["precision"]["params"]):
+        policy.optimizer.rebuild_parameters()
     if same_layout:
         _set_random_state(loaded["rng"])
     policy.step = state["updates"]
@@ -142,6 +145,7 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
     optimizer = policy.optimizer.megatron
     with _padded_buckets(optimizer):
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    _write_in_bf16(models)
     if with_rng:
         rank, world_size = policy.parallel.rank, policy.parallel.world_size
         state["rng"] = ShardedObject("rng", _random_state(), (world_size,), (rank,), replica_id=0)
@@ -173,6 +177,19 @@ def _padded_buckets(optimizer: Any) -> Iterator[None]:
 
 def _sharded_models(name: str, models: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
     return {f"{name}{index}": model.sharded_state_dict(metadata=metadata) for index, model in enumerate(models)}
+
+
+def _write_in_bf16(models: dict[str, dict[str, Any]]) -> None:
+    """Describe FP8 parameters as the BF16 values that they stand for, in host memory.
+
+    A checkpoint then has one form, whatever ``precision.params`` is. Nothing is lost: what an FP8 parameter is made
+    from again are its FP32 master weights (:func:`restore`). The optimizer has to be described before, for it knows
+    its parameters by the tensors that are replaced here.
+    """
+    for model in models.values():
+        for entry in model.values():
+            if is_fp8(data := getattr(entry, "data", None)):
+                entry.data = plain(data).cpu()
 
 
 def _random_state() -> dict[str, Any]:

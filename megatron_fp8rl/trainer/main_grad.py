@@ -24,10 +24,11 @@ def no_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
     same uninitialized memory. It is not expanded from one number, of which autograd would keep a full copy per weight.
     """
     if not is_fused(weights[0]):
-        return [torch.zeros_like(weight) for weight in weights]
+        return [torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) for weight in weights]
     for weight in weights:
         weight.grad_added_to_main_grad = True
-    unused = torch.empty_like(weights[0])
+    like = weights[0]  # which may be FP8 itself; gradients are plain
+    unused = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     return [unused.detach() for _ in weights]
 
 

@@ -7,7 +7,8 @@ What is moved are storages, not tensors: every view of a buffer, whoever holds i
 its bytes back. Megatron-Core's own helper for the optimizer replaces ``tensor.data`` instead, which would part FP32
 parameters from the buffers that they are views of.
 
-    params      buffers of parameters, and the reference model    copied to host memory
+    params      buffers of parameters, and the reference model    copied to host memory; of FP8 parameters the bytes in
+                                                                  rows (columns are made again, scales stay)
     gradients   buffers of gradients                              forgotten; they come back as zeros
     optimizer   FP32 master weights and Adam's moments            copied to host memory
 """
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
+from megatron_fp8rl.fp8.primary import is_fp8
 from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class Offload:
             if held is not None and not held:
                 held.release(self._storages_of(part), device, keep=part != "gradients")
                 if part == "params":
-                    forget_quantized_weights()  # as large as what they were made of
+                    self._forget_copies()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -149,6 +151,13 @@ class Offload:
         # FP32 parameters are their own master weights, and the optimizer's gradients are views of the buffers.
         others = _unique(self._params()) | _unique(buffer.grad_data for buffer in self._buffers())
         return [storage for key, storage in _unique(self._optimizer()).items() if key not in others]
+
+    def _forget_copies(self) -> None:
+        """Of parameters in FP8, as large as what they were made of; the next pass that wants them makes them again."""
+        forget_quantized_weights()
+        for parameter in (parameter for model in self._policy.models for parameter in model.parameters()):
+            if is_fp8(parameter):
+                parameter.update_usage(rowwise_usage=True, columnwise_usage=False)
 
     def _buffers(self) -> Iterator:
         for chunk in self._policy.chunks:

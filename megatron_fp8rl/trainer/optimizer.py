@@ -44,6 +44,7 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[Distr
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=cfg.optim.overlap_grad_reduce,
+        fp8_param_gather=cfg.precision.params == "fp8",
     )
     wrapped = [
         DistributedDataParallel(get_model_config(chunk), ddp, chunk, disable_bucketing=index > 0)
@@ -92,7 +93,7 @@ class Optimizer:
         self._parallel = parallel
         self._clip = optim.clip_grad_norm
         self._weight_decay = optim.weight_decay
-        is_bf16 = cfg.precision.params == "bf16"
+        is_bf16 = cfg.precision.params != "fp32"  # what FP8 parameters call themselves, too
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -106,6 +107,7 @@ class Optimizer:
                 bf16=is_bf16,
                 params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
                 use_distributed_optimizer=True,
+                fp8_recipe="blockwise" if cfg.precision.params == "fp8" else None,
             ),
             list(chunks),
         )
@@ -135,6 +137,15 @@ class Optimizer:
         self.megatron.step_with_ready_grads()
         forget_quantized_weights()
         return norm
+
+    @torch.no_grad()
+    def rebuild_parameters(self) -> None:
+        """Collective: make every parameter from its FP32 master weights again, as a step does after Adam."""
+        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            part._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            chunk.start_param_sync()
+        forget_quantized_weights()
 
     def set_num_updates(self, num_updates: int) -> None:
         """Tell Adam how many updates it has made, before a checkpoint is written.

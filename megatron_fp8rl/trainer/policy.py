@@ -30,6 +30,7 @@ from megatron_fp8rl.trainer.model import (
 from megatron_fp8rl.trainer.offload import Offload
 from megatron_fp8rl.trainer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
 from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.primary_weights import quantize_parameters
 from megatron_fp8rl.types import KVScales, Microbatch, TrainBatch
 
 
@@ -62,6 +63,8 @@ class Policy:
         if cfg.model.hf_path is not None:
             load_hf(models, cfg.model.hf_path, cfg, parallel)
         reference = _frozen_copy(models, cfg, parallel) if cfg.algo.kl_coef > 0 else None
+        if cfg.precision.params == "fp8":
+            quantize_parameters(models, parallel)
         chunks = wrap_chunks(models, cfg)
         for chunk in chunks:
             chunk.train()

@@ -37,6 +37,7 @@ from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScaling
 from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 from megatron_fp8rl.fp8.blockwise import E4M3, E5M2, Format
+from megatron_fp8rl.fp8.primary import is_fp8
 from megatron_fp8rl.fp8.recipe import GRAD, INPUT, WEIGHT, AmaxHistory, Blockwise, Delayed, Mxfp8, Recipe, Tensorwise
 from megatron_fp8rl.trainer.main_grad import is_fused, no_gradients
 from megatron_fp8rl.trainer.weight_cache import WeightCache
@@ -191,7 +192,7 @@ def _weight_gradients(weights: Sequence[Tensor], x: list, grad: list, call: _Cal
         out = [weight.main_grad for weight in weights]
     else:
         dtype = torch.float32 if fused else weights[0].dtype
-        out = list(weights[0].new_empty(len(weights), *weights[0].shape, dtype=dtype))
+        out = list(torch.empty(len(weights), *weights[0].shape, dtype=dtype, device=weights[0].device))
     options = dict(layout="NT", grad=True, use_split_accumulator=True, accumulate=fused and not reorder)
     if call.is_grouped:
         none = [None] * len(weights)
@@ -276,7 +277,9 @@ class _QuantizedWeights:
 
 def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
     """The weights in FP8, from the cache. In columns only from the first backward pass on, but for MXFP8, whose columns
-    have scales of their own."""
+    have scales of their own. Parameters that are FP8 themselves are multiplied as they are."""
+    if is_fp8(weights[0]):
+        return list(weights)
 
     def quantize() -> _QuantizedWeights:
         matrices = [weight.detach() for weight in weights]
@@ -294,3 +297,12 @@ def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
         call.history.record(WEIGHT, made.amax_E)
         made.is_recorded = True
     return made.matrices
+
+
+@torch.no_grad()
+def fp8_tensor(weight: Tensor, recipe: Blockwise) -> Tensor:
+    """A BF16 matrix [N, K] as a tensor that is FP8 itself, for a parameter (``fp8/primary.py``). In rows: Megatron-Core
+    makes the columns whenever it has gathered new rows, and a backward pass before that makes them as it needs them."""
+    (quantizer,), _ = _quantizers(recipe, E4M3, 1, columns=False, is_weight=True)
+    quantizer.internal = False  # a tensor to PyTorch, which a parameter has to be
+    return quantizer(weight.detach().contiguous())

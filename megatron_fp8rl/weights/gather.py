@@ -19,7 +19,9 @@ from torch import Tensor
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.fp8.blockwise import Scales, canonical, quantize_weight
+from megatron_fp8rl.fp8.primary import fp8_weight, has_nan, is_fp8, plain
 from megatron_fp8rl.weights import names
+from megatron_fp8rl.weights.names import slicing
 from megatron_fp8rl.weights.plan import ALIGNMENT_BYTES, Bucket, Plan, Source, Transfer, aligned, scale_range
 
 Result = TypeVar("Result")
@@ -99,7 +101,7 @@ class Gather:
 
     ``group`` is for small agreements on the CPU (None: one rank), ``device`` where parameters live: messages travel
     over ``group`` from a CPU, over the default group from a GPU. With ``in_canonical_form`` FP8 blocks travel in the form
-    that vLLM's loaders would give them.
+    that vLLM's loaders would give them. Parameters that are FP8 themselves travel as they are.
     """
 
     def __init__(
@@ -124,32 +126,72 @@ class Gather:
         self._in_canonical_form = in_canonical_form
 
     def check(self) -> None:
-        """Raise RuntimeError when this rank's model does not hold what the plan expects of it."""
+        """Raise RuntimeError when this rank's model does not hold what the plan expects of it, and ValueError for an
+        FP8 parameter that would have to be quantized a second time."""
         for transfer in self.plan.transfers:
-            if any(s.rank == self.rank for s in transfer.sources) and transfer.mcore_name not in self.parameters:
+            if all(source.rank != self.rank for source in transfer.sources):
+                continue
+            if transfer.mcore_name not in self.parameters:
                 raise RuntimeError(
                     f"{transfer.name}: by the plan trainer rank {self.rank} holds {transfer.mcore_name}, but its model "
                     "has no such parameter; the plan's layout is not the model's"
+                )
+            if transfer.quantize == "gathered" and is_fp8(self.parameters[transfer.mcore_name]):
+                raise ValueError(
+                    f"{transfer.name}: its parts on trainer ranks cut blocks of {FP8_BLOCK}, and FP8 parameters are not "
+                    "quantized again. Choose --precision.params bf16"
                 )
 
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> dict[int, Piece]:
         """This rank's pieces of a bucket by transfer index, quantized where the plan says so. No communication."""
         parts: dict[int, Tensor] = {}
+        as_they_are: dict[int, Piece] = {}
         split: dict[str, dict[str, Tensor]] = {}
+        fp8: dict[str, dict[str, Piece]] = {}
         for index, transfer in enumerate(bucket.transfers):
             if all(source.rank != self.rank for source in transfer.sources):
                 continue
             name = transfer.mcore_name
+            if transfer.is_fp8 and is_fp8(self.parameters[name]):
+                if name not in fp8:
+                    fp8[name] = self._split_fp8(name)
+                as_they_are[index] = fp8[name][transfer.name]
+                continue
             if name not in split:
-                parameter = self.parameters[name].detach()
-                ranks = self.plan.trainer.shards(names.weight(name, self.model), self.model)
-                held = names.to_hf(name, parameter, self.model, len(ranks), ranks.index(self.rank))
+                held = names.to_hf(name, plain(self.parameters[name]), self.model, *self._place(name))
                 split[name] = dict(held)
             parts[index] = split[name][transfer.name].to(getattr(torch, transfer.dtype))
         pieces: dict[int, Piece] = {index: (part, None) for index, part in parts.items()}
         at_source = [i for i in parts if bucket.transfers[i].quantize == "at_source"]
-        return pieces | self._quantize({i: parts[i] for i in at_source})
+        self._require_numbers(bucket, as_they_are)
+        pieces |= as_they_are | self._quantize({i: parts[i] for i in at_source})
+        return {index: pieces[index] for index in sorted(pieces)}
+
+    def _require_numbers(self, bucket: Bucket, pieces: dict[int, Piece]) -> None:
+        """Raise ValueError for NaN among bytes that are not quantized here; elsewhere their scale would tell."""
+        if pieces and torch.stack(wrong := [has_nan(data) for data, _ in pieces.values()]).any():
+            found = [bucket.transfers[index].name for index, is_nan in zip(pieces, wrong, strict=True) if is_nan]
+            raise ValueError(
+                f"not published, for they hold NaN: {', '.join(found[:5])} on trainer rank {self.rank}; lower optim.lr "
+                "and resume from the last checkpoint"
+            )
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """(number of shards of a parameter, which of them this rank holds)."""
+        ranks = self.plan.trainer.shards(names.weight(name, self.model), self.model)
+        return len(ranks), ranks.index(self.rank)
+
+    def _split_fp8(self, name: str) -> dict[str, Piece]:
+        """This rank's bytes and scales of each Hugging Face tensor that an FP8 parameter is made of."""
+        held, weight = fp8_weight(self.parameters[name]), names.weight(name, self.model)
+        size, rank = self._place(name)
+        data = slicing.split(weight, self.model, held.data.view(torch.uint8), size, rank)
+        scales = slicing.split(weight, self.model, held.scale, size, rank, block=FP8_BLOCK)
+        pieces = [(part.view(torch.float8_e4m3fn), scale) for part, scale in zip(data, scales, strict=True)]
+        if self._in_canonical_form:
+            pieces = [canonical(*piece) for piece in pieces]
+        return {part: piece for (part, _), piece in zip(weight.parts, pieces, strict=True)}
 
     def _quantized(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         found = quantize_weight(weight, self.scales)

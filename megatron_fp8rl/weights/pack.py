@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.fp8.blockwise import Scales, canonical, quantize_weight
+from megatron_fp8rl.fp8.primary import fp8_weight, has_nan, is_fp8
 from megatron_fp8rl.rollout.copies import Copies
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.exchange import Gathering, Message, Part, Round
@@ -25,6 +26,7 @@ from megatron_fp8rl.weights.partial import PartialSums
 from megatron_fp8rl.weights.plan import TrainerLayout, Transfer
 
 Quantization = tuple[Tensor, Tensor, Tensor]  # BF16 matrix, its E4M3 bytes, its scales
+Copied = tuple[Tensor, Tensor]  # (where to, from where)
 
 
 class Holdings:
@@ -39,22 +41,61 @@ class Holdings:
 
     def addresses(self) -> list[int]:
         """Change when parameters have moved, and everything prepared from them with it."""
-        return [parameter.data_ptr() for parameter in self._parameters.values()]
+        held = self._parameters.values()
+        parts = [part for parameter in held for part in (fp8_weight(parameter) if is_fp8(parameter) else [parameter])]
+        return [part.data_ptr() for part in parts]
+
+    def are_fp8(self, transfer: Transfer) -> bool:
+        """Whether this rank holds a tensor as FP8 bytes and scales, which are sent as they are."""
+        return transfer.is_fp8 and is_fp8(self._tensor(transfer.mcore_name))
 
     def pieces(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
-        """Views that make up [start, stop) of the transfer's axis: (view, first, end), in order."""
-        weight = self._weights[transfer.mcore_name]
+        """Views that make up [start, stop) of the transfer's axis: (view, first, end), in order. Of FP8 parameters their
+        bytes.
+
+        Raises ValueError for an FP8 parameter that would have to travel in BF16.
+        """
         tensor = self._tensor(transfer.mcore_name)
+        if is_fp8(tensor):
+            if transfer.quantize != "at_source":
+                raise ValueError(
+                    f"{transfer.name}: trainer rank {self._rank} holds it in FP8, and it would travel in BF16. Choose "
+                    "--precision.params bf16"
+                )
+            tensor = fp8_weight(tensor).data
+        return [
+            (tensor.narrow(transfer.axis, position, end - first), first, end)
+            for position, first, end in self._ranges(transfer, start, stop)
+        ]
+
+    def scales(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
+        """The scales of :meth:`pieces` of an FP8 parameter, with their first and last block.
+
+        Raises ValueError when a piece cuts a block, for then bytes and scales would have to be made anew.
+        """
+        scale, found = fp8_weight(self._tensor(transfer.mcore_name)).scale, []
+        for position, first, end in self._ranges(transfer, start, stop):
+            if position % FP8_BLOCK or first % FP8_BLOCK or (end % FP8_BLOCK and end != stop):
+                raise ValueError(
+                    f"{transfer.name}: trainer rank {self._rank} holds [{first}, {end}) of its axis {transfer.axis} at "
+                    f"{position}, which cuts blocks of {FP8_BLOCK}. Choose --precision.params bf16"
+                )
+            blocks = -(-(end - first) // FP8_BLOCK)
+            view = scale.narrow(transfer.axis, position // FP8_BLOCK, blocks)
+            found.append((view, first // FP8_BLOCK, first // FP8_BLOCK + blocks))
+        return found
+
+    def _ranges(self, transfer: Transfer, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(position in this rank's tensor, first, end) of what it holds of [start, stop) of the transfer's axis."""
+        weight = self._weights[transfer.mcore_name]
         size, rank = self._shard(weight)
         part = next((i for i, (name, _) in enumerate(weight.parts) if name == transfer.name), 0)  # a copy is of part 0
-        found, position = [], 0
+        position = 0
         for piece in slicing.slices(weight, self._model, size, rank):
             first, end = max(piece.start, start), min(piece.stop, stop)
             if piece.part == part and first < end:
-                view = tensor.narrow(transfer.axis, position + first - piece.start, end - first)
-                found.append((view, first, end))
+                yield position + first - piece.start, first, end
             position += piece.size
-        return found
 
     def _shard(self, weight: Weight) -> tuple[int, int]:
         shards = self._trainer.holders(weight, self._model)
@@ -66,11 +107,11 @@ class Holdings:
                 f"{name}: by the plan trainer rank {self._rank} holds it, but its model has no such parameter; the "
                 "plan's layout is not the model's"
             )
-        tensor, weight = self._parameters[name].detach(), self._weights[name]
+        tensor, weight = self._parameters[name], self._weights[name]
         expected = slicing.shard_shape(weight, self._model, self._shard(weight)[0])
         if tuple(tensor.shape) != expected:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the model configuration says {expected}")
-        return tensor
+        return tensor if is_fp8(tensor) else tensor.detach()
 
 
 class RoundPacker:
@@ -95,7 +136,8 @@ class RoundPacker:
         ]
         whole = {g.transfer.name: g.whole for g in self._gatherings if g.whole is not None}
         self._joins: list[tuple[Tensor, list[Tensor]]] = []  # matrices whose pieces cut blocks, or are not BF16
-        copies: list[tuple[Tensor, Tensor]] = []
+        copies: list[Copied] = []
+        self._as_they_are: list[tuple[Part, Tensor, Tensor]] = []  # FP8 parameters: (part, bytes, scales) in the slot
         quantizations: list[Quantization] = []
         self._parts = [(part, tensor) for message in self._messages for part, tensor in _views(message, slot)]
         for message in self._messages:
@@ -103,6 +145,11 @@ class RoundPacker:
             by_key = {(part.name, part.start): tensor for part, tensor in views}
             for part, target in views:
                 if part.is_scale:
+                    continue
+                if holdings.are_fp8(part.transfer) and part.name not in whole:
+                    scale = by_key[part.transfer.scale_name, part.start // FP8_BLOCK]
+                    copies += _raw_copies(part, holdings, target, scale)
+                    self._as_they_are.append((part, target, scale))
                     continue
                 if part.name in whole:
                     view = whole[part.name].narrow(part.transfer.axis, part.start, part.stop - part.start)
@@ -117,7 +164,8 @@ class RoundPacker:
                     copies += [(target.narrow(axis, a - part.start, b - a), view) for view, a, b in pieces]
         self._copy = Copies(copies)
         self._quantize = _prepared(quantizations, scales)
-        self._canonical = [outs for _, *outs in quantizations] if in_canonical_form else []
+        made = [outs for _, *outs in quantizations] + [outs for _, *outs in self._as_they_are]
+        self._canonical = made if in_canonical_form else []
         self._sums = PartialSums([(tensor, part.words) for part, tensor in self._parts])
 
     def _quantizations(
@@ -165,9 +213,10 @@ class RoundPacker:
         # An FP8 block that is not finite has such a scale. Sums of BF16 numbers in float32 do not overflow.
         scales = [tensor.reshape(-1) for part, tensor in self._parts if part.dtype == "float32"]
         others = [tensor.sum(dtype=torch.float32)[None] for part, tensor in self._parts if part.dtype == "bfloat16"]
+        numbers = [~has_nan(data) for _, data, _ in self._as_they_are]
         if not scales and not others:
             return torch.tensor(True)
-        return torch.cat(scales + others).isfinite().all()
+        return torch.stack([torch.cat(scales + others).isfinite().all(), *numbers]).all()
 
     def not_finite(self) -> list[str]:
         """Names of the tensors in the messages that hold NaN or infinity."""
@@ -176,6 +225,7 @@ class RoundPacker:
             for part, tensor in self._parts
             if tensor.dtype != torch.float8_e4m3fn and not tensor.isfinite().all()
         }
+        found |= {part.name: None for part, data, _ in self._as_they_are if has_nan(data)}
         return list(found)
 
 
@@ -183,6 +233,15 @@ def _views(message: Message, slot: Tensor) -> Iterator[tuple[Part, Tensor]]:
     for part in message.parts:
         start = message.out_offset + part.offset
         yield part, slot[start : start + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
+
+
+def _raw_copies(part: Part, holdings: Holdings, target: Tensor, scale: Tensor) -> Iterator[Copied]:
+    """Bytes and scales of an FP8 parameter, each to its place in the slot."""
+    axis, first_block = part.transfer.axis, part.start // FP8_BLOCK
+    for view, first, end in holdings.pieces(part.transfer, part.start, part.stop):
+        yield target.narrow(axis, first - part.start, end - first), view
+    for view, first, end in holdings.scales(part.transfer, part.start, part.stop):
+        yield scale.narrow(axis, first - first_block, end - first), view
 
 
 def _prepared(quantizations: Sequence[Quantization], scales: Scales) -> Callable[[], None]:

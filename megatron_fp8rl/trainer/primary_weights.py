@@ -1,0 +1,71 @@
+"""FP8 primary weights (``precision.params = "fp8"``): FP8 linears without a BF16 copy of their weights.
+
+In: a model whose weights are loaded, before it has gradient buffers. Out: the same model, in which every FP8 linear has
+parameters that are FP8 themselves (``fp8/primary.py``). Runs on every trainer rank; no communication.
+
+From there on Megatron-Core and Transformer Engine see to them. A parameter's bytes lie in a uint8 buffer. After a step
+the FP32 master weights, of which each data-parallel rank has a part, are rounded to BF16 and quantized straight into
+it: the largest magnitudes of blocks are reduced over the ranks first, so that all have the same scales, and what is
+gathered are FP8 bytes. Bytes and scales are those of ``quantize_weight`` for the BF16 parameter that there is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+
+from torch import Tensor, nn
+
+from megatron_fp8rl.fp8.recipe import Blockwise
+from megatron_fp8rl.trainer.linears import QuantizableLinear
+from megatron_fp8rl.trainer.model import named_linears
+from megatron_fp8rl.trainer.parallel import Parallel
+
+
+def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None:
+    """Make the weights of all FP8 linears of this rank FP8 themselves. Their BF16 values wait in host memory until the
+    optimizer has made its FP32 master weights from them.
+
+    Raises ValueError for a linear that cannot keep its weights so, by name.
+    """
+    for names, linear in named_linears(models, parallel):
+        if linear.recipe is None:
+            continue
+        if problem := _problem(linear):
+            raise ValueError(f"precision.params = 'fp8': {names[0]} {problem}. Choose --precision.params bf16")
+        for name, parameter in list(linear.named_parameters(recurse=False)):
+            if parameter.ndim == 2:
+                setattr(linear, name, _fp8_parameter(parameter, linear.recipe))
+
+
+def _problem(linear: QuantizableLinear) -> str | None:
+    if not isinstance(linear.recipe, Blockwise):
+        return f"multiplies in the recipe {type(linear.recipe).__name__}, and FP8 parameters are blocks of 128x128"
+    if linear.kernels != "te":
+        return f"multiplies on {linear.kernels} kernels, which want BF16 parameters"
+    if linear.block_rows is not None:
+        return "mixes heads of queries, keys and values in its blocks, which the engine's blocks do not"
+    return None
+
+
+def _fp8_parameter(parameter: nn.Parameter, recipe: Blockwise) -> nn.Parameter:
+    """A parameter that is FP8, with the attributes by which Megatron-Core knows how it is divided."""
+    from megatron_fp8rl.trainer.te_linear import fp8_tensor  # imports Transformer Engine
+
+    made = nn.Parameter(fp8_tensor(parameter, recipe), requires_grad=parameter.requires_grad)
+    for name, value in vars(parameter).items():
+        setattr(made, name, value)
+    # Megatron-Core asks for these two: master weights that came from FP8 would begin with its rounding.
+    made._high_precision_init_val = parameter.detach().to("cpu", copy=True)
+    made.get_high_precision_init_val = MethodType(_initial_values, made)
+    made.clear_high_precision_init_val = MethodType(_forget_initial_values, made)
+    return made
+
+
+def _initial_values(parameter: nn.Parameter) -> Tensor | None:
+    return getattr(parameter, "_high_precision_init_val", None)
+
+
+def _forget_initial_values(parameter: nn.Parameter) -> None:
+    if hasattr(parameter, "_high_precision_init_val"):
+        del parameter._high_precision_init_val

@@ -1,0 +1,163 @@
+"""FP8 parameters are published as they are: their bytes, in every layout and by every way, and never quantized again.
+
+Weights are powers of two with a sign, so that the same numbers have two forms in FP8: bytes as quantizing makes them,
+and half of each byte's value with twice the scale. Parameters hold the second form. Whoever quantizes what they mean
+publishes the first.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from test_export import MODELS, Engine, Fleet, build, config, layout_name
+from test_shards import Fleet as ShardFleet
+from test_shards import Replica
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.fp8.blockwise import quantize_weight
+from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.rollout.wire import PlanInputs
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.weights import names
+from tests.helpers.dist import RankError, run_ranks
+from tests.helpers.fake_fp8_tensor import Fp8Tensor
+
+WIDE = replace(MODELS["dense"], head_dim=128, ffn_hidden_size=512)
+FUSED = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def _config(kind: str, layout: dict[str, int], transport: str = "shm") -> RunConfig:
+    if kind == "wide":
+        cfg = replace(config("dense", layout), model=WIDE)
+    else:
+        cfg = config(kind, layout)
+    return replace(cfg, rollout=replace(cfg.rollout, tensor=1, transport=transport))
+
+
+@dataclass
+class _Policy:
+    """What the exporter and save_hf ask of a policy."""
+
+    cfg: RunConfig
+    parallel: Parallel
+    tensors: dict[str, torch.Tensor]
+
+    def named_tensors(self):
+        return self.tensors.items()
+
+
+def _as_powers(x: torch.Tensor) -> torch.Tensor:
+    exponent = x.float().abs().clamp_min(2.0**-20).log2().floor().clamp(-9, -4)
+    return (x.float().sign() * exponent.exp2()).to(x.dtype)
+
+
+def _halved(x: torch.Tensor) -> Fp8Tensor:
+    data, scale = quantize_weight(x, "pow2")
+    made = Fp8Tensor.of(x, "pow2")
+    made._rowwise_data = (data.float() / 2).to(torch.float8_e4m3fn).view(torch.uint8)
+    made._rowwise_scale_inv = made._rowwise_scale_inv * 2
+    return made
+
+
+def _policy(cfg: RunConfig, *, is_fp8: bool) -> _Policy:
+    built, tensors = build(cfg), {}
+    table = LayerTable.build(cfg.model, cfg.precision)
+    for name, tensor in built.named_tensors():
+        value = _as_powers(tensor.detach()) if tensor.ndim == 2 else tensor.detach().clone()
+        in_fp8 = is_fp8 and all(map(table.trainer_fp8, names.hf_names_of(name, cfg.model)))
+        tensors[name] = _halved(value) if in_fp8 else value
+    return _Policy(cfg, built.parallel, tensors)
+
+
+def _publish(cfg: RunConfig, is_fp8: bool, nan: str = "") -> dict[str, torch.Tensor]:
+    """Runs on a rank: what the only engine worker holds, on rank 0."""
+    from megatron_fp8rl.weights.export import WeightExporter
+
+    policy = _policy(cfg, is_fp8=is_fp8)
+    if nan and policy.parallel.rank == policy.parallel.world_size - 1:
+        policy.tensors[nan]._rowwise_data[3, 5] = 0xFF
+    shards = cfg.rollout.transport != "shm"
+    client = Replica(cfg) if shards else Engine(cfg)
+    fleet = (ShardFleet if shards else Fleet)(client)
+    exporter = WeightExporter(policy, fleet if policy.parallel.rank == 0 else None, cfg)
+    exporter.publish(1)
+    exporter.publish(2)
+    exporter.close()
+    return (client.workers[0].held if shards else client.tensors) if policy.parallel.rank == 0 else {}
+
+
+CASES = [
+    ("wide", dict(world_size=1), "shm"),
+    ("wide", dict(world_size=2, tensor=2), "shm"),
+    ("wide", dict(world_size=2, tensor=2), "ipc"),
+    ("moe", dict(world_size=2, expert=2), "shm"),
+    ("moe", dict(world_size=2, expert=2), "nccl"),
+    ("moe", dict(world_size=2, pipeline=2), "ipc"),
+    ("latent", dict(world_size=1), "shm"),  # with a matrix whose last block of rows is cut short
+    ("latent", dict(world_size=2, pipeline=2), "nccl"),
+]
+
+
+@functools.cache
+def _quantized_once(kind: str) -> dict[str, torch.Tensor]:
+    """What BF16 parameters of the same values become, from one rank."""
+    return run_ranks(1, _publish, _config(kind, dict(world_size=1)), False)[0]
+
+
+@pytest.mark.parametrize(("kind", "layout", "transport"), CASES, ids=layout_name)
+def test_bytes_are_those_of_the_parameters(kind, layout, transport):
+    cfg = _config(kind, layout, transport)
+    ours = run_ranks(layout["world_size"], _publish, cfg, True)[0]
+    plain = _quantized_once(kind)
+    in_fp8 = {name for name, tensor in plain.items() if tensor.dtype == torch.float8_e4m3fn}
+    assert ours.keys() == plain.keys() and in_fp8
+    for name, tensor in plain.items():
+        if name in in_fp8:
+            assert torch.equal(ours[name].float() * 2, tensor.float()), name
+        elif name.removesuffix("_scale_inv") in in_fp8:
+            assert torch.equal(ours[name], tensor * 2), name
+        else:
+            assert torch.equal(ours[name], tensor), name
+    assert PlanInputs.of(cfg).plan.num_bytes == PlanInputs.of(_config(kind, dict(world_size=1))).plan.num_bytes
+
+
+@pytest.mark.parametrize("transport", ["shm", "nccl"])
+def test_a_nan_among_the_bytes_is_named(transport):
+    cfg = _config("wide", dict(world_size=2, tensor=2), transport)
+    with pytest.raises(RankError, match=r"NaN.*: model\.layers\.1\.mlp\.gate_proj\.weight"):
+        run_ranks(2, _publish, cfg, True, FUSED)
+
+
+def test_parts_that_cut_blocks_are_refused_by_name():
+    with pytest.raises(RankError, match=r"k_proj\.weight: its parts on trainer ranks cut blocks of 128"):
+        run_ranks(2, _publish, config("dense", dict(world_size=2, tensor=2)), True)
+
+
+def _saved_pieces(cfg: RunConfig, is_fp8: bool) -> dict[str, torch.Tensor]:
+    """What save_hf writes, without the tokenizer."""
+    from megatron_fp8rl.config import PrecisionConfig
+    from megatron_fp8rl.weights.gather import Gather
+    from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
+
+    policy = _policy(cfg, is_fp8=is_fp8)
+    table = LayerTable.build(cfg.model, PrecisionConfig(trainer="bf16", rollout="bf16"))
+    whole = plan(cfg.model, table, TrainerLayout.from_config(cfg.parallel), EngineLayout(), bucket_bytes=1 << 30)
+    gather = Gather(
+        whole, cfg.model, policy.tensors, scales="pow2", rank=0, group=None, device=torch.device("cpu")
+    )
+    gather.check()
+    (bucket,) = whole.buckets
+    tensors = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in bucket.tensors}
+    gather.assemble(bucket, gather.collect(bucket, gather.pack(bucket)), tensors)
+    return tensors
+
+
+def test_saved_weights_are_the_values_of_the_bytes():
+    cfg = _config("wide", dict(world_size=1))
+    ours, plain = (run_ranks(1, _saved_pieces, cfg, is_fp8)[0] for is_fp8 in (True, False))
+    assert ours.keys() == plain.keys()
+    for name, tensor in plain.items():
+        assert ours[name].dtype == torch.bfloat16 and torch.equal(ours[name], tensor), name

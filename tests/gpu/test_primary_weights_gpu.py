@@ -1,0 +1,217 @@
+"""FP8 primary weights on Transformer Engine's tensors, beside BF16 parameters, on a GPU; -s shows losses and memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, PrecisionConfig, RouterConfig, RunConfig
+from megatron_fp8rl.fp8.blockwise import quantize_weight_in_torch
+from megatron_fp8rl.fp8.primary import fp8_weight, is_fp8
+from megatron_fp8rl.trainer.kernels import has_transformer_engine
+from tests.helpers.training import continue_training, make_batch, run_config
+from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+MOE = ModelConfig(
+    family="qwen3_moe", num_layers=4, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+    vocab_size=62, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=128, max_position_embeddings=128,
+    initializer_range=0.08,
+)  # fmt: skip
+DENSE = replace(MOE, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=512)
+# Its kv_a_proj_with_mqa has 192 rows, so that the last block of rows is cut short.
+LATENT = replace(
+    MOE, family="deepseek_v3", num_attention_heads=2, num_key_value_heads=2, head_dim=192, num_shared_experts=1,
+    first_dense_layers=1, ffn_hidden_size=256, router=RouterConfig(score="sigmoid", correction_bias=True),
+    mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+)  # fmt: skip
+OPTIM = OptimConfig(lr=3e-3, eps=1e-2)
+
+
+def _cfg(model: ModelConfig, params: str, *, scales: str = "pow2", edges: int = 1, **optim) -> RunConfig:
+    precision = PrecisionConfig(
+        trainer="blockwise", params=params, scales=scales, linears="te", experts="te", bf16_last_layers=edges
+    )
+    return replace(run_config(model=model, optim=replace(OPTIM, **optim)), precision=precision)
+
+
+@contextmanager
+def _alone(cfg: RunConfig) -> Iterator:
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    assert "RANK" not in os.environ, "run this test without torchrun"
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    try:
+        yield parallel
+    finally:
+        parallel.close()
+
+
+def _policy(cfg: RunConfig, parallel):
+    from megatron_fp8rl.trainer.policy import Policy
+
+    return Policy.build(cfg, parallel)
+
+
+def _logprobs(policy) -> torch.Tensor:
+    batch = policy.with_old_logprobs(make_batch(policy.cfg, 0))
+    return torch.cat([mb.old_logprobs_T.float().cpu() for mb in batch.microbatches])
+
+
+def _require_bytes_of_masters(policy) -> None:
+    scales, found = policy.cfg.precision.scales, 0
+    for name, parameter in policy.named_parameters():
+        if not is_fp8(parameter):
+            continue
+        found += 1
+        master = parameter.main_param.view(parameter.shape).bfloat16()
+        data, scale = quantize_weight_in_torch(master, scales)
+        held = fp8_weight(parameter)
+        if scales == "pow2":
+            assert torch.equal(held.scale, scale), name
+            assert torch.equal(held.data.view(torch.uint8), data.view(torch.uint8)), name
+        else:  # quotients may differ in the last bit
+            assert torch.allclose(held.scale, scale, rtol=3e-7, atol=0), name
+            differing = (held.data.view(torch.uint8) != data.view(torch.uint8)).float().mean()
+            assert differing < 0.01, name
+        if parameter._columnwise_data is not None:
+            assert torch.equal(parameter._columnwise_data, parameter._rowwise_data.t()), name
+    assert found
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("model", [DENSE, MOE, LATENT], ids=["dense", "moe", "latent"])
+def test_bytes_are_the_quantized_masters_at_every_step(model, scales):
+    cfg = _cfg(model, "fp8", scales=scales)
+    with _alone(cfg) as parallel:
+        policy = _policy(cfg, parallel)
+        _require_bytes_of_masters(policy)
+        for _ in range(3):
+            continue_training(policy, 1)
+            _require_bytes_of_masters(policy)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
+def test_training_follows_bf16_parameters(model, overlap):
+    cfg, found = _cfg(model, "fp8", overlap_grad_reduce=overlap), {}
+    with _alone(cfg) as parallel:
+        for params in ("fp8", "bf16"):
+            policy = _policy(_cfg(model, params, overlap_grad_reduce=overlap), parallel)
+            first = _logprobs(policy)
+            metrics, _ = continue_training(policy, 20)
+            found[params] = first, [step["train/loss/mean"] for step in metrics]
+    losses = [found[params][1] for params in ("fp8", "bf16")]
+    print(f"\nprimary weights {'moe' if model.is_moe else 'dense'} losses {losses[0][::5]} with BF16 {losses[1][::5]}")
+    # The same bytes in the same products. Expert outputs are summed by atomic additions, in any order.
+    if not model.is_moe:
+        assert torch.equal(found["fp8"][0], found["bf16"][0])
+    assert losses[0][0] == pytest.approx(losses[1][0], abs=FP8_FIRST_LOSS)
+    assert losses[0][1:] == pytest.approx(losses[1][1:], abs=FP8_LOSS_NOISE)
+
+
+def test_fp32_scales_train_alike():
+    cfg, losses = _cfg(DENSE, "fp8", scales="fp32"), []
+    with _alone(cfg) as parallel:
+        for params in ("fp8", "bf16"):
+            metrics, _ = continue_training(_policy(_cfg(DENSE, params, scales="fp32"), parallel), 20)
+            losses.append([step["train/loss/mean"] for step in metrics])
+    assert losses[0] == pytest.approx(losses[1], abs=FP8_LOSS_NOISE)
+
+
+@pytest.mark.parametrize("saved", ["fp8", "bf16"])
+@pytest.mark.parametrize("loaded", ["fp8", "bf16"])
+def test_checkpoints_go_both_ways(saved, loaded, tmp_path):
+    from megatron_fp8rl.trainer import checkpoint
+
+    with _alone(_cfg(DENSE, saved)) as parallel:
+        first = _policy(_cfg(DENSE, saved), parallel)
+        continue_training(first, 2)
+        path = checkpoint.save(str(tmp_path), 2, first, {})
+        expected = _logprobs(first)
+        second = _policy(replace(_cfg(DENSE, loaded), seed=7), parallel)
+        continue_training(second, 1)  # so that there are columns of other weights
+        checkpoint.restore(path, second)
+        assert torch.equal(_logprobs(second), expected)
+        if loaded == "fp8":
+            _require_bytes_of_masters(second)
+        steps = [continue_training(policy, 2)[0] for policy in (first, second)]
+    for a, b in zip(*steps, strict=True):
+        assert a["train/loss/mean"] == pytest.approx(b["train/loss/mean"], abs=1e-5)
+
+
+def test_what_is_published_are_the_bytes():
+    from megatron_fp8rl.rollout.wire import PlanInputs
+    from megatron_fp8rl.weights.gather import Gather
+
+    cfg = _cfg(DENSE, "fp8")
+    with _alone(cfg) as parallel:
+        policy = _policy(cfg, parallel)
+        continue_training(policy, 2)
+        parameters = dict(policy.named_tensors())
+        plan = PlanInputs.of(cfg).plan
+        gather = Gather(plan, cfg.model, parameters, scales="pow2", rank=0, group=None, device=parallel.device)
+        gather.check()
+        sent = {}
+        for bucket in plan.buckets:
+            for index, piece in gather.pack(bucket).items():
+                sent[bucket.transfers[index].name] = piece
+        for layer in range(cfg.model.num_layers - 1):
+            ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
+            attention_out = parameters[f"{ours}.self_attention.linear_proj.weight"]
+            _require_same(attention_out, [sent[f"{theirs}.self_attn.o_proj.weight"]])
+            _require_same(parameters[f"{ours}.mlp.linear_fc2.weight"], [sent[f"{theirs}.mlp.down_proj.weight"]])
+            gate_up = [sent[f"{theirs}.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+            _require_same(parameters[f"{ours}.mlp.linear_fc1.weight"], gate_up)
+
+
+def _require_same(parameter, pieces) -> None:
+    held = fp8_weight(parameter)
+    assert torch.equal(torch.cat([data.view(torch.uint8) for data, _ in pieces]), held.data.view(torch.uint8))
+    assert torch.equal(torch.cat([scale for _, scale in pieces]), held.scale)
+
+
+def test_memory_is_lower_and_comes_and_goes():
+    model = replace(DENSE, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_key_value_heads=4)
+    parts = ("params", "gradients", "optimizer")
+    peaks = {}
+    with _alone(_cfg(model, "fp8")) as parallel:
+        for params in ("fp8", "bf16"):
+            gc.collect()
+            torch.cuda.empty_cache()
+            others = torch.cuda.memory_allocated()
+            policy = _policy(_cfg(model, params, edges=0, offload=parts), parallel)
+            continue_training(policy, 1)
+            before = torch.cuda.memory_allocated() - others
+            torch.cuda.reset_peak_memory_stats()
+            continue_training(policy, 1)
+            peaks[params] = torch.cuda.max_memory_allocated() - others
+            num_fp8 = sum(p.numel() for p in policy.models[0].parameters() if is_fp8(p))
+            expected = _logprobs(policy)
+            policy.offload.release(*parts)
+            away = torch.cuda.memory_allocated() - others
+            print(f"\nprimary weights {params}: peak {peaks[params] / 2**20:.0f} MiB, away {away / 2**20:.0f} MiB")
+            assert away < 0.2 * before
+            policy.offload.restore()
+            assert torch.equal(_logprobs(policy), expected)
+            continue_training(policy, 1)
+            if params == "fp8":
+                count = num_fp8
+                _require_bytes_of_masters(policy)
+            del policy
+    # Two bytes for a weight, in rows and in columns, where there were four; an allowance for everything else.
+    assert peaks["bf16"] - peaks["fp8"] > 1.5 * count
