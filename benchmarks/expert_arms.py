@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from benchmarks.timing import Call, device
 
 if TYPE_CHECKING:
     import torch
@@ -22,25 +23,6 @@ OURS = {  # (trainer's precision, operands of weight gradients)
 }
 ARMS = (*(f"te {recipe}" for recipe in TE_RECIPES), *OURS)
 
-Call = Callable[[], Any]
-
-
-def milliseconds(call: Call, rounds: int, warm: int = 4) -> float:
-    """Median time of ``call`` on the GPU; its launches have to keep up, or what is timed is the host."""
-    import torch
-
-    for _ in range(warm):
-        call()
-    times = []
-    for _ in range(rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
 
 def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[Call, Call]:
     """(forward, forward and backward) of all experts of an arm, weights quantized in every call.
@@ -50,7 +32,7 @@ def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[C
     """
     import torch
 
-    x = torch.randn(sum(counts), hidden, device="cuda").bfloat16().requires_grad_()
+    x = torch.randn(sum(counts), hidden, device=device()).bfloat16().requires_grad_()
     grad = torch.randn_like(x) * 1e-3
     run = _te_experts(arm, counts, hidden, width) if arm.startswith("te ") else _grouped(arm, counts, hidden, width)
 
@@ -85,7 +67,7 @@ def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Cal
         give_gradient_buffers(list(linear.parameters()))
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        with te.fp8_autocast(enabled=recipe is not None, fp8_recipe=recipe):
+        with te.autocast(enabled=recipe is not None, recipe=recipe):
             x, splits = (x, counts) if recipe is None else pad(x, counts)
             gate, up = fc1(x, splits).chunk(2, dim=-1)
             y = fc2(silu(gate) * up, splits)
@@ -101,7 +83,7 @@ def _grouped(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callab
     from megatron_fp8rl.trainer.weight_cache import WeightCache
 
     module = build_grouped(arm, len(counts), hidden, width)
-    on_host, probs = torch.tensor(list(counts)), torch.rand(sum(counts), device="cuda").requires_grad_()
+    on_host, probs = torch.tensor(list(counts)), torch.rand(sum(counts), device=device()).requires_grad_()
     parameters = list(module.parameters())
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -168,10 +150,10 @@ def movement_calls(layout: Layout, hidden: int, width: int, scales: str) -> Iter
     num_tokens, num_rows = layout.num_tokens, layout.num_rows
 
     def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device="cuda").bfloat16()
+        return torch.randn(rows, columns, device=device()).bfloat16()
 
     x, y = random(num_tokens, hidden), random(num_rows, hidden)
-    h, da, probs = random(num_rows, 2 * width), random(num_rows, width), torch.rand(num_tokens, device="cuda")
+    h, da, probs = random(num_rows, 2 * width), random(num_rows, width), torch.rand(num_tokens, device=device())
     both = dict(rows=True, columns=True)
     num_bytes = kernels.permute_quantize_bytes(num_tokens, num_rows, hidden, **both)
     yield "permute and quantize", lambda: kernels.permute_quantize(x, layout, scales, **both), num_bytes
@@ -198,36 +180,23 @@ def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str
         ("fc2 dgrad", hidden, width),
         ("fc1 dgrad", 2 * width, hidden),
     ):
-        x = torch.randn(layout.num_rows, inner, device="cuda").bfloat16()
+        x = torch.randn(layout.num_rows, inner, device=device()).bfloat16()
         q = expert_kernels.quantize_rows_columns(x, layout, "pow2", columns=False)
-        w = torch.randn(num_experts, outer, inner, device="cuda").bfloat16()
-        scales = torch.ones(num_experts, outer // 128, inner // 128, device="cuda")
+        w = torch.randn(num_experts, outer, inner, device=device()).bfloat16()
+        scales = torch.ones(num_experts, outer // 128, inner // 128, device=device())
         w8 = grouped_gemm.Fp8(w.to(torch.float8_e4m3fn), scales)
         num_operations = 2 * layout.num_tokens * inner * outer
         x8 = grouped_gemm.Fp8(q.rows, q.row_scales)
         yield f"{name}, fp8", partial(grouped_gemm.multiply_fp8, x8, w8, layout, torch.bfloat16), num_operations
         yield f"{name}, bf16", partial(grouped_gemm.multiply, x, w, layout), num_operations
     for name, rows, columns in (("fc1 wgrad", 2 * width, hidden), ("fc2 wgrad", hidden, width)):
-        grad, x = (torch.randn(layout.num_rows, n, device="cuda").bfloat16() for n in (rows, columns))
+        grad, x = (torch.randn(layout.num_rows, n, device=device()).bfloat16() for n in (rows, columns))
         quantized = (expert_kernels.quantize_rows_columns(m, layout, "pow2", rows=False) for m in (grad, x))
         operands = [grouped_gemm.Fp8(q.columns, q.column_scales) for q in quantized]
-        out = torch.zeros(num_experts, rows, columns, device="cuda")
+        out = torch.zeros(num_experts, rows, columns, device=device())
         num_operations = 2 * layout.num_tokens * rows * columns
         yield f"{name}, fp8", partial(grouped_gemm.add_weight_gradients_fp8, *operands, layout, out), num_operations
         yield f"{name}, bf16", partial(grouped_gemm.add_weight_gradients, grad, x, layout, out), num_operations
-
-
-def dense_rates(size: int = 8192) -> dict[str, float]:
-    """Operations per second of one large product: {"bf16": ..., "fp8": ...}, what this GPU's GEMMs can do at best."""
-    import torch
-
-    a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
-    a8, b8, one = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn), torch.ones((), device="cuda")
-    calls = {
-        "bf16": lambda: a @ b.t(),
-        "fp8": lambda: torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
-    }
-    return {name: 2 * size**3 / (milliseconds(call, 10) / 1e3) for name, call in calls.items()}
 
 
 def _bf16() -> torch.dtype:

@@ -3,6 +3,7 @@
     python -m benchmarks.experts
     python -m benchmarks.experts --config grpo_qwen3_30b_a3b
     python -m benchmarks.experts --shape 64,65536,4096,1536 --pattern equal skewed
+    python -m benchmarks.experts --shape 64,65536,4096,1536 --sweep
     python -m benchmarks.experts --layers 4
     python -m benchmarks.experts --quick
 
@@ -10,11 +11,15 @@ Experts alone: forward and backward of all experts of a rank, with all quantizat
 FP32 gradient accumulation. In the same run one large product and a copy give the GPU's ceilings, and each kernel is
 timed by itself. The floor of an arm: its operations at the rate of one large product, its bytes at the copy's.
 ``te`` is Transformer Engine's GroupedLinear; ``grouped`` are this library's experts, who multiply by the router's
-weights. Tokens are those that the experts of a rank receive: a token counts once for each of its experts.
+weights. Tokens are those that the experts of a rank receive: a token counts once for each of its experts. ``--sweep``
+measures one shape from 128 to 131,072 tokens, and tells from how many on which kernels are faster.
 
 ``--layers`` trains models of so many layers, 16,384 tokens a step, with the experts and linears of each arm.
 
-Rows add up in ``--results``; the table and the plot docs/experts.png are made of all of them.
+Rows add up in ``--results``; the table and the plot docs/experts.png are made of all of them. Most telling first: all
+shapes with the first pattern of routing, then the other patterns, then the kernels one by one. ``first_s`` is the
+first call, in which kernels compile, and in no other number: DeepGEMM compiles about a dozen for a shape, and keeps
+them in DG_JIT_CACHE_DIR. Processes with ``--quick --shape ...``, one for a shape, fill it on many cores beforehand.
 """
 
 from __future__ import annotations
@@ -25,16 +30,29 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.expert_arms import ARMS, OURS, dense_rates, experts, milliseconds, movement_calls, product_calls
+from benchmarks import crossover
+from benchmarks.expert_arms import ARMS, OURS, experts, movement_calls, product_calls
 from benchmarks.results import FOLDER, Results, Row, copy_bandwidth, require_gpus
+from benchmarks.timing import Budget, dense_rates, device, milliseconds, passes, runnable
 from megatron_fp8rl.config import PrecisionConfig, RunConfig
+from megatron_fp8rl.doctor import measured
+from megatron_fp8rl.fp8.products import Experts as Shape
+from megatron_fp8rl.fp8.products import experts_of
 
 KEYS = ("measured", "experts", "tokens", "hidden", "width", "pattern", "arm", "model", "layers", "device")
 PATTERNS = ("balanced", "equal", "skewed", "half empty", "one has all")
 PLOT = Path("docs/experts.png")
+DUELS = (
+    crossover.fp8_against_bf16(),
+    crossover.one_against("grouped fp8", "te blockwise"),
+    crossover.one_against("grouped bf16", "te bf16"),
+    crossover.one_against_all("grouped fp8"),
+)
+_FIRST = ("grouped fp8", "te bf16", "grouped bf16", "te blockwise")  # arms that decide
+_FAMILY = ("experts", "hidden", "width", "pattern", "device")  # all of a shape but its tokens
 _LAYER_ARMS = {
     "te bf16": PrecisionConfig(trainer="bf16", rollout="bf16", experts="te"),
     "te blockwise": PrecisionConfig(trainer="blockwise", rollout="bf16", experts="te"),
@@ -45,41 +63,15 @@ _LAYER_MODELS = ("qwen3_30b_a3b", "qwen3_8b")
 _LAYER_TOKENS = 16_384
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Experts of one rank and what they receive in one microbatch."""
-
-    experts: int
-    tokens: int  # routed: a token counts once for each of its experts
-    hidden: int
-    width: int  # features between the two linears
-
-    @classmethod
-    def parse(cls, text: str) -> Shape:
-        """``experts,tokens,hidden,width``."""
+def parse_shape(text: str) -> Shape:
+    """``experts,tokens,hidden,width``."""
+    try:
         numbers = [int(word) for word in text.split(",")]
-        if len(numbers) != 4 or min(numbers) < 1:
-            raise argparse.ArgumentTypeError(f"{text!r}: a shape is experts,tokens,hidden,width")
-        return cls(*numbers)
-
-    @classmethod
-    def of(cls, cfg: RunConfig) -> Shape:
-        """What a rank of a run computes, with balanced routing. Raises ValueError for a model without experts."""
-        model, parallel = cfg.model, cfg.parallel
-        if not model.is_moe:
-            raise ValueError("this configuration's model is dense: it has no experts to measure")
-        own_tokens = cfg.rollout.max_tokens_per_microbatch // (parallel.tensor * parallel.context)
-        return cls(
-            experts=model.num_experts // parallel.expert,
-            tokens=own_tokens * model.experts_per_token * parallel.expert_tensor,
-            hidden=model.hidden_size,
-            width=model.moe_ffn_hidden_size // parallel.expert_tensor,
-        )
-
-    @property
-    def num_operations(self) -> int:
-        """Of the three products of forward (gate, up, down) and the six of backward."""
-        return 3 * 3 * 2 * self.tokens * self.hidden * self.width
+    except ValueError:
+        numbers = []
+    if len(numbers) != 4 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: a shape is experts,tokens,hidden,width")
+    return Shape(*numbers)
 
 
 SHAPES = (
@@ -137,27 +129,12 @@ def floor_ms(shape: Shape, counts: Sequence[int], arm: str, ceilings: dict[str, 
     return 1e3 * (seconds + moved_bytes(shape, counts, arm) / ceilings["copy"])
 
 
-def verdict(rows: Sequence[Row], shape: Shape, device: str) -> str:
+def verdict(rows: Sequence[Row], shape: Shape, gpu: str) -> str:
     """Whether FP8 pays for a shape, in a line for each pattern that was measured on a device."""
-    sentences = []
-    for pattern in PATTERNS:
-        ms = {
-            row["arm"]: row["ms"]
-            for row in rows
-            if row["measured"] == "experts" and row["pattern"] == pattern and row["device"] == device and "ms" in row
-            and all(row[name] == getattr(shape, name) for name in ("experts", "tokens", "hidden", "width"))
-        }  # fmt: skip
-        in_bf16 = {arm: time for arm, time in ms.items() if arm.endswith(" bf16")}
-        in_fp8 = {arm: time for arm, time in ms.items() if arm not in in_bf16}
-        if not in_bf16 or not in_fp8:
-            continue
-        slow, fast = min(in_bf16, key=in_bf16.get), min(in_fp8, key=in_fp8.get)
-        gain = in_bf16[slow] / in_fp8[fast]
-        answer = "FP8 pays" if gain > 1.02 else "FP8 does not pay" if gain < 0.98 else "FP8 makes no difference"
-        sentences.append(
-            f"{pattern}: {answer}: {fast} {in_fp8[fast]:.2f} ms, {slow} {in_bf16[slow]:.2f} ms, {gain:.2f}x"
-        )
-    return "\n".join(sentences) or f"not measured on {device}: {shape}"
+    found = {m.pattern: m.ms for m in measured.of_shape(rows, shape) if (m.device, m.shape) == (gpu, shape)}
+    answers = {pattern: measured.Answer.of(found[pattern]) for pattern in PATTERNS if pattern in found}
+    lines = [f"{pattern}: {answer}" for pattern, answer in answers.items() if answer]
+    return "\n".join(lines) or f"not measured on {gpu}: {shape}"
 
 
 def measure_experts(
@@ -167,61 +144,53 @@ def measure_experts(
     import torch
 
     counts = token_counts(pattern, shape.tokens, shape.experts)
-    base = {"measured": "experts", **vars(shape), "pattern": pattern}
     for arm in options.arms:
-        row = base | {"arm": arm}
-        if options.is_known(row) or _is_late(options, f"{shape} {pattern} {arm}"):
+        row = {"measured": "experts", **vars(shape), "pattern": pattern, "arm": arm}
+        if options.is_known(row) or not options.budget.allows(f"{shape} {pattern} {arm}"):
             continue
-        try:
-            forward, both = experts(arm, counts, shape.hidden, shape.width)
-            both()  # kernels compile
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            both()
-            row["peak_GiB"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-            ms = milliseconds(both, options.rounds)
-            row |= {"ms": round(ms, 4), "forward_ms": round(milliseconds(forward, options.rounds), 4)}
-            row["TFLOPs"] = round(shape.num_operations / ms / 1e9)
-            if arm in OURS:
-                row["floor_ms"] = round(floor_ms(shape, counts, arm, ceilings), 4)
-            del forward, both
-        except (RuntimeError, ValueError, ImportError, AssertionError) as error:
-            row["error"] = f"{type(error).__name__}: {error}"[:300]
-        torch.cuda.empty_cache()
+        with options.budget.case():
+            try:
+                row |= passes(*experts(arm, counts, shape.hidden, shape.width), options.rounds)
+                row["TFLOPs"] = round(shape.num_operations / row["ms"] / 1e9)
+                if arm in OURS:
+                    row["floor_ms"] = round(floor_ms(shape, counts, arm, ceilings), 4)
+            except (RuntimeError, ValueError, ImportError, AssertionError) as error:
+                row["error"] = f"{type(error).__name__}: {error}"[:300]
+            torch.cuda.empty_cache()
         yield row
 
 
-def _is_late(options: argparse.Namespace, what: str) -> bool:
-    """Whether the budget is spent; says what is left out."""
-    if time.monotonic() - options.started <= options.budget_s:
-        return False
-    print(f"SKIPPED {what}: the budget is spent; run the same command again", flush=True)
-    return True
-
-
-def measure_kernels(shape: Shape, pattern: str, ceilings: dict[str, float], rounds: int) -> Iterator[Row]:
-    """A row for each kernel by itself."""
+def measure_kernels(
+    shape: Shape, pattern: str, ceilings: dict[str, float], options: argparse.Namespace
+) -> Iterator[Row]:
+    """A row for each kernel by itself that has none yet."""
     import torch
 
     from megatron_fp8rl.trainer.expert_kernels import Layout
 
     counts = token_counts(pattern, shape.tokens, shape.experts)
-    on_device = torch.tensor(counts, device="cuda")
+    on_device = torch.tensor(counts, device=device())
     layout = Layout.of(on_device, shape.tokens, counts)
     base = {"measured": "kernels", **vars(shape), "pattern": pattern}
-    ms = milliseconds(lambda: Layout.of(on_device, shape.tokens, counts), rounds)
-    yield base | {"arm": "layout", "ms": round(ms, 4)}
+
+    def wanted(name: str) -> bool:
+        return not options.is_known(base | {"arm": name})
+
+    if wanted("layout"):
+        ms = milliseconds(lambda: Layout.of(on_device, shape.tokens, counts), options.rounds)
+        yield base | {"arm": "layout", "ms": round(ms, 4)}
     for name, call, num_bytes in movement_calls(layout, shape.hidden, shape.width, "pow2"):
-        ms = milliseconds(call, rounds)
-        speed = num_bytes / ms * 1e3
-        found = {"GB/s": round(speed / 1e9), "of_copy": round(speed / ceilings["copy"], 3)}
-        yield base | {"arm": name, "ms": round(ms, 4)} | found
+        if wanted(name):
+            ms = milliseconds(call, options.rounds)
+            speed = num_bytes / ms * 1e3
+            found = {"GB/s": round(speed / 1e9), "of_copy": round(speed / ceilings["copy"], 3)}
+            yield base | {"arm": name, "ms": round(ms, 4)} | found
     for name, call, num_operations in product_calls(layout, shape.hidden, shape.width):
-        ms = milliseconds(call, rounds)
-        rate = num_operations / ms * 1e3
-        of_dense = rate / ceilings["fp8" if name.endswith("fp8") else "bf16"]
-        yield base | {"arm": name, "ms": round(ms, 4), "TFLOPs": round(rate / 1e12), "of_dense": round(of_dense, 3)}
+        if wanted(name):
+            ms = milliseconds(call, options.rounds)
+            rate = num_operations / ms * 1e3
+            of_dense = rate / ceilings["fp8" if name.endswith("fp8") else "bf16"]
+            yield base | {"arm": name, "ms": round(ms, 4), "TFLOPs": round(rate / 1e12), "of_dense": round(of_dense, 3)}
 
 
 def measure_layers(name: str, options: argparse.Namespace) -> Iterator[Row]:
@@ -248,23 +217,24 @@ def measure_layers(name: str, options: argparse.Namespace) -> Iterator[Row]:
             row: Row = {"measured": "layers", "model": name, "layers": first.model.num_layers, "arm": arm}
             if arm == "grouped bf16" and not first.model.is_moe or options.is_known(row):
                 continue
-            if _is_late(options, f"{name} {arm}"):
+            if not options.budget.allows(f"{name} {arm}"):
                 continue
             policy = None
-            try:
-                policy = Policy.build(replace(first, precision=precision), parallel)
-                train(policy, steps[:3])  # kernels compile, memory is found
-                torch.cuda.reset_peak_memory_stats()
-                times = []
-                for step in steps[3:]:
-                    started = time.perf_counter()
-                    train(policy, [step])  # its loss is a number: the GPU has finished
-                    times.append(time.perf_counter() - started)
-                row |= {"ms": round(1e3 * statistics.median(times), 2)}
-                row |= {"tokens_per_s": round(_LAYER_TOKENS / statistics.median(times))}
-                row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-            except (RuntimeError, ValueError, AssertionError) as error:
-                row["error"] = f"{type(error).__name__}: {error}"[:300]
+            with options.budget.case():
+                try:
+                    policy = Policy.build(replace(first, precision=precision), parallel)
+                    train(policy, steps[:3])  # kernels compile, memory is found
+                    torch.cuda.reset_peak_memory_stats()
+                    times = []
+                    for step in steps[3:]:
+                        started = time.perf_counter()
+                        train(policy, [step])  # its loss is a number: the GPU has finished
+                        times.append(time.perf_counter() - started)
+                    row |= {"ms": round(1e3 * statistics.median(times), 2)}
+                    row |= {"tokens_per_s": round(_LAYER_TOKENS / statistics.median(times))}
+                    row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+                except (RuntimeError, ValueError, AssertionError) as error:
+                    row["error"] = f"{type(error).__name__}: {error}"[:300]
             del policy
             free_memory()
             yield row
@@ -288,26 +258,19 @@ def table(rows: Sequence[Row]) -> list[Row]:
     return list(lines.values())
 
 
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Milliseconds of every arm over the shapes, relative to Transformer Engine's BF16."""
-    from megatron_fp8rl.observe import style
+def sweeps(rows: Sequence[Row]) -> list[crossover.Sweep]:
+    """Shapes that were measured with several numbers of tokens."""
+    return crossover.sweeps(rows, "experts", _FAMILY)
 
-    lines = [line for line in table(rows) if line.get("te bf16")]
-    with style.styled():
-        figure = style.new_figure(11.0, 0.9 + 0.75 * max(2, len(lines)))
-        axes = figure.subplots()
-        height = 0.8 / len(ARMS)
-        for index, (arm, color) in enumerate(zip(ARMS, style.CYCLE)):
-            found = [(place, line["te bf16"] / line[arm]) for place, line in enumerate(lines) if line.get(arm)]
-            places, speeds = [place - 0.4 + index * height for place, _ in found], [speed for _, speed in found]
-            axes.barh(places, speeds, height, color=color, label=arm)
-        names = ["{experts} x {hidden} x {width}, {tokens:,} tokens, {pattern}".format(**line) for line in lines]
-        axes.set_yticks(range(len(lines)), names)
-        axes.axvline(1.0, color=style.GREY, linewidth=0.8)
-        axes.invert_yaxis()
-        style.finish(axes, "Experts, forward and backward", x="speed, Transformer Engine in BF16 = 1")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=140, bbox_inches="tight")
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Speeds of every arm: curves for sweeps, bars for other shapes."""
+    found, label = sweeps(rows), "{experts} x {hidden} x {width}, {pattern}"
+    curves = [(label.format(**sweep.fields) + ", {device}".format(**sweep.fields), sweep) for sweep in found]
+    swept = {tuple(sweep.fields.values()) for sweep in found}
+    alone = [line for line in table(rows) if tuple(line[name] for name in _FAMILY) not in swept]
+    bars = [((label + ", {tokens:,} tokens, {device}").format(**line), line) for line in alone]
+    crossover.plot(path, "Experts, forward and backward", bars, curves, ARMS, "routed tokens of a rank")
 
 
 def write_section(rows: Sequence[Row]) -> None:
@@ -316,21 +279,24 @@ def write_section(rows: Sequence[Row]) -> None:
     notes = (
         "Milliseconds, forward and backward, weights quantized in every call, gradients added to FP32 buffers. Tokens "
         "count once for each of their experts. Floor: operations of `grouped fp8` at the rate of one dense 8192-cubed "
-        "product without block scales, plus its bytes at the speed of a copy, both measured in the same run."
+        "product without block scales, plus its bytes at the speed of a copy, both measured in the same run. Where one "
+        "is faster than the other is told in routed tokens of a rank, of those that were measured."
     )
     kernels, layers, ceilings = (
         [{name: value for name, value in row.items() if name != "measured"} for row in rows if row["measured"] == what]
         for what in ("kernels", "layers", "ceilings")
     )
-    parts = [record.table(part) for part in (table(rows), ceilings, kernels, layers) if part]
+    crossovers = crossover.lines(sweeps(rows), DUELS)
+    parts = [record.table(part) for part in (table(rows), crossovers, ceilings, kernels, layers) if part]
     record.section("experts", "Experts", "\n\n".join(parts), notes=notes)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.experts", description=__doc__.split("\n")[0])
     parser.add_argument("--config", help="a configuration, whose shape is measured alone, and answered for")
-    parser.add_argument("--shape", type=Shape.parse, nargs="+", default=list(SHAPES), metavar="E,T,H,F")
-    parser.add_argument("--pattern", nargs="+", choices=PATTERNS, default=["balanced", "skewed"])
+    parser.add_argument("--shape", type=parse_shape, nargs="+", default=[], metavar="E,T,H,F")
+    parser.add_argument("--sweep", action="store_true", help="the first shape with 128 to 131,072 tokens")
+    parser.add_argument("--pattern", nargs="+", choices=PATTERNS, help="of routing; default: balanced skewed")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--layers", type=int, help="train models of so many layers instead of experts alone")
     parser.add_argument("--model", nargs="+", default=list(_LAYER_MODELS), help="of --layers")
@@ -343,43 +309,55 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.config:
         from megatron_fp8rl.cli import load_config
 
-        options.shape = [Shape.of(load_config(options.config))]
+        if (shape := experts_of(load_config(options.config))) is None:
+            parser.error(f"--config {options.config}: the model is dense. python -m benchmarks.linears answers for it")
+        options.shape = [shape]
     if options.quick:
-        options.rounds, options.pattern = 5, ["skewed"]
-        options.shape = options.shape if options.config else [Shape(16, 16_384, 2048, 768)]
+        options.rounds, options.pattern, options.budget_s = 5, ["skewed"], min(options.budget_s, 80.0)
+        options.shape = options.shape or [Shape(16, 16_384, 2048, 768)]
         options.results = options.results.with_name("experts_quick.jsonl")
-    options.started = time.monotonic()
+    options.shape = options.shape or list(SHAPES)
+    if options.sweep:
+        options.shape = [replace(options.shape[0], tokens=tokens) for tokens in crossover.SWEEP]
+    options.pattern = options.pattern or (["balanced"] if options.sweep else ["balanced", "skewed"])
+    options.arms.sort(key=lambda arm: _FIRST.index(arm) if arm in _FIRST else len(_FIRST))
+    options.budget = Budget(options.budget_s)
     return options
 
 
-def measure_all(options: argparse.Namespace, results: Results, device: str) -> None:
+def measure_all(options: argparse.Namespace, results: Results, gpu: str) -> None:
     """Print and keep a row for everything that ``options`` ask for."""
-    options.is_known = lambda row: not (options.again or options.quick) and results.has(row | {"device": device})
+    options.is_known = lambda row: not (options.again or options.quick) and results.has(row | {"device": gpu})
     if options.layers:
         for name in options.model:
             for row in measure_layers(name, options):
-                results.add(row | {"device": device})
+                results.add(row | {"device": gpu})
         return
     ceilings = dense_rates() | {"copy": copy_bandwidth()}
     shown = {name: round(rate / 1e12, 3) for name, rate in ceilings.items()}
-    results.add({"measured": "ceilings", "device": device} | shown)  # TFLOP/s, and TB/s
-    for shape in options.shape:
-        for pattern in options.pattern:
+    results.add({"measured": "ceilings", "device": gpu} | shown)  # TFLOP/s, and TB/s
+    for pattern in options.pattern:
+        for shape in options.shape:
             for row in measure_experts(shape, pattern, ceilings, options):
-                results.add(row | {"device": device})
-        if _is_late(options, f"the kernels of {shape} by themselves"):
+                results.add(row | {"device": gpu})
+    for shape in options.shape if not options.sweep else ():
+        if not any(arm in OURS for arm in options.arms) or not options.budget.allows(f"the kernels of {shape}"):
             continue
         try:
-            for row in measure_kernels(shape, options.pattern[0], ceilings, options.rounds):
-                results.add(row | {"device": device})
-        except (RuntimeError, ImportError) as error:
+            for row in measure_kernels(shape, options.pattern[0], ceilings, options):
+                results.add(row | {"device": gpu})
+        except (RuntimeError, ValueError, ImportError) as error:
             print(f"SKIPPED the kernels of {shape} by themselves: {error}", flush=True)
-        print(verdict(results.rows(), shape, device), flush=True)
+    for shape in options.shape:
+        print(f"{shape} on {gpu}:", verdict(results.rows(), shape, gpu), sep="\n", flush=True)
+    for line in crossover.lines(sweeps(results.rows()), DUELS):
+        print(crossover.told(line), flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     require_gpus(1, "benchmarks.experts")
+    options.arms = runnable(options.arms)
     if any(arm.startswith("te ") for arm in options.arms):
         with contextlib.suppress(ImportError):
             import transformer_engine.pytorch  # noqa: F401  before PyTorch loads cuDNN

@@ -92,6 +92,7 @@ def run_config(name: str, options: argparse.Namespace, engine: Engine | None, tr
             moe_backend=options.moe,
             attention_backend=options.attention,
             torch_compile=options.compile == "on",
+            enforce_eager=options.compile == "eager",
             batch_invariant=options.batch_invariant,
             transport=options.transport,
         ),
@@ -225,6 +226,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         kernels = f"{row['linear']} / {row['moe']} / {row['attention']}"
         kernels += ", batch-invariant" if row.get("batch_invariant") else ""
+        kernels += {"on": ", torch.compile", "eager": ", eager"}.get(row.get("compile"), "")
         trainer = row["trainer"] + (", grouped experts" if row.get("experts") == "deep_gemm" else "")
         rollout = row["rollout"] if row["rollout"] == "bf16" else f"{row['rollout']}, {row['scales']} scales"
         head = {"model": f"{row['model']}, {row['layers']} layers", "rollout": rollout, "trainer": trainer}
@@ -251,7 +253,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--linear", choices=["auto", "deep_gemm", "cutlass", "triton"], default="auto")
     parser.add_argument("--moe", choices=["auto", "deep_gemm", "triton", "flashinfer_cutlass"], default="auto")
     parser.add_argument("--attention", choices=["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], default="auto")
-    parser.add_argument("--compile", choices=["on", "off"], default="off", help="torch.compile in the engine")
+    compiled = "torch.compile in the engine; off: CUDA graphs alone; eager: neither, which starts soonest"
+    parser.add_argument("--compile", choices=["on", "off", "eager"], default="off", help=compiled)
     parser.add_argument("--batch-invariant", action="store_true", help="the engine's batch-invariant kernels")
     parser.add_argument("--experts", choices=["auto", "te", "deep_gemm"], default="auto", help="the trainer's kernels")
     parser.add_argument("--transport", choices=["auto", "shm", "gloo", "ipc"], default="shm")

@@ -59,7 +59,7 @@ def run(
         scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
         policy = Policy.build(cfg, parallel)
-        observer.note(fused_kernels(cfg.precision, parallel.device))
+        observer.note(fused_kernels(cfg, parallel.device))
         step = _resume(cfg, policy, prompts, checkpoints)
         stop.at_boundary(parallel, step)
         if fleet is not None:

@@ -28,7 +28,7 @@ def tracked_files() -> list[Path]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     if listed.returncode:
         pytest.skip("not a git repository")

@@ -23,7 +23,9 @@ from megatron_fp8rl.config_check.engines import check_engines
 from megatron_fp8rl.config_check.experts import check_experts
 from megatron_fp8rl.config_check.findings import Findings
 from megatron_fp8rl.config_check.linears import check_linears
+from megatron_fp8rl.config_check.primary_weights import check_primary_weights
 from megatron_fp8rl.config_check.shapes import check_degrees, check_model
+from megatron_fp8rl.config_check.source import check_source
 from megatron_fp8rl.config_check.tiling import check_tiling
 
 Accelerator = Literal["cpu", "ampere", "hopper", "blackwell"]
@@ -38,6 +40,7 @@ def check(cfg: RunConfig, *, accelerator: Accelerator | None = None) -> list[Vio
     degrees_are_sound = check_degrees(found, model_is_sound)
     _check_precision(found, accelerator)
     check_linears(found, accelerator)
+    check_primary_weights(found, accelerator)
     if model_is_sound and degrees_are_sound:
         check_tiling(found)
         check_experts(found, accelerator)
@@ -97,13 +100,6 @@ def _check_precision(found: Findings, accelerator: Accelerator) -> None:
             "precision.rollout",
             "a trainer in MXFP8 and engines in 128-blocks are two different quantised functions",
             "Choose bf16, or --precision.trainer blockwise",
-        )
-    if precision.params == "fp8":
-        found.refuse(
-            "precision.params",
-            "the distributed optimizer would quantise its shards in its own order of rows and blocks, without the "
-            "histories and the order that the linears here share with the engine",
-            "Choose bf16; linears keep an FP8 copy of their weights beside it in either case",
         )
     if precision.kernels == "te" and accelerator == "cpu":
         found.refuse("precision.kernels", "Transformer Engine needs a GPU, and this machine has none", "Choose auto")
@@ -306,16 +302,7 @@ def _check_data(found: Findings) -> None:
 def _check_storage(found: Findings) -> None:
     """Folders that have to exist, or that must not be files; what is observed."""
     cfg = found.cfg
-    if cfg.model.hf_path is not None:
-        folder = Path(cfg.model.hf_path)
-        # checkpoint_tools puts config.json and the tokenizer beside a distributed checkpoint.
-        has_weights = any(folder.glob("*.safetensors")) or (folder / ".metadata").is_file()
-        if not (folder / "config.json").is_file() or not has_weights:
-            found.refuse(
-                "model.hf_path",
-                "is not a Hugging Face checkpoint: config.json or *.safetensors are missing",
-                "Name the folder that holds both, or one that checkpoint_tools converted",
-            )
+    check_source(found)
     try:
         run_dir = Path(cfg.run_dir)
     except (KeyError, IndexError, ValueError):

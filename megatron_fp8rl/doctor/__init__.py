@@ -18,6 +18,10 @@ __all__ = ["COMMAND", "Diagnosis", "DoctorOptions", "diagnose", "run"]
 def run(invocation: cli.Invocation) -> int:
     """Diagnose the configuration, print the report, and return the exit status."""
     assert invocation.cfg is not None
+    problems = invocation.options.problems()
+    if problems:
+        print("\n".join(f"python -m megatron_fp8rl doctor: {problem}" for problem in problems), file=sys.stderr)
+        return 2
     diagnosis = diagnose(
         invocation.cfg,
         invocation.options,

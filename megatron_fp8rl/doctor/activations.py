@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.fp8.auto_kernels import chosen
 from megatron_fp8rl.fp8.layers import LayerTable
 
 _FP32_BYTES, _INT64_BYTES = 4, 8
@@ -76,7 +77,7 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens) -> LayerBytes:
     model, optim = cfg.model, cfg.optim
     is_fp8 = LayerTable.build(model, cfg.precision).trainer_fp8(f"model.layers.{layer}.self_attn.o_proj.weight")
     width = _Widths(
-        element=2.0 if cfg.precision.params == "bf16" else 4.0,
+        element=4.0 if cfg.precision.params == "fp32" else 2.0,
         fp8=_FP8_BYTES[cfg.precision.trainer] if is_fp8 else None,
     )
     norms = 2 * tokens.sequence * model.hidden_size * width.element  # inputs of the two norms: the residual stream
@@ -151,7 +152,7 @@ def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths) -> fl
 
 
 def _on_deep_gemm(cfg: RunConfig, width: _Widths) -> bool:
-    return cfg.precision.linears == "deep_gemm" and width.fp8 is not None
+    return width.fp8 is not None and chosen("linears", cfg) == "deep_gemm"
 
 
 def _swiglu(columns: float, width: _Widths) -> float:

@@ -17,7 +17,7 @@ from megatron_fp8rl import config_check
 from megatron_fp8rl.config import RunConfig, Violation
 from megatron_fp8rl.config_check.findings import Findings
 from megatron_fp8rl.config_check.shapes import check_degrees, check_model
-from megatron_fp8rl.doctor import colocated, engine_memory, packages, precision, repair, tiling, trainer_memory
+from megatron_fp8rl.doctor import colocated, engine_memory, packages, pays, precision, repair, tiling, trainer_memory
 from megatron_fp8rl.doctor.engine_memory import EngineEstimate
 from megatron_fp8rl.doctor.finding import Change, Finding, Severity, exit_status
 from megatron_fp8rl.doctor.hardware import GIB, GPUS, Gpu, GpuName
@@ -40,6 +40,12 @@ class DoctorOptions:
     num_gpus: int | None = None  # that you have; None: as many as trainer and engines ask for
     routing_imbalance: float = 1.0  # token copies that the busiest rank's experts receive, over the mean
     json: bool = False  # one JSON object instead of tables
+
+    def problems(self) -> list[str]:
+        """Options that no machine has, with what they may be."""
+        given = {name: getattr(self, name) for name in ("memory_gib", "gpus_per_node", "num_gpus", "routing_imbalance")}
+        wrong = {name: value for name, value in given.items() if value is not None and not value >= 1}
+        return [f"--{name} {value}: at least 1 is needed" for name, value in wrong.items()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +82,7 @@ def diagnose(
     mended = repair.mend_all(cfg, gpu.generation)
     judge = _Judge(gpu, options)
     findings, trainer, engine = _look(cfg, repair.apply(cfg, mended), judge)
+    findings += pays.findings(cfg, gpu.name) if trainer is not None else []
     findings += packages.findings(config_check.local_accelerator() != "cpu")
     findings.sort(key=lambda finding: ("error", "warning", "note").index(finding.severity))
     begin = partial(_command, config_name, [*overrides, *_option_words(options)])

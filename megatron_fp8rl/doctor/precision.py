@@ -8,6 +8,7 @@ from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.doctor.finding import Finding
 from megatron_fp8rl.doctor.hardware import Gpu
 from megatron_fp8rl.doctor.parameters import entries
+from megatron_fp8rl.fp8.auto_kernels import chosen
 from megatron_fp8rl.fp8.layers import LayerTable
 
 _SCALES = {
@@ -148,7 +149,7 @@ def _of_linears(cfg: RunConfig) -> list[Finding]:
     """The matrix that DeepGEMM leaves to the other kernels, by its name. config_check sees to all others."""
     mla = cfg.model.mla
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
-    if cfg.precision.linears != "deep_gemm" or rows % FP8_BLOCK == 0:
+    if rows % FP8_BLOCK == 0 or chosen("linears", cfg) != "deep_gemm":
         return []
     return [
         Finding(

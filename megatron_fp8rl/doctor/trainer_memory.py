@@ -52,9 +52,9 @@ class Bytes:
 
     @classmethod
     def of(cls, cfg: RunConfig) -> Bytes:
-        if cfg.precision.params == "bf16":
-            return cls(weight=2, gradient=4, optimizer=12)
-        return cls(weight=4, gradient=4, optimizer=8)  # FP32 parameters are their own master weights
+        if cfg.precision.params == "fp32":
+            return cls(weight=4, gradient=4, optimizer=8)  # FP32 parameters are their own master weights
+        return cls(weight=2, gradient=4, optimizer=12)
 
 
 def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float = 1.0) -> Estimate:
@@ -118,15 +118,20 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
     expert_ranks = max(1, parallel.world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor))
     optimizer = per.optimizer * (weights.dense / dense_ranks + weights.expert / expert_ranks)
     copies = fp8_copy_bytes(cfg, gpu)
-    weight_bytes = per.weight * weights.trained + 4 * weights.buffers
+    weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
+    held_bytes, held = weight_bytes, f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B"
+    if cfg.precision.params == "fp8":  # bytes in rows are the weights themselves, those in columns their copy
+        copies, how = copies / 2, "in columns"
+        held_bytes += int((copies - per.weight) * weights.fp8)
+        held += f", of which {weights.fp8 / 1e9:.2f} G in FP8 x {copies:.3g} B"
     shards = f"{weights.dense / 1e9:.2f} G over {dense_ranks}"
     if weights.expert:
         shards += f", experts {weights.expert / 1e9:.2f} G over {expert_ranks}"
     parts = [
         Part(
             name="weights",
-            num_bytes=weight_bytes,
-            formula=f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B",
+            num_bytes=held_bytes,
+            formula=held,
         ),
         Part(name="gradients", num_bytes=per.gradient * weights.trained, formula=f"FP32, x {per.gradient} B"),
         Part(
@@ -137,7 +142,7 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
         Part(
             name="FP8 copies",
             num_bytes=int(copies * weights.fp8),
-            formula=f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({cfg.precision.trainer})",
+            formula=f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({how})",
         ),
     ]
     if cfg.algo.kl_coef > 0:

@@ -10,7 +10,8 @@ from typing import Literal
 
 import torch
 
-from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.config import PrecisionConfig, RunConfig
+from megatron_fp8rl.fp8.auto_kernels import chosen
 
 Kernels = Literal["te", "emulated"]
 LinearKernels = Literal["te", "emulated", "deep_gemm"]
@@ -55,61 +56,74 @@ def choose_kernels(precision: PrecisionConfig, device: torch.device) -> Kernels:
     return "te"
 
 
-def choose_expert_kernels(precision: PrecisionConfig, device: torch.device) -> ExpertKernels:
+def choose_expert_kernels(cfg: RunConfig, device: torch.device) -> ExpertKernels:
     """What multiplies the experts on a device: the linears' own kernels ("te"), or DeepGEMM's grouped ones.
 
-    On a CPU "deep_gemm" runs the same program on products in torch. Raises ValueError on a GPU other than Hopper, and
-    RuntimeError when DeepGEMM is not installed, each with its remedy.
+    ``auto`` is what fp8/auto_kernels.py says, where DeepGEMM runs. On a CPU "deep_gemm" runs the same program on
+    products in torch. Where it is named, raises ValueError on a GPU other than Hopper, and RuntimeError when DeepGEMM
+    is not installed, each with its remedy.
     """
-    if precision.experts != "deep_gemm":
-        return "te"
-    _require_deep_gemm("experts", "the grouped kernels of weight gradients need", device)
-    return "deep_gemm"
+    return "deep_gemm" if _takes_deep_gemm("experts", cfg, device) else "te"
 
 
-def choose_linear_kernels(precision: PrecisionConfig, device: torch.device) -> LinearKernels:
+def choose_linear_kernels(cfg: RunConfig, device: torch.device) -> LinearKernels:
     """What multiplies the FP8 linears that are no experts: :func:`choose_kernels`' choice, or "deep_gemm".
 
     Raises what :func:`choose_kernels` raises, and for "deep_gemm" what :func:`choose_expert_kernels` does.
     """
-    kernels = choose_kernels(precision, device)
-    if precision.linears != "deep_gemm":
-        return kernels
-    _require_deep_gemm("linears", "FP8 products in blocks of float32 scales need", device)
-    return "deep_gemm"
+    kernels = choose_kernels(cfg.precision, device)
+    return "deep_gemm" if _takes_deep_gemm("linears", cfg, device) else kernels
 
 
-def _require_deep_gemm(field: str, needs: str, device: torch.device) -> None:
-    """Raise for a GPU on which ``precision.{field} = "deep_gemm"`` cannot run."""
+def _takes_deep_gemm(field: Literal["experts", "linears"], cfg: RunConfig, device: torch.device) -> bool:
+    """Whether ``precision.{field}`` is "deep_gemm", or ``auto`` and DeepGEMM is the faster of what can run here."""
+    if chosen(field, cfg) != "deep_gemm":
+        return False
+    if getattr(cfg.precision, field) == "auto":
+        return device.type == "cuda" and _problem(field, device) is None
+    if (problem := _problem(field, device)) is not None:
+        raise problem
+    return True
+
+
+_NEEDS = {
+    "experts": "the grouped kernels of weight gradients need",
+    "linears": "FP8 products in blocks of float32 scales need",
+}
+
+
+def _problem(field: Literal["experts", "linears"], device: torch.device) -> Exception | None:
+    """Why ``precision.{field} = "deep_gemm"`` cannot run on a device; None when it can."""
     if device.type != "cuda":
-        return
+        return None
     from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
 
     asked = f"precision.{field} = 'deep_gemm'"
     capability = torch.cuda.get_device_capability(device)
     if capability[0] != 9:
-        raise ValueError(
-            f"{asked}: {needs} compute capability 9.0 (Hopper), and this GPU has {capability[0]}.{capability[1]}. "
-            f"Choose --precision.{field} te"
+        return ValueError(
+            f"{asked}: {_NEEDS[field]} compute capability 9.0 (Hopper), and this GPU has "
+            f"{capability[0]}.{capability[1]}. Choose --precision.{field} te"
         )
     if not has_deep_gemm():
-        raise RuntimeError(
+        return RuntimeError(
             f"{asked}: DeepGEMM is not installed; vLLM for CUDA brings it. Install vLLM, or choose "
             f"--precision.{field} te"
         )
+    return None
 
 
-def fused_kernels(precision: PrecisionConfig, device: torch.device) -> dict[str, str]:
+def fused_kernels(cfg: RunConfig, device: torch.device) -> dict[str, str]:
     """What computes each part of a training step, in words for the record of a run."""
     from megatron.core.optimizer import Adam  # what Megatron-Core found when it was imported
 
-    on_te = choose_kernels(precision, device) == "te"
+    on_te = choose_kernels(cfg.precision, device) == "te"
     engine = "Transformer Engine" if on_te else "PyTorch"
     linears = engine if on_te else "PyTorch (emulated)"
-    if choose_linear_kernels(precision, device) == "deep_gemm":
+    if choose_linear_kernels(cfg, device) == "deep_gemm":
         linears = "DeepGEMM" if device.type == "cuda" else "PyTorch (as DeepGEMM)"
     experts = f"{engine} (grouped)" if on_te else engine
-    if choose_expert_kernels(precision, device) == "deep_gemm":
+    if choose_expert_kernels(cfg, device) == "deep_gemm":
         experts = "DeepGEMM (grouped)" if device.type == "cuda" else "PyTorch (as DeepGEMM)"
     return {
         "trainer kernel, FP8 linears": linears,

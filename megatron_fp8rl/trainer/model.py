@@ -52,7 +52,7 @@ Get = Callable[[str], Tensor]  # a Hugging Face tensor by its name
 def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
     """Megatron-Core's configuration of the model. FP8 is not in it: see :func:`apply_precision`."""
     model, optim = cfg.model, cfg.optim
-    dtype = torch.bfloat16 if cfg.precision.params == "bf16" else torch.float32
+    dtype = torch.float32 if cfg.precision.params == "fp32" else torch.bfloat16
     virtual_stages = parallel.config.virtual_stages
     settings = dict(
         num_layers=model.num_layers,
@@ -132,6 +132,7 @@ def _moe_settings(cfg: RunConfig) -> dict:
         moe_layer_freq=kinds if model.first_dense_layers else 1,
         moe_router_topk=model.experts_per_token,
         moe_router_score_function=model.router.score,
+        moe_router_pre_softmax=model.experts_per_token == 1,  # read by a check alone: trainer/routing.py chooses
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         moe_shared_expert_intermediate_size=model.num_shared_experts * model.moe_ffn_hidden_size or None,
         moe_router_dtype="fp32",
@@ -162,7 +163,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
     Megatron-Core's Float16Module, which returns float32 logits on the last stage.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
-    config, expert_kernels = transformer_config(cfg, parallel), choose_expert_kernels(cfg.precision, parallel.device)
+    config, expert_kernels = transformer_config(cfg, parallel), choose_expert_kernels(cfg, parallel.device)
     virtual_stages = parallel.config.virtual_stages
     chunks: list[nn.Module] = []
     for stage in range(virtual_stages):
@@ -203,7 +204,7 @@ def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Paral
                 module.kernels = kernels
             elif isinstance(module, PackedAttention):
                 module.like_engine = cfg.precision.attention == "engine"
-    on_deep_gemm = choose_linear_kernels(cfg.precision, parallel.device) == "deep_gemm"
+    on_deep_gemm = choose_linear_kernels(cfg, parallel.device) == "deep_gemm"
     table = LayerTable.build(cfg.model, cfg.precision)
     for weight_names, module in named_linears(chunks, parallel):
         hf_names = [hf_name for name in weight_names for hf_name in names.hf_names_of(name, cfg.model)]

@@ -183,7 +183,7 @@ def fail_shards(cfg: RunConfig, failure: str):
     if failure == "engine" and rank == 0:
         replicas[0].workers[1].die_at = 1
     elif failure == "late" and rank == 1:
-        exporter._shards.send = lambda version, mode: time.sleep(4.0)
+        exporter._shards.send = lambda version, mode: time.sleep(16.0)
     elif failure == "nan" and rank == 1:
         with torch.no_grad():
             weight = "decoder.layers.1.mlp.experts.2.linear_fc1.weight"
@@ -203,15 +203,15 @@ def fail_shards(cfg: RunConfig, failure: str):
     ("failure", "error", "texts"),
     [
         ("engine", "TransportError", ["replica 0", "exit code -9"]),
-        ("late", "TransportError", ["replica 0", "trainer rank 1", "within 1.8 s"]),
+        ("late", "TransportError", ["replica 0", "trainer rank 1", "within 7.2 s"]),
         ("nan", "ValueError", ["model.layers.1.mlp.experts.2.gate_proj.weight", "NaN"]),
     ],
 )
 def test_all_ranks_raise_the_same_error_before_the_deadline(transport, failure, error, texts):
     cfg = shard_config("moe", transport, dict(world_size=2, expert=2), dict(tensor=2))
-    limit_s = 2.0 if failure == "late" else 40.0
+    limit_s = 8.0 if failure == "late" else 100.0
     cfg = replace(cfg, rollout=replace(cfg.rollout, update_deadline_s=limit_s, bucket_bytes=100_000))
-    for raised, message, seconds in run_ranks(2, fail_shards, cfg, failure, deadline_s=100):
+    for raised, message, seconds in run_ranks(2, fail_shards, cfg, failure, deadline_s=300):
         assert raised == error, message
         assert all(text in message for text in texts), message
-        assert seconds < 20.0
+        assert seconds < 50.0

@@ -27,7 +27,7 @@ def test_bits_are_those_of_torch(width, first, rotated, heads, interleaved):
 
 def test_speed():
     """Prints what share of a copy's speed it reaches; says nothing about what it should be."""
-    from benchmarks.expert_arms import milliseconds
+    from benchmarks.timing import milliseconds
     from benchmarks.results import copy_bandwidth
 
     rotary = Rotary(num_features=128, first_feature=0, theta=1e4, scaling=None, interleaved=False)

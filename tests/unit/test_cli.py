@@ -93,7 +93,7 @@ def test_a_command_without_configuration_takes_its_subject_as_a_bare_word(words)
 
 def test_a_report_of_no_run_says_so_without_a_traceback(tmp_path):
     command = [sys.executable, "-m", "megatron_fp8rl", "report", str(tmp_path / "nothing")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.strip() == (
         f"report: {tmp_path / 'nothing'} holds no run: neither metrics.jsonl nor config.json nor evaluations are there. "
@@ -173,6 +173,6 @@ def test_configuration_needs_no_torch():
         "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seed"] == 5

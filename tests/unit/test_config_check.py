@@ -1,11 +1,13 @@
 """All mistakes at once, each with option, value and remedy; sound configurations pass."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, ModelConfig, RouterConfig, RunConfig
 from megatron_fp8rl.config_check import check
+from megatron_fp8rl.weights import names
 
 DENSE = ModelConfig(
     family="qwen3",
@@ -267,7 +269,20 @@ def test_a_checkpoint_folder_needs_config_and_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
     (tmp_path / "model.safetensors").write_bytes(b"")
+    assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
+    (tmp_path / "config.json").write_text(json.dumps(names.to_hf_config(make().model)))
     assert fields_of(make(model__hf_path=str(tmp_path))) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_fields_that_differ(tmp_path):
+    model = make().model
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text(json.dumps(names.to_hf_config(model)))
+    (found,) = check(make(model__hf_path=str(tmp_path), model__rope_theta=5.0, model__vocab_size=7))
+    assert "vocab_size is" in found.problem and "rope_theta is" in found.problem and "hidden_size" not in found.problem
+    for content in ("{", "[]", '{"model_type": "gpt2"}'):
+        (tmp_path / "config.json").write_text(content)
+        assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
 
 
 def test_every_shipped_configuration_is_sound():
@@ -333,8 +348,31 @@ def test_kernels_and_storage_that_cannot_be():
     assert fields_of(make(precision__kernels="emulated"), "hopper") == []
     mxfp8 = dict(precision__trainer="mxfp8", precision__rollout="bf16")
     assert fields_of(make(**mxfp8, precision__kernels="emulated"), "blackwell") == ["--precision.kernels"]
-    (found,) = check(make(precision__params="fp8"), accelerator="hopper")
-    assert found.field == "--precision.params" and "Choose bf16" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "field", "problem"),
+    [
+        ("cpu", {}, "params", "this machine is 'cpu'"),
+        ("blackwell", {}, "params", "this machine is 'blackwell'"),
+        ("hopper", {"trainer": "tensorwise"}, "params", "here a weight has one scale"),
+        ("hopper", {"trainer": "delayed"}, "params", "here a weight has one scale"),
+        ("hopper", {"trainer": "bf16", "rollout": "bf16"}, "params", "multiplies nothing in FP8"),
+        ("hopper", {"rollout": "bf16"}, "rollout", "sent to engines as they are"),
+        ("hopper", {"kernels": "emulated"}, "kernels", "the emulation rounds BF16 parameters"),
+        ("hopper", {"linears": "deep_gemm"}, "linears", "quantizes BF16 parameters"),
+        ("hopper", {"experts": "deep_gemm"}, "experts", "quantizes BF16 parameters"),
+    ],
+)
+def test_fp8_parameters_that_cannot_be(accelerator, changes, field, problem):
+    wide = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256, head_dim=128)
+    changed = {f"precision__{name}": value for name, value in ({"params": "fp8"} | changes).items()}
+    assert fields_of(make(wide, precision__params="fp8", precision__scales="fp32"), "hopper") == []
+    (found,) = check(make(wide, **changed), accelerator=accelerator)
+    assert found.field == f"--precision.{field}" and problem in found.problem
+    assert "--precision.params bf16" in found.remedy
+    (found,) = check(make(replace(wide, head_dim=64), precision__params="fp8"), accelerator="hopper")
+    assert found.field == "--precision.params" and "heads of 64 rows" in found.problem
 
 
 def test_grouped_experts_that_cannot_be():

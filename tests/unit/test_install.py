@@ -67,7 +67,7 @@ def test_without_python_one_line_says_how_to_get_it(tmp_path):
     text = (ROOT / "tools" / "bootstrap.sh").read_text()
     (tmp_path / "tools").mkdir()
     (tmp_path / "tools" / "bootstrap.sh").write_text(text.replace("print(sys.version_info[:2])", "print()"))
-    done = subprocess.run(["sh", "tools/bootstrap.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["sh", "tools/bootstrap.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     for way in (

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import pytest
 
-from benchmarks import experts
+from benchmarks import crossover, experts, record
 from benchmarks.experts import Shape
 from benchmarks.results import Results
-from megatron_fp8rl.config import ParallelConfig, RolloutConfig
-from model_configs import qwen3
+from benchmarks.timing import Budget
 
 SHAPE = Shape(4, 1000, 256, 128)
 
@@ -76,34 +76,55 @@ def test_table_has_a_line_for_each_shape_and_pattern():
     assert second["pattern"] == "skewed" and second["bf16 : fp8"] is None
 
 
-def test_plot_is_drawn(tmp_path):
-    rows = [row("te bf16", 3.0), row("grouped fp8", 1.0, floor_ms=0.8), row("te blockwise", 2.0)]
-    experts.plot(rows, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_shape_of_a_configuration():
-    from dataclasses import replace
-
-    cfg = qwen3.grpo_qwen3_30b_a3b()
-    cfg = replace(
-        cfg,
-        parallel=ParallelConfig(world_size=16, tensor=2, expert=8),
-        rollout=replace(RolloutConfig(), max_tokens_per_microbatch=16_384),
-    )
-    assert Shape.of(cfg) == Shape(16, 8192 * 8, 2048, 768)
-    with pytest.raises(ValueError, match="dense"):
-        Shape.of(qwen3.grpo_qwen3_8b())
-
-
 def test_options():
-    assert Shape.parse("16,100,256,128") == Shape(16, 100, 256, 128)
-    with pytest.raises(argparse.ArgumentTypeError, match="experts,tokens,hidden,width"):
-        Shape.parse("16,100,256")
+    assert experts.parse_shape("16,100,256,128") == Shape(16, 100, 256, 128)
+    for text in ("16,100,256", "16,100,256,x", "0,1,1,1"):
+        with pytest.raises(argparse.ArgumentTypeError, match="experts,tokens,hidden,width"):
+            experts.parse_shape(text)
     options = experts.parse(["--config", "grpo_qwen3_30b_a3b"])
     assert [shape.hidden for shape in options.shape] == [2048]
     quick = experts.parse(["--quick"])
     assert len(quick.shape) == 1 and quick.results.name == "experts_quick.jsonl"
+    assert options.pattern == ["balanced", "skewed"] and set(options.arms[:4]) == set(experts._FIRST)
+
+
+def test_a_sweep_is_of_one_shape_and_one_pattern():
+    options = experts.parse(["--sweep", "--shape", "64,7,4096,1536", "16,7,256,128"])
+    assert [shape.tokens for shape in options.shape] == [128, 512, 2048, 8192, 32_768, 131_072]
+    assert {(shape.experts, shape.hidden, shape.width) for shape in options.shape} == {(64, 4096, 1536)}
+    assert options.pattern == ["balanced"]
+    assert experts.parse(["--sweep", "--pattern", "skewed"]).pattern == ["skewed"]
+
+
+def test_a_dense_configuration_is_sent_to_the_other_benchmark(capsys):
+    with pytest.raises(SystemExit):
+        experts.parse(["--config", "grpo_qwen3_8b"])
+    assert "the model is dense. python -m benchmarks.linears" in capsys.readouterr().err
+
+
+def measure(arms: list[str], kind=experts.measure_experts, known=(), seconds: float = 600.0) -> list[dict]:
+    """Rows of a small shape, as a GPU would make them, on this machine."""
+    options = argparse.Namespace(arms=arms, rounds=1, budget=Budget(seconds), is_known=lambda row: row["arm"] in known)
+    ceilings = {"bf16": 1e12, "fp8": 2e12, "copy": 1e12}
+    return list(kind(Shape(3, 300, 256, 128), "skewed", ceilings, options))
+
+
+def test_rows_of_grouped_experts_have_times_and_floors():
+    found = measure(["grouped fp8", "grouped bf16", "te bf16"], known=["grouped bf16"])
+    fp8, te = found
+    assert fp8["arm"] == "grouped fp8" and "error" not in fp8 and fp8["experts"] == 3
+    assert fp8["ms"] > fp8["floor_ms"] > 0 and fp8["forward_ms"] > 0 and fp8["first_s"] > 0
+    assert te["error"].startswith("ModuleNotFoundError") and "ms" not in te
+    kept = [row | {"device": "cpu"} for row in found]
+    assert experts.verdict(kept, Shape(3, 300, 256, 128), "cpu").startswith("not measured on cpu")  # nothing in BF16
+
+
+def test_each_kernel_is_timed_once(capsys):
+    names = [row["arm"] for row in measure([], experts.measure_kernels, known=["layout"])]
+    assert "layout" not in names and "permute and quantize" in names and "fc1 wgrad, fp8" in names
+    assert len(set(names)) == len(names) == 5 + 2 * 6
+    assert not measure(["grouped fp8"], seconds=-1.0)
+    assert "SKIPPED" in capsys.readouterr().out
 
 
 def test_rows_of_different_kinds_do_not_replace_each_other(tmp_path):
@@ -113,6 +134,29 @@ def test_rows_of_different_kinds_do_not_replace_each_other(tmp_path):
     results.add(row("te bf16", 2.0, device="cpu"))
     results.add(row("layout", 2.0, device="cpu") | {"measured": "kernels"})
     assert [found.get("ms") for found in results.rows()] == [None, 2.0, 2.0]
+
+
+def test_a_whole_run_on_this_machine(tmp_path, monkeypatch, capsys):
+    """What a GPU does up to the table and the plot, with made-up ceilings."""
+    import torch
+
+    monkeypatch.setattr(experts, "require_gpus", lambda *_: None)
+    monkeypatch.setattr(experts, "runnable", lambda arms: [arm for arm in arms if arm in experts.OURS])
+    monkeypatch.setattr(experts, "dense_rates", lambda: {"bf16": 1e12, "fp8": 2e12})
+    monkeypatch.setattr(experts, "copy_bandwidth", lambda: 1e12)
+    monkeypatch.setattr(experts, "PLOT", tmp_path / "experts.png")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "cpu")
+    monkeypatch.setattr(record, "section", partial(record.section, path=tmp_path / "measured.md"))
+    monkeypatch.setattr(crossover, "SWEEP", (10, 128, 300))
+    common = ["--shape", "3,300,128,128", "--rounds", "1", "--results", str(tmp_path / "experts.jsonl")]
+    assert experts.main([*common, "--pattern", "skewed"]) == 0
+    assert experts.main([*common, "--pattern", "skewed", "--sweep"]) == 0
+    text, said = (tmp_path / "measured.md").read_text(), capsys.readouterr().out
+    assert "SKIPPED" not in said and "error" not in said
+    assert "skewed: FP8 " in said and "grouped fp8 before all: " in said
+    assert said.count('"measured": "kernels"') == 5 + 1 + 2 * 6 and said.count('"arm": "grouped fp8"') == 3
+    assert "| 10 to 300 |" in text and "first_s" not in text
+    assert (tmp_path / "experts.png").exists()
 
 
 def test_without_a_gpu_it_says_so(capsys):

@@ -53,6 +53,19 @@ def test_states_of_qwen3_8b_on_one_rank():
     assert part(cfg, "weights") + part(cfg, "gradients") + part(cfg, "optimizer states") == 18 * total
 
 
+def test_fp8_parameters_take_two_bytes_where_there_were_four():
+    cfg = run(qwen3_8b())
+    alone = run(qwen3_8b(), replace(cfg.precision, params="fp8"))
+    total, matrices = 8_190_735_360, 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    per = 1 + 4 / 128**2  # a byte, and a scale for each block, in rows; once more in columns
+    assert part(alone, "weights") == pytest.approx(2 * (total - matrices) + per * matrices, abs=1)
+    assert part(alone, "FP8 copies") == int(per * matrices)
+    for name in ("gradients", "optimizer states", "activations", "temporaries"):
+        assert part(alone, name) == part(cfg, name)
+    reference = replace(alone, algo=replace(alone.algo, kl_coef=0.1))
+    assert part(reference, "reference model") == 2 * total + int(matrices)  # stays BF16, with a copy in rows
+
+
 def test_optimizer_states_are_sharded_over_data_and_context_ranks():
     cfg = run(qwen3_30b_a3b(), parallel=ParallelConfig(world_size=16, tensor=2, context=2, expert=4))
     weights = on_trainer_rank(cfg, 0)

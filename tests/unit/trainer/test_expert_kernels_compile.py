@@ -46,7 +46,7 @@ def compiled(name: str, constants: dict, num_warps: int, tmp_path: Path) -> tupl
     path.write_text(ptx)
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     command = [str(ptxas), "-v", "-arch=sm_90a", str(path), "-o", str(tmp_path / "kernel.cubin")]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stderr
+    said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stderr
     return Counter(re.findall(r"\b(?:ld\.global|st\.global|cvt|div)\.[\w.:]+", ptx)), said
 
 

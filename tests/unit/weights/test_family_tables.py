@@ -128,6 +128,17 @@ def test_config_round_trip(case, saved):
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_absent_keys_mean_what_they_mean_to_transformers(case):
+    family, options = CASES[case]
+    config = AutoConfig.for_model(family, **COMMON | options).to_dict()
+    for key in ("num_key_value_heads", "head_dim", "sliding_window", "tie_word_embeddings", "norm_topk_prob"):
+        if family == "deepseek_v3" and key == "num_key_value_heads":  # transformers' 128 would not be latent attention
+            continue
+        rest = {k: v for k, v in config.items() if k != key}
+        assert names.from_hf_config(rest) == names.from_hf_config(AutoConfig.for_model(**rest).to_dict()), key
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("tp_size", [2, 4])
 def test_slices_round_trip(case, tp_size, saved):
     """One key/value head over two and four ranks, an odd vocabulary: pieces make up the whole under either name."""

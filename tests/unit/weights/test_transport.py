@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from megatron_fp8rl.rollout.wire import BucketInfo, GlooGroup, read_file, unpack
 from megatron_fp8rl.weights import transport as module
 from megatron_fp8rl.weights.transport import GlooTransport, SharedMemoryTransport, TransportError
+from tests.helpers.processes import DEADLINE_S, until
 
 
 def bucket_info(index: int, num_bytes: int) -> BucketInfo:
@@ -36,21 +38,22 @@ def ours() -> set[str]:
 
 
 class FileReaders:
-    """Two replicas of one worker that read what the requests describe, after a while."""
+    """Two replicas of one worker that read what the requests describe, once ``may_read`` is set."""
 
     num_replicas = 2
     workers_per_replica = 1
 
-    def __init__(self, fail_at: int = -1, delay_s: float = 0.0):
+    def __init__(self, fail_at: int = -1):
         self.received: list[torch.Tensor] = []
         self.fail_at = fail_at
-        self.delay_s = delay_s
+        self.may_read = threading.Event()
+        self.may_read.set()
 
     def init_transfer(self, infos):
         assert infos == [{}, {}]
 
     def update_weights(self, info):
-        time.sleep(self.delay_s)
+        assert self.may_read.wait(DEADLINE_S)
         path = info.pop("path")
         if info["bucket"] == self.fail_at:
             raise TransportError("replica 1 has died")
@@ -58,20 +61,30 @@ class FileReaders:
 
 
 def test_shared_memory_delivers_and_overlaps():
-    readers = FileReaders(delay_s=0.2)
-    transport = SharedMemoryTransport(readers, deadline_s=10)
+    readers = FileReaders()
+    transport = SharedMemoryTransport(readers, deadline_s=DEADLINE_S)
     transport.connect()
     sent = [torch.randn(n).bfloat16() for n in (5000, 300, 9000)]
-    reserved_at = []
-    for index, values in enumerate(sent):
-        buffer = transport.reserve(2 * values.numel())
-        reserved_at.append(time.monotonic())
-        buffer.copy_(values.view(torch.uint8))
-        transport.send(bucket_info(index, 2 * values.numel()))
-    transport.wait()
+    reserved = []
+
+    def send_all() -> None:
+        for index, values in enumerate(sent):
+            buffer = transport.reserve(2 * values.numel())
+            reserved.append(index)
+            buffer.copy_(values.view(torch.uint8))
+            transport.send(bucket_info(index, 2 * values.numel()))
+        transport.wait()
+
+    readers.may_read.clear()
+    with ThreadPoolExecutor(1) as sender:
+        sending = sender.submit(send_all)
+        # The second buffer is free while the first is being read; the third has to wait for the first.
+        until(lambda: len(reserved) == 2, "two buffers")
+        time.sleep(0.3)
+        assert reserved == [0, 1] and not readers.received
+        readers.may_read.set()
+        sending.result(DEADLINE_S)
     assert all(torch.equal(a, b) for a, b in zip(readers.received, sent, strict=True))
-    # The second buffer is free while the first is being read; the third has to wait for the first.
-    assert reserved_at[1] - reserved_at[0] < 0.15 < reserved_at[2] - reserved_at[0]
     assert len(ours()) == 2
     transport.close()
     transport.close()
@@ -80,7 +93,7 @@ def test_shared_memory_delivers_and_overlaps():
 
 def test_shared_memory_failure_stops_what_follows():
     readers = FileReaders(fail_at=0)
-    transport = SharedMemoryTransport(readers, deadline_s=10)
+    transport = SharedMemoryTransport(readers, deadline_s=DEADLINE_S)
     with pytest.raises(TransportError, match="replica 1 has died"):
         for index in range(3):
             transport.reserve(64).zero_()
@@ -92,12 +105,14 @@ def test_shared_memory_failure_stops_what_follows():
 
 def test_a_reader_that_hangs_meets_the_deadline(monkeypatch):
     monkeypatch.setattr(module, "_GRACE_S", 0.1)
-    readers = FileReaders(delay_s=1.0)
+    readers = FileReaders()
+    readers.may_read.clear()
     transport = SharedMemoryTransport(readers, deadline_s=0.1)
     transport.reserve(64).zero_()
     transport.send(bucket_info(0, 64))
     with pytest.raises(TransportError, match="not delivered within 0.1 s"):
         transport.wait()
+    readers.may_read.set()
     transport.close()
 
 
@@ -143,7 +158,7 @@ def gloo_worker(pipe, mode: str) -> None:
         if mode == "die" and info["bucket"] == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if mode == "hang" and info["bucket"] == 1:
-            time.sleep(60)
+            time.sleep(1000)
         buffer = torch.empty(info["num_bytes"], dtype=torch.uint8)
         group.broadcast(buffer)
         pipe.send(buffer.sum().item())
@@ -156,6 +171,7 @@ class GlooWorker:
     workers_per_replica = 1
 
     def __init__(self, mode: str):
+        self.answer_s = 6.0 if mode == "hang" else DEADLINE_S
         context = multiprocessing.get_context("fork")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=gloo_worker, args=(theirs, mode), daemon=True)
@@ -166,11 +182,11 @@ class GlooWorker:
     def init_transfer(self, infos):
         assert infos[0]["rank_offset"] == 1 and infos[0]["world_size"] == 2
         self.pipe.send(infos[0])
-        assert self.pipe.recv() == "joined"
+        assert self.pipe.poll(DEADLINE_S) and self.pipe.recv() == "joined"
 
     def update_weights(self, info):
         self.pipe.send(info)
-        if not self.pipe.poll(3.0):
+        if not self.pipe.poll(self.answer_s):
             raise TransportError("replica 0 does not answer")
         try:
             self.sums.append(self.pipe.recv())
@@ -181,7 +197,7 @@ class GlooWorker:
 @pytest.fixture
 def gloo(request):
     worker = GlooWorker(request.param)
-    transport = GlooTransport(worker, deadline_s=2.0)
+    transport = GlooTransport(worker, deadline_s=5.0 if request.param == "hang" else DEADLINE_S)
     yield worker, transport
     transport.close()
     worker.process.kill()
@@ -218,7 +234,7 @@ def test_gloo_names_a_worker_that_dies_or_hangs(gloo):
     started = time.monotonic()
     with pytest.raises(TransportError, match="replica 0"):
         send_three(transport)
-    assert time.monotonic() - started < 30.0
+    assert time.monotonic() - started < DEADLINE_S / 2
 
 
 def test_gloo_names_a_worker_that_never_joins(monkeypatch):
@@ -227,12 +243,14 @@ def test_gloo_names_a_worker_that_never_joins(monkeypatch):
         workers_per_replica = 1
 
         def init_transfer(self, infos):
-            threading.Event().wait(3.0)
+            asked.wait(DEADLINE_S)
 
+    asked = threading.Event()
     monkeypatch.setattr(module, "_GRACE_S", 0.5)
     transport = GlooTransport(Absent(), deadline_s=1.0)
     with pytest.raises(TransportError, match="not all 1 engine workers joined"):
         transport.connect()
+    asked.set()
     transport.close()
 
 

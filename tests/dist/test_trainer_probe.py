@@ -1,0 +1,52 @@
+"""What a probe records of the trainer alone: every operation, on every kind of linear, and the numbers that train."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import PrecisionConfig, RunConfig
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import DENSE, run_config
+
+MODEL = replace(DENSE, num_layers=2, hidden_size=128, num_attention_heads=4, head_dim=32, ffn_hidden_size=256)
+PROMPT = [(7 * i) % 50 + 3 for i in range(45)]
+
+
+def _probe(cfg: RunConfig) -> tuple:
+    """Runs on a rank: (recorded, replayed on the recorded inputs, log-probabilities unwatched, and watched)."""
+    from megatron_fp8rl.trainer.forward import Forward
+    from megatron_fp8rl.trainer.model import build_chunks
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.probe import TrainerProbe
+    from tests.helpers.training import make_batch
+
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    chunks = build_chunks(cfg, parallel)
+    batch, forward = make_batch(cfg, 0), Forward(cfg, parallel)
+    probe = TrainerProbe(chunks, cfg, parallel)
+    recorded = probe.record(PROMPT)
+    replayed = probe.replay(recorded)
+    unwatched = torch.cat(forward.logprobs(chunks, batch.microbatches))
+    linears = [module for module in chunks[0].modules() if hasattr(module, "recipe")]
+    kinds = {module.kernels for module in linears if module.recipe is not None}
+    for module in linears:
+        module.register_forward_hook(lambda *_: None)
+    watched = torch.cat(forward.logprobs(chunks, batch.microbatches))
+    parallel.close()
+    return recorded, replayed, unwatched, watched, kinds
+
+
+@pytest.mark.parametrize("linears, kinds", [("te", {"emulated"}), ("deep_gemm", {"deep_gemm"})])
+def test_every_operation_is_recorded_and_replayed(linears, kinds):
+    precision = PrecisionConfig(trainer="blockwise", params="bf16", linears=linears)
+    cfg = replace(run_config(model=MODEL), precision=precision)
+    ((recorded, replayed, unwatched, watched, found),) = run_ranks(1, _probe, cfg)
+    assert found == kinds
+    assert {"layer.1.gate_up", "layer.1.activation", "layer.1.down", "logits"} <= set(recorded)
+    assert replayed.keys() == recorded.keys()
+    wrong = [name for name in recorded if not torch.equal(recorded[name], replayed[name])]
+    assert not wrong
+    assert torch.equal(unwatched, watched), "a watched linear computes what an unwatched one does"
