@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Row
-from megatron_fp8rl.doctor.measured import is_bf16
+from megatron_fp8rl.doctor.measured import NOISE, is_bf16, span
 
 SWEEP = tuple(128 * 4**power for power in range(6))  # 128 to 131,072
 _MIN_COUNTS = 3  # numbers of tokens of one shape that make a sweep
-_NOISE = 0.02  # by which something has to be faster to be called so
 
 Accepts = Callable[[str], bool]  # of an arm
 Duel = tuple[str, Accepts, Accepts]  # what it is called, arms of the one and of the other side
@@ -61,7 +60,7 @@ def sweeps(rows: Sequence[Row], measured: str, names: Sequence[str]) -> list[Swe
 def lines(found: Sequence[Sweep], duels: Sequence[Duel]) -> list[Row]:
     """One line per sweep: the tokens that were measured, and where each duel is won."""
     return [
-        {**sweep.fields, "tokens": _between(list(sweep.ms))} | {name: won(sweep, a, b) for name, a, b in duels}
+        {**sweep.fields, "tokens": span(list(sweep.ms))} | {name: won(sweep, a, b) for name, a, b in duels}
         for sweep in found
     ]
 
@@ -72,7 +71,7 @@ def won(sweep: Sweep, one: Accepts, other: Accepts) -> str | None:
     for tokens, ms in sweep.ms.items():
         sides = [[time for arm, time in ms.items() if accepts(arm)] for accepts in (one, other)]
         if all(sides):
-            faster[tokens] = min(sides[1]) > (1 + _NOISE) * min(sides[0])
+            faster[tokens] = min(sides[1]) > (1 + NOISE) * min(sides[0])
     if not faster:
         return None
     if len(set(faster.values())) == 1:
@@ -84,11 +83,7 @@ def won(sweep: Sweep, one: Accepts, other: Accepts) -> str | None:
 def _run(tokens: list[int], first: int, last: int) -> str:
     if tokens[-1] == last:
         return f"from {tokens[0]:,}"
-    return f"to {tokens[-1]:,}" if tokens[0] == first else _between(tokens)
-
-
-def _between(tokens: Sequence[int]) -> str:
-    return f"{tokens[0]:,}" if len(tokens) == 1 else f"{tokens[0]:,} to {tokens[-1]:,}"
+    return f"to {tokens[-1]:,}" if tokens[0] == first else span(tokens)
 
 
 def told(line: Row) -> str:

@@ -35,8 +35,8 @@ from pathlib import Path
 
 from benchmarks import crossover
 from benchmarks.expert_arms import ARMS, OURS, experts, movement_calls, product_calls
-from benchmarks.results import FOLDER, Results, Row, copy_bandwidth, require_gpus
-from benchmarks.timing import Budget, dense_rates, device, milliseconds, passes, runnable
+from benchmarks.results import FOLDER, Results, Row, require_gpus
+from benchmarks.timing import Budget, device, measure_ceilings, milliseconds, passes, runnable
 from megatron_fp8rl.config import PrecisionConfig, RunConfig
 from megatron_fp8rl.doctor import measured
 from megatron_fp8rl.fp8.products import Experts as Shape
@@ -333,9 +333,7 @@ def measure_all(options: argparse.Namespace, results: Results, gpu: str) -> None
             for row in measure_layers(name, options):
                 results.add(row | {"device": gpu})
         return
-    ceilings = dense_rates() | {"copy": copy_bandwidth()}
-    shown = {name: round(rate / 1e12, 3) for name, rate in ceilings.items()}
-    results.add({"measured": "ceilings", "device": gpu} | shown)  # TFLOP/s, and TB/s
+    ceilings = measure_ceilings(results, gpu)
     for pattern in options.pattern:
         for shape in options.shape:
             for row in measure_experts(shape, pattern, ceilings, options):

@@ -35,8 +35,8 @@ from typing import Any
 
 from benchmarks import crossover
 from benchmarks.linear_arms import APART, ARMS, calls, kernel_calls
-from benchmarks.results import FOLDER, Results, Row, copy_bandwidth, require_gpus
-from benchmarks.timing import Budget, dense_rates, milliseconds, passes, runnable
+from benchmarks.results import FOLDER, Results, Row, require_gpus
+from benchmarks.timing import Budget, measure_ceilings, milliseconds, passes, runnable
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.doctor import measured, pays
 from megatron_fp8rl.fp8.products import Linear as Shape
@@ -274,9 +274,7 @@ def measure_all(options: argparse.Namespace, results: Results, gpu: str) -> None
         for row in measure_layers(options.layers, options):
             results.add(row | {"device": gpu})
         return
-    ceilings = dense_rates() | {"copy": copy_bandwidth()}
-    shown = {name: round(rate / 1e12, 3) for name, rate in ceilings.items()}
-    results.add({"measured": "ceilings", "device": gpu} | shown)  # TFLOP/s, and TB/s
+    ceilings = measure_ceilings(results, gpu)
     for shape in options.shape:
         for row in measure_linears(shape, ceilings, options):
             results.add(row | {"device": gpu})

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.results import Row, timed
+from benchmarks.results import Results, Row, copy_bandwidth, timed
 
 Call = Callable[[], Any]
 
@@ -67,6 +67,14 @@ def dense_rates(size: int = 8192) -> dict[str, float]:
         "fp8": lambda: torch._scaled_mm(a8, b8.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16),
     }
     return {name: 2 * size**3 / (milliseconds(call, 10) / 1e3) for name, call in calls.items()}
+
+
+def measure_ceilings(results: Results, gpu: str) -> dict[str, float]:
+    """:func:`dense_rates`, and the bytes per second of a "copy"; a row keeps them in TFLOP/s and TB/s."""
+    found = dense_rates() | {"copy": copy_bandwidth()}
+    shown = {name: round(rate / 1e12, 3) for name, rate in found.items()}
+    results.add({"measured": "ceilings", "device": gpu} | shown)
+    return found
 
 
 class Budget:

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 Shape = Experts | Linear
 
 _FOLDERS = (Path(__file__).parents[2] / "docs" / "measured", Path(__file__).parent / "rows")
-_NOISE = 0.02  # of a ratio of two times; what differs by less is called equal
+NOISE = 0.02  # of a ratio of two times; what differs by less is called equal
 
 
 def rows(name: str, folders: Sequence[Path] | None = None) -> list[Row]:
@@ -42,6 +42,11 @@ def rows(name: str, folders: Sequence[Path] | None = None) -> list[Row]:
 def is_of(gpu: str, device: str) -> bool:
     """Whether words of a kind of GPU are in the name that the driver gives a device: an H200 is no GH200."""
     return f" {gpu} ".casefold() in f" {device} ".casefold()
+
+
+def span(numbers: Sequence[int]) -> str:
+    """Ascending numbers by the first and the last, in words."""
+    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
 
 
 def is_bf16(arm: str) -> bool:
@@ -74,10 +79,10 @@ class Answer:
         return self.bf16_ms / self.fp8_ms
 
     def __str__(self) -> str:
-        if self.gain > 1 + _NOISE:
+        if self.gain > 1 + NOISE:
             answer = "FP8 pays"
         else:
-            answer = "FP8 does not pay" if self.gain < 1 - _NOISE else "FP8 makes no difference"
+            answer = "FP8 does not pay" if self.gain < 1 - NOISE else "FP8 makes no difference"
         return f"{answer}: {self.fp8} {self.fp8_ms:.2f} ms, {self.bf16} {self.bf16_ms:.2f} ms, {self.gain:.2f}x"
 
 

@@ -103,12 +103,8 @@ def _tokens(found: Sequence[Measured], shapes: Sequence[Experts | Linear], unit:
     """The numbers of tokens that were measured, and the run's own where they differ."""
     timed = sorted({m.shape.tokens for m in found})
     own = sorted({shape.tokens for shape in shapes})
-    text = f"{_range(timed)} {unit}"
-    return text if timed == own else f"{text} where the run has {_range(own)}"
-
-
-def _range(numbers: Sequence[int]) -> str:
-    return f"{numbers[0]:,}" if len(numbers) == 1 else f"{numbers[0]:,} to {numbers[-1]:,}"
+    text = f"{measured.span(timed)} {unit}"
+    return text if timed == own else f"{text} where the run has {measured.span(own)}"
 
 
 def _command(kind: str, shapes: Sequence[Experts | Linear], patterns: set[str] = frozenset()) -> str:

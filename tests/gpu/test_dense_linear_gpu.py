@@ -3,7 +3,6 @@
 The kernels are compiled on first use, for seconds each, and kept in DG_JIT_CACHE_DIR; tests share their sizes.
 """
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -19,7 +18,7 @@ from megatron_fp8rl.trainer.grouped_gemm import Fp8, has_deep_gemm
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 from tests.helpers.experts import decibels
-from tests.helpers.training import continue_training, run_config
+from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS, TE_DECIBELS_FP32_SCALES
 
 pytestmark = [
@@ -195,24 +194,18 @@ def test_a_feed_forward_part_needs_less_memory_than_on_transformer_engine():
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_policy_learns_as_on_transformer_engine(recompute):
     """With biases, heads of half a block, and reductions that overlap with backward."""
-    from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
     model = ModelConfig(
         family="qwen2", num_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
         vocab_size=62, ffn_hidden_size=512, qkv_bias=True, max_position_embeddings=128, initializer_range=0.03,
     )  # fmt: skip
-    assert "RANK" not in os.environ, "run this test without torchrun"
     optim = OptimConfig(lr=1e-3, eps=1e-2, overlap_grad_reduce=True, recompute=recompute)
     runs = {}
     for kind in ("te", "deep_gemm"):
         cfg = replace(run_config(model=model, optim=optim), precision=PrecisionConfig(linears=kind))
-        parallel = Parallel.init(cfg.parallel, deadline_s=60)
-        try:
-            policy = Policy.build(cfg, parallel)
-            runs[kind] = continue_training(policy, 4)[0]
-        finally:
-            parallel.close()
+        with alone(cfg) as parallel:
+            runs[kind] = continue_training(Policy.build(cfg, parallel), 4)[0]
     losses, norms = (
         [[step[key] for step in runs[kind]] for kind in ("deep_gemm", "te")]
         for key in ("train/loss/mean", "train/grad_norm/max")

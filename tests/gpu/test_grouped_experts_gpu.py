@@ -4,7 +4,6 @@ The kernels are compiled on first use, for seconds each, and kept in DG_JIT_CACH
 """
 
 import copy
-import os
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,7 @@ from tests.helpers.experts import (
     give_gradient_buffers,
     run_experts,
 )
-from tests.helpers.training import continue_training, run_config
+from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS
 
 pytestmark = [
@@ -224,7 +223,6 @@ def test_memory_is_no_more_than_on_transformer_engine(trainer):
 @pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")
 def test_a_policy_learns_as_on_transformer_engine():
     """With reductions that overlap with backward, and layers that are computed again for it."""
-    from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
     model = ModelConfig(
@@ -232,18 +230,14 @@ def test_a_policy_learns_as_on_transformer_engine():
         vocab_size=62, num_experts=E, experts_per_token=2, moe_ffn_hidden_size=FEATURES, max_position_embeddings=128,
         initializer_range=0.08,
     )  # fmt: skip
-    assert "RANK" not in os.environ, "run this test without torchrun"
     runs = {}
     for trainer, recompute in (("bf16", "none"), ("blockwise", "full")):
         optim = OptimConfig(lr=3e-3, eps=1e-2, overlap_grad_reduce=True, recompute=recompute)
         for kind in ("te", "deep_gemm"):
             precision = PrecisionConfig(trainer=trainer, experts=kind)
             cfg = replace(run_config(model=model, optim=optim), precision=precision)
-            parallel = Parallel.init(cfg.parallel, deadline_s=60)
-            try:
+            with alone(cfg) as parallel:
                 runs[kind] = continue_training(Policy.build(cfg, parallel), 4)[0]
-            finally:
-                parallel.close()
         losses, norms = (
             [[step[key] for step in runs[kind]] for kind in ("deep_gemm", "te")]
             for key in ("train/loss/mean", "train/grad_norm/max")

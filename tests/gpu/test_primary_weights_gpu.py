@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -15,7 +12,7 @@ from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, Precision
 from megatron_fp8rl.fp8.blockwise import quantize_weight_in_torch
 from megatron_fp8rl.fp8.primary import fp8_weight, is_fp8
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
-from tests.helpers.training import continue_training, make_batch, run_config
+from tests.helpers.training import alone, continue_training, make_batch, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
 pytestmark = [
@@ -47,18 +44,6 @@ def _cfg(model: ModelConfig, params: str, *, scales: str = "pow2", edges: int = 
         trainer="blockwise", params=params, scales=scales, linears="te", experts="te", bf16_last_layers=edges
     )
     return replace(run_config(model=model, optim=replace(OPTIM, **optim)), precision=precision)
-
-
-@contextmanager
-def _alone(cfg: RunConfig) -> Iterator:
-    from megatron_fp8rl.trainer.parallel import Parallel
-
-    assert "RANK" not in os.environ, "run this test without torchrun"
-    parallel = Parallel.init(cfg.parallel, deadline_s=60)
-    try:
-        yield parallel
-    finally:
-        parallel.close()
 
 
 def _policy(cfg: RunConfig, parallel):
@@ -97,7 +82,7 @@ def _require_bytes_of_masters(policy) -> None:
 @pytest.mark.parametrize("model", [DENSE, MOE, LATENT], ids=["dense", "moe", "latent"])
 def test_bytes_are_the_quantized_masters_at_every_step(model, scales):
     cfg = _cfg(model, "fp8", scales=scales)
-    with _alone(cfg) as parallel:
+    with alone(cfg) as parallel:
         policy = _policy(cfg, parallel)
         _require_bytes_of_masters(policy)
         for _ in range(3):
@@ -109,7 +94,7 @@ def test_bytes_are_the_quantized_masters_at_every_step(model, scales):
 @pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
 def test_training_follows_bf16_parameters(model, overlap):
     cfg, found = _cfg(model, "fp8", overlap_grad_reduce=overlap), {}
-    with _alone(cfg) as parallel:
+    with alone(cfg) as parallel:
         for params in ("fp8", "bf16"):
             policy = _policy(_cfg(model, params, overlap_grad_reduce=overlap), parallel)
             first = _logprobs(policy)
@@ -126,7 +111,7 @@ def test_training_follows_bf16_parameters(model, overlap):
 
 def test_fp32_scales_train_alike():
     cfg, losses = _cfg(DENSE, "fp8", scales="fp32"), []
-    with _alone(cfg) as parallel:
+    with alone(cfg) as parallel:
         for params in ("fp8", "bf16"):
             metrics, _ = continue_training(_policy(_cfg(DENSE, params, scales="fp32"), parallel), 20)
             losses.append([step["train/loss/mean"] for step in metrics])
@@ -138,7 +123,7 @@ def test_fp32_scales_train_alike():
 def test_checkpoints_go_both_ways(saved, loaded, tmp_path):
     from megatron_fp8rl.trainer import checkpoint
 
-    with _alone(_cfg(DENSE, saved)) as parallel:
+    with alone(_cfg(DENSE, saved)) as parallel:
         first = _policy(_cfg(DENSE, saved), parallel)
         continue_training(first, 2)
         path = checkpoint.save(str(tmp_path), 2, first, {})
@@ -159,7 +144,7 @@ def test_what_is_published_are_the_bytes():
     from megatron_fp8rl.weights.gather import Gather
 
     cfg = _cfg(DENSE, "fp8")
-    with _alone(cfg) as parallel:
+    with alone(cfg) as parallel:
         policy = _policy(cfg, parallel)
         continue_training(policy, 2)
         parameters = dict(policy.named_tensors())
@@ -189,7 +174,7 @@ def test_memory_is_lower_and_comes_and_goes():
     model = replace(DENSE, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_key_value_heads=4)
     parts = ("params", "gradients", "optimizer")
     peaks = {}
-    with _alone(_cfg(model, "fp8")) as parallel:
+    with alone(_cfg(model, "fp8")) as parallel:
         for params in ("fp8", "bf16"):
             gc.collect()
             torch.cuda.empty_cache()

@@ -1,8 +1,5 @@
 """Tiny policies trained on Transformer Engine's kernels and on emulated ones, on one GPU; -s shows the losses."""
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,7 +7,7 @@ import torch
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
-from tests.helpers.training import continue_training, run_config
+from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
 pytestmark = [
@@ -41,19 +38,6 @@ def _cfg(model: ModelConfig, precision: PrecisionConfig, *, overlap: bool = Fals
     return replace(cfg, precision=precision)
 
 
-@contextmanager
-def _alone(cfg: RunConfig) -> Iterator:
-    """The only trainer rank, in this process: one that is forked could not use a GPU that its parent has looked at."""
-    from megatron_fp8rl.trainer.parallel import Parallel
-
-    assert "RANK" not in os.environ, "run this test without torchrun"
-    parallel = Parallel.init(cfg.parallel, deadline_s=60)
-    try:
-        yield parallel
-    finally:
-        parallel.close()
-
-
 def _policy(cfg: RunConfig, parallel, kernels: str):
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -72,7 +56,7 @@ def _histories(policy) -> dict[str, torch.Tensor]:
 def _compare(cases: list[tuple[str, RunConfig]], num_updates: int) -> list[tuple[str, list, list, dict]]:
     """(name, metrics on TE's kernels, metrics emulated, amax histories of both by name) of each case."""
     results = []
-    with _alone(cases[0][1]) as parallel:
+    with alone(cases[0][1]) as parallel:
         for name, cfg in cases:
             metrics, histories = [], []
             for kernels in ("auto", "emulated"):
@@ -111,7 +95,7 @@ def _save_and_resume(cfg: RunConfig, folder: str) -> dict:
     from megatron_fp8rl.trainer import checkpoint
     from tests.helpers.training import make_batch
 
-    with _alone(cfg) as parallel:
+    with alone(cfg) as parallel:
         first = _policy(cfg, parallel, "auto")
         continue_training(first, 2)
         path = checkpoint.save(folder, 2, first, {})

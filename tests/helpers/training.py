@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -64,6 +66,19 @@ def run_config(
         rollout=RolloutConfig(temperature=0.8, max_tokens_per_microbatch=max_tokens),
         algo=algo or AlgoConfig(entropy_coef=0.01, aggregate="sequence"),
     )
+
+
+@contextmanager
+def alone(cfg: RunConfig) -> Iterator:
+    """The only trainer rank, in this process: one that is forked could not use a GPU that its parent has looked at."""
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    assert "RANK" not in os.environ, "run this test without torchrun"
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    try:
+        yield parallel
+    finally:
+        parallel.close()
 
 
 def make_samples(num: int = 8, *, length: int | None = None, seed: int = 5) -> list[Sample]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 
 import pytest
 
-from benchmarks import crossover, experts, record
+from benchmarks import experts
 from benchmarks.experts import Shape
 from benchmarks.results import Results
 from benchmarks.timing import Budget
@@ -136,18 +135,9 @@ def test_rows_of_different_kinds_do_not_replace_each_other(tmp_path):
     assert [found.get("ms") for found in results.rows()] == [None, 2.0, 2.0]
 
 
-def test_a_whole_run_on_this_machine(tmp_path, monkeypatch, capsys):
+def test_a_whole_run_on_this_machine(tmp_path, prepared, capsys):
     """What a GPU does up to the table and the plot, with made-up ceilings."""
-    import torch
-
-    monkeypatch.setattr(experts, "require_gpus", lambda *_: None)
-    monkeypatch.setattr(experts, "runnable", lambda arms: [arm for arm in arms if arm in experts.OURS])
-    monkeypatch.setattr(experts, "dense_rates", lambda: {"bf16": 1e12, "fp8": 2e12})
-    monkeypatch.setattr(experts, "copy_bandwidth", lambda: 1e12)
-    monkeypatch.setattr(experts, "PLOT", tmp_path / "experts.png")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "cpu")
-    monkeypatch.setattr(record, "section", partial(record.section, path=tmp_path / "measured.md"))
-    monkeypatch.setattr(crossover, "SWEEP", (10, 128, 300))
+    prepared(experts, "experts", lambda arms: [arm for arm in arms if arm in experts.OURS])
     common = ["--shape", "3,300,128,128", "--rounds", "1", "--results", str(tmp_path / "experts.jsonl")]
     assert experts.main([*common, "--pattern", "skewed"]) == 0
     assert experts.main([*common, "--pattern", "skewed", "--sweep"]) == 0

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 
 import pytest
 
-from benchmarks import crossover, linear_arms, linears, record
+from benchmarks import linear_arms, linears
 from benchmarks.linears import Shape, parse_shape
 from benchmarks.timing import Budget
 
@@ -105,18 +104,9 @@ def test_each_kernel_is_timed_once():
     assert len(set(names)) == len(names)
 
 
-def test_a_whole_run_on_this_machine(tmp_path, monkeypatch, capsys):
+def test_a_whole_run_on_this_machine(tmp_path, prepared, capsys):
     """What a GPU does up to the table and the plot, with made-up ceilings."""
-    import torch
-
-    monkeypatch.setattr(linears, "require_gpus", lambda *_: None)
-    monkeypatch.setattr(linears, "runnable", lambda arms: ["ours deep_gemm"])
-    monkeypatch.setattr(linears, "dense_rates", lambda: {"bf16": 1e12, "fp8": 2e12})
-    monkeypatch.setattr(linears, "copy_bandwidth", lambda: 1e12)
-    monkeypatch.setattr(linears, "PLOT", tmp_path / "linears.png")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "cpu")
-    monkeypatch.setattr(record, "section", partial(record.section, path=tmp_path / "measured.md"))
-    monkeypatch.setattr(crossover, "SWEEP", (10, 128, 300))
+    prepared(linears, "linears", lambda arms: ["ours deep_gemm"])
     common = ["--rounds", "1", "--results", str(tmp_path / "linears.jsonl")]
     rows = [{"measured": "linears", "what": "mlp", "tokens": n, "rows": 256, "columns": 384} for n in (10, 128, 300)]
     added = linears.Results(tmp_path / "linears.jsonl", linears.KEYS)
@@ -130,10 +120,8 @@ def test_a_whole_run_on_this_machine(tmp_path, monkeypatch, capsys):
     assert "| 10 to 300 | everywhere |" in text and (tmp_path / "linears.png").exists()
 
 
-def test_a_configuration_is_answered_for(tmp_path, monkeypatch, capsys):
+def test_a_configuration_is_answered_for(tmp_path, made_up_ceilings, capsys):
     """All of its linears together, from rows that are there already."""
-    monkeypatch.setattr(linears, "dense_rates", lambda: {"bf16": 1e12, "fp8": 2e12})
-    monkeypatch.setattr(linears, "copy_bandwidth", lambda: 1e12)
     options = linears.parse(["--config", "grpo_qwen3_8b", "--arms", "te bf16", "ours te blockwise"])
     results = linears.Results(tmp_path / "linears.jsonl", linears.KEYS)
     for shape in options.shape:
