@@ -20,7 +20,7 @@ from launch import cluster as clusters
 from launch import jobs, local, slurm, tunnel
 from launch.outcome import CANCELLED
 from launch.plan import Plan, Request, lines
-from launch.run_state import nothing_came, report_name
+from launch.run_state import error_of, nothing_came, report_name
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError, Violation
@@ -265,8 +265,7 @@ def _show_first_error(spec: JobSpec, job_ids: Sequence[str]) -> None:
         if not attempts and not job_ids[0].startswith("local-"):
             said = nothing_came(spec.run_dir, job_ids[0])
         for path in attempts:
-            error = path / "first_error.txt"
-            if error.exists() and error.stat().st_size:  # on a full disk it is empty
+            if (error := error_of(path)) is not None:
                 said = f"first error of job {path.stem} ({error}):\n{error.read_text(errors='replace').strip()}"
                 break
     print(said, file=sys.stderr)

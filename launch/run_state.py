@@ -110,12 +110,18 @@ def _element_lines(run_dir: Path) -> list[str]:
     return [_line("elements", f"{len(begun)} have begun{one}"), _line("", table)]
 
 
+def error_of(attempt: Path) -> Path | None:
+    """The file with the first error of an attempt, by its folder; None where it left none, or an empty one on a full
+    disk."""
+    path = attempt / "first_error.txt"
+    return path if path.exists() and path.stat().st_size else None
+
+
 def first_error_file(run_dir: Path, jobs: list[JobState]) -> Path | None:
     """Of the newest job that left an error: that of its last attempt, which holds the first error of a crash loop."""
     for one in reversed(jobs):
         for attempt in reversed(one.attempts):
-            path = attempt_dir(run_dir, one.job_id, attempt) / "first_error.txt"
-            if path.exists() and path.stat().st_size:  # on a full disk it is empty
+            if (path := error_of(attempt_dir(run_dir, one.job_id, attempt))) is not None:
                 return path
     return None
 

@@ -7,10 +7,11 @@ from megatron_fp8rl.config_check.findings import Findings
 
 _KEEP = "Choose --precision.params bf16"
 _OTHERWISE = "or --precision.params bf16"
+_ONE_SCALE = "FP8 parameters are blocks of 128x128, which engines take as they are; here a weight has one scale"
 _RECIPES = {
     "bf16": "precision.trainer = 'bf16' multiplies nothing in FP8",
-    "delayed": "FP8 parameters are blocks of 128x128, which engines take as they are; here a weight has one scale",
-    "tensorwise": "FP8 parameters are blocks of 128x128, which engines take as they are; here a weight has one scale",
+    "delayed": _ONE_SCALE,
+    "tensorwise": _ONE_SCALE,
     "mxfp8": "Megatron-Core gathers MXFP8 parameters in BF16, and no engine here holds blocks of 32",
 }
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_export import MODELS, Fleet, build, config, digests_of, layout_name, publish, report_of, timeless
+from test_export import Fleet, build, config, digests_of, layout_name, publish, report_of, timeless
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.fabric import Fabric, Place, open_fabric, open_store
