@@ -13,6 +13,7 @@ from benchmarks.timing import Call, device
 if TYPE_CHECKING:
     import torch
 
+    from megatron_fp8rl.fp8.blockwise import Scales
     from megatron_fp8rl.trainer.expert_kernels import Layout
 
 TE_RECIPES = ("bf16", "blockwise", "delayed", "tensorwise")
@@ -141,8 +142,8 @@ def give_gradient_buffers(parameters: Sequence[torch.nn.Parameter]) -> None:
         parameter.main_grad = part.view(parameter.shape)
 
 
-def movement_calls(layout: Layout, hidden: int, width: int, scales: str) -> Iterator[tuple[str, Call, int]]:
-    """(name, call, bytes that it has to move) of each kernel between the products, forward and backward."""
+def movement_calls(layout: Layout, hidden: int, width: int, scales: Scales) -> Iterator[tuple[str, Call, int]]:
+    """(name, call, bytes that it has to move) of each kernel around the products, forward and backward."""
     import torch
 
     from megatron_fp8rl.trainer import expert_kernels as kernels
@@ -165,6 +166,10 @@ def movement_calls(layout: Layout, hidden: int, width: int, scales: str) -> Iter
     call = partial(kernels.swiglu_backward_quantize, da, h, layout, scales, activation_columns=True, probs=probs)
     yield "SwiGLU backward and quantize", call, num_bytes
     yield "unpermute", lambda: kernels.unpermute(y, layout), kernels.unpermute_bytes(num_tokens, hidden)
+    shapes = ((len(layout.padded_counts), *shape) for shape in ((2 * width, hidden), (hidden, width)))
+    weights = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in shapes]
+    call = partial(_quantize_both, weights, scales)
+    yield "weights, both ways", call, sum(4 * weight.numel() + weight.numel() // 4096 for weight in weights)
 
 
 def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str, Call, int]]:
@@ -197,6 +202,13 @@ def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str
         num_operations = 2 * layout.num_tokens * rows * columns
         yield f"{name}, fp8", partial(grouped_gemm.add_weight_gradients_fp8, *operands, layout, out), num_operations
         yield f"{name}, bf16", partial(grouped_gemm.add_weight_gradients, grad, x, layout, out), num_operations
+
+
+def _quantize_both(weights: Sequence[torch.Tensor], scales: Scales) -> None:
+    from megatron_fp8rl.trainer.grouped_gemm import quantized_both
+
+    for weight in weights:
+        quantized_both(weight, scales)
 
 
 def _bf16() -> torch.dtype:

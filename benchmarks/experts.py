@@ -14,7 +14,8 @@ timed by itself. The floor of an arm: its operations at the rate of one large pr
 weights. Tokens are those that the experts of a rank receive: a token counts once for each of its experts. ``--sweep``
 measures one shape from 128 to 131,072 tokens, and tells from how many on which kernels are faster.
 
-``--layers`` trains models of so many layers, 16,384 tokens a step, with the experts and linears of each arm.
+``--layers`` times so many layers of Qwen3-30B-A3B's shape, and training steps of them, with the experts and linears of
+each arm: benchmarks/layers.py says what. Experts alone are their part.
 
 Rows add up in ``--results``; the table and the plot docs/experts.png are made of all of them. Most telling first: all
 shapes with the first pattern of routing, then the other patterns, then the kernels one by one. ``first_s`` is the
@@ -26,23 +27,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks import crossover
+from benchmarks import crossover, layers, record
 from benchmarks.expert_arms import ARMS, OURS, experts, movement_calls, product_calls
 from benchmarks.results import FOLDER, Results, Row, require_gpus
 from benchmarks.timing import Budget, device, measure_ceilings, milliseconds, passes, runnable
-from megatron_fp8rl.config import PrecisionConfig, RunConfig
+from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.doctor import measured
 from megatron_fp8rl.fp8.products import Experts as Shape
 from megatron_fp8rl.fp8.products import experts_of
 
-KEYS = ("measured", "experts", "tokens", "hidden", "width", "pattern", "arm", "model", "layers", "device")
+KEYS = ("measured", "experts", "tokens", "hidden", "width", "pattern", "arm", "what", "layers", "device")
 PATTERNS = ("balanced", "equal", "skewed", "half empty", "one has all")
 PLOT = Path("docs/experts.png")
 DUELS = (
@@ -53,14 +52,13 @@ DUELS = (
 )
 _FIRST = ("grouped fp8", "te bf16", "grouped bf16", "te blockwise")  # arms that decide
 _FAMILY = ("experts", "hidden", "width", "pattern", "device")  # all of a shape but its tokens
-_LAYER_ARMS = {
+LAYER_ARMS = {
     "te bf16": PrecisionConfig(trainer="bf16", rollout="bf16", experts="te"),
-    "te blockwise": PrecisionConfig(trainer="blockwise", rollout="bf16", experts="te"),
+    "te blockwise": PrecisionConfig(trainer="blockwise", rollout="bf16", experts="te", linears="te"),
     "grouped bf16": PrecisionConfig(trainer="bf16", rollout="bf16", experts="deep_gemm"),
-    "grouped fp8": PrecisionConfig(trainer="blockwise", rollout="bf16", experts="deep_gemm"),
+    "grouped fp8": PrecisionConfig(trainer="blockwise", rollout="bf16", experts="deep_gemm", linears="deep_gemm"),
 }
-_LAYER_MODELS = ("qwen3_30b_a3b", "qwen3_8b")
-_LAYER_TOKENS = 16_384
+_LAYER_MODEL = "qwen3_30b_a3b"
 
 
 def parse_shape(text: str) -> Shape:
@@ -193,53 +191,6 @@ def measure_kernels(
             yield base | {"arm": name, "ms": round(ms, 4), "TFLOPs": round(rate / 1e12), "of_dense": round(of_dense, 3)}
 
 
-def measure_layers(name: str, options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each arm: a model of a few layers, trained for some steps on one GPU."""
-    import torch
-
-    from benchmarks.synthetic import Language
-    from benchmarks.training import batches, free_memory, model_of, single_rank, train
-    from megatron_fp8rl.config import OptimConfig, RolloutConfig
-    from megatron_fp8rl.trainer.policy import Policy
-
-    first = RunConfig(
-        name="experts",
-        model=model_of(name, options.layers),
-        precision=_LAYER_ARMS["te bf16"],
-        optim=OptimConfig(lr=1e-5),
-        rollout=RolloutConfig(max_tokens_per_microbatch=_LAYER_TOKENS),
-        num_steps=8,
-    )
-    language = Language(first.model.vocab_size)
-    with single_rank(first) as parallel:
-        steps = batches(first, language, 8, num_sequences=_LAYER_TOKENS // 2048, length=2048)
-        for arm, precision in _LAYER_ARMS.items():
-            row: Row = {"measured": "layers", "model": name, "layers": first.model.num_layers, "arm": arm}
-            if arm == "grouped bf16" and not first.model.is_moe or options.is_known(row):
-                continue
-            if not options.budget.allows(f"{name} {arm}"):
-                continue
-            policy = None
-            with options.budget.case():
-                try:
-                    policy = Policy.build(replace(first, precision=precision), parallel)
-                    train(policy, steps[:3])  # kernels compile, memory is found
-                    torch.cuda.reset_peak_memory_stats()
-                    times = []
-                    for step in steps[3:]:
-                        started = time.perf_counter()
-                        train(policy, [step])  # its loss is a number: the GPU has finished
-                        times.append(time.perf_counter() - started)
-                    row |= {"ms": round(1e3 * statistics.median(times), 2)}
-                    row |= {"tokens_per_s": round(_LAYER_TOKENS / statistics.median(times))}
-                    row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-                except (RuntimeError, ValueError, AssertionError) as error:
-                    row["error"] = f"{type(error).__name__}: {error}"[:300]
-            del policy
-            free_memory()
-            yield row
-
-
 def table(rows: Sequence[Row]) -> list[Row]:
     """One line per shape and pattern, milliseconds of each arm; the fastest FP8 arm against the fastest BF16 one."""
     lines: dict[tuple, Row] = {}
@@ -274,20 +225,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
 
 def write_section(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
     notes = (
         "Milliseconds, forward and backward, weights quantized in every call, gradients added to FP32 buffers. Tokens "
         "count once for each of their experts. Floor: operations of `grouped fp8` at the rate of one dense 8192-cubed "
         "product without block scales, plus its bytes at the speed of a copy, both measured in the same run. Where one "
-        "is faster than the other is told in routed tokens of a rank, of those that were measured."
+        "is faster than the other is told in routed tokens of a rank, of those that were measured. " + layers.NOTES
     )
-    kernels, layers, ceilings = (
+    kernels, ceilings = (
         [{name: value for name, value in row.items() if name != "measured"} for row in rows if row["measured"] == what]
-        for what in ("kernels", "layers", "ceilings")
+        for what in ("kernels", "ceilings")
     )
     crossovers = crossover.lines(sweeps(rows), DUELS)
-    parts = [record.table(part) for part in (table(rows), crossovers, ceilings, kernels, layers) if part]
+    parts = [record.table(part) for part in (table(rows), crossovers, ceilings, kernels, layers.table(rows)) if part]
     record.section("experts", "Experts", "\n\n".join(parts), notes=notes)
 
 
@@ -298,8 +247,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sweep", action="store_true", help="the first shape with 128 to 131,072 tokens")
     parser.add_argument("--pattern", nargs="+", choices=PATTERNS, help="of routing; default: balanced skewed")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--layers", type=int, help="train models of so many layers instead of experts alone")
-    parser.add_argument("--model", nargs="+", default=list(_LAYER_MODELS), help="of --layers")
+    parser.add_argument("--layers", type=int, help="time so many layers, and steps that train them, instead")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--again", action="store_true", help="measure also what --results has already")
     parser.add_argument("--budget-s", type=float, default=540.0)
@@ -329,9 +277,9 @@ def measure_all(options: argparse.Namespace, results: Results, gpu: str) -> None
     """Print and keep a row for everything that ``options`` ask for."""
     options.is_known = lambda row: not (options.again or options.quick) and results.has(row | {"device": gpu})
     if options.layers:
-        for name in options.model:
-            for row in measure_layers(name, options):
-                results.add(row | {"device": gpu})
+        for row in layers.measure(_LAYER_MODEL, LAYER_ARMS, options):
+            results.add(row | {"device": gpu})
+        print(*layers.told(results.rows()), sep="\n", flush=True)
         return
     ceilings = measure_ceilings(results, gpu)
     for pattern in options.pattern:
@@ -364,9 +312,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.results, KEYS)
     measure_all(options, results, torch.cuda.get_device_name())
     if not options.quick:
-        write_section([row for row in results.rows() if "error" not in row])
-        if not options.layers:
-            plot(results.rows(), PLOT)
+        with record.turn():
+            write_section([row for row in results.rows() if "error" not in row])
+            if not options.layers:
+                plot(results.rows(), PLOT)
     return 0
 
 

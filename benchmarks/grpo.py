@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import FOLDER, failure_in, num_gpus, run_logged
+from benchmarks import record
+from benchmarks.results import FOLDER, failure_in, locked, num_gpus, run_logged
 from benchmarks.rollout_speed import read_log
 from megatron_fp8rl.cli import config_functions
 from megatron_fp8rl.observe.metrics import PHASES
@@ -135,12 +136,14 @@ def run_all(options: argparse.Namespace) -> None:
         if left_s < options.run_s:
             print(f"SKIPPED {run.config} {run.name}: {left_s:.0f} s are left; run the same command again")
             continue
-        if not warm_start_dir(run).exists():
-            log = run.folder / run.config / "warm_start.log"
-            if not run_logged(warm_start_command(run, options), log, left_s - 20):
-                print(f"FAILED {run.config} warm start: {failure_in(log, left_s)}", flush=True)
-                continue
+        with locked(warm_start_dir(run), deadline_s=left_s):  # another such program may be at it
             left_s = options.budget_s - (time.monotonic() - started)
+            if not warm_start_dir(run).exists():
+                log = run.folder / run.config / "warm_start.log"
+                if not run_logged(warm_start_command(run, options), log, max(left_s - 20, 1.0)):
+                    print(f"FAILED {run.config} warm start: {failure_in(log, left_s)}", flush=True)
+                    continue
+                left_s = options.budget_s - (time.monotonic() - started)
         log = run.run_dir.with_suffix(".log")
         began = time.monotonic()
         ended_well = run_logged(command(run, options), log, max(left_s - 20, 1.0))
@@ -202,8 +205,6 @@ def summary(run: Run) -> dict[str, Any]:
 
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: what was learned and how fast, then the seconds of a step by phase."""
-    from benchmarks import record
-
     learned, seconds = [], []
     for row in rows:
         head = {"run": f"{row['config']}, {row['layout']}, {row['precision']}, seed {row['seed']}"}
@@ -272,8 +273,6 @@ def draw(runs: Sequence[Run], path: Path) -> None:
 
 
 def write_section(folder: Path, plot: Path) -> None:
-    from benchmarks import record
-
     runs = found_runs(folder)
     rows = [summary(run) for run in runs]
     draw(runs, plot)
@@ -314,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     run_all(options)
     if found_runs(options.folder):
-        write_section(options.folder, options.plot)
+        with record.turn(options.plot.parent / "measured.md"):
+            write_section(options.folder, options.plot)
     return 0
 
 

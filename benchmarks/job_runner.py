@@ -2,8 +2,9 @@
 
 In: jobs in their order, the GPUs, a file of states. Out: an outcome for each job that was started, a log for each.
 
-A job has GPUs of its own and a log. Ports need no care: whoever serves binds port 0. The first job that waits for more
-GPUs than are free is not overtaken. What a job started has ended before its GPUs go to the next one.
+A job has a log and GPUs of its own, but that light jobs share one with each other. Ports need no care: whoever serves
+binds port 0. Nor do tables of results and docs/measured.md: whoever writes them locks them. The first job that waits
+for more GPUs than are free is not overtaken. What a job started has ended before its GPUs go to the next one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from benchmarks.process_tree import ProcessTree
 
 GRACE_S = 10.0  # between a request to end and a kill
 END_S = 30.0  # kept free at the end of a budget: to end what runs, and for the summary
+MAX_LIGHT = 5  # light jobs on one GPU at a time
 _POLL_S = 0.3
 
 
@@ -74,6 +77,7 @@ class JobRunner:
         end_s: float = END_S,
     ):
         self._free, self._num_gpus = list(gpus), len(gpus)
+        self._lost: set[str] = set()  # kept by a process that cannot be killed
         self._states, self._logs = states, logs
         self._started = time.monotonic()
         self._end = None if budget_s is None else self._started + budget_s - end_s
@@ -112,22 +116,33 @@ class JobRunner:
                 self._leave_out(waiting, job, f"needs {job.num_gpus} GPUs")
             elif self._left_s() < job.least_s:
                 self._leave_out(waiting, job, f"needs {job.least_s:.0f} s, {self._left_s():.0f} s are left")
-            elif any(one.job.program == job.program for one in self._running):
-                continue
-            elif job.num_gpus > len(self._free) + sum(len(one.gpus) for one in self._running):
+            elif job.num_gpus > len({*self._free, *(gpu for one in self._running for gpu in one.gpus)}):
                 self._leave_out(waiting, job, "a process that cannot be killed keeps its GPU")
-            elif job.num_gpus > len(self._free):
-                break
-            else:
+            elif gpus := self._gpus_for(job, waiting):
                 waiting.remove(job)
-                self._start(job)
+                self._start(job, gpus)
+            elif not job.is_light:
+                break
+
+    def _gpus_for(self, job: Job, waiting: Sequence[Job]) -> list[str]:
+        """GPUs to start a job on now: free ones, or one that other light jobs use; none while there are too few.
+
+        Light jobs take a second GPU when no other jobs wait for it.
+        """
+        if job.is_light:
+            shared = Counter(one.gpus[0] for one in self._running if one.job.is_light)
+            if found := [gpu for gpu, count in shared.items() if count < MAX_LIGHT and gpu not in self._lost]:
+                return found[:1]
+            if shared and not all(other.is_light for other in waiting):
+                return []
+        return self._free[: job.num_gpus] if job.num_gpus <= len(self._free) else []
 
     def _leave_out(self, waiting: list[Job], job: Job, why: str) -> None:
         waiting.remove(job)
         self.left_out[job.name] = why
 
-    def _start(self, job: Job) -> None:
-        gpus, self._free = self._free[: job.num_gpus], self._free[job.num_gpus :]
+    def _start(self, job: Job, gpus: list[str]) -> None:
+        self._free = [gpu for gpu in self._free if gpu not in gpus]
         seconds = min(job.limit_s, self._left_s())
         self._logs.mkdir(parents=True, exist_ok=True)
         log = self.log_path(job).open("wb")
@@ -157,8 +172,10 @@ class JobRunner:
         self._running.remove(one)
         try:
             one.tree.end(GRACE_S)
-            self._free = sorted([*self._free, *one.gpus])
+            shared = {gpu for other in self._running for gpu in other.gpus}
+            self._free = sorted({*self._free, *one.gpus} - shared - self._lost)
         except RuntimeError as error:  # its GPUs stay taken
+            self._lost |= set(one.gpus)
             late = str(error)
         one.log.close()
         text = self.log_path(one.job).read_text(encoding="utf-8", errors="replace")

@@ -1,9 +1,10 @@
 """Everything that needs a GPU, the most worth first: what runs, on how many GPUs, and how long.
 
 Seconds are estimates for an H200 whose caches of compiled kernels are empty, from runs there as far as there were any.
-An engine takes 20 s to start, and compiles each of DeepGEMM's kernels when it first meets it, for seconds: CUDA graphs
-of many sizes meet dozens, so an engine that samples little starts eagerly. Compilers (DeepGEMM's, Triton's) put what
-they made into shared folders by renaming it, so jobs side by side are safe, and the first ones pay for the others.
+An engine takes 40 s to start, and compiles each of DeepGEMM's kernels when it first meets it, for seconds: CUDA graphs
+of many sizes meet dozens, so an engine that samples little starts eagerly. Starting keeps a core busy and no GPU.
+Compilers (DeepGEMM's, Triton's) put what they made into shared folders by renaming it, so jobs side by side are safe,
+and the first ones pay for the others.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from benchmarks.record import BUDGET_OPTION
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A command in a process of its own. Jobs of one program run one after the other: they share a table of results."""
+    """A command in a process of its own."""
 
     name: str
     module: str
     arguments: tuple[str, ...]
     num_gpus: int = 1
+    is_light: bool = False  # starts no engine, times nothing and needs little memory: shares a GPU with such jobs
     seconds: float  # expected; no job starts with less time than ``least_s`` left
     limit_s: float  # after which it is ended
     shortest_s: float | None = None  # a part of the work that pays; None: all of it
@@ -36,10 +38,6 @@ class Job:
     def least_s(self) -> float:
         return self.seconds if self.shortest_s is None else self.shortest_s
 
-    @property
-    def program(self) -> str:
-        return self.name if self.module == "pytest" else self.module
-
     def command(self, seconds: float | None = None) -> list[str]:
         """The words to run, with a budget of its own when it ends ``seconds`` from its start at the latest."""
         words = [sys.executable, "-m", self.module, *self.arguments]
@@ -48,12 +46,10 @@ class Job:
         return words
 
 
-def _test(name: str, path: str, seconds: float, limit_s: float, *more: str, num_gpus: int = 1) -> Job:
+def _test(name: str, path: str, seconds: float, limit_s: float, *words: str, **more: Any) -> Job:
     """A file of tests: all of them, whatever fails."""
-    arguments = ("-q", "-s", "--tb=short", "-p", "no:cacheprovider", path, *more)
-    return Job(
-        name=name, module="pytest", arguments=arguments, num_gpus=num_gpus, seconds=seconds, limit_s=limit_s
-    )  # fmt: skip
+    arguments = ("-q", "-s", "--tb=short", "-p", "no:cacheprovider", path, *words)
+    return Job(name=name, module="pytest", arguments=arguments, seconds=seconds, limit_s=limit_s, **more)
 
 
 def _benchmark(name: str, arguments: str, seconds: float, limit_s: float, **more: Any) -> Job:
@@ -65,65 +61,103 @@ def _benchmark(name: str, arguments: str, seconds: float, limit_s: float, **more
 
 
 _QUICK_PROBE = "--layers 3 --quick --rollout.num_replicas 1 --rollout.placement colocated"
-_MISMATCH = (
-    "--layers 8 --compile eager --rollout fp8 --scales pow2 "
-    "--trainer blockwise engine deep_gemm 'engine, deep_gemm'"
-)
+_SAME_KERNELS = "--precision.attention engine --precision.linears deep_gemm"
+_8B = "--layers 8 --compile eager"
+_30B = "--model qwen3_30b_a3b --layers 5 --compile eager"
+_POW2 = "--scales pow2 --rollout bf16 fp8 fp8_kv --trainer bf16 blockwise delayed engine 'engine, deep_gemm'"
+_FP32 = "--scales fp32 --rollout fp8 fp8_kv --trainer bf16 blockwise engine"
+_INVARIANT = "--scales pow2 --rollout bf16 fp8 --trainer bf16 blockwise engine 'engine, deep_gemm' --batch-invariant"
+_GROUPED = "--scales pow2 --rollout fp8 --trainer blockwise 'engine, deep_gemm' --experts deep_gemm --moe deep_gemm"
+_SPEED = "--compile off --shape short"
+_CURVE = "--config small_qwen3_8_layers --layout colocated"
 _NCCL = "tests/multi_gpu/test_publish_nccl.py"
 _PUBLISH = "--model qwen3_30b_a3b --transport ipc nccl --again --layout"
 
 _ROOT = Path(__file__).parents[1]
-# Tests by file, with seconds expected and allowed: what has never run comes first. Others are found, and follow these.
-_TESTS = {
-    "engine_attention": (40, 90),
-    "expert_kernels": (75, 150),
+# Tests by file, with seconds expected and allowed: those that share a GPU, long ones first, then those with engines.
+# Others are found, and follow these.
+_LIGHT_TESTS = {
     "dense_linear": (120, 240),
-    "rotary": (30, 90),
-    "grouped_experts": (140, 240),
-    "sleep": (80, 180),
-    "publish_ipc": (130, 240),
-    "kv_scales": (80, 180),
+    "grouped_experts": (110, 240),
+    "primary_weights": (90, 200),
     "te_training": (60, 150),
-    "te_linear": (25, 90),
-    "attention": (35, 90),
-    "kernels": (30, 90),
-    "offload": (85, 180),
+    "expert_kernels": (40, 150),
+    "engine_bits": (40, 120),
+    "dispatch": (40, 120),
+    "logprobs": (40, 120),
+    "attention": (30, 90),
+    "engine_attention": (25, 90),
+    "te_linear": (20, 90),
+    "kernels": (15, 90),
+    "rotary": (15, 90),
+}
+_TESTS = {
+    "kv_scales": (55, 150),
+    "publish_ipc": (85, 200),
+    "offload": (95, 180),
+    "sleep": (120, 200),
 }
 
 
 def _tests() -> Iterator[Job]:
     found = {path.stem.removeprefix("test_").removesuffix("_gpu") for path in _ROOT.glob("tests/gpu/test_*_gpu.py")}
-    for name in [name for name in _TESTS if name in found] + sorted(found - _TESTS.keys()):
-        yield _test(f"gpu.{name}", f"tests/gpu/test_{name}_gpu.py", *_TESTS.get(name, (100, 240)))
+    listed = _LIGHT_TESTS | _TESTS
+    for name in [name for name in listed if name in found] + sorted(found - listed.keys()):
+        seconds, limit_s = listed.get(name, (100, 240))
+        path = f"tests/gpu/test_{name}_gpu.py"
+        yield _test(f"gpu.{name}", path, seconds, limit_s, is_light=name in _LIGHT_TESTS)
+
+
+def _updates() -> Iterator[Job]:
+    """One choice of kernels each. Their four processes with a GPU are small, and start as slowly as large ones."""
+    for model, option, kernels in (
+        *(("small", "linear", linear) for linear in ("deep_gemm", "cutlass", "triton")),
+        *(("small_moe", "moe", experts) for experts in ("triton", "deep_gemm")),
+    ):
+        name = f"updates.{option}_{kernels}"
+        yield _benchmark(name, f"--model {model} --{option} {kernels}", 180, 300, is_light=True)
 
 
 JOBS = (
     *_tests(),
-    _benchmark("experts.one_shape", "--shape 128,131072,2048,768", 120, 200),
+    *_updates(),
+    _benchmark("grpo.bf16", f"{_CURVE} --precision bf16", 250, 400, shortest_s=160, tail_s=10),
+    _benchmark("grpo.fp8", f"{_CURVE} --precision fp8", 300, 450, shortest_s=160, tail_s=10),
+    _benchmark("mismatch.8b", f"{_8B} {_POW2}", 170, 300, min_gpu_gib=110),
+    _benchmark("mismatch.30b", f"{_30B} {_POW2}", 190, 320, min_gpu_gib=120),
+    _benchmark("mismatch.8b_invariant", f"{_8B} {_INVARIANT}", 150, 300, min_gpu_gib=100),
+    _benchmark("mismatch.30b_invariant", f"{_30B} {_INVARIANT}", 160, 300, min_gpu_gib=120),
+    _benchmark("mismatch.30b_grouped", f"{_30B} {_GROUPED}", 140, 280, min_gpu_gib=110),
+    _benchmark("mismatch.8b_fp32", f"{_8B} {_FP32}", 150, 300, min_gpu_gib=100),
+    _benchmark("mismatch.30b_fp32", f"{_30B} {_FP32}", 160, 300, min_gpu_gib=120),
+    _benchmark("rollout_speed.8b_bf16", f"--model qwen3_8b --precision bf16 {_SPEED}", 140, 260),
+    _benchmark("rollout_speed.8b_fp8", f"--model qwen3_8b --precision fp8 {_SPEED}", 230, 400),
+    _benchmark("rollout_speed.8b_fp8_kv", f"--model qwen3_8b --precision fp8_kv {_SPEED}", 230, 400),
+    _benchmark("experts.one_shape", "--shape 128,131072,2048,768", 110, 200),
     _benchmark("experts.layers", "--layers 4", 120, 300, shortest_s=90, tail_s=40),
     _benchmark("linears.layers", "--layers 4", 100, 300, shortest_s=80, tail_s=40),
     _benchmark("experts.sweep", "--sweep", 150, 400, shortest_s=90, tail_s=40),  # for fp8/auto_kernels.py
     _benchmark("linears.sweep", "--sweep", 150, 400, shortest_s=90, tail_s=40),
     _benchmark("linears.alone", "", 150, 400, shortest_s=90, tail_s=40),
-    _benchmark(
-        "probe.8b", f"grpo_qwen3_8b {_QUICK_PROBE} --precision.attention engine --rollout.batch_invariant True", 90, 180
+    _benchmark("probe.8b", f"grpo_qwen3_8b {_QUICK_PROBE} --precision.attention engine --rollout.batch_invariant True",
+               120, 200),
+    _benchmark("probe.30b", f"grpo_qwen3_30b_a3b {_QUICK_PROBE} --rollout.tensor 1", 110, 200),
+    *(
+        _benchmark(f"probe.30b_{name}", f"grpo_qwen3_30b_a3b {_QUICK_PROBE} --rollout.tensor 1 {_SAME_KERNELS} "
+                   f"--output_dir runs/benchmarks/probe/{name} {more}", 110, 200)
+        for name, more in (("invariant", "--rollout.batch_invariant True"),
+                           ("grouped", "--precision.experts deep_gemm --rollout.moe_backend deep_gemm"))
     ),
-    _benchmark("probe.30b", f"grpo_qwen3_30b_a3b {_QUICK_PROBE} --rollout.tensor 1", 100, 180),
-    _benchmark("mismatch.8b", _MISMATCH, 200, 400, min_gpu_gib=90),
-    _benchmark("mismatch.8b_invariant", f"{_MISMATCH} --batch-invariant", 170, 300, min_gpu_gib=90),
     _benchmark("mismatch.quick", "--quick --compile eager", 120, 300),
-    _benchmark("mismatch.30b", "--model qwen3_30b_a3b --layers 5 --compile eager", 500, 700,
-               shortest_s=200, tail_s=120, min_gpu_gib=120),
     _benchmark("recipes.small_moe", "--model small_moe", 400, 600, shortest_s=120, tail_s=60),
-    _benchmark("updates", "", 300, 660, shortest_s=145, tail_s=10),
     _benchmark("same_bytes.30b", "--model qwen3_30b_a3b", 170, 300, min_gpu_gib=120),
-    _benchmark("rollout_speed.quick", "--quick", 300, 500),
+    _benchmark("rollout_speed.30b", f"--model qwen3_30b_a3b --precision bf16 fp8 {_SPEED}", 450, 600),
     _benchmark(
-        "grpo.small", "--config small_qwen3 --steps 30 --layout colocated sleep", 600, 900, shortest_s=150, tail_s=10
+        "grpo.small", "--config small_qwen3 --steps 30 --layout colocated sleep", 900, 1200, shortest_s=300, tail_s=10
     ),
     _benchmark("memory", "", 90, 240),
     _benchmark("publish.quick", "--quick", 100, 240),
-    _test("two_gpus.publish_nccl", _NCCL, 60, 150, "-k", "one_trainer", num_gpus=2),
+    _test("two_gpus.publish_nccl", _NCCL, 65, 150, "-k", "one_trainer", num_gpus=2),
     _benchmark("two_gpus.publish", "--model qwen3_8b --layout 1+1 --transport ipc nccl", 150, 400, num_gpus=2,
                shortest_s=105, tail_s=10),
     _test("four_gpus.publish_nccl", _NCCL, 120, 270, "-k", "two_trainers", num_gpus=4),

@@ -14,8 +14,8 @@ trainer/dense_linear.py, ``ours deep_gemm, apart`` the same linears with SwiGLU 
 product and a copy give the GPU's ceilings, and each kernel of DeepGEMM's path is timed by itself. ``--sweep`` measures
 one shape from 128 to 131,072 tokens, and tells from how many on which kernels are faster.
 
-``--layers`` runs so many layers of Qwen3-8B's shape forward and backward, 16,384 tokens, with a small vocabulary, so
-that it is the layers that are timed; weights are quantized once for both passes. BF16 linears are Megatron-Core's own.
+``--layers`` times so many layers of Qwen3-8B's shape, and training steps of them: benchmarks/layers.py says what. BF16
+linears are Megatron-Core's own.
 
 Rows add up in ``--results``; the table and the plot docs/linears.png are made of all of them. Most telling first: all
 shapes, then the kernels one by one. ``first_s`` is the first call, in which kernels compile, and in no other number.
@@ -25,19 +25,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import crossover
+from benchmarks import crossover, layers, record
 from benchmarks.linear_arms import APART, ARMS, calls, kernel_calls
 from benchmarks.results import FOLDER, Results, Row, require_gpus
 from benchmarks.timing import Budget, measure_ceilings, milliseconds, passes, runnable
-from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.doctor import measured, pays
 from megatron_fp8rl.fp8.products import Linear as Shape
 from megatron_fp8rl.fp8.products import linears_of
@@ -57,8 +55,8 @@ LAYER_ARMS = {
     "te delayed": PrecisionConfig(trainer="delayed", rollout="bf16", linears="te"),
     "deep_gemm": PrecisionConfig(trainer="blockwise", rollout="bf16", linears="deep_gemm"),
 }
-_TOKENS = 16_384
-_VOCABULARY = 2_048
+_LAYER_MODEL = "qwen3_8b"
+_TOKENS = layers.TOKENS
 
 
 def parse_shape(text: str) -> Shape:
@@ -121,67 +119,18 @@ def measure_kernels(shape: Shape, ceilings: dict[str, float], options: argparse.
         yield row
 
 
-def measure_layers(num_layers: int, options: argparse.Namespace) -> Iterator[Row]:
-    """A row for each arm: milliseconds of forward and backward of a few layers on one GPU."""
-    import torch
-
-    from benchmarks.synthetic import Language
-    from benchmarks.training import batches, free_memory, gradients, model_of, single_rank
-    from megatron_fp8rl.trainer.model import finish_fp8_step
-    from megatron_fp8rl.trainer.policy import Policy
-    from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
-
-    first = RunConfig(
-        name="linears",
-        model=replace(model_of("qwen3_8b", num_layers), vocab_size=_VOCABULARY),
-        precision=LAYER_ARMS["bf16"],
-        optim=OptimConfig(recompute="none"),
-        rollout=RolloutConfig(max_tokens_per_microbatch=_TOKENS),
-    )
-    with single_rank(first) as parallel:
-        length = 2048
-        (batch,) = batches(first, Language(_VOCABULARY), 1, num_sequences=_TOKENS // length, length=length)
-        for arm, precision in LAYER_ARMS.items():
-            row: Row = {"measured": "layers", "what": "qwen3_8b", "layers": num_layers, "tokens": _TOKENS, "arm": arm}
-            if options.is_known(row) or not options.budget.allows(f"{num_layers} layers, {arm}"):
-                continue
-            policy = None
-            with options.budget.case():
-                try:
-                    policy = Policy.build(replace(first, precision=precision), parallel)
-                    times = []
-                    # Kernels compile in the first, which gives delayed scaling a past.
-                    for _ in range(3 + options.rounds):
-                        forget_quantized_weights()
-                        torch.cuda.synchronize()
-                        started = time.perf_counter()
-                        gradients(policy, batch)
-                        torch.cuda.synchronize()
-                        times.append(time.perf_counter() - started)
-                        if len(times) == 1:
-                            finish_fp8_step(policy.chunks, parallel)
-                    row |= {"ms": round(1e3 * statistics.median(times[3:]), 2)}
-                    row["peak_GiB"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-                except (RuntimeError, ValueError, AssertionError) as error:
-                    row["error"] = f"{type(error).__name__}: {error}"[:300]
-            del policy
-            free_memory()
-            torch.cuda.reset_peak_memory_stats()
-            yield row
-
-
 def table(rows: Sequence[Row]) -> list[Row]:
     """One line per shape: milliseconds of each arm, and how much faster DeepGEMM is than BF16 and TE's blockwise."""
     lines: dict[tuple, Row] = {}
     for row in rows:
-        if row["measured"] in ("linears", "layers") and "ms" in row:
-            names = [name for name in ("what", "layers", "tokens", "rows", "columns", "device") if name in row]
+        if row["measured"] == "linears" and "ms" in row:
+            names = ("what", "tokens", "rows", "columns", "device")
             key = tuple(row[name] for name in names)
             lines.setdefault(key, {name: row[name] for name in names})[row["arm"]] = row["ms"]
     for line in lines.values():
-        ours = line.get("ours deep_gemm") or line.get("deep_gemm")
+        ours = line.get("ours deep_gemm")
         for recipe in ("bf16", "blockwise"):
-            theirs = line.get(f"te {recipe}") or line.get(recipe)
+            theirs = line.get(f"te {recipe}")
             line[f"{recipe} : ours"] = round(theirs / ours, 2) if ours and theirs else None
     return list(lines.values())
 
@@ -209,24 +158,20 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     """Speeds of every arm: curves for sweeps, bars for other shapes."""
     found = sweeps(rows)
     swept = {tuple(sweep.fields.values()) for sweep in found}
-    alone = [line for line in table(rows) if "rows" in line and tuple(line[name] for name in _FAMILY) not in swept]
+    alone = [line for line in table(rows) if tuple(line[name] for name in _FAMILY) not in swept]
     bars = [(_label(line), line) for line in alone]
     curves = [(_label(dict(sweep.fields)), sweep) for sweep in found]
     crossover.plot(path, "Linears, forward and backward", bars, curves, ARMS, "tokens of a rank")
 
 
 def write_section(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
     notes = (
         "Milliseconds, forward and backward; of linears with weights quantized in every call, gradients added to FP32 "
         "buffers. `of_dense` is the share of one 8192-cubed product's rate in the same type, FP8 without block scales; "
         "`of_copy` that of a copy's speed, both measured in the same run. Where one is faster than the other is told "
-        "in tokens of a rank, of those that were measured."
+        "in tokens of a rank, of those that were measured. " + layers.NOTES
     )
-    lines = table(rows)
-    parts = [[line for line in lines if "layers" not in line], [line for line in lines if "layers" in line]]
-    parts.insert(1, crossover.lines(sweeps(rows), DUELS))
+    parts = [table(rows), crossover.lines(sweeps(rows), DUELS), layers.table(rows)]
     parts += [
         [{name: value for name, value in row.items() if name != "measured"} for row in rows if row["measured"] == what]
         for what in ("kernels", "ceilings")
@@ -240,7 +185,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", type=parse_shape, nargs="+", default=[], metavar="T,N,K[,mlp]")
     parser.add_argument("--sweep", action="store_true", help="the largest shape with 128 to 131,072 tokens")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--layers", type=int, help="time so many layers instead of linears alone")
+    parser.add_argument("--layers", type=int, help="time so many layers, and steps that train them, instead")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--again", action="store_true", help="measure also what --results has already")
     parser.add_argument("--budget-s", type=float, default=540.0)
@@ -271,8 +216,9 @@ def measure_all(options: argparse.Namespace, results: Results, gpu: str) -> None
     """Print and keep a row for everything that ``options`` ask for."""
     options.is_known = lambda row: not (options.again or options.quick) and results.has(row | {"device": gpu})
     if options.layers:
-        for row in measure_layers(options.layers, options):
+        for row in layers.measure(_LAYER_MODEL, LAYER_ARMS, options):
             results.add(row | {"device": gpu})
+        print(*layers.told(results.rows()), sep="\n", flush=True)
         return
     ceilings = measure_ceilings(results, gpu)
     for shape in options.shape:
@@ -306,9 +252,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.results, KEYS)
     measure_all(options, results, torch.cuda.get_device_name())
     if not options.quick:
-        write_section([row for row in results.rows() if "error" not in row])
-        if not options.layers:
-            plot(results.rows(), PLOT)
+        with record.turn():
+            write_section([row for row in results.rows() if "error" not in row])
+            if not options.layers:
+                plot(results.rows(), PLOT)
     return 0
 
 

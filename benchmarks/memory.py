@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks import record
 from benchmarks.results import FOLDER, Results, Row, num_gpus
 from benchmarks.synthetic import Language
 from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank
@@ -253,8 +254,6 @@ def table(rows: Sequence[Row]) -> list[Row]:
 
 
 def write_section(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
     notes = (
         "GiB, doctor's prediction / measured, of the second update with two full microbatches on one rank. Random "
         "weights. Selective recompute is of `mlp`, or `moe`. Total: the peak that PyTorch allocated, and what else the "
@@ -297,7 +296,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.results, KEYS)
     measure_all(list(plan_cells(options)), results)
     if not options.quick:
-        write_section([row for row in results.rows() if "error" not in row])
+        with record.turn():
+            write_section([row for row in results.rows() if "error" not in row])
     return 0
 
 

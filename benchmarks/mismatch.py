@@ -8,9 +8,11 @@
 A model that is briefly trained (in BF16, supervised, on benchmarks/synthetic.py: a flat distribution would hide the
 differences that a peaked one shows) is published to an engine; the engine continues prompts; the trainer computes the
 log-probabilities of what was sampled under each of its recipes, on the same weights. An engine is started once for each
-precision of its own; the trainer switches recipes in place. d is old - rollout, per sampled token, at temperature 1.
-``engine`` is blockwise FP8 with attention by the engine's own kernel (precision.attention), ``deep_gemm`` the same with
-the kernels of its linears (precision.linears).
+precision of its own, ``--at-once`` of them while the trainer learns; the trainer switches recipes in place. d is old -
+rollout, per sampled token, at temperature 1. ``engine`` is blockwise FP8 with attention by the engine's own kernel
+(precision.attention), ``deep_gemm`` the same with the kernels of its linears (precision.linears). The row "engine's
+prefill" needs no trainer: the engine reads what it has sampled as prompts. An engine that is not batch-invariant
+differs from itself there, and no trainer can come closer to it for certain.
 
 Rows add up in ``--results``, and the table is made of all of them.
 """
@@ -23,17 +25,22 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import mismatch_table, record
+from benchmarks.mismatch_table import ROUNDING
 from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
 from benchmarks.synthetic import Language, as_sample
 from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank, switch_precision, train
-from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import AlgoConfig, OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.types import Sample, TrainBatch
 
@@ -46,7 +53,8 @@ TRAINERS = {recipe: {"trainer": recipe} for recipe in ("bf16", "blockwise", "del
 TRAINERS["engine"] = {"trainer": "blockwise", "attention": "engine"}
 TRAINERS["deep_gemm"] = {"trainer": "blockwise", "linears": "deep_gemm"}
 TRAINERS["engine, deep_gemm"] = TRAINERS["engine"] | TRAINERS["deep_gemm"]
-_SHARE_OF_GPU = 0.3  # of memory for an engine, beside the trainer's
+PREFILL = "engine's prefill"  # no trainer: the engine's own log-probabilities of its sequences, as prompts
+_SHARE_OF_GPU = 0.12  # has to be free when an engine starts; its cache has a size of its own
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,9 @@ class Engine:
     rollout: str  # a key of ROLLOUTS
     scales: str
     experts: str = "auto"  # the trainer's kernels for them
+
+    def __str__(self) -> str:
+        return f"{self.rollout}-{self.scales}-{self.experts}"
 
     def precision(self, trainer: str) -> PrecisionConfig:
         rollout = ROLLOUTS[self.rollout][0]
@@ -74,6 +85,8 @@ def run_config(name: str, options: argparse.Namespace, engine: Engine | None, tr
     warm = PrecisionConfig(trainer="bf16", experts=options.experts)
     precision = warm if engine is None else engine.precision(trainer)
     cache = "auto" if engine is None else ROLLOUTS[engine.rollout][1]
+    parts = (name, options.layers, engine, options.linear, options.moe, options.attention, options.compile)
+    parts = [str(part) for part in (*parts, "invariant" * options.batch_invariant) if part]
     length = options.prompt_tokens + options.completion_tokens
     return RunConfig(
         name="mismatch",
@@ -82,7 +95,7 @@ def run_config(name: str, options: argparse.Namespace, engine: Engine | None, tr
         optim=OptimConfig(lr=options.lr, warmup_steps=min(10, options.warm_steps // 4), decay="linear"),
         rollout=RolloutConfig(
             max_prompt_tokens=options.prompt_tokens,
-            max_completion_tokens=options.completion_tokens,
+            max_completion_tokens=options.completion_tokens + 1,  # a sequence that is a prompt is followed by a token
             max_num_sequences=min(256, options.prompts * options.completions),
             max_tokens_per_microbatch=max(options.microbatch, length + 16),
             kv_cache_dtype=cache,
@@ -97,15 +110,25 @@ def run_config(name: str, options: argparse.Namespace, engine: Engine | None, tr
             transport=options.transport,
         ),
         num_steps=max(1, options.warm_steps),
-        output_dir=str(FOLDER / "mismatch" / name),
+        output_dir=str(FOLDER / "mismatch" / "-".join(parts)),  # programs side by side have folders of their own
     )
+
+
+def start_engine(name: str, options: argparse.Namespace, engine: Engine) -> Fleet:
+    """An engine of the model's shapes, on dummy weights; not waited for."""
+    from megatron_fp8rl.data.model_dir import write_model_dir
+    from megatron_fp8rl.rollout.fleet import Fleet
+
+    cfg = run_config(name, options, engine)
+    return Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir, wait=False)
 
 
 def sample(fleet: Fleet, language: Language, options: argparse.Namespace) -> list[Sample]:
     """Completions of the language's sentences, with the engine's log-probabilities."""
     prompts = language.walks(options.prompts, options.prompt_tokens, seed=900_001).tolist()
     (client,) = fleet.clients
-    sampling = replace(client.sampling, temperature=1.0, stop_token_ids=(), stop_strings=())
+    length = options.completion_tokens
+    sampling = replace(client.sampling, temperature=1.0, max_tokens=length, stop_token_ids=(), stop_strings=())
 
     async def everything() -> list:
         asked = (client.generate(p, options.completions, 1000 * i, sampling=sampling) for i, p in enumerate(prompts))
@@ -119,128 +142,163 @@ def sample(fleet: Fleet, language: Language, options: argparse.Namespace) -> lis
     ]
 
 
-def measure_engine(
-    policy: Policy, cfg: RunConfig, language: Language, history: Sequence[TrainBatch], options: argparse.Namespace
-) -> tuple[list[Sample], Row]:
-    """Start the engine of ``cfg``, publish to it and sample; (samples, what the engine cost)."""
-    from megatron_fp8rl.data.model_dir import write_model_dir
-    from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.weights.export import WeightExporter
+def prefilled(fleet: Fleet, samples: Sequence[Sample]) -> list[Sample]:
+    """The samples with what the engine computes for their tokens when it is given them as prompts."""
+    (client,) = fleet.clients
 
-    free_memory()
-    started = time.perf_counter()
-    with Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir) as fleet:
-        start_s = time.perf_counter() - started
-        exporter = WeightExporter(policy, fleet, cfg)
+    async def everything() -> list:
+        return await asyncio.gather(*(client.prompt_logprobs(s.token_ids) for s in samples))
+
+    answers = fleet.sync(everything(), fleet.cfg.rollout.request_deadline_s)
+    return [
+        as_sample(s.name, s.token_ids, s.num_prompt_tokens, logprobs[s.num_prompt_tokens - 1 :])
+        for s, logprobs in zip(samples, answers, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class WarmTrainer:
+    """A policy that has learned the language, and what measurements of it share."""
+
+    name: str
+    policy: Policy
+    language: Language
+    history: Sequence[TrainBatch]  # for delayed scaling, and for the scales of an FP8 cache
+    options: argparse.Namespace
+    loss: float | None
+
+    @classmethod
+    def train(cls, name: str, parallel: Parallel, options: argparse.Namespace) -> WarmTrainer:
+        from megatron_fp8rl.trainer.policy import Policy
+
+        cfg = run_config(name, options, None)
+        policy = Policy.build(cfg, parallel)
+        language = Language(cfg.model.vocab_size)
+        length = 64 if name.startswith("tiny") else 256
+        num_sequences = max(1, options.warm_tokens // length)
+        size = {"num_sequences": num_sequences, "length": length}
+        *steps, past, past_too = batches(cfg, language, options.warm_steps + 2, **size)
+        losses = train(policy, steps)
+        loss = round(losses[-1], 4) if losses else None
+        text = f"{name}: {loss} nats after {len(losses)} steps, {language.entropy:.3f} is best"
+        print(f"{_clock(options)} {text}", flush=True)
+        free_memory()  # engines are starting
+        return cls(name, policy, language, (past, past_too), options, loss)
+
+    def publish(self, cfg: RunConfig, fleet: Fleet) -> None:
+        """Send the weights to the engine of ``cfg``, in its precision, with proof that they have arrived."""
+        from megatron_fp8rl.weights.export import WeightExporter
+
+        self.policy.cfg = cfg
+        switch_precision(self.policy, cfg.precision)
+        exporter = WeightExporter(self.policy, fleet, cfg)
         try:
             if cfg.rollout.kv_cache_dtype == "fp8":
-                policy.calibrate_kv(history[0])
-                exporter.publish(1, kv_scales=policy.kv_scales())
+                self.policy.calibrate_kv(self.history[0])
+                exporter.publish(1, kv_scales=self.policy.kv_scales())
             else:
                 exporter.publish(1)
-            samples = sample(fleet, language, options)
         finally:
             exporter.close()
-    return samples, {"start_s": round(start_s, 1)}
+
+    def recomputed(self, trainer: str, engine: Engine, fleet: Fleet, samples: Sequence[Sample]) -> TrainBatch:
+        """The samples with ``old_logprobs_T`` under one of TRAINERS, or by the engine itself."""
+        from megatron_fp8rl.data.packing import pack_for
+
+        (batch,) = pack_for(self.policy.cfg, samples, data_rank=0)
+        if trainer != PREFILL:
+            switch_precision(self.policy, engine.precision(trainer), self.history)
+            return self.policy.with_old_logprobs(batch)
+        (own,) = pack_for(self.policy.cfg, prefilled(fleet, samples), data_rank=0)
+        both = zip(batch.microbatches, own.microbatches, strict=True)
+        return replace(batch, microbatches=tuple(replace(a, old_logprobs_T=b.rollout_logprobs_T) for a, b in both))
 
 
 def measure(name: str, options: argparse.Namespace, results: Results, common: Row) -> None:
     """All rows of one model that are not there yet, from one warm start."""
-    from megatron_fp8rl.trainer.policy import Policy
-
-    cfg = run_config(name, options, None)
-    base = common | {"model": name, "layers": cfg.model.num_layers, "warm_steps": options.warm_steps}
+    num_layers = run_config(name, options, None).model.num_layers
+    base = common | {"model": name, "layers": num_layers, "warm_steps": options.warm_steps}
     chosen = ("linear", "moe", "attention", "compile", "batch_invariant", "experts")
     base |= {key: getattr(options, key) for key in chosen}
-    wanted = {engine: _missing(engine, base, options, results) for engine in plan_engines(options)}
-    if not any(wanted.values()):
+    wanted = ((engine, _missing(engine, base, options, results)) for engine in plan_engines(options))
+    groups = list(batched([(engine, trainers) for engine, trainers in wanted if trainers], options.at_once))
+    if not groups:
         return
-    language = Language(cfg.model.vocab_size)
-    with single_rank(cfg) as parallel:
-        policy = Policy.build(cfg, parallel)
-        size = {"num_sequences": max(1, options.warm_tokens // 256), "length": 256}
-        size = {"num_sequences": max(1, options.warm_tokens // 64), "length": 64} if name.startswith("tiny") else size
-        *steps, past, past_too = batches(cfg, language, options.warm_steps + 2, **size)
-        losses = train(policy, steps)
-        base["warm_loss"] = round(losses[-1], 4) if losses else None
-        print(f"{name}: {base['warm_loss']} nats after {len(losses)} steps, {language.entropy:.3f} is best", flush=True)
-        for engine, trainers in wanted.items():
-            if trainers and time.monotonic() - options.started > options.budget_s:
-                print(f"SKIPPED {name} {engine.rollout} {engine.scales}: the budget is spent; run the command again")
-            elif trainers:
-                for row in _rows(policy, engine, trainers, language, (past, past_too), name, options):
+    with ExitStack() as stack:
+
+        def start(group: Sequence[tuple[Engine, list[str]]]) -> list[Fleet]:
+            return [stack.enter_context(start_engine(name, options, engine)) for engine, _ in group]
+
+        parallel = stack.enter_context(single_rank(run_config(name, options, None)))
+        fleets = start(groups[0])  # while the trainer learns
+        warm = WarmTrainer.train(name, parallel, options)
+        base["warm_loss"] = warm.loss
+        for group in groups:
+            if time.monotonic() - options.started > options.budget_s:
+                shown = ", ".join(f"{engine.rollout} {engine.scales}" for engine, _ in group)
+                print(f"SKIPPED {name} {shown}: the budget is spent; run the command again")
+                continue
+            for (engine, trainers), fleet in zip(group, fleets or start(group), strict=True):
+                for row in _rows(warm, engine, trainers, fleet):
                     results.add(base | row)
+                fleet.shutdown()
+                free_memory()
+            fleets = []
 
 
 def _missing(engine: Engine, base: Row, options: argparse.Namespace, results: Results) -> list[str]:
     head = base | {"rollout": engine.rollout, "scales": engine.scales}
-    return [t for t in options.trainer if options.again or not results.has(head | {"trainer": t})]
+    return [t for t in (PREFILL, *options.trainer) if options.again or not results.has(head | {"trainer": t})]
 
 
-def _rows(
-    policy: Policy,
-    engine: Engine,
-    trainers: Sequence[str],
-    language: Language,
-    history: Sequence[TrainBatch],
-    name: str,
-    options: argparse.Namespace,
-) -> Iterator[Row]:
+def _rows(warm: WarmTrainer, engine: Engine, trainers: Sequence[str], fleet: Fleet) -> Iterator[Row]:
     """One engine against the recipes. An engine that cannot start, or does not hold what it was sent, is a row too."""
-    from megatron_fp8rl.algo.mismatch import LocalReducer, mismatch_metrics
-    from megatron_fp8rl.data.packing import pack_for
-
-    cfg = run_config(name, options, engine)
-    policy.cfg = cfg
-    switch_precision(policy, cfg.precision)
+    options = warm.options
     head = {"rollout": engine.rollout, "scales": engine.scales}
     try:
-        samples, cost = measure_engine(policy, cfg, language, history, options)
-    except RuntimeError as error:  # of the client, the transport or the proof
+        fleet.wait_until_ready()
+        print(f"{_clock(options)} the engine {engine.rollout} {engine.scales} is ready", flush=True)
+        warm.publish(run_config(warm.name, options, engine), fleet)
+        print(f"{_clock(options)} it has the weights", flush=True)
+        samples = sample(fleet, warm.language, options)
+        print(f"{_clock(options)} it has sampled", flush=True)
+    except (RuntimeError, TimeoutError) as error:  # of the client, the transport or the proof
         lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w(Error|Exception): ", line)]
         reason = (lines or [str(error)])[0][:300]
         yield from (head | {"trainer": trainer, "error": reason} for trainer in trainers)
         return
     for trainer in trainers:
         try:
-            switch_precision(policy, engine.precision(trainer), history)
-            (batch,) = pack_for(policy.cfg, samples, data_rank=0)
-            report = mismatch_metrics([policy.with_old_logprobs(batch)], policy.cfg.algo, LocalReducer())
-        except (RuntimeError, ValueError) as error:  # of kernels that are missing, or do not compute this model
+            yield head | {"trainer": trainer} | _numbers(warm.recomputed(trainer, engine, fleet, samples))
+        except (RuntimeError, ValueError, TypeError, LookupError, TimeoutError) as error:
+            # Kernels that are missing or do not compute this model, or an engine that does not answer as it should.
             yield head | {"trainer": trainer, "error": f"{type(error).__name__}: {error}"[:300]}
-            continue
-        metrics = {key.split("/", 1)[1]: float(f"{value:.5g}") for key, value in report.metrics.items()}
-        kept = ("abs_logprob_diff/mean", "abs_logprob_diff/max", "kl_k3/mean", "multiplicative_error/mean")
-        entropy = -sum(sum(s.rollout_logprobs) for s in samples) / batch.num_loss_tokens
-        yield head | cost | {
-            "trainer": trainer,
-            "tokens": batch.num_loss_tokens,
-            "sampled_entropy": round(entropy, 4),
-            **{key: metrics[key] for key in (*kept, "effective_sample_size/mean")},
-        }
+        print(f"{_clock(options)} {trainer}", flush=True)
 
 
-def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The rows as docs/measured.md shows them."""
-    shown = []
-    for row in rows:
-        kernels = f"{row['linear']} / {row['moe']} / {row['attention']}"
-        kernels += ", batch-invariant" if row.get("batch_invariant") else ""
-        kernels += {"on": ", torch.compile", "eager": ", eager"}.get(row.get("compile"), "")
-        trainer = row["trainer"] + (", grouped experts" if row.get("experts") == "deep_gemm" else "")
-        rollout = row["rollout"] if row["rollout"] == "bf16" else f"{row['rollout']}, {row['scales']} scales"
-        head = {"model": f"{row['model']}, {row['layers']} layers", "rollout": rollout, "trainer": trainer}
-        if "error" in row:
-            numbers = {"mean d": f"failed: {row['error'][:80]}", "max d": "-", "KL k3": "-", "mean exp d": "-"}
-        else:
-            numbers = {
-                "mean d": f"{row['abs_logprob_diff/mean']:.5f}",
-                "max d": f"{row['abs_logprob_diff/max']:.3f}",
-                "KL k3": f"{row['kl_k3/mean']:.2e}",
-                "mean exp d": f"{row['multiplicative_error/mean']:.5f}",
-            }
-        shown.append(head | numbers | {"linear / experts / attention": kernels})
-    return shown
+def _numbers(batch: TrainBatch) -> Row:
+    """How far old and rollout log-probabilities of a batch are apart."""
+    import torch
+
+    from megatron_fp8rl.algo.mismatch import LocalReducer, mismatch_metrics
+
+    report = mismatch_metrics([batch], AlgoConfig(alarm_action="warn"), LocalReducer())
+    metrics = {key.split("/", 1)[1]: float(f"{value:.5g}") for key, value in report.metrics.items()}
+    kept = ("abs_logprob_diff/mean", "abs_logprob_diff/max", "kl_k3/mean", "multiplicative_error/mean")
+    pairs = [(mb.old_logprobs_T[mb.loss_mask_T], mb.rollout_logprobs_T[mb.loss_mask_T]) for mb in batch.microbatches]
+    old, rollout = (torch.cat(values).double() for values in zip(*pairs, strict=True))
+    distance = (old - rollout).abs()
+    return {
+        "tokens": batch.num_loss_tokens,
+        "sampled_entropy": round(-rollout.mean().item(), 4),
+        **{key: metrics[key] for key in (*kept, "effective_sample_size/mean")},
+        "equal_share": round((distance == 0).double().mean().item(), 5),
+        "rounding_share": round((distance < ROUNDING).double().mean().item(), 5),
+    }
+
+
+def _clock(options: argparse.Namespace) -> str:
+    return f"{time.monotonic() - options.started:5.0f} s "
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -257,22 +315,25 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", choices=["on", "off", "eager"], default="off", help=compiled)
     parser.add_argument("--batch-invariant", action="store_true", help="the engine's batch-invariant kernels")
     parser.add_argument("--experts", choices=["auto", "te", "deep_gemm"], default="auto", help="the trainer's kernels")
-    parser.add_argument("--transport", choices=["auto", "shm", "gloo", "ipc"], default="shm")
-    parser.add_argument("--warm-steps", type=int, default=80)
-    parser.add_argument("--warm-tokens", type=int, default=16384, help="of one step of the warm start")
+    parser.add_argument("--transport", choices=["auto", "shm", "gloo", "ipc"], default="auto")
+    parser.add_argument("--warm-steps", type=int, default=100)
+    parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")
     parser.add_argument("--lr", type=float, default=3e-4)
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--completions", type=int, default=4, help="of each prompt")
+    parser.add_argument("--completions", type=int, default=2, help="of each prompt")
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--completion-tokens", type=int, default=256)
+    parser.add_argument("--completion-tokens", type=int, default=128)
     parser.add_argument("--microbatch", type=int, default=8192, help="tokens")
-    parser.add_argument("--kv-cache-gib", type=int, default=8)
+    parser.add_argument("--kv-cache-gib", type=int, default=2)
+    parser.add_argument("--at-once", type=int, default=3, help="engines that start side by side")
     parser.add_argument("--quick", action="store_true", help="the tiny models, or four layers of qwen3_8b on a GPU")
     parser.add_argument("--again", action="store_true", help="measure also what --results has already")
     parser.add_argument("--budget-s", type=float, default=440.0, help="start no engine after this time")
     parser.add_argument("--results", type=Path, default=FOLDER / "mismatch.jsonl")
     options = parser.parse_args(argv)
     options.started = time.monotonic()
+    if options.at_once < 1:
+        parser.error(f"--at-once {options.at_once}: give at least 1")
     if options.quick:
         options.scales = ["pow2"]
         if num_gpus():
@@ -299,28 +360,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.results, KEYS)
     for name in options.model:
         measure(name, options, results, {"device": device})
-    for line in table(results.rows()):
+    with record.turn():
+        rows = results.rows()
+        if device != "cpu" and not options.quick:
+            mismatch_table.write_section(rows)
+    for line in mismatch_table.table(rows):
         print(line)
-    if device != "cpu" and not options.quick:
-        _record(results.rows())
     return 0
-
-
-def _record(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
-    warm = ", ".join(f"{m}: {s} steps to {loss} nats" for m, s, loss in dict.fromkeys(_warm(row) for row in rows))
-    notes = (
-        "d = |old - rollout| in nats per sampled token, at temperature 1: the trainer's log-probabilities of what the "
-        "engine sampled, on the same weights. Models of these shapes, trained from random weights by supervised steps "
-        f"in BF16 on the language of benchmarks.synthetic ({warm}). fp8_kv adds an FP8 KV cache of measured scales; "
-        "the trainer engine is blockwise with attention by the engine's kernel."
-    )
-    record.section("mismatch", "Train/rollout mismatch", table(rows), notes=notes)
-
-
-def _warm(row: Row) -> tuple:
-    return row["model"], row["warm_steps"], row.get("warm_loss")
 
 
 if __name__ == "__main__":

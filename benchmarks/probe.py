@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import record
 from benchmarks.results import FOLDER, Results, device_name, num_gpus
 from benchmarks.synthetic import Language
 from benchmarks.training import batches, single_rank, switch_precision, train
@@ -89,10 +90,12 @@ def build_policy(cfg: RunConfig, parallel: Any, options: argparse.Namespace) -> 
     return policy, [past, past_too]
 
 
-def differences(cfg: RunConfig, options: argparse.Namespace) -> tuple[list[Difference], dict[str, int]]:
-    """(one entry per operation, tokens that choose other experts by layer)."""
+def differences(
+    cfg: RunConfig, options: argparse.Namespace
+) -> tuple[list[Difference], dict[str, dict[str, float]]]:
+    """(one entry per operation; by layer the share of tokens with other experts in the trainer, total and own)."""
     from megatron_fp8rl.data.model_dir import write_model_dir
-    from megatron_fp8rl.observe.operations import compare, num_other_experts
+    from megatron_fp8rl.observe.operations import compare, share_of_other_experts
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.rollout.probe import record_prefill
     from megatron_fp8rl.trainer.probe import TrainerProbe
@@ -118,10 +121,16 @@ def differences(cfg: RunConfig, options: argparse.Namespace) -> tuple[list[Diffe
         switch_precision(policy, cfg.precision, history)
         probe = TrainerProbe(policy.models, policy.cfg, parallel)
         trainer = probe.record(prompt)
-        rows = compare(engine, trainer, probe.replay(engine), cfg.model)
-    routers = [name for name in engine if name.endswith(".router")]
-    top_k = cfg.model.experts_per_token
-    return rows, {name: num_other_experts(engine[name], trainer[name], top_k) for name in routers}
+        replayed = probe.replay(engine)
+        rows = compare(engine, trainer, replayed, cfg.model)
+    return rows, {
+        row.name: {
+            kind: round(share_of_other_experts(engine[row.name], found[row.name], cfg.model.experts_per_token), 4)
+            for kind, found in (("total", trainer), ("own", replayed))
+        }
+        for row in rows
+        if row.name.endswith(".router")
+    }
 
 
 def damage(policy: Policy, part_of_name: str) -> None:
@@ -166,6 +175,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     rows, other_experts = differences(cfg, options)
     print(table(rows))
+    for name, shares in other_experts.items():
+        print(f"{name}: other experts for {shares['total']:.1%} of the tokens, {shares['own']:.1%} by its own error")
     first, beyond = first_different(rows), first_beyond_rounding(rows)
     precision = f"{cfg.precision.rollout} rollout, {cfg.precision.trainer} trainer, {cfg.precision.scales} scales"
     precision += ", the engine's attention" if cfg.precision.attention == "engine" else ""
@@ -190,13 +201,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.results, ("config", "layers", "precision", "kv_cache", "kernels", "device"))
     results.add(result)
     if num_gpus() and not options.damage:
-        _record(results.rows(), table(rows))
+        with record.turn():
+            _record(results.rows(), table(rows))
     return 0
 
 
 def _record(results: Sequence[dict[str, Any]], newest: str) -> None:
-    from benchmarks import record
-
     shown = [
         {
             "config": f"{r['config']}, {r['layers']} layers",

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks import record
 from benchmarks.results import FOLDER, Results, Row, device_name, failure_in, num_gpus, require_gpus, run_logged, timed
 from megatron_fp8rl.config import ObserveConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from model_configs import qwen3, tiny
@@ -282,8 +283,6 @@ def table(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def write_section(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
     notes = (
         "Pause: from the engines' stop to their first token allowed, proof of every tensor included. First: the "
         "publication that an engine starts with, through vLLM's own loaders. Others: median of the later ones, each "
@@ -346,7 +345,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             results.add(run_case(case))
     if device != "cpu":
-        write_section(results.rows())
+        with record.turn():
+            write_section(results.rows())
     return 0
 
 

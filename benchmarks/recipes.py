@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import record
 from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
 from benchmarks.synthetic import Language
 from benchmarks.training import MODELS, batches, free_memory, gradients, model_of, single_rank, switch_precision
@@ -299,18 +300,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(options.results, KEYS)
     for name in options.model:
         measure(name, options, results, {"device": device})
-    rows = results.rows()
+    with record.turn():
+        rows = results.rows()
+        plot(rows, options.plot)
+        if device != "cpu" and not options.quick:
+            _record(rows)
     for line in table(rows):
         print(line)
-    plot(rows, options.plot)
-    if device != "cpu" and not options.quick:
-        _record(rows)
     return 0
 
 
 def _record(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
     notes = (
         "From one seed on the synthetic language of benchmarks/synthetic.py, AdamW, the same batches for every arm. "
         "Losses are averaged over 20 steps; 'largest' is over the second half of the run. The last columns are the "

@@ -13,7 +13,8 @@ import shlex
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,17 @@ _VERSIONS = {
     "transformer-engine": "Transformer Engine",
     "megatron-core": "Megatron-Core",
 }
+
+
+@contextmanager
+def turn(path: Path = MEASURED) -> Iterator[None]:
+    """No other process writes the document, or plots for it, meanwhile: rows that are read here are the newest.
+
+    A section that was made of rows from before could undo what another process has written since. Raises TimeoutError
+    after a minute.
+    """
+    with locked(path):
+        yield
 
 
 def section(

@@ -45,9 +45,10 @@ class Results:
         """The newest row of each key, in the order in which the keys first came."""
         newest: dict[tuple, Row] = {}
         for path in dict.fromkeys((self.kept, self.path)):
-            for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-                row = json.loads(line)
-                newest[self.key(row)] = row
+            if path.exists():
+                with locked(path):
+                    lines = path.read_text(encoding="utf-8").splitlines()
+                newest |= {self.key(row): row for row in map(json.loads, lines)}
         return list(newest.values())
 
     def add(self, row: Row) -> None:
@@ -67,14 +68,21 @@ class Results:
         return tuple(json.dumps(row.get(name), sort_keys=True) for name in self._keys)
 
 
+_held: set[Path] = set()  # by this process
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, deadline_s: float = 60.0) -> Iterator[None]:
     """No other process of this user on this machine is in such a block for the same file at the same time.
 
-    Raises TimeoutError when it is in another's hands for a minute.
+    A block within a block for the same file waits for nobody. Raises TimeoutError when the file is in another's hands
+    for ``deadline_s``. For one thread of a process.
     """
-    deadline = time.monotonic() + 60
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    if (path := path.resolve()) in _held:
+        yield
+        return
+    deadline = time.monotonic() + deadline_s
+    digest = hashlib.sha256(str(path).encode()).hexdigest()[:16]
     with open(Path(tempfile.gettempdir()) / f"megatron_fp8rl-{os.getuid()}-{digest}.lock", "a") as file:
         while True:
             try:
@@ -82,9 +90,14 @@ def locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"{path}: another process has held its lock {file.name} for 60 s") from None
+                    message = f"{path}: another process has held its lock {file.name} for {deadline_s:g} s"
+                    raise TimeoutError(message) from None
                 time.sleep(0.02)
-        yield
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.remove(path)
 
 
 def num_gpus() -> int:

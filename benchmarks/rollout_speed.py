@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import record
 from benchmarks.results import FOLDER, Results, Row, copy_bandwidth, num_gpus, peak_bandwidth, require_gpus
 from megatron_fp8rl import config_check
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RunConfig
@@ -249,8 +250,6 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def write_section(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
     shapes = "; ".join(
         f"{name}: {s.num_sequences} sequences, {s.prompt_tokens} in, {s.completion_tokens} out"
         for name, s in SHAPES.items()
@@ -321,7 +320,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in measure(cell, wanted, common, bandwidth):
             results.add(row)
     if device != "cpu":
-        write_section(results.rows())
+        with record.turn():
+            write_section(results.rows())
     return 0
 
 

@@ -28,6 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmarks import record
 from benchmarks.byte_comparison import TE_SCALES, Tally, compare, transformer_engine
 from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
@@ -157,8 +158,6 @@ def reasons(rows: Sequence[Row]) -> list[str]:
 
 
 def write_section(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
     notes = [
         "Every tensor is compared whole, or slice by slice where ranks hold slices: E4M3 bytes and scales of FP8 "
         "tensors, BF16 of the others. The engine is asked after its second publication, without what was sent."
@@ -234,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         parallel.close()
     if parallel.rank == 0 and not on_cpu:
-        write_section(results.rows())
+        with record.turn():
+            write_section(results.rows())
     return int(is_wrong)
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from benchmarks import record
 from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
 from benchmarks.training import MODELS
 from megatron_fp8rl.config import ObserveConfig, PrecisionConfig, RolloutConfig, RunConfig
@@ -90,7 +92,7 @@ def run_config(case: Case) -> RunConfig:
             max_completion_tokens=NEW_TOKENS,
             max_num_sequences=8,
             kv_cache_bytes=256 << 20,
-            gpu_memory_utilization=0.15,  # three engines share the GPU
+            gpu_memory_utilization=0.08,  # has to be free at the start: many engines share the GPU
             start_deadline_s=240.0,
             update_deadline_s=60.0,
             request_deadline_s=120.0,
@@ -133,13 +135,18 @@ def start_loading(cfg: RunConfig, folder: Path) -> Fleet:
     from megatron_fp8rl.rollout import engine
     from megatron_fp8rl.rollout.fleet import Fleet
 
-    arguments = engine.engine_arguments
+    arguments, asked = engine.engine_arguments, threading.Event()
 
     def loading(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        asked.set()
         return arguments(*args, **kwargs) | {"load-format": "auto"}
 
     with mock.patch.object(engine, "engine_arguments", loading):
-        return Fleet.start(cfg, folder, folder / "run", wait=False)
+        fleet = Fleet.start(cfg, folder, folder / "run", wait=False)
+        if not asked.wait(60.0):  # by the fleet's thread
+            fleet.shutdown()
+            raise TimeoutError(f"the engine of {folder} was not started within 60 s")
+        return fleet
 
 
 def ask(fleet: Fleet, vocab_size: int) -> Answers:
@@ -267,8 +274,6 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def write_section(rows: Sequence[Row]) -> None:
-    from benchmarks import record
-
     rounds = ", ".join(f"set {seed}" + (f" after sleep level {level}" if level else "") for seed, level in ROUNDS)
     notes = (
         f"CUDA graphs, no torch.compile. Publications: {rounds}. Each is proven by digests, then {len(PROMPT_TOKENS)} "
@@ -330,7 +335,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         parallel.close()
     if not on_cpu:
-        write_section(results.rows())
+        with record.turn():
+            write_section(results.rows())
     return int(failed)
 
 

@@ -187,7 +187,7 @@ class RolloutConfig:
     linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU
     moe_backend: Literal["auto", "deep_gemm", "triton", "flashinfer_cutlass"] = "auto"  # of FP8 experts
     attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
-    batch_invariant: bool = False  # kernels whose results do not depend on what else is in the batch; slower
+    batch_invariant: bool = False  # results do not depend on what else is in the batch; slower, and not compiled
     torch_compile: bool = True  # False: CUDA graphs without torch.compile, which starts a minute sooner
     weight_update: Literal["direct", "reload"] = "direct"  # into the kernels' tensors, or through vLLM's loaders
     prompts_per_step: int = 32

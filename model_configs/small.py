@@ -77,6 +77,19 @@ def small_qwen3() -> RunConfig:
     )
 
 
+def small_qwen3_8_layers() -> RunConfig:
+    """The same with 8 layers, 0.13 B parameters, and half the prompts: a curve in three minutes on 1 H200."""
+    full = small_qwen3()
+    return replace(
+        full,
+        name="small_qwen3_8_layers",
+        model=replace(full.model, num_layers=8),
+        # Few sizes of batches: kernels are compiled for each.
+        rollout=replace(full.rollout, prompts_per_step=64, max_num_sequences=128),
+        num_steps=25,
+    )
+
+
 def small_qwen3_moe() -> RunConfig:
     """12 layers of 32 experts, 4 of them per token: 0.68 B parameters, 0.15 B active, the same task on 1 H200."""
     dense = small_qwen3()

@@ -108,6 +108,14 @@ def _check_kernels(found: Findings, accelerator: str) -> None:
         edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
         if not is_fp8 or edges:
             found.refuse("rollout.moe_backend", "multiplies FP8 alone, and there are experts in BF16", "Set triton")
+    head_dim = cfg.model.head_dim
+    if precision.attention == "engine" and accelerator != "cpu" and cfg.model.mla is None and not 96 < head_dim <= 128:
+        found.refuse(
+            "precision.attention",
+            f"is there for the engine's bits, and with heads of {head_dim} features its kernel sums a decoded token's "
+            "keys in other blocks than a sequence's: it has the same bits for heads of 97 to 128",
+            "Choose auto",
+        )
     if rollout.batch_invariant:
         if accelerator == "cpu":
             found.refuse("rollout.batch_invariant", "chooses GPU kernels, and there is no GPU", "Leave it out")

@@ -114,10 +114,17 @@ def first_different(rows: Sequence[Difference]) -> Difference | None:
     return next((row for row in rows if row.total_max != 0), None)
 
 
-def num_other_experts(engine_logits: Tensor, trainer_logits: Tensor, top_k: int) -> int:
-    """Tokens whose ``top_k`` largest router logits [T, E] belong to another set of experts."""
-    chosen = [x.float().topk(top_k, dim=-1).indices.sort(dim=-1).values for x in (engine_logits, trainer_logits)]
-    return int((chosen[0] != chosen[1]).any(dim=-1).sum())
+def share_of_other_experts(engine_logits: Tensor, trainer_logits: Tensor, top_k: int) -> float:
+    """The share of tokens whose ``top_k`` largest router logits [T, E] belong to another set of experts.
+
+    Of equal logits, of which rounding makes many, a GPU's two ends take the lower expert.
+    """
+
+    def chosen(logits: Tensor) -> Tensor:
+        order = logits.float().sort(dim=-1, descending=True, stable=True).indices
+        return order[:, :top_k].sort(dim=-1).values
+
+    return (chosen(engine_logits) != chosen(trainer_logits)).any(dim=-1).double().mean().item()
 
 
 def table(rows: Sequence[Difference]) -> str:

@@ -164,6 +164,18 @@ class EngineClient:
                 raise EngineError(self._message("ended a request on its own", "/inference/v1/generate"))
             part.extend(segment, version, give_up=paused and self._pause_mode == "abort")
 
+    async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """The engine's log-probability of each token but the first, [T - 1], computed as a prompt, at temperature 1.
+
+        One new token more has to fit. Reads no cached prefix. Raises as every call does.
+        """
+        await self._until_open()
+        sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": list(token_ids), "sampling_params": sampling}
+        answer = await self._call("/inference/v1/generate", body=body, deadline_s=self._request_deadline_s)
+        by_token = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)  # nothing precedes the first token
+        return [logprobs[str(token)]["logprob"] for token, logprobs in by_token]
+
     async def _until_open(self) -> None:
         """Return when the engine samples, or has ended: then the call that follows says so."""
         if not self._open.is_set():

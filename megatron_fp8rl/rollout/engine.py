@@ -100,7 +100,9 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, *, cpu: bool) -> dict[s
         arguments["enforce-eager"] = rollout.enforce_eager
         if rollout.kv_cache_bytes is not None:
             arguments["kv-cache-memory-bytes"] = rollout.kv_cache_bytes
-        if not rollout.torch_compile and not rollout.enforce_eager:
+        # torch.compile puts norms of its own in place of the batch-invariant ones.
+        is_compiled = rollout.torch_compile and not rollout.batch_invariant
+        if not is_compiled and not rollout.enforce_eager:
             # Graphs of whole decoding steps need no compiler; graphs of pieces, which prompts would use, do.
             arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
         if rollout.attention_backend != "auto":

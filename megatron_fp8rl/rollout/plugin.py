@@ -1,4 +1,5 @@
-"""What vLLM learns from this package: our weight transfer engine and, without a GPU, our emulated FP8 kernels.
+"""What vLLM learns from this package: our weight transfer engine, a norm that is batch-invariant, and, without a GPU,
+our emulated FP8 kernels.
 
 In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's own registries.
 Which process: each process of a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the
@@ -42,3 +43,7 @@ def register() -> None:
         from megatron_fp8rl.rollout import cpu_kernels
 
         cpu_kernels.register(cast(Scales, scales))
+    elif os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        from megatron_fp8rl.rollout import invariant_norm
+
+        invariant_norm.register()

@@ -12,8 +12,8 @@ The forward pass of ``mlp`` computes the numbers of two linears with SwiGLU betw
 written in BF16, and nothing but h is kept between the two. ``expert_kernels.py`` moves and quantizes, for a dense
 layer is one expert; ``dense_gemm.py`` multiplies. On a CPU both are torch, with the same roundings.
 
-Weights are quantized once per optimizer step, and transposed by the first backward pass after it. NaN and infinity
-make the whole block that they are in NaN, and so every number that the block has a part in.
+Weights are quantized once per optimizer step, and transposed in the same pass over them if gradients are wanted. NaN
+and infinity make the whole block that they are in NaN, and so every number that the block has a part in.
 
 Shapes: T = tokens, P = tokens filled up with zeros to a multiple of 128, N = output features, K = input features,
 H = hidden size, F = features between the two linears of a feed-forward part on this rank.
@@ -39,7 +39,7 @@ from megatron_fp8rl.trainer.expert_kernels import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from megatron_fp8rl.trainer.grouped_gemm import Fp8
+from megatron_fp8rl.trainer.grouped_gemm import Fp8, quantized_both
 from megatron_fp8rl.trainer.main_grad import add_gradient, no_gradients
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 
@@ -59,25 +59,34 @@ class Matrix:
     cache: WeightCache
     block_rows: Tensor | None = None  # int64 [N], the order of rows in which blocks are counted; None: their own
 
-    def quantized(self) -> _Quantized:
-        return self.cache.get([self.weight], lambda: _Quantized(self))
+    def quantized(self, both: bool) -> _Quantized:
+        """``both``: the input gradient will want the bytes transposed, which are made at once if none are there yet."""
+        return self.cache.get([self.weight], lambda: _Quantized(self, both))
 
 
 class _Quantized:
     """The bytes of a matrix in both orientations."""
 
-    def __init__(self, matrix: Matrix):
+    def __init__(self, matrix: Matrix, both: bool):
         weight_NK = matrix.weight.detach()
         weight_NK = weight_NK if matrix.block_rows is None else weight_NK[matrix.block_rows]
-        self.rows = Fp8(*quantize_weight(weight_NK, matrix.scales))
         self._transposed: Fp8 | None = None
+        if both and weight_NK.is_cuda and weight_NK.is_contiguous():
+            rows, transposed = quantized_both(weight_NK.unsqueeze(0), matrix.scales)
+            self.rows, self._transposed = Fp8(rows.data[0], rows.scale[0]), _first(transposed)
+        else:
+            self.rows = Fp8(*quantize_weight(weight_NK, matrix.scales))
 
     def transposed(self) -> Fp8:
-        """[K, N], for the input gradient; made by the first backward pass."""
+        """[K, N], for the input gradient; made with the other, or by the first backward pass."""
         if self._transposed is None:
-            data_1KN, scale_1KN = Fp8(*(part.unsqueeze(0) for part in self.rows)).transposed()
-            self._transposed = Fp8(data_1KN[0], scale_1KN[0].contiguous())
+            self._transposed = _first(Fp8(*(part.unsqueeze(0) for part in self.rows)).transposed())
         return self._transposed
+
+
+def _first(transposed: Fp8) -> Fp8:
+    """The first matrix, with contiguous scales."""
+    return Fp8(transposed.data[0], transposed.scale[0].contiguous())
 
 
 def linear(x_TK: Tensor, matrix: Matrix) -> Tensor:
@@ -101,7 +110,8 @@ class _Linear(torch.autograd.Function):
         if not num_tokens:
             return x_TK.new_empty(0, weight.shape[0])
         needs_dw = record and ctx.needs_input_grad[1]
-        x, w = _quantize(x_TK, matrix.scales, rows=True, columns=needs_dw), matrix.quantized()
+        x = _quantize(x_TK, matrix.scales, rows=True, columns=needs_dw)
+        w = matrix.quantized(both=record and ctx.needs_input_grad[0])
         y_TN = _multiply(x, w.rows, num_tokens)
         if record:
             ctx.w, ctx.x = w, _columns(x) if needs_dw else None
@@ -132,7 +142,7 @@ class _Mlp(torch.autograd.Function):
             return torch.zeros_like(x_TH)
         needs_dw = record and any(ctx.needs_input_grad[1:3])
         layout = _layout(num_tokens, x_TH.device)
-        made = fc1.quantized(), fc2.quantized()
+        made = tuple(matrix.quantized(both=record) for matrix in (fc1, fc2))
         x = _quantize(x_TH, fc1.scales, rows=True, columns=needs_dw)
         h_P2F = multiply(_rows(x), made[0].rows)
         a = swiglu_quantize(h_P2F, layout, fc2.scales)

@@ -1,15 +1,14 @@
 """The data movement of grouped experts on a GPU: expert_reference.py in Triton, with memory read and written once.
 
-The functions, their inputs and their outputs are those of expert_kernels.py. A program works on 128 rows of one expert
-times 128 features: the rows' blocks and the columns' blocks of both quantizations. Programs of row blocks behind the
-last expert end at once, and leave memory as they find it.
-
-Triton's interpreter truncates where it converts to BF16 and rounds FP8 its own way: without HARDWARE integers round.
+The functions, their inputs and their outputs are those of expert_kernels.py. A program works on one tile of
+expert_tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where they are not.
+Programs of row blocks behind the last expert end at once, and leave memory as they find it.
 """
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,16 +16,42 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp8rl.fp8.blockwise import BLOCK, Scales
-from megatron_fp8rl.fp8.kernels import _INFINITY_BITS, _NAN_BITS, _e4m3_bytes, _scale_bits
 from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized, SwigluGradients
+from megatron_fp8rl.trainer.expert_tiles import (
+    exp_of_negative,
+    high,
+    in_order,
+    load_pair,
+    low,
+    pair,
+    store_bf16,
+    store_columns,
+    store_rows,
+)
 
 _HARDWARE = os.environ.get("TRITON_INTERPRET") != "1"
-_SIDE: tl.constexpr = tl.constexpr(BLOCK)
+SIDE: tl.constexpr = tl.constexpr(BLOCK)
 
-# Warps of a program. Two orientations hold a tile twice, and the backward pass three tiles of inputs.
-_WARPS_OF_ROWS = 4
-_WARPS_OF_BOTH = 8
-_WARPS_OF_BACKWARD = 16
+
+
+class _Launch(NamedTuple):
+    """A tile of 4 ``quads`` rows, and how a program of one works on it."""
+
+    quads: int
+    num_warps: int
+    maxnreg: int | None = None  # registers of a thread, if fewer let more programs run beside each other
+
+    def options(self, columns: bool) -> dict[str, int | None]:
+        """Arguments of a launch; columns are quantized in tiles of 128 rows."""
+        assert not columns or 4 * self.quads == BLOCK
+        return {"Q": self.quads, "num_warps": self.num_warps, "maxnreg": self.maxnreg}
+
+
+_QUANTIZE_ROWS = _Launch(8, 4)
+_QUANTIZE_BOTH = _Launch(32, 8)
+_SWIGLU_ROWS = _Launch(8, 4)
+_SWIGLU_BOTH = _Launch(32, 16)
+_BACKWARD = _Launch(32, 16)
 _UNPERMUTE_ROWS, _UNPERMUTE_COLUMNS, _UNPERMUTE_WARPS = 16, 512, 8
 
 
@@ -38,7 +63,7 @@ def _build_layout(
     """Program b fills rows [128 b, 128 b + 128), which are of one expert, and the positions of as many tokens."""
     expert = tl.arange(0, EXPERTS)
     counts = tl.load(tokens_per_expert + expert, mask=expert < NUM_EXPERTS, other=0).to(tl.int32)
-    padded = (counts + _SIDE - 1) // _SIDE * _SIDE
+    padded = (counts + SIDE - 1) // SIDE * SIDE
     ends = tl.cumsum(counts, 0)
     padded_ends = tl.cumsum(padded, 0)
     block = tl.program_id(0)
@@ -47,8 +72,8 @@ def _build_layout(
         tl.store(offsets + 1 + expert, padded_ends, mask=expert < NUM_EXPERTS)
         tl.store(padded_counts + expert, padded, mask=expert < NUM_EXPERTS)
 
-    place = block * _SIDE + tl.arange(0, _SIDE)
-    mine = tl.sum((padded_ends <= block * _SIDE).to(tl.int32), axis=0)
+    place = block * SIDE + tl.arange(0, SIDE)
+    mine = tl.sum((padded_ends <= block * SIDE).to(tl.int32), axis=0)
     is_mine = expert == mine  # of no expert behind the last
     count = tl.sum(tl.where(is_mine, counts, 0), axis=0)
     first_token = tl.sum(tl.where(is_mine, ends - counts, 0), axis=0)
@@ -62,157 +87,165 @@ def _build_layout(
 
 
 @triton.jit
-def _rounded_to_bf16(x, HARDWARE: tl.constexpr):
-    """The BF16 numbers nearest to float32 ``x``, ties to even."""
-    if HARDWARE:
-        return x.to(tl.bfloat16)
-    bits = x.to(tl.int32, bitcast=True)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-    return tl.where((bits & 0x7FFFFFFF) > _INFINITY_BITS, x, rounded).to(tl.bfloat16)
-
-
-@triton.jit
-def _quantized_bytes(x, amax_bits, scale_bits, POW2: tl.constexpr, HARDWARE: tl.constexpr):
-    """E4M3 bytes of BF16 ``x`` in blocks whose largest magnitude and scale are given, broadcast over x."""
-    x = x.to(tl.float32)
-    if POW2:
-        # The reciprocal of a power of two is exact, and so is the product with it where the quotient is.
-        inverse_bits = tl.where(amax_bits >= _INFINITY_BITS, _NAN_BITS, (254 << 23) - scale_bits)
-        return _e4m3_bytes(x * inverse_bits.to(tl.float32, bitcast=True), HARDWARE)
-    scale = tl.zeros_like(x) + scale_bits.to(tl.float32, bitcast=True)
-    return _e4m3_bytes(tl.div_rn(x, scale), HARDWARE)
+def _rows_of(offsets, expert):
+    """(first row, number of rows) of an expert."""
+    first = tl.multiple_of(tl.load(offsets + expert), SIDE)
+    return first, tl.multiple_of(tl.load(offsets + expert + 1) - first, SIDE)
 
 
 @triton.jit
 def _store_tile(
-    x, block, column, num_rows, num_columns, offsets, expert, data, row_scales, columns_data, column_scales, bf16,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    x, y, row, column, num_rows, num_columns, first, height, data, row_scales, columns_data, column_scales, bf16,
+    Q: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Write BF16 ``x`` [128 rows, 128 features], zeros in padding, to the outputs that are wanted.
-
-    block: of 128 rows, int64; column: first feature. Scales are stored as the bits of float32 numbers.
-    """
-    row = block * _SIDE + tl.arange(0, _SIDE)
-    feature = column + tl.arange(0, _SIDE)
-    place = row[:, None] * num_columns + feature[None, :]
-    if BF16:
-        tl.store(bf16 + place, x)
-    # On the bits, because they order magnitudes and put NaN above infinity, which a maximum of floats would drop.
-    magnitude = x.to(tl.int16, bitcast=True) & 0x7FFF
+    """Write a tile, with zeros in padding, to the outputs that are wanted."""
     if ROWS:
-        amax_bits = tl.max(magnitude, axis=1).to(tl.int32) << 16
-        scale_bits = _scale_bits(amax_bits, POW2)
-        tl.store(row_scales + (column // _SIDE).to(tl.int64) * num_rows + row, scale_bits)
-        tl.store(data + place, _quantized_bytes(x, amax_bits[:, None], scale_bits[:, None], POW2, HARDWARE))
+        store_rows(x, y, row, column, num_rows, num_columns, data, row_scales, Q, POW2, HARDWARE)
     if COLUMNS:
-        amax_bits = tl.max(magnitude, axis=0).to(tl.int32) << 16
-        scale_bits = _scale_bits(amax_bits, POW2)
-        tl.store(column_scales + block * num_columns + feature, scale_bits)
-        found = _quantized_bytes(x, amax_bits[None, :], scale_bits[None, :], POW2, HARDWARE)
-        first = tl.multiple_of(tl.load(offsets + expert), _SIDE)
-        width = tl.multiple_of(tl.load(offsets + expert + 1) - first, _SIDE)
-        token = block * _SIDE - first + tl.arange(0, _SIDE)
-        base = columns_data + first.to(tl.int64) * num_columns
-        tl.store(base + feature[:, None].to(tl.int64) * width + token[None, :], tl.trans(found))
+        store_columns(x, y, row, column, num_columns, first, height, columns_data, column_scales, POW2, HARDWARE)
+    if BF16:
+        store_bf16(x, y, row, column, num_columns, bf16, Q)
 
 
 @triton.jit
 def _quantize(
     x, probs, rows, experts, offsets, data, row_scales, columns_data, column_scales, bf16, num_rows, num_columns,
-    GATHER: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr,
-    POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * _SIDE
-    expert = tl.load(experts + block * _SIDE)
+    # One axis of programs, of which there may be more than the 65,535 that the others hold.
+    row = (tl.program_id(0) // (num_columns // SIDE)).to(tl.int64) * (4 * Q)
+    column = tl.program_id(0) % (num_columns // SIDE) * SIDE
+    expert = tl.load(experts + row // SIDE * SIDE)
+    place = row + tl.arange(0, Q) * 4
+    t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
+    t2, t3 = tl.load(rows + place + 2), tl.load(rows + place + 3)
     if expert >= 0:
-        row = block * _SIDE + tl.arange(0, _SIDE)
-        source = tl.load(rows + row).to(tl.int64)
-        inside = source >= 0
-        place = (source if GATHER else row)[:, None] * num_columns + column + tl.arange(0, _SIDE)[None, :]
-        tile = tl.load(x + place, mask=inside[:, None], other=0.0)
+        first, height = _rows_of(offsets, expert)
+        feature = x + column + tl.arange(0, SIDE)[None, :]
+        s0 = (t0 if GATHER else place).to(tl.int64)[:, None] * num_columns
+        s1 = (t1 if GATHER else place + 1).to(tl.int64)[:, None] * num_columns
+        s2 = (t2 if GATHER else place + 2).to(tl.int64)[:, None] * num_columns
+        s3 = (t3 if GATHER else place + 3).to(tl.int64)[:, None] * num_columns
+        a = load_pair(feature + s0, feature + s1, (t0 >= 0)[:, None], (t1 >= 0)[:, None])
+        b = load_pair(feature + s2, feature + s3, (t2 >= 0)[:, None], (t3 >= 0)[:, None])
         if WEIGHTED:
-            prob = tl.load(probs + source, mask=inside, other=0.0)
-            tile = _rounded_to_bf16(tile.to(tl.float32) * prob[:, None], HARDWARE)
+            p0 = tl.load(probs + t0, mask=t0 >= 0, other=0.0)[:, None]
+            p1 = tl.load(probs + t1, mask=t1 >= 0, other=0.0)[:, None]
+            p2 = tl.load(probs + t2, mask=t2 >= 0, other=0.0)[:, None]
+            p3 = tl.load(probs + t3, mask=t3 >= 0, other=0.0)[:, None]
+            a = pair(low(a) * p0, high(a) * p1, HARDWARE)
+            b = pair(low(b) * p2, high(b) * p3, HARDWARE)
         _store_tile(
-            tile, block, column, num_rows, num_columns, offsets, expert,
-            data, row_scales, columns_data, column_scales, bf16, ROWS, COLUMNS, BF16, POW2, HARDWARE,
+            a, b, row, column, num_rows, num_columns, first, height,
+            data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
+
+
+@triton.jit
+def _activations(gates, ups, HARDWARE: tl.constexpr):
+    """Words of silu(gate), rounded to BF16, times up, rounded to BF16."""
+    g0, g1 = low(gates), high(gates)
+    # The operations of vLLM's kernel in the same compiler, so that their approximations are the same.
+    silu = pair(g0 / (1.0 + exp_of_negative(g0, HARDWARE)), g1 / (1.0 + exp_of_negative(g1, HARDWARE)), HARDWARE)
+    return pair(low(silu) * low(ups), high(silu) * high(ups), HARDWARE)
 
 
 @triton.jit
 def _swiglu_quantize(
     h, experts, offsets, data, row_scales, columns_data, column_scales, bf16, num_rows, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    Q: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr,
+    HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * _SIDE
-    expert = tl.load(experts + block * _SIDE)
+    row = (tl.program_id(0) // (width // SIDE)).to(tl.int64) * (4 * Q)
+    column = tl.program_id(0) % (width // SIDE) * SIDE
+    expert = tl.load(experts + row // SIDE * SIDE)
+    place = row + tl.arange(0, Q) * 4
+    e0, e1 = tl.load(experts + place)[:, None], tl.load(experts + place + 1)[:, None]
+    e2, e3 = tl.load(experts + place + 2)[:, None], tl.load(experts + place + 3)[:, None]
     if expert >= 0:
-        row = block * _SIDE + tl.arange(0, _SIDE)
-        inside = (tl.load(experts + row) >= 0)[:, None]
-        place = row[:, None] * (2 * width) + column + tl.arange(0, _SIDE)[None, :]
-        gate = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(h + place + width, mask=inside, other=0.0).to(tl.float32)
-        # The operations of vLLM's kernel in the same compiler, so that their approximations are the same.
-        silu = _rounded_to_bf16(gate / (1.0 + tl.exp(-gate)), HARDWARE).to(tl.float32)
+        first, height = _rows_of(offsets, expert)
+        gate = h + place[:, None] * (2 * width) + column + tl.arange(0, SIDE)[None, :]
+        up = gate + width
+        gates = load_pair(gate, gate + 2 * width, e0 >= 0, e1 >= 0)
+        ups = load_pair(up, up + 2 * width, e0 >= 0, e1 >= 0)
+        a = _activations(gates, ups, HARDWARE)
+        gates = load_pair(gate + 4 * width, gate + 6 * width, e2 >= 0, e3 >= 0)
+        ups = load_pair(up + 4 * width, up + 6 * width, e2 >= 0, e3 >= 0)
+        b = _activations(gates, ups, HARDWARE)
         _store_tile(
-            _rounded_to_bf16(silu * up, HARDWARE), block, column, num_rows, width, offsets, expert,
-            data, row_scales, columns_data, column_scales, bf16, ROWS, COLUMNS, BF16, POW2, HARDWARE,
+            a, b, row, column, num_rows, width, first, height,
+            data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
+
+
+@triton.jit
+def _gradients(gate, up, grad, sigmoid):  # of up and of gate, float32
+    return grad * (gate * sigmoid), grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+
+
+@triton.jit
+def _two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED: tl.constexpr, HARDWARE: tl.constexpr):
+    """Words of the activation, dup and dgate of rows ``place`` and ``place + 1``, and their sums for dprobs."""
+    is_0, is_1 = (t0 >= 0)[:, None], (t1 >= 0)[:, None]
+    gate = h + place[:, None] * (2 * width) + feature[None, :]
+    of_dy = dy + place[:, None] * width + feature[None, :]
+    gates = load_pair(gate, gate + 2 * width, is_0, is_1)
+    ups = load_pair(gate + width, gate + 3 * width, is_0, is_1)
+    grads = load_pair(of_dy, of_dy + width, is_0, is_1)
+    g0, g1, y0, y1 = low(gates), high(gates), low(grads), high(grads)
+    d0, d1 = 1.0 + exp_of_negative(g0, HARDWARE), 1.0 + exp_of_negative(g1, HARDWARE)
+    silu = pair(g0 / d0, g1 / d1, HARDWARE)
+    activation = pair(low(silu) * low(ups), high(silu) * high(ups), HARDWARE)
+    sum0, sum1 = place, place
+    if WEIGHTED:
+        p0 = tl.load(probs + t0, mask=t0 >= 0, other=0.0)[:, None]
+        p1 = tl.load(probs + t1, mask=t1 >= 0, other=0.0)[:, None]
+        sum0 = tl.sum(low(activation) * y0, axis=1)
+        sum1 = tl.sum(high(activation) * y1, axis=1)
+        activation = pair(low(activation) * p0, high(activation) * p1, HARDWARE)
+        y0, y1 = y0 * p0, y1 * p1
+    up0, gate0 = _gradients(g0, low(ups), y0, 1.0 / d0)
+    up1, gate1 = _gradients(g1, high(ups), y1, 1.0 / d1)
+    return activation, pair(up0, up1, HARDWARE), pair(gate0, gate1, HARDWARE), sum0, sum1
 
 
 @triton.jit
 def _swiglu_backward_quantize(
     dy, h, probs, rows, experts, offsets, data, row_scales, columns_data, column_scales, bf16,
     a_columns, a_scales, a_bf16, dprobs, num_rows, width,
-    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr,
+    Q: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr,
     A_COLUMNS: tl.constexpr, A_BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """dprobs is float32 [F / 128, P]: the sums over the features of a program."""
-    block = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * _SIDE
-    expert = tl.load(experts + block * _SIDE)
+    row = (tl.program_id(0) // (width // SIDE)).to(tl.int64) * (4 * Q)
+    column = tl.program_id(0) % (width // SIDE) * SIDE
+    expert = tl.load(experts + row // SIDE * SIDE)
+    place = row + tl.arange(0, Q) * 4
+    t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
+    t2, t3 = tl.load(rows + place + 2), tl.load(rows + place + 3)
     if expert >= 0:
-        row = block * _SIDE + tl.arange(0, _SIDE)
-        token = tl.load(rows + row).to(tl.int64)
-        inside = (token >= 0)[:, None]
-        feature = column + tl.arange(0, _SIDE)[None, :]
-        place = row[:, None] * (2 * width) + feature
-        place_of_dy = row[:, None] * width + feature
-        prob = 1.0
+        first, height = _rows_of(offsets, expert)
+        feature = column + tl.arange(0, SIDE)
+        a, up_a, gate_a, s0, s1 = _two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED, HARDWARE)
+        place += 2
+        b, up_b, gate_b, s2, s3 = _two_rows_backward(dy, h, probs, t2, t3, place, feature, width, WEIGHTED, HARDWARE)
         if WEIGHTED:
-            prob = tl.load(probs + token, mask=token >= 0, other=0.0)[:, None]
-        if A_COLUMNS or A_BF16 or WEIGHTED:
-            gate = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
-            up = tl.load(h + place + width, mask=inside, other=0.0).to(tl.float32)
-            silu = _rounded_to_bf16(gate / (1.0 + tl.exp(-gate)), HARDWARE).to(tl.float32)
-            activation = _rounded_to_bf16(silu * up, HARDWARE)
-            if WEIGHTED:
-                grad = tl.load(dy + place_of_dy, mask=inside, other=0.0).to(tl.float32)
-                sums = tl.sum(activation.to(tl.float32) * grad, axis=1)
-                tl.store(dprobs + (column // _SIDE).to(tl.int64) * num_rows + row, sums)
-                activation = _rounded_to_bf16(activation.to(tl.float32) * prob, HARDWARE)
+            sums = dprobs + (column // SIDE).to(tl.int64) * num_rows + row
+            tl.store(sums + tl.arange(0, 4 * Q), in_order(s0, s1, s2, s3))
+        if A_COLUMNS or A_BF16:
             _store_tile(
-                activation, block, column, num_rows, width, offsets, expert,
-                data, row_scales, a_columns, a_scales, a_bf16, False, A_COLUMNS, A_BF16, POW2, HARDWARE,
+                a, b, row, column, num_rows, width, first, height,
+                data, row_scales, a_columns, a_scales, a_bf16, Q, False, A_COLUMNS, A_BF16, POW2, HARDWARE,
             )  # fmt: skip
-        # Read again, from a cache, for each output: the registers of a program do not hold inputs beside outputs.
-        gate = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(dy + place_of_dy, mask=inside, other=0.0).to(tl.float32) * prob
-        d_up = _rounded_to_bf16(grad * (gate * (1.0 / (1.0 + tl.exp(-gate)))), HARDWARE)
         _store_tile(
-            d_up, block, width + column, num_rows, 2 * width, offsets, expert,
-            data, row_scales, columns_data, column_scales, bf16, ROWS, COLUMNS, BF16, POW2, HARDWARE,
+            up_a, up_b, row, width + column, num_rows, 2 * width, first, height,
+            data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
-        gate = tl.load(h + place, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(h + place + width, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(dy + place_of_dy, mask=inside, other=0.0).to(tl.float32) * prob
-        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-        d_gate = _rounded_to_bf16(grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid))), HARDWARE)
         _store_tile(
-            d_gate, block, column, num_rows, 2 * width, offsets, expert,
-            data, row_scales, columns_data, column_scales, bf16, ROWS, COLUMNS, BF16, POW2, HARDWARE,
+            gate_a, gate_b, row, column, num_rows, 2 * width, first, height,
+            data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
 
 
@@ -232,7 +265,7 @@ def _unpermute(
         prob = tl.load(probs + token, mask=token < num_tokens, other=0.0)[:, None]
         # A token without a row is zero whatever its probability is.
         weighted = tl.where(row >= 0, tile.to(tl.float32) * prob, 0.0)
-        tile = _rounded_to_bf16(weighted, HARDWARE)
+        tile = weighted.to(tl.bfloat16) if HARDWARE else high(pair(weighted, weighted, False)).to(tl.bfloat16)
     tl.store(out + token[:, None] * num_columns + column, tile, mask=(token < num_tokens)[:, None] & inside)
 
 
@@ -269,7 +302,7 @@ def _outputs(
 
 
 def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
-    """(rows, row scales, columns, column scales, bf16) for a kernel: bytes, and the bits of scales."""
+    """(rows, row scales, columns, column scales, bf16) for a kernel: bytes, words of columns, and bits of the rest."""
 
     def pointer(x: Tensor | None, dtype: torch.dtype) -> Tensor:
         return unused if x is None else x.view(dtype)
@@ -277,27 +310,24 @@ def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
     return (
         pointer(out.rows, torch.uint8),
         pointer(None if out.row_scales is None else out.row_scales.t(), torch.int32),
-        pointer(out.columns, torch.uint8),
+        pointer(out.columns, torch.int32),
         pointer(None if out.column_scales is None else out.column_scales.t(), torch.int32),
-        pointer(out.bf16, torch.bfloat16),
+        pointer(out.bf16, torch.int16),
     )
-
-
-def _warps(columns: bool) -> int:
-    return _WARPS_OF_BOTH if columns else _WARPS_OF_ROWS
 
 
 def _run_quantize(
     x: Tensor, layout: Layout, scales: Scales, rows: bool, columns: bool, bf16: bool, probs: Tensor | None, gather: bool
 ) -> Quantized:
     out = _outputs(layout, x.shape[1], x.device, rows, columns, bf16)
+    how = _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
     if layout.num_rows:
         with torch.cuda.device_of(x):
-            _quantize[(x.shape[1] // BLOCK, layout.num_rows // BLOCK)](
+            _quantize[(x.shape[1] // BLOCK * (layout.num_rows // (4 * how.quads)),)](
                 x, x if probs is None else probs, layout.rows, layout.experts, layout.offsets, *_pointers(out, x),
                 layout.num_rows, x.shape[1], GATHER=gather, WEIGHTED=probs is not None,
                 ROWS=rows, COLUMNS=columns, BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
-                num_warps=_warps(columns),
+                **how.options(columns),
             )  # fmt: skip
     return out
 
@@ -317,12 +347,13 @@ def swiglu_quantize(
 ) -> Quantized:
     width = h_P2F.shape[1] // 2
     out = _outputs(layout, width, h_P2F.device, rows, columns, bf16)
+    how = _SWIGLU_BOTH if columns else _SWIGLU_ROWS
     if layout.num_rows:
         with torch.cuda.device_of(h_P2F):
-            _swiglu_quantize[(width // BLOCK, layout.num_rows // BLOCK)](
+            _swiglu_quantize[(width // BLOCK * (layout.num_rows // (4 * how.quads)),)](
                 h_P2F, layout.experts, layout.offsets, *_pointers(out, h_P2F), layout.num_rows, width,
                 ROWS=rows, COLUMNS=columns, BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
-                num_warps=_WARPS_OF_BOTH,
+                **how.options(columns),
             )  # fmt: skip
     return out
 
@@ -337,12 +368,12 @@ def swiglu_backward_quantize(
     sums = None if probs is None else torch.empty(width // BLOCK, layout.num_rows, device=device)
     if layout.num_rows:
         with torch.cuda.device_of(h_P2F):
-            _swiglu_backward_quantize[(width // BLOCK, layout.num_rows // BLOCK)](
+            _swiglu_backward_quantize[(width // BLOCK * (layout.num_rows // BLOCK),)](
                 dy_PF, h_P2F, h_P2F if probs is None else probs, layout.rows, layout.experts, layout.offsets,
                 *_pointers(dh, h_P2F), *_pointers(activation, h_P2F)[2:], h_P2F if sums is None else sums,
                 layout.num_rows, width, WEIGHTED=probs is not None, ROWS=rows, COLUMNS=columns, BF16=bf16,
                 A_COLUMNS=activation_columns, A_BF16=activation_bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
-                num_warps=_WARPS_OF_BACKWARD,
+                **_BACKWARD.options(columns),
             )  # fmt: skip
     return SwigluGradients(dh, activation, None if sums is None else _of_tokens(sums, layout))
 

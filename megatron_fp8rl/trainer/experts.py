@@ -31,7 +31,7 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from megatron_fp8rl.fp8.blockwise import BLOCK, E4M3, Scales, quantize_weight
+from megatron_fp8rl.fp8.blockwise import BLOCK, E4M3, Scales
 from megatron_fp8rl.fp8.recipe import Blockwise, Recipe
 from megatron_fp8rl.trainer.expert_kernels import (
     Layout,
@@ -47,6 +47,8 @@ from megatron_fp8rl.trainer.grouped_gemm import (
     add_weight_gradients_fp8,
     multiply,
     multiply_fp8,
+    quantized,
+    quantized_both,
 )
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 
@@ -211,30 +213,27 @@ def _add_products(grad: Quantized, x: Quantized, call: _Call, out_ENK: Tensor) -
 class _Weights:
     """The matrices of one linear's experts as one tensor, in the type that is multiplied."""
 
-    def __init__(self, weights: Sequence[Tensor], scales: Scales | None):
+    def __init__(self, weights: Sequence[Tensor], scales: Scales | None, both: bool):
         matrices_ENK = stacked(weights)
         if matrices_ENK is None:
             matrices_ENK = torch.stack([weight.detach() for weight in weights])
-        self.bf16_ENK = matrices_ENK if scales is None else None
-        self.fp8 = None if scales is None else _quantized(matrices_ENK, scales)
-        self._transposed: Fp8 | None = None
+        self.bf16_ENK = self.fp8 = self._transposed = None
+        if scales is None:
+            self.bf16_ENK = matrices_ENK
+        elif both and matrices_ENK.is_cuda and matrices_ENK.dtype == torch.bfloat16:
+            self.fp8, self._transposed = quantized_both(matrices_ENK, scales)
+        else:
+            self.fp8 = quantized(matrices_ENK, scales)
 
     def fp8_transposed(self) -> Fp8:
-        """For the input gradient; made by the first backward pass."""
+        """For the input gradient; made with the other, or by the first backward pass."""
         if self._transposed is None:
             self._transposed = self.fp8.transposed()
         return self._transposed
 
 
 def _weights(weights: Sequence[Tensor], call: _Call, cache: WeightCache) -> _Weights:
-    return cache.get(weights, lambda: _Weights(weights, call.scales))
-
-
-def _quantized(matrices_ENK: Tensor, scales: Scales) -> Fp8:
-    """All experts in one launch: rows are multiples of 128, so no block lies in two of them."""
-    num_experts, num_rows, num_columns = matrices_ENK.shape
-    data, scale = quantize_weight(matrices_ENK.view(-1, num_columns), scales)
-    return Fp8(data.view(matrices_ENK.shape), scale.view(num_experts, num_rows // BLOCK, -1))
+    return cache.get(weights, lambda: _Weights(weights, call.scales, both=call.record))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -29,7 +29,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.fp8.blockwise import BLOCK, dequantize_activation, dequantize_weight, operand_dtype
+from megatron_fp8rl.fp8.blockwise import (
+    BLOCK,
+    Scales,
+    dequantize_activation,
+    dequantize_weight,
+    operand_dtype,
+    quantize_weight,
+)
 from megatron_fp8rl.trainer.expert_kernels import Layout
 
 _PACKAGES = ("deep_gemm", "vllm.third_party.deep_gemm")  # in the order in which vLLM looks for it
@@ -55,6 +62,24 @@ class Fp8(NamedTuple):
         else:
             data_EKN = self.data.view(torch.uint8).transpose(1, 2).contiguous().view(self.data.dtype)
         return Fp8(data_EKN, self.scale.transpose(1, 2))
+
+
+def quantized(weights_ENK: Tensor, scales: Scales) -> Fp8:
+    """Weights [E, N, K], N a multiple of 128, in one launch: no block lies in two matrices."""
+    num_experts, num_rows, num_columns = weights_ENK.shape
+    data, scale = quantize_weight(weights_ENK.view(-1, num_columns), scales)
+    return Fp8(data.view(weights_ENK.shape), scale.view(num_experts, num_rows // BLOCK, -1))
+
+
+def quantized_both(weights_ENK: Tensor, scales: Scales) -> tuple[Fp8, Fp8]:
+    """:func:`quantized` and :meth:`Fp8.transposed` of it. On a GPU BF16, K too a multiple of 128, is read once."""
+    if not weights_ENK.is_cuda:
+        made = quantized(weights_ENK, scales)
+        return made, made.transposed()
+    from megatron_fp8rl.trainer import weights_triton  # imports Triton
+
+    data, transposed, scale = weights_triton.quantize_both(weights_ENK, scales)
+    return Fp8(data, scale), Fp8(transposed, scale.transpose(1, 2))
 
 
 def has_deep_gemm() -> bool:

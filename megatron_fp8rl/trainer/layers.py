@@ -11,7 +11,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -26,12 +26,16 @@ from torch import Tensor
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.trainer.attention import PackedAttention
 from megatron_fp8rl.trainer.dense_mlp import DenseMlp
+from megatron_fp8rl.trainer.dispatch import ExpertLayer
 from megatron_fp8rl.trainer.experts import GroupedExperts
 from megatron_fp8rl.trainer.kernels import ExpertKernels
 from megatron_fp8rl.trainer.latent import LatentAttention, LatentSubmodules
 from megatron_fp8rl.trainer.linears import ColumnLinear, GroupedLinear, RMSNorm, RowLinear
 from megatron_fp8rl.trainer.rotary import Rotary, softmax_scale
 from megatron_fp8rl.trainer.routing import Router
+
+
+_FP32_ROUTERS = ("glm4_moe",)  # families whose engine multiplies the router's weight in FP32
 
 
 class Experts(TEGroupedMLP):
@@ -77,11 +81,11 @@ def _feed_forward(model: ModelConfig, is_moe_layer: bool, experts: Any) -> Any:
         linear_fc2=partial(GroupedLinear, parallel_mode="row"),
     )
     return partial(
-        MoELayer,
+        ExpertLayer,
         submodules=MoESubmodules(
             experts=partial(experts, submodules=grouped),
             shared_experts=partial(SharedExpertMLP, submodules=dense),
-            router=partial(Router, router=model.router),
+            router=partial(Router, router=model.router, rounds=model.family not in _FP32_ROUTERS),
         ),
     )
 

@@ -33,13 +33,14 @@ from megatron_fp8rl.trainer.weight_cache import WeightCache
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with float32 statistics, rounded to the type of the input before the weight multiplies it.
+    """Root-mean-square norm with float32 statistics, rounded where the engine rounds.
 
-    Rounding once would be a little more exact, but engines and the published models round here too, and the policy that
-    trains has to be the one that samples.
+    On a CPU that is before the weight multiplies and after it, as in the published models. vLLM's GPU kernels multiply
+    in float32 and round once, and so does a norm on Transformer Engine's kernels.
     """
 
     kernels: Kernels = "emulated"
+    like_engine: bool = False  # whether a GPU sums in the order of a batch-invariant engine
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
         super().__init__()
@@ -52,7 +53,7 @@ class RMSNorm(nn.Module):
         if self.kernels == "te" and x.numel():
             from megatron_fp8rl.trainer.te_norm import te_rms_norm
 
-            return te_rms_norm(x, self.weight, self.eps)
+            return te_rms_norm(x, self.weight, self.eps, like_engine=self.like_engine and x.dtype == torch.bfloat16)
         return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
 
 

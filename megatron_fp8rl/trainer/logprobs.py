@@ -6,7 +6,8 @@ Out: one FP32 log-probability and entropy per token, equal on all tensor-paralle
 
 The logits of all tokens never exist at once. The forward computes them a chunk of tokens at a time and keeps three
 numbers per token; the backward computes each chunk again and turns it into its own gradient in place. Peak memory is
-about three FP32 chunks of ``chunk_tokens * vocabulary / tensor parallel`` values.
+about three FP32 chunks of ``chunk_tokens * vocabulary / tensor parallel`` values; for BF16 parameters on a GPU one BF16
+chunk, which logprob_triton.py reads and overwrites.
 
 Logits are rounded to the parameters' type and then widened to FP32, as the engine does, so that both ends round alike.
 
@@ -15,11 +16,14 @@ Shapes: N = tokens, H = hidden size, V = vocabulary rows of this rank, T = packe
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +113,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropy=entropy_N[chunk],
                 grad_logprobs=grad_logprobs_N[chunk],
                 grad_entropy=None if grad_entropy_N is None else grad_entropy_N[chunk],
-            ).to(weight_VH.dtype)
+            )
             if need_hidden:
                 torch.mm(grad_logits, rows_VH, out=grad_hidden_NH[chunk])
             if need_weight:
@@ -121,9 +125,13 @@ def _chunks(num: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, num)) for start in range(0, num, size)]
 
 
-def _logits(hidden_nH: Tensor, rows_VH: Tensor, shard: HeadShard) -> Tensor:
-    """FP32 [n, V] at the temperature; always a tensor of its own, which callers overwrite."""
-    return torch.mm(hidden_nH, rows_VH.t()).float().div_(shard.temperature)
+def _kernels(logits_nV: Tensor):
+    """The module of Triton kernels, where these logits are for them; None: torch does it."""
+    if logits_nV.dtype != torch.bfloat16 or not (logits_nV.is_cuda or _INTERPRETED):
+        return None
+    from megatron_fp8rl.trainer import logprob_triton  # imports Triton
+
+    return logprob_triton
 
 
 def _owned(targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
@@ -139,26 +147,33 @@ def _chunk_statistics(
     """(log-probability, entropy, logsumexp) of each token over the whole vocabulary, FP32 [n] each."""
     num = hidden_nH.shape[0]
     if shard.num_tokens:
-        logits = _logits(hidden_nH, rows_VH, shard)
-        max_n = logits.amax(-1)
+        logits = torch.mm(hidden_nH, rows_VH.t())
+        max_n = logits.amax(-1).float().div_(shard.temperature)
     else:  # a shard that holds nothing but padding adds nothing, but takes part in the reductions
         logits, max_n = None, hidden_nH.new_full((num,), -torch.inf, dtype=torch.float32)
     if shard.group is not None:
         dist.all_reduce(max_n, op=dist.ReduceOp.MAX, group=shard.group)
 
-    # Rows: sum exp(z - max), sum exp(z - max) * (z - max), z[target] - max. Each is a sum over the shards.
-    sums_3n = hidden_nH.new_zeros((3, num), dtype=torch.float32)
-    if logits is not None:
-        logits.sub_(max_n[:, None])
-        local_n, owned_n = _owned(targets_n, shard)
-        sums_3n[2] = logits.gather(1, local_n[:, None])[:, 0].masked_fill_(~owned_n, 0.0)
-        exp = logits.exp()
-        sums_3n[0] = exp.sum(-1)
-        sums_3n[1] = exp.mul_(logits).sum(-1)
+    if logits is None:
+        sums_3n = hidden_nH.new_zeros((3, num), dtype=torch.float32)
+    elif kernels := _kernels(logits):
+        sums_3n = kernels.sums(logits, max_n, targets_n, shard.first_token, shard.temperature)
+    else:
+        sums_3n = _sums(logits, max_n, targets_n, shard)
     if shard.group is not None:
         dist.all_reduce(sums_3n, group=shard.group)
     log_sum_n = sums_3n[0].log()
     return sums_3n[2] - log_sum_n, log_sum_n - sums_3n[1] / sums_3n[0], max_n + log_sum_n
+
+
+def _sums(logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, shard: HeadShard) -> Tensor:
+    """FP32 [3, n]: sum exp(z - max), sum exp(z - max) * (z - max), z[target] - max, each over this shard."""
+    shifted = logits_nV.float().div_(shard.temperature).sub_(max_n[:, None])
+    local_n, owned_n = _owned(targets_n, shard)
+    at_target_n = shifted.gather(1, local_n[:, None])[:, 0].masked_fill_(~owned_n, 0.0)
+    exp = shifted.exp()
+    exp_sum_n = exp.sum(-1)
+    return torch.stack([exp_sum_n, exp.mul_(shifted).sum(-1), at_target_n])
 
 
 def _chunk_logit_gradient(
@@ -172,11 +187,15 @@ def _chunk_logit_gradient(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the loss with respect to this shard's raw logits, FP32 [n, V].
+    """Gradient of the loss with respect to this shard's raw logits, [n, V] in the parameters' type.
 
     With p = softmax(z): d logprob / dz = onehot(target) - p, and d entropy / dz = -p * (log p + entropy).
     """
-    log_p = _logits(hidden_nH, rows_VH, shard).sub_(log_norm[:, None])
+    logits = torch.mm(hidden_nH, rows_VH.t())
+    if shard.num_tokens and (kernels := _kernels(logits)):
+        rows = dict(log_norm=log_norm, entropy=entropy, grad_logprobs=grad_logprobs, grad_entropy=grad_entropy)
+        return kernels.gradient(logits, targets_n, shard.first_token, shard.temperature, **rows)
+    log_p = logits.float().div_(shard.temperature).sub_(log_norm[:, None])
     grad = log_p.exp()
     if grad_entropy is None:
         grad.mul_(grad_logprobs[:, None].neg())
@@ -186,7 +205,7 @@ def _chunk_logit_gradient(
     if shard.num_tokens:
         local_n, owned_n = _owned(targets_n, shard)
         grad.scatter_add_(1, local_n[:, None], (grad_logprobs * owned_n)[:, None])
-    return grad.div_(shard.temperature)
+    return grad.div_(shard.temperature).to(hidden_nH.dtype)
 
 
 def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -> Tensor:

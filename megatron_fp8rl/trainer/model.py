@@ -39,9 +39,11 @@ from megatron_fp8rl.trainer.attention import PackedAttention
 from megatron_fp8rl.trainer.dense_linear import can_multiply
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
 from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels, choose_linear_kernels
+from megatron_fp8rl.trainer.dispatch import has_fused_permutation
 from megatron_fp8rl.trainer.layers import block_spec
 from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear, RMSNorm
 from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.routing import Router
 from megatron_fp8rl.trainer.weight_cache import WeightCache, forget_quantized_weights
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.plan import layers_per_chunk
@@ -88,7 +90,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         calculate_per_token_loss=True,  # losses bring their own denominators
         overlap_p2p_comm=virtual_stages > 1,
         batch_p2p_comm=virtual_stages == 1,
-        **_moe_settings(cfg),
+        **_moe_settings(cfg, parallel.device),
         **_plain_torch_settings(),
     )
     if optim.recompute == "full":
@@ -119,7 +121,7 @@ def _pipeline_layout(num_layers: int, num_chunks: int) -> list[list[str]] | None
     return layout
 
 
-def _moe_settings(cfg: RunConfig) -> dict:
+def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
     """The choice of experts is that of trainer/routing.py; what it is told here serves the balancing loss."""
     model = cfg.model
     if not model.is_moe:
@@ -139,6 +141,7 @@ def _moe_settings(cfg: RunConfig) -> dict:
         moe_router_load_balancing_type="aux_loss" if coefficient else "none",
         moe_aux_loss_coeff=coefficient,
         moe_grouped_gemm=True,
+        moe_permute_fusion=has_fused_permutation(device),
     )
 
 
@@ -152,7 +155,6 @@ def _plain_torch_settings() -> dict:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         apply_rope_fusion=False,
-        moe_permute_fusion=False,
     )
 
 
@@ -201,7 +203,9 @@ def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Paral
             if isinstance(module, QuantizableLinear):
                 module.kernels, module.cache = kernels, WeightCache()
             elif isinstance(module, RMSNorm):
-                module.kernels = kernels
+                module.kernels, module.like_engine = kernels, cfg.rollout.batch_invariant
+            elif isinstance(module, Router):
+                module.like_engine = cfg.rollout.batch_invariant
             elif isinstance(module, PackedAttention):
                 module.like_engine = cfg.precision.attention == "engine"
     on_deep_gemm = choose_linear_kernels(cfg, parallel.device) == "deep_gemm"

@@ -10,7 +10,8 @@ divided by nothing afterwards.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from megatron.core.utils import get_model_config
 from megatron_fp8rl.config import OptimConfig, RunConfig
 from megatron_fp8rl.trainer.model import named_global_parameters
 from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.primary_weights import few_masters_at_a_time
 from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
 
 _MAX_NAMES = 20  # offending tensors that an error spells out
@@ -30,6 +32,22 @@ _MAX_NAMES = 20  # offending tensors that an error spells out
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient that is infinite or not a number. The weights are still those of before the update."""
+
+
+class _GradientBuffers(DistributedDataParallel):
+    """Megatron-Core's buffers, with hooks that do not keep the model alive.
+
+    Its own hooks name the module and the parameter that they belong to, and autograd holds them where Python's garbage
+    collector does not look: the memory of a model was never given back. Drop when DistributedDataParallel does so.
+    """
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        module, parameter = weakref.ref(self), weakref.ref(param)
+
+        def hook(*unused) -> None:
+            DistributedDataParallel._make_backward_post_hook(module(), parameter())()
+
+        return hook
 
 
 def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[DistributedDataParallel]:
@@ -47,7 +65,7 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[Distr
         fp8_param_gather=cfg.precision.params == "fp8",
     )
     wrapped = [
-        DistributedDataParallel(get_model_config(chunk), ddp, chunk, disable_bucketing=index > 0)
+        _GradientBuffers(get_model_config(chunk), ddp, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
     for config in {id(config): config for config in map(get_model_config, wrapped)}.values():
@@ -134,15 +152,17 @@ class Optimizer:
         for group in self.megatron.param_groups:
             group["lr"] = lr
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
-        self.megatron.step_with_ready_grads()
+        with few_masters_at_a_time():
+            self.megatron.step_with_ready_grads()
         forget_quantized_weights()
         return norm
 
     @torch.no_grad()
     def rebuild_parameters(self) -> None:
         """Collective: make every parameter from its FP32 master weights again, as a step does after Adam."""
-        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
-            part._copy_main_params_to_model_params()
+        with few_masters_at_a_time():
+            for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+                part._copy_main_params_to_model_params()
         for chunk in self._chunks:
             chunk.start_param_sync()
         forget_quantized_weights()

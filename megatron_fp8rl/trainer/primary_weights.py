@@ -7,11 +7,15 @@ From there on Megatron-Core and Transformer Engine see to them. A parameter's by
 the FP32 master weights, of which each data-parallel rank has a part, are rounded to BF16 and quantized straight into
 it: the largest magnitudes of blocks are reduced over the ranks first, so that all have the same scales, and what is
 gathered are FP8 bytes. Bytes and scales are those of ``quantize_weight`` for the BF16 parameter that there is not.
+
+Transformer Engine rounds all the masters that it is given before it quantizes the first: 2 bytes for each, as many as
+FP8 parameters save on one rank. :func:`few_masters_at_a_time` has it do so in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 
 from torch import Tensor, nn
@@ -20,6 +24,8 @@ from megatron_fp8rl.fp8.recipe import Blockwise
 from megatron_fp8rl.trainer.linears import QuantizableLinear
 from megatron_fp8rl.trainer.model import named_linears
 from megatron_fp8rl.trainer.parallel import Parallel
+
+_MASTERS_AT_A_TIME = 2**24  # elements: 32 MiB in BF16, and one reduction of largest magnitudes
 
 
 def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None:
@@ -36,6 +42,43 @@ def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None
         for name, parameter in list(linear.named_parameters(recurse=False)):
             if parameter.ndim == 2:
                 setattr(linear, name, _fp8_parameter(parameter, linear.recipe))
+
+
+@contextmanager
+def few_masters_at_a_time() -> Iterator[None]:
+    """Inside, Megatron-Core's optimizer has its master weights rounded to BF16 and quantized some at a time.
+
+    Collective over the ranks that divide the masters, once for each group of parameters; all form the same groups.
+
+    Megatron-Core 0.19 hands over all parameters at once, and Transformer Engine 2.16 (``quantize_master_weights``)
+    makes a list of their masters in BF16. To be removed when that list is gone; until then it keeps peaks low, and
+    changes no value.
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    quantize_all = distrib_optimizer.quantize_param_shard
+
+    def quantize(parameters, masters, offsets, group):
+        for some in _groups([parameter.numel() for parameter in parameters]):
+            quantize_all(parameters[some], masters[some], offsets[some], group)
+
+    distrib_optimizer.quantize_param_shard = quantize
+    try:
+        yield
+    finally:
+        distrib_optimizer.quantize_param_shard = quantize_all
+
+
+def _groups(sizes: Sequence[int]) -> Iterator[slice]:
+    """Consecutive tensors of ``sizes`` elements, together as many as are rounded at a time, or one that is larger."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > _MASTERS_AT_A_TIME:
+            yield slice(start, index)
+            start, total = index, 0
+        total += size
+    if sizes:
+        yield slice(start, len(sizes))
 
 
 def _problem(linear: QuantizableLinear) -> str | None:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.trainer.expert_triton import _HARDWARE, _rounded_to_bf16
+from megatron_fp8rl.trainer.triton_bits import HARDWARE, rounded_to_bf16
 
 _HEADS = 16  # of a program, at most
 
@@ -42,8 +42,8 @@ def _rotate_heads(
     s = tl.load(sin + token * HALF + pair, mask=pair < HALF, other=0.0)[None, :]
     if BACKWARD:
         s = -s
-    tl.store(target + write, _rounded_to_bf16(left * c - right * s, HARDWARE), mask=inside)
-    tl.store(target + write + OUT_RIGHT, _rounded_to_bf16(right * c + left * s, HARDWARE), mask=inside)
+    tl.store(target + write, rounded_to_bf16(left * c - right * s, HARDWARE), mask=inside)
+    tl.store(target + write + OUT_RIGHT, rounded_to_bf16(right * c + left * s, HARDWARE), mask=inside)
     if WIDTH > 2 * HALF:
         feature = tl.arange(0, WIDTH_UP)[None, :]
         is_other = is_head & (feature < WIDTH) & ((feature < FIRST) | (feature >= FIRST + 2 * HALF))
@@ -89,6 +89,6 @@ def _launch(
             WIDTH=width, FIRST=first_feature, HALF=half,
             HALF_UP=triton.next_power_of_2(half), WIDTH_UP=triton.next_power_of_2(width),
             IN_STEP=came[0], IN_RIGHT=came[1], OUT_STEP=leaves[0], OUT_RIGHT=leaves[1],
-            BACKWARD=backward, HEADS=heads, HARDWARE=_HARDWARE, num_warps=4, enable_fp_fusion=False,
+            BACKWARD=backward, HEADS=heads, HARDWARE=HARDWARE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out

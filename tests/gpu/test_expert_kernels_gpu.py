@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fp8rl.trainer import expert_kernels, expert_reference
+from megatron_fp8rl.trainer import expert_kernels, expert_reference, grouped_gemm
 from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -125,6 +125,16 @@ def test_swiglu(kind, scales):
         if weights is not None:
             largest = float(expected.dprobs.abs().max())
             torch.testing.assert_close(found.dprobs, expected.dprobs, rtol=1e-3, atol=largest * 1e-4)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_weights_in_both_orientations_are_those_in_one(scales):
+    weights = random_rows(3 * 512, 384).view(3, 512, 384)
+    rows, transposed = grouped_gemm.quantized_both(weights, scales)
+    expected = grouped_gemm.quantized(weights, scales)
+    for found, one in ((rows, expected), (transposed, expected.transposed())):
+        assert torch.equal(found.data.view(torch.uint8), one.data.view(torch.uint8))
+        assert torch.equal(found.scale, one.scale) and found.scale.stride() == one.scale.stride()
 
 
 def test_forward_bytes_are_those_of_the_engines_kernel():

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, PrecisionConfig, RouterConfig, RunConfig
+from megatron_fp8rl.doctor import trainer_memory
+from megatron_fp8rl.doctor.hardware import GPUS
 from megatron_fp8rl.fp8.blockwise import quantize_weight_in_torch
 from megatron_fp8rl.fp8.primary import fp8_weight, is_fp8
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
-from tests.helpers.training import alone, continue_training, make_batch, run_config
+from tests.helpers.training import alone, continue_training, make_batch, make_loss, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
 pytestmark = [
@@ -37,6 +39,7 @@ LATENT = replace(
     mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
 )  # fmt: skip
 OPTIM = OptimConfig(lr=3e-3, eps=1e-2)
+MIB = 2**20
 
 
 def _cfg(model: ModelConfig, params: str, *, scales: str = "pow2", edges: int = 1, **optim) -> RunConfig:
@@ -170,33 +173,97 @@ def _require_same(parameter, pieces) -> None:
     assert torch.equal(torch.cat([scale for _, scale in pieces]), held.scale)
 
 
-def test_memory_is_lower_and_comes_and_goes():
+class _Memory:
+    """Bytes of tensors in GPU memory, without those that were there before: at the end of a phase, and at its peak."""
+
+    def __init__(self):
+        gc.collect()
+        torch.cuda.empty_cache()
+        self._others = torch.cuda.memory_allocated()
+        self.held, self.peak = {}, {}
+        torch.cuda.reset_peak_memory_stats()
+
+    def mark(self, phase: str) -> None:
+        self.held[phase] = torch.cuda.memory_allocated() - self._others
+        self.peak[phase] = torch.cuda.max_memory_allocated() - self._others
+        torch.cuda.reset_peak_memory_stats()
+
+    def __str__(self) -> str:
+        return "  ".join(
+            f"{phase} {held / MIB:.0f} (peak {self.peak[phase] / MIB:.0f})" for phase, held in self.held.items()
+        )
+
+
+def _phases_of_an_update(policy, memory: _Memory) -> None:
+    """An update of a policy that has made one: after its log-probabilities, before the optimizer's step, at the end."""
+    batch = policy.with_old_logprobs(make_batch(policy.cfg, 0))
+    memory.mark("log-probs")
+    step = policy.optimizer.step
+
+    def mark_and_step(lr: float) -> float:
+        memory.mark("gradients")
+        return step(lr)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy.optimizer, "step", mark_and_step)
+        policy.update(batch, make_loss(policy.cfg))
+    memory.mark("step")
+
+
+def _expected_states(cfg) -> int:
+    """Bytes that the doctor expects, activations and temporaries left out."""
+    expected = trainer_memory.estimate_stage(cfg, GPUS["h200"], GPUS["h200"].memory_bytes, 1.0, 0)
+    return sum(
+        expected.part(name).num_bytes for name in ("weights", "gradients", "optimizer states", "FP8 copies")
+    )
+
+
+def test_memory_is_lower_as_the_doctor_says():
+    """An FP8 weight takes 2 bytes where a BF16 one and its FP8 copies take 4; the optimizer's step adds none."""
     model = replace(DENSE, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_key_value_heads=4)
-    parts = ("params", "gradients", "optimizer")
-    peaks = {}
+    found, expected, count = {}, {}, 0
     with alone(_cfg(model, "fp8")) as parallel:
         for params in ("fp8", "bf16"):
-            gc.collect()
-            torch.cuda.empty_cache()
-            others = torch.cuda.memory_allocated()
+            continue_training(_policy(_cfg(DENSE, params), parallel), 1)  # for workspaces, which stay
+            memory = found[params] = _Memory()
+            policy = _policy(_cfg(model, params, edges=0), parallel)
+            memory.mark("build")
+            continue_training(policy, 1)
+            memory.mark("first update")
+            _phases_of_an_update(policy, memory)
+            count = count or sum(p.numel() for p in policy.models[0].parameters() if is_fp8(p))
+            expected[params] = _expected_states(policy.cfg)
+            print(f"\nprimary weights {params}, MiB: {memory}; doctor's gradients {expected[params] / MIB:.0f}")
+            del policy
+    assert count > 6e7
+    saved = {phase: (held - found["fp8"].held[phase]) / count for phase, held in found["bf16"].held.items()}
+    peaks = {params: max(memory.peak.values()) for params, memory in found.items()}
+    print(f"\nprimary weights save {saved} bytes of a weight, {(peaks['bf16'] - peaks['fp8']) / count:.2f} at the peak")
+    for params, memory in found.items():
+        assert memory.held["gradients"] == pytest.approx(expected[params], rel=0.02), params
+    assert saved["log-probs"] == pytest.approx(1, abs=0.1)  # 2 + 1 in rows, and 1 in rows + 1 in columns
+    assert saved["gradients"] == pytest.approx(2, abs=0.1)
+    assert (peaks["bf16"] - peaks["fp8"]) / count > 1.5
+
+
+def test_memory_comes_and_goes():
+    model = replace(DENSE, hidden_size=1024, ffn_hidden_size=4096, num_attention_heads=8, num_key_value_heads=4)
+    parts = ("params", "gradients", "optimizer")
+    with alone(_cfg(model, "fp8")) as parallel:
+        for params in ("fp8", "bf16"):
+            continue_training(_policy(_cfg(DENSE, params), parallel), 1)
+            memory = _Memory()
             policy = _policy(_cfg(model, params, edges=0, offload=parts), parallel)
             continue_training(policy, 1)
-            before = torch.cuda.memory_allocated() - others
-            torch.cuda.reset_peak_memory_stats()
-            continue_training(policy, 1)
-            peaks[params] = torch.cuda.max_memory_allocated() - others
-            num_fp8 = sum(p.numel() for p in policy.models[0].parameters() if is_fp8(p))
+            memory.mark("here")
             expected = _logprobs(policy)
             policy.offload.release(*parts)
-            away = torch.cuda.memory_allocated() - others
-            print(f"\nprimary weights {params}: peak {peaks[params] / 2**20:.0f} MiB, away {away / 2**20:.0f} MiB")
-            assert away < 0.2 * before
+            memory.mark("away")
+            print(f"\nprimary weights {params}, MiB: {memory}")
+            assert memory.held["away"] < 0.2 * memory.held["here"]
             policy.offload.restore()
             assert torch.equal(_logprobs(policy), expected)
             continue_training(policy, 1)
             if params == "fp8":
-                count = num_fp8
                 _require_bytes_of_masters(policy)
             del policy
-    # Two bytes for a weight, in rows and in columns, where there were four; an allowance for everything else.
-    assert peaks["bf16"] - peaks["fp8"] > 1.5 * count

@@ -198,21 +198,21 @@ def test_delayed_scaling_over_steps():
 
 
 @pytest.mark.parametrize("shape", [(37, 4096), (4, 5, 8, 128), (1000, 96)])
-def test_the_norm_rounds_before_the_weight(shape):
+def test_the_norm_rounds_once(shape):
     from megatron_fp8rl.trainer.te_norm import te_rms_norm
 
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(shape, generator=generator, device="cuda").bfloat16().requires_grad_()
     weight = (1 + torch.randn(shape[-1], generator=generator, device="cuda") / 4).bfloat16().requires_grad_()
     grad = torch.randn(shape, generator=generator, device="cuda").bfloat16()
-    plain = torch.nn.functional.rms_norm(x.float(), weight.shape, eps=1e-6).to(x.dtype) * weight
+    plain = (torch.nn.functional.rms_norm(x.float(), weight.shape, eps=1e-6) * weight.float()).to(x.dtype)
     found = te_rms_norm(x, weight, 1e-6)
     equal = (found == plain).float().mean().item()
     ours = torch.autograd.grad(found, [x, weight], grad)
     theirs = torch.autograd.grad(plain, [x, weight], grad)
     print(f"\nTE norm {shape}: {equal:.2%} of the outputs equal")
     assert equal > 0.99
-    assert torch.allclose(found.float(), plain.float(), rtol=2**-6, atol=0)  # two roundings
+    assert torch.allclose(found.float(), plain.float(), rtol=2**-7, atol=0)  # one rounding
     for a, b in zip(ours, theirs):
         assert torch.allclose(a.float(), b.float(), rtol=2**-6, atol=2**-7 * float(b.abs().max()))
 

@@ -406,9 +406,11 @@ def test_linears_on_deep_gemm_that_cannot_be():
 
 
 def test_choices_that_need_a_gpu():
-    cfg = make(precision__attention="engine", rollout__batch_invariant=True)
+    cfg = make(replace(DENSE, head_dim=128), precision__attention="engine", rollout__batch_invariant=True)
     assert fields_of(cfg) == ["--precision.attention", "--rollout.batch_invariant"]
     assert check(cfg, accelerator="hopper") == []
+    narrow = replace(cfg, model=replace(cfg.model, head_dim=64))
+    assert fields_of(narrow, "hopper") == ["--precision.attention"]
     cfg = make(MOE, rollout__batch_invariant=True, rollout__moe_backend="deep_gemm")
     assert fields_of(cfg, "hopper") == ["--rollout.moe_backend"]
     cfg = make(rollout__batch_invariant=True, rollout__transport="nccl", rollout__placement="separate")

@@ -156,11 +156,13 @@ def test_half_billion_models_are_what_they_say():
     assert parameters.count(small.small_qwen3().model).total == dense
     assert parameters.count(small.small_qwen3_moe().model).total == experts
     assert f"{dense / 1e9:.2f} B parameters" in small.small_qwen3.__doc__
+    short = parameters.count(small.small_qwen3_8_layers().model).total
+    assert f"{short / 1e9:.2f} B parameters" in small.small_qwen3_8_layers.__doc__
     active = parameters.count(small.small_qwen3_moe().model).active
     assert f"{experts / 1e9:.2f} B parameters, {active / 1e9:.2f} B active" in small.small_qwen3_moe.__doc__
 
 
-@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_moe])
+@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe])
 def test_half_billion_models_fit_one_gpu_with_their_engine(function):
     cfg = function()
     assert config_check.check(cfg, accelerator="hopper") == [] and config_check.check(cfg, accelerator="cpu") == []
@@ -173,7 +175,7 @@ def test_half_billion_models_fit_one_gpu_with_their_engine(function):
     assert found.engine.full_sequences >= cfg.rollout.max_num_sequences
 
 
-@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_moe])
+@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe])
 def test_problems_of_the_half_billion_models_fit_their_limits(function):
     cfg = function()
     samples = [s for step in range(4) for s in SftSource(cfg, load_tokenizer("character")).samples(step)]

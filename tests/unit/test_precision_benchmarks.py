@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks import mismatch, probe, recipes
+from benchmarks import mismatch, mismatch_table, probe, recipes
+from benchmarks.jobs import JOBS
 from benchmarks.synthetic import Language, as_sample
+from model_configs import tiny
 
 LANGUAGE = Language(128, num_words=16, num_successors=3, seed=4)
 
@@ -91,6 +95,56 @@ def test_engines_of_the_mismatch_table():
     options = argparse.Namespace(rollout=["bf16", "fp8", "fp8_kv"], scales=["pow2", "fp32"], experts="te")
     engines = [(e.rollout, e.scales) for e in mismatch.plan_engines(options)]
     assert engines == [("bf16", "pow2")] + [(r, s) for r in ("fp8", "fp8_kv") for s in ("pow2", "fp32")]
+
+
+def test_programs_side_by_side_have_folders_of_their_own():
+    """Each writes the files that its engines start from, and removes what was there."""
+    folders = []
+    for job in JOBS:
+        if job.module == "benchmarks.mismatch":
+            options = mismatch.parse(job.arguments)
+            for name in options.model:
+                folders += [mismatch.run_config(name, options, e).run_dir for e in mismatch.plan_engines(options)]
+    assert len(folders) > 12 and len(set(folders)) == len(folders)
+
+
+class _Client:
+    async def prompt_logprobs(self, token_ids):
+        """Of all tokens but the first; the last one of the first sample comes out 0.25 lower than it was sampled."""
+        return [-9.0, -9.0, -0.5, -1.0 - 4e-6, -1.75 if token_ids[0] == 10 else -2.5]
+
+
+def test_the_engine_s_prefill_is_compared_with_what_it_sampled():
+    samples = [as_sample(str(i), range(10 + i, 16 + i), 3, (-0.5, -1.0, -1.5 - i)) for i in range(2)]
+    fleet = SimpleNamespace(
+        clients=(_Client(),),
+        cfg=SimpleNamespace(rollout=SimpleNamespace(request_deadline_s=60.0)),
+        sync=lambda coroutine, deadline_s: asyncio.run(coroutine),
+    )
+    own = mismatch.prefilled(fleet, samples)
+    assert [s.token_ids for s in own] == [s.token_ids for s in samples]
+    assert own[0].rollout_logprobs == (0.0, 0.0, 0.0, -0.5, -1.0 - 4e-6, -1.75)
+    cfg = tiny.tiny_qwen3()
+    warm = mismatch.WarmTrainer("tiny", SimpleNamespace(cfg=cfg), LANGUAGE, (), argparse.Namespace(), None)
+    numbers = mismatch._numbers(warm.recomputed(mismatch.PREFILL, mismatch.Engine("fp8", "pow2"), fleet, samples))
+    assert numbers["tokens"] == 6 and numbers["abs_logprob_diff/max"] == pytest.approx(0.25)
+    assert numbers["abs_logprob_diff/mean"] == pytest.approx((0.25 + 2 * 4e-6) / 6, rel=1e-2)
+    # Three of six have the same bits, two more are equal to the rounding of sums.
+    assert numbers["equal_share"] == pytest.approx(3 / 6) and numbers["rounding_share"] == pytest.approx(5 / 6, abs=1e-4)
+
+
+def test_table_of_mismatches():
+    head = {"model": "qwen3_8b", "layers": 8, "warm_steps": 9, "linear": "auto", "moe": "auto", "attention": "auto"}
+    head |= {"compile": "eager", "batch_invariant": True, "experts": "auto", "scales": "pow2", "rollout": "fp8"}
+    numbers = {"abs_logprob_diff/mean": 0.01, "abs_logprob_diff/max": 0.2, "kl_k3/mean": 1e-4}
+    numbers |= {"multiplicative_error/mean": 1.01, "warm_loss": 1.5, "trainer": "blockwise"}
+    rows = [head | numbers, head | numbers | {"warm_loss": 1.75, "equal_share": 0.25, "rounding_share": 1.0}]
+    rows.append(head | {"trainer": "engine", "error": "RuntimeError: no kernel", "warm_loss": None})
+    lines = mismatch_table.table(rows)
+    assert [line["d = 0, d < 1e-5"] for line in lines] == ["-", "25.0%, 100.0%", "-"]
+    assert lines[2]["mean d"] == "failed: RuntimeError: no kernel" and len({len(line) for line in lines}) == 1
+    assert lines[0]["linear / experts / attention"] == "auto / auto / auto, batch-invariant, eager"
+    assert mismatch_table._warm_starts(rows) == "qwen3_8b: 9 steps, 1.500 to 1.750 nats"
 
 
 @pytest.mark.parametrize("program", [mismatch, probe, recipes])

@@ -121,7 +121,7 @@ def test_rows_of_grouped_experts_have_times_and_floors():
 def test_each_kernel_is_timed_once(capsys):
     names = [row["arm"] for row in measure([], experts.measure_kernels, known=["layout"])]
     assert "layout" not in names and "permute and quantize" in names and "fc1 wgrad, fp8" in names
-    assert len(set(names)) == len(names) == 5 + 2 * 6
+    assert len(set(names)) == len(names) == 6 + 2 * 6
     assert not measure(["grouped fp8"], seconds=-1.0)
     assert "SKIPPED" in capsys.readouterr().out
 
@@ -144,7 +144,7 @@ def test_a_whole_run_on_this_machine(tmp_path, prepared, capsys):
     text, said = (tmp_path / "measured.md").read_text(), capsys.readouterr().out
     assert "SKIPPED" not in said and "error" not in said
     assert "skewed: FP8 " in said and "grouped fp8 before all: " in said
-    assert said.count('"measured": "kernels"') == 5 + 1 + 2 * 6 and said.count('"arm": "grouped fp8"') == 3
+    assert said.count('"measured": "kernels"') == 6 + 1 + 2 * 6 and said.count('"arm": "grouped fp8"') == 3
     assert "| 10 to 300 |" in text and "first_s" not in text
     assert (tmp_path / "experts.png").exists()
 

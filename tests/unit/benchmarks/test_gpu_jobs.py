@@ -17,7 +17,7 @@ from benchmarks import __main__ as program
 from benchmarks import job_runner, record
 from benchmarks.job_runner import JobRunner, States
 from benchmarks.jobs import JOBS, Job
-from benchmarks.results import Results
+from benchmarks.results import Results, locked
 from tests.helpers.processes import is_running, until
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,6 @@ DO = {
         "mine, other = Path(sys.argv[2]), Path(sys.argv[3]); mine.write_text(os.environ['CUDA_VISIBLE_DEVICES'])\n"
         "while not other.exists(): time.sleep(0.05)"
     ),
-    "alone": "os.mkdir('busy'); time.sleep(0.5); os.rmdir('busy')",
     "gpus": "print(os.environ['CUDA_VISIBLE_DEVICES'])",
     "hang": (
         "code = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)'\n"
@@ -101,9 +100,42 @@ def test_jobs_run_side_by_side_on_gpus_of_their_own(fake):
     assert runner.left_out == {"too_wide": "needs 3 GPUs"}
 
 
-def test_jobs_of_one_program_take_turns(fake):
-    jobs = [fake(name, "alone", module="same") for name in "abc"]
-    assert set(statuses(run(jobs, 3)).values()) == {"passed"}
+def test_jobs_of_one_program_run_side_by_side(fake):
+    jobs = [fake("a", "meet", "a", "b", module="same"), fake("b", "meet", "b", "a", module="same")]
+    assert statuses(run(jobs)) == {"a": "passed", "b": "passed"}
+
+
+def test_light_jobs_share_a_gpu_with_each_other_and_with_nothing_else(fake, monkeypatch):
+    monkeypatch.setattr(job_runner, "MAX_LIGHT", 2)
+    jobs = [fake("a", "meet", "a", "b", is_light=True), fake("b", "meet", "b", "c", is_light=True)]
+    jobs += [fake("c", "meet", "c", "d", is_light=True), fake("heavy", "meet", "d", "c")]
+    jobs += [fake("wide", "gpus", num_gpus=3)]
+    runner = run(jobs, 3)
+    assert set(statuses(runner).values()) == {"passed"} and len(runner.outcomes) == 5
+    # The third waits for room beside the others: another job wants the second GPU.
+    assert [Path(name).read_text() for name in "abcd"] == ["0", "0", "0", "1"]
+    assert Path("logs/wide.log").read_text().strip() == "0,1,2"  # each GPU is free once, whatever shared it
+
+
+def test_light_jobs_take_a_second_gpu_that_nobody_else_wants(fake, monkeypatch):
+    monkeypatch.setattr(job_runner, "MAX_LIGHT", 2)
+    jobs = [fake(name, "meet", name, "c", is_light=True) for name in "ab"]
+    jobs.append(fake("c", "meet", "c", "a", is_light=True))
+    assert set(statuses(run(jobs)).values()) == {"passed"}
+    assert [Path(name).read_text() for name in "abc"] == ["0", "0", "1"]
+
+
+def test_light_jobs_leave_a_gpu_alone_that_a_process_keeps(fake, monkeypatch):
+    monkeypatch.setattr(job_runner.ProcessTree, "end", _survives)
+    jobs = [fake("a", "pass", is_light=True), fake("b", "pass", is_light=True), fake("c", "pass")]
+    runner = run(jobs, 1)
+    assert runner.left_out == {"c": "a process that cannot be killed keeps its GPU"}
+    assert statuses(runner) == {"a": "failed", "b": "failed"}
+
+
+def _survives(self, grace_s: float) -> None:
+    self.wait(grace_s)
+    raise RuntimeError("a process outlives SIGKILL")
 
 
 def test_a_job_beyond_its_limit_is_killed_with_everything_it_started(fake):
@@ -172,10 +204,15 @@ def test_visible_gpus_are_those_that_cuda_may_use(tmp_path, monkeypatch):
 
 
 def _write(folder: Path, number: int) -> None:
+    path = folder / "measured.md"
     results = Results(folder / "rows.jsonl", ("n",))
     for i in range(20):
-        record.replace(f"s{number}", f"{number}: {i}", path=folder / "measured.md")
+        record.replace(f"s{number}", f"{number}: {i}", path=path)
         results.add({"n": [number, i], "fill": "x" * 20_000})
+        with record.turn(path):
+            rows = results.rows()
+            time.sleep(0.001 * number)  # a table takes time to make: without a turn an older one could come last
+            record.replace("table", f"{len(rows)} rows", path=path)
 
 
 def test_several_processes_write_one_document_and_one_file_of_rows(tmp_path):
@@ -189,6 +226,31 @@ def test_several_processes_write_one_document_and_one_file_of_rows(tmp_path):
     text = (tmp_path / "measured.md").read_text()
     assert all(f"<!-- begin s{n} -->\n{n}: 19\n<!-- end s{n} -->" in text for n in range(4))
     assert len(Results(tmp_path / "rows.jsonl", ("n",)).rows()) == 80
+    assert "<!-- begin table -->\n80 rows\n<!-- end table -->" in text
+
+
+def _hold(path: Path, held: Path) -> None:
+    with locked(path):
+        held.touch()
+        time.sleep(600)
+
+
+def test_a_lock_that_another_process_keeps_is_named_after_its_deadline(tmp_path):
+    path = tmp_path / "measured.md"
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(path, tmp_path / "held"))
+    process.start()
+    try:
+        until((tmp_path / "held").exists, "the other process to hold the lock")
+        with pytest.raises(TimeoutError, match=r"measured\.md: another process has held its lock .* for 0\.2 s"):
+            with locked(path, deadline_s=0.2):
+                pass
+    finally:
+        process.kill()
+        process.join(60)
+    with locked(path, deadline_s=10.0), locked(path, deadline_s=0.0):  # it died, and one's own lock is no obstacle
+        pass
+    with locked(path, deadline_s=10.0):
+        pass
 
 
 def test_every_job_is_a_command_that_its_program_understands():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import time
 
 import pytest
 
@@ -12,7 +14,7 @@ from megatron_fp8rl.cli import parse_overrides
 from model_configs import small
 
 
-@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_moe])
+@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe])
 @pytest.mark.parametrize("precision", grpo.PRECISIONS)
 @pytest.mark.parametrize("layout", ["colocated", "sleep", "separate"])
 def test_every_arm_is_a_run_without_mistakes(function, precision, layout):
@@ -62,3 +64,35 @@ def test_section_and_plot_are_written_side_by_side(tmp_path):
     text = (tmp_path / "docs" / "measured.md").read_text()
     assert "](plot.png)" in text and "fp8, seed 3 | 4 | 0.250 to 0.250" in text
     assert (tmp_path / "docs" / "plot.png").stat().st_size > 10_000
+
+
+def _run_all(folder, precision):
+    """``grpo.run_all`` with processes that only leave what is looked for."""
+
+    def pretend(command, log, deadline_s):
+        run = grpo.Run("small_qwen3", precision, "colocated", 1, folder)
+        if "sft" in command:
+            with (folder / "warm_starts").open("a") as file:
+                file.write("one\n")
+            time.sleep(0.3)
+            grpo.warm_start_dir(run).mkdir(parents=True)
+        else:
+            assert grpo.warm_start_dir(run).exists()
+            _finished(folder, precision, [0.5])
+        return True
+
+    grpo.run_logged = pretend
+    grpo.num_gpus = lambda: 1
+    grpo.run_all(grpo.parse(["--precision", precision, "--folder", str(folder), "--run-s", "5"]))
+
+
+def test_programs_side_by_side_share_a_warm_start(tmp_path):
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=_run_all, args=(tmp_path, precision)) for precision in ("bf16", "fp8")]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert (tmp_path / "warm_starts").read_text() == "one\n"
+    assert len(grpo.found_runs(tmp_path)) == 2

@@ -28,21 +28,18 @@ def test_quick_is_brief_and_writes_no_row_of_the_table():
     assert {shape.what for shape in options.shape} == {"linear", "mlp"}
 
 
-def test_the_table_has_a_line_for_a_shape_and_one_for_layers():
+def test_the_table_has_a_line_for_a_shape():
     shape = vars(Shape("linear", 100, 256, 384)) | {"device": "NVIDIA H200"}
-    layers = {"measured": "layers", "what": "qwen3_8b", "layers": 4, "tokens": 100, "device": "NVIDIA H200"}
     rows = [
         {"measured": "linears", **shape, "arm": "te bf16", "ms": 3.0},
         {"measured": "linears", **shape, "arm": "te blockwise", "ms": 2.4},
         {"measured": "linears", **shape, "arm": "ours deep_gemm", "ms": 2.0},
         {"measured": "linears", **shape, "arm": "te delayed", "error": "no kernel"},
         {"measured": "kernels", **shape, "arm": "forward", "ms": 0.5},
-        layers | {"arm": "bf16", "ms": 140.0},
-        layers | {"arm": "deep_gemm", "ms": 100.0},
+        {"measured": "layers", "what": "qwen3_8b", "layers": 4, "tokens": 100, "arm": "te bf16", "ms": 140.0},
     ]
-    linear, whole = linears.table(rows)
+    (linear,) = linears.table(rows)
     assert linear["bf16 : ours"] == 1.5 and linear["blockwise : ours"] == 1.2 and "forward" not in linear
-    assert whole["bf16 : ours"] == 1.4 and whole["blockwise : ours"] is None and whole["layers"] == 4
 
 
 def test_layers_differ_in_the_kernels_of_linears_alone():

@@ -14,8 +14,8 @@ from megatron_fp8rl.observe.operations import (
     decibels,
     first_beyond_rounding,
     first_different,
-    num_other_experts,
     operation_names,
+    share_of_other_experts,
     table,
 )
 from model_configs.tiny import tiny_qwen3, tiny_qwen3_moe
@@ -88,6 +88,9 @@ def test_other_shapes_are_named():
 
 
 def test_tokens_with_other_experts():
-    ours = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0], [1.0, 0.0, 5.0, 4.0]])
-    theirs = torch.tensor([[2.0, 3.0, 1.0, 0.0], [0.0, 2.5, 2.0, 3.0], [1.0, 0.0, 4.0, 5.0]])
-    assert num_other_experts(ours, theirs, 2) == 1  # the order within the chosen ones does not matter
+    ours = torch.tensor([[3.0, 2.0, 1.0, 0.0], [0.0, 1.0, 2.0, 3.0], [1.0, 0.0, 5.0, 4.0], [1.0, 2.0, 1.0, 1.0]])
+    theirs = torch.tensor([[2.0, 3.0, 1.0, 0.0], [0.0, 2.5, 2.0, 3.0], [1.0, 0.0, 4.0, 5.0], [1.5, 2.0, 1.0, 1.0]])
+    # The order within the chosen ones does not matter, and of equal logits those of lower experts are chosen.
+    assert share_of_other_experts(ours, theirs, 2) == 0.25
+    assert share_of_other_experts(ours, theirs.flip(1).flip(1), 4) == 0.0
+    assert share_of_other_experts(ours[3:], torch.tensor([[1.0, 2.0, 1.5, 1.0]]), 2) == 1.0

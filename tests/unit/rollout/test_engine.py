@@ -89,6 +89,7 @@ def test_graphs_without_a_compiler():
     assert found == {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
     assert "compilation-config" not in gpu_arguments(cfg, torch_compile=False, enforce_eager=True)
     assert "compilation-config" not in gpu_arguments(cfg, torch_compile=True, enforce_eager=False)
+    assert gpu_arguments(cfg, batch_invariant=True, enforce_eager=False)["compilation-config"] == found
 
 
 def test_sleeping_and_expert_parallelism():

@@ -17,63 +17,79 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 triton = pytest.importorskip("triton")
 
 _POINTERS = {
-    "*bf16": "x h dy y out bf16 a_bf16",
-    "*u8": "data columns_data a_columns",
-    "*i32": "row_scales column_scales a_scales rows experts offsets positions padded_counts",
+    "*bf16": "x h dy y out weights",
+    "*u8": "data",
+    "*i16": "bf16 a_bf16",
+    "*i32": "row_scales column_scales a_scales scales rows experts offsets positions padded_counts columns_data "
+    "a_columns turned",
     "*i64": "tokens_per_expert",
     "*fp32": "probs dprobs",
     "i32": "num_rows num_columns width num_tokens",
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
-_QUANTIZED = {"GATHER": True, "WEIGHTED": False, "ROWS": True, "COLUMNS": False, "BF16": False, "POW2": True}
-_SWIGLU = {"ROWS": True, "COLUMNS": False, "BF16": False, "POW2": True, "HARDWARE": True}
-_BACKWARD = _SWIGLU | {"WEIGHTED": True, "COLUMNS": True, "A_COLUMNS": True, "A_BF16": False}
+_FORMS = {"ROWS": True, "COLUMNS": False, "BF16": False, "POW2": True, "HARDWARE": True}
+_QUANTIZED = _FORMS | {"GATHER": True, "WEIGHTED": False}
+_BACKWARD = _FORMS | {"WEIGHTED": True, "COLUMNS": True, "A_COLUMNS": True, "A_BF16": False}
 
 
-def compiled(name: str, constants: dict, num_warps: int, tmp_path: Path) -> tuple[Counter[str], str]:
+def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Counter[str], str]:
     """(how often each instruction stands in the PTX, what ptxas says about registers)."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_fp8rl.trainer import expert_triton
+    from megatron_fp8rl.trainer import expert_triton, weights_triton
 
-    kernel = getattr(expert_triton, name)
+    kernel = getattr(expert_triton, name, None) or getattr(weights_triton, name)
+    constants = constants | {name: size for name, size in how.items() if name == "Q"}
+    options = {name: size for name, size in how.items() if name != "Q" and size is not None}
     signature = {arg: "constexpr" if arg in constants else TYPES[arg] for arg in kernel.arg_names}
     hints = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
     source = ASTSource(kernel, signature, constants, hints)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps}).asm["ptx"]
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     path = tmp_path / "kernel.ptx"
     path.write_text(ptx)
     ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
     command = [str(ptxas), "-v", "-arch=sm_90a", str(path), "-o", str(tmp_path / "kernel.cubin")]
     said = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stderr
-    return Counter(re.findall(r"\b(?:ld\.global|st\.global|cvt|div)\.[\w.:]+", ptx)), said
+    return Counter(re.findall(r"\b(?:ld\.global|st\.global|ld\.shared|st\.shared|cvt|div|ex2)\.[\w.:]+", ptx)), said
 
 
 @pytest.mark.parametrize(
-    "name, constants, num_warps, loads, stores, conversions",
+    "name, constants, launch, numbers, quantized",
     [
-        ("_quantize", _QUANTIZED | {"HARDWARE": True}, 4, 16, 8, 64),
-        ("_quantize", _QUANTIZED | {"HARDWARE": True, "COLUMNS": True}, 8, 8, 8, 64),
-        ("_swiglu_quantize", _SWIGLU, 8, 16, 4, 32),
-        ("_swiglu_backward_quantize", _BACKWARD, 16, 32, 10, 80),
-        ("_swiglu_backward_quantize", _BACKWARD | {"WEIGHTED": False}, 16, 28, 10, 80),
-        ("_unpermute", {"WEIGHTED": True, "ROWS": 16, "COLUMNS": 512, "HARDWARE": True}, 8, 4, 4, 0),
+        ("_quantize", _QUANTIZED, "_QUANTIZE_ROWS", 1, 1),
+        ("_quantize", _QUANTIZED | {"COLUMNS": True}, "_QUANTIZE_BOTH", 1, 2),
+        ("_swiglu_quantize", _FORMS, "_SWIGLU_ROWS", 2, 1),
+        ("_swiglu_backward_quantize", _BACKWARD, "_BACKWARD", 3, 5),
+        ("_swiglu_backward_quantize", _BACKWARD | {"WEIGHTED": False}, "_BACKWARD", 3, 5),
+        ("_quantize_both", {"POW2": True, "HARDWARE": True}, {"num_warps": 8}, 1, 2),
     ],
-    ids=["rows", "rows and columns", "swiglu", "swiglu backward", "swiglu backward of dense layers", "unpermute"],
+    ids=["rows", "rows and columns", "swiglu", "swiglu backward", "swiglu backward of dense layers", "weights"],
 )
-def test_memory_moves_in_vectors_and_registers_suffice(
-    name, constants, num_warps, loads, stores, conversions, tmp_path
-):
-    found, said = compiled(name, constants, num_warps, tmp_path)
-    assert found["ld.global.v4.b32"] == loads and found["st.global.v4.b32"] == stores
-    assert found["cvt.rn.satfinite.e4m3x2.f32"] == conversions
+def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, numbers, quantized, tmp_path):
+    """A tile's numbers are read once, ``quantized`` times their bytes are written, and no byte is moved by itself."""
+    from megatron_fp8rl.trainer import expert_triton
+
+    is_given = isinstance(launch, dict)
+    how = launch if is_given else getattr(expert_triton, launch).options(constants["COLUMNS"])
+    found, said = compiled(name, constants, how, tmp_path)
+    size = 4 * how.get("Q", 32) * 128 // (32 * how["num_warps"])  # numbers of a tile that a thread has
+    assert found["ld.global.v4.b32"] == numbers * size // 8
+    assert 16 * found["st.global.v4.b32"] + 8 * found["st.global.v2.b32"] == quantized * size
+    assert found["cvt.rn.satfinite.e4m3x2.f32"] == quantized * size // 2
+    assert not [instruction for instruction in found if instruction.endswith((".b8", ".u8"))]
     assert " 0 bytes spill stores" in said, said
-    assert not [instruction for instruction in found if "ftz" in instruction]
+    assert {instruction for instruction in found if "ftz" in instruction} <= {"ex2.approx.ftz.f32"}
+
+
+def test_unpermuting_moves_vectors(tmp_path):
+    constants = {"WEIGHTED": True, "ROWS": 16, "COLUMNS": 512, "HARDWARE": True}
+    found, said = compiled("_unpermute", constants, {"num_warps": 8}, tmp_path)
+    assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 4 and " 0 bytes spill stores" in said
 
 
 def test_the_layout_is_one_small_kernel(tmp_path):
-    _, said = compiled("_build_layout", {"NUM_EXPERTS": 128, "EXPERTS": 128}, 4, tmp_path)
+    _, said = compiled("_build_layout", {"NUM_EXPERTS": 128, "EXPERTS": 128}, {"num_warps": 4}, tmp_path)
     assert " 0 bytes spill stores" in said, said
 
 

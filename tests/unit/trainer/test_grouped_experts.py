@@ -8,6 +8,7 @@ import torch
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.fp8 import blockwise
 from megatron_fp8rl.trainer import experts as experts_module
+from megatron_fp8rl.trainer import grouped_gemm
 from megatron_fp8rl.trainer.experts import stacked
 from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
 from tests.helpers.experts import (
@@ -106,8 +107,8 @@ def test_a_view_of_tensors_that_lie_one_behind_the_other():
 
 def test_weights_are_quantized_once_until_they_change(monkeypatch):
     counts, made = COUNTS["all full"], []
-    quantize = experts_module.quantize_weight
-    monkeypatch.setattr(experts_module, "quantize_weight", lambda *args: made.append(1) or quantize(*args))
+    quantize = experts_module.quantized
+    monkeypatch.setattr(experts_module, "quantized", lambda *args: made.append(1) or quantize(*args))
     grouped, plain = build("fp8", counts)
     tokens = draw_tokens(counts, H)
     for _ in range(2):
@@ -125,8 +126,7 @@ def test_weights_are_quantized_once_until_they_change(monkeypatch):
 def test_bytes_of_stacked_weights_are_those_that_are_published():
     grouped, _ = build("fp8", [1, 1, 1])
     linear = grouped.linear_fc1
-    made = experts_module._quantized(stacked(linear.weights), "pow2")
-    back = made.transposed()
+    made, back = grouped_gemm.quantized_both(stacked(linear.weights), "pow2")
     for index, weight in enumerate(linear.weights):
         data, scale = blockwise.quantize_weight(weight.detach(), "pow2")
         assert torch.equal(made.data[index].view(torch.uint8), data.view(torch.uint8))

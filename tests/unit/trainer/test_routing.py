@@ -4,13 +4,14 @@ from itertools import product
 
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from transformers import DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_fp8rl.config import RouterConfig
-from megatron_fp8rl.trainer.routing import choose_experts
+from megatron_fp8rl.trainer.routing import Router, choose_experts
 from tests.tolerances import ROUTER_FLOAT32
 
 TOKENS, HIDDEN, EXPERTS = 200, 16, 12
@@ -71,6 +72,25 @@ def test_same_as_qwen3_moe(normalize):
 def test_same_as_mixtral():
     config = MixtralConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=2)
     _assert_same(_random(MixtralTopKRouter(config)), 2, RouterConfig(), None)
+
+
+def test_logits_are_rounded_and_their_gradients_are_not(monkeypatch):
+    """Those of the published routers in BF16: a linear in the type of the activations."""
+    monkeypatch.setattr(TopKRouter, "gating", lambda self, x: x.float() @ self.weight.float().t())
+    router = Router.__new__(Router)
+    torch.nn.Module.__init__(router)
+    router.weight = torch.nn.Parameter(torch.randn(EXPERTS, 64, generator=torch.Generator().manual_seed(3)).bfloat16())
+    hidden = torch.randn(TOKENS, 1, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
+    exact = hidden.float() @ router.weight.float().t()
+    grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(5))
+    (straight,) = torch.autograd.grad(hidden.float() @ router.weight.float().t(), router.weight, grad)
+    for rounds, expected in ((True, exact.bfloat16().float()), (False, exact)):
+        router.rounds = rounds
+        logits = router.gating(hidden)
+        assert logits.dtype == torch.float32 and torch.equal(logits, expected)
+        (found,) = torch.autograd.grad(logits, router.weight, grad)
+        assert torch.equal(found, straight)
+    assert not torch.equal(exact, exact.bfloat16().float())
 
 
 def test_gradient_goes_through_the_weights_and_not_through_the_choice():

@@ -1,0 +1,53 @@
+"""How tokens come to their experts and back: Megatron-Core's all-to-all, without what one rank does not need.
+
+In: hidden states and the router's choice. Out: tokens sorted by expert, and the sum of each token's weighted outputs in
+the tokens' order. Runs on every trainer rank.
+
+On a GPU with Transformer Engine its permutation kernels move the tokens. They sum the outputs of a token's experts, and
+the gradients of its copies, in FP32, expert after expert, and round once. Megatron-Core's other way scatters BF16 sums
+with atomic additions, which round after each expert, in an order of their own in every run.
+
+Where a rank has all experts, tokens are sorted already when Megatron-Core would sort them by the experts of the rank:
+two copies of all routed tokens in each direction, that change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+
+def has_fused_permutation(device: torch.device) -> bool:
+    """Whether Transformer Engine's permutation kernels run here, as Megatron-Core found them."""
+    return device.type == "cuda" and moe_utils.fused_permute_with_probs is not None
+
+
+class OneRankDispatcher(MoEAlltoAllTokenDispatcher):
+    """For a rank that has all experts, whole."""
+
+    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [T, hidden] and probs [T], both sorted by expert, as they are; with tokens per expert, on the host."""
+        counts = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        counts = self._maybe_dtoh_and_synchronize("before_finish", counts)
+        self.tokens_per_expert = None
+        return tokens, counts, probs
+
+    def combine_preprocess(self, outputs: Tensor) -> Tensor:
+        """outputs [T, hidden] as they are."""
+        return outputs
+
+
+class ExpertLayer(MoELayer):
+    """Megatron-Core's layer of experts; on one rank with the dispatcher above."""
+
+    def __init__(self, config: Any, *args: Any, pg_collection: Any, **kwargs: Any):
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        if self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1:
+            self.token_dispatcher = OneRankDispatcher(
+                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+            )

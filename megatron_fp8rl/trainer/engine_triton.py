@@ -1,0 +1,90 @@
+"""The engine's batch-invariant norm and router product, bit for bit: Triton programs that sum in its order.
+
+In: BF16 rows on a GPU. Out: what vLLM's own Triton kernels return for them under ``rollout.batch_invariant``: they add
+the same terms in the same order whatever rows are computed beside one. The order is part of the function, so here too:
+
+    norm       a row in blocks of 1024 columns, each block's squares summed by 128 threads, blocks added one after
+               another; 1 / sqrt(sum / columns + eps); x times that times the weight in float32, rounded once
+    product    x W^T in tiles of 128 x 128, terms added in float32 in blocks of 64, rounded once to BF16
+
+Layouts of threads follow from blocks, warps and types: they are the engine's, and may not be tuned apart from it.
+
+Shapes: T = rows, H = columns of a norm; K = terms of a product, N = outputs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_NORM_BLOCK, _NORM_WARPS = 1024, 4
+_TILE, _TERMS = 128, 64
+_PRODUCT_WARPS, _PRODUCT_STAGES = 8, 3
+
+
+@triton.jit
+def _rms_norm(x, weight, out, scales, num_columns, eps, BLOCK: tl.constexpr):
+    """Program t computes row t; ``scales`` float32 [T] gets what multiplies x."""
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([1], dtype=tl.float32)
+    for first in range(0, num_columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < num_columns
+        value = tl.load(x + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+        total += tl.sum(tl.where(inside, value * value, 0.0))
+    scale = 1.0 / tl.sqrt(total / num_columns + eps)
+    tl.store(scales + row + tl.arange(0, 1), scale)
+    for first in range(0, num_columns, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < num_columns
+        value = tl.load(x + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(weight + column, mask=inside, other=1.0).to(tl.float32)
+        result = (value * scale * gain).to(out.dtype.element_ty)
+        tl.store(out + row * num_columns + column, result, mask=inside)
+
+
+@triton.jit
+def _product(x, weight, out, num_rows, num_outputs, num_terms, TILE: tl.constexpr, TERMS: tl.constexpr):
+    """Program (t, n) computes a tile of x [T, K] times weight [N, K] transposed."""
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    output = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    is_row, is_output = row < num_rows, output < num_outputs
+    total = tl.zeros([TILE, TILE], dtype=tl.float32)
+    for first in range(0, num_terms, TERMS):
+        term = first + tl.arange(0, TERMS)
+        inside = term < num_terms
+        left = tl.load(x + row[:, None] * num_terms + term[None, :], mask=is_row[:, None] & inside[None, :], other=0.0)
+        right = tl.load(
+            weight + output[None, :] * num_terms + term[:, None], mask=is_output[None, :] & inside[:, None], other=0.0
+        )
+        total = tl.dot(left, right, total)
+    place = row[:, None] * num_outputs + output[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+
+
+def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """([T, H] in the type of x, float32 [T] reciprocal root mean squares); both contiguous. The engine's are BF16."""
+    num_rows, num_columns = x_TH.shape
+    out, scales_T = torch.empty_like(x_TH), torch.empty(num_rows, dtype=torch.float32, device=x_TH.device)
+    if num_rows:
+        with torch.cuda.device_of(x_TH):
+            _rms_norm[(num_rows,)](
+                x_TH, weight_H, out, scales_T, num_columns, eps,
+                BLOCK=_NORM_BLOCK, num_warps=_NORM_WARPS,
+            )  # fmt: skip
+    return out, scales_T
+
+
+def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
+    """[T, N] = x W^T in the type of both, contiguous; the engine's type is BF16."""
+    num_rows, num_outputs = x_TK.shape[0], weight_NK.shape[0]
+    out = x_TK.new_empty(num_rows, num_outputs)
+    if num_rows:
+        with torch.cuda.device_of(x_TK):
+            _product[(triton.cdiv(num_rows, _TILE), triton.cdiv(num_outputs, _TILE))](
+                x_TK, weight_NK, out, num_rows, num_outputs, x_TK.shape[1],
+                TILE=_TILE, TERMS=_TERMS, num_warps=_PRODUCT_WARPS, num_stages=_PRODUCT_STAGES,
+            )  # fmt: skip
+    return out

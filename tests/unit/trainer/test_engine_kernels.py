@@ -1,0 +1,123 @@
+"""Norm and product in a batch-invariant engine's order: in Triton's interpreter, and compiled, beside vLLM's."""
+
+import ast
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(5, 2048), (3, 1300), (40, 128), (0, 256)], ids=str)
+def test_the_norm(shape):
+    from megatron_fp8rl.trainer import engine_triton
+
+    generator = torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(shape, generator=generator)  # float32: Triton's interpreter does not round to BF16 as GPUs do
+    weight = 1 + torch.randn(shape[1], generator=generator) / 4
+    found, scales = engine_triton.rms_norm(x, weight, 1e-6)
+    exact = (x.double().square().mean(dim=1) + 1e-6).rsqrt()
+    torch.testing.assert_close(scales.double(), exact, rtol=1e-6, atol=0)
+    assert torch.equal(found, x * scales[:, None] * weight)
+
+
+@interpreted
+@pytest.mark.parametrize("sizes", [(5, 12, 64), (130, 128, 200), (0, 8, 64)], ids=str)
+def test_the_product(sizes):
+    from megatron_fp8rl.trainer import engine_triton
+
+    num_rows, num_outputs, num_terms = sizes
+    generator = torch.Generator().manual_seed(1)
+    # Whole numbers, whose sums are exact in any order.
+    x, weight = (torch.randint(-8, 9, (n, num_terms), generator=generator).float() for n in (num_rows, num_outputs))
+    assert torch.equal(engine_triton.linear(x, weight), x @ weight.t())
+
+
+# Of each kernel: vLLM's, what its arguments are called here, constants of both, warps and stages.
+_SIZES = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8, "NUM_SMS": 132}
+_SWITCHES = {"A_LARGE": False, "B_LARGE": False, "C_LARGE": False, "HAS_BIAS": False, "bias_ptr": None}
+_STRIDES = {"stride_ak": 1, "stride_bk": 1, "stride_cn": 1}
+KERNELS = {
+    "_rms_norm": ("_rms_norm_kernel", {"BLOCK": 1024}, {"BLOCK_SIZE": 1024}, {"num_warps": 4}),
+    "_product": (
+        "matmul_kernel_persistent", {"TILE": 128, "TERMS": 64}, _SIZES | _SWITCHES | _STRIDES,
+        {"num_warps": 8, "num_stages": 3},
+    ),
+}  # fmt: skip
+_OPERATIONS = "fma|mul|add|sub|div|rcp|sqrt|rsqrt|wgmma\\.mma_async|shfl|cvt"
+_ARITHMETIC = re.compile(rf"\b(?:{_OPERATIONS})\.[\w.]*(?:f32|bf16|b32)\b")
+
+
+def _vllms(name: str, folder: Path) -> Any:
+    """A kernel out of vLLM's source: its own module gives no kernels where there is no GPU."""
+    path = Path(importlib.util.find_spec("vllm").origin).parent / "model_executor/layers/batch_invariant.py"
+    source = path.read_text()
+    parts = [ast.get_source_segment(source, node) for node in ast.parse(source).body if _is_kernel(node)]
+    copy = folder / "vllms_kernels.py"
+    parts = ["import triton", "import triton.language as tl", *(f"@triton.jit\n{part}" for part in parts)]
+    copy.write_text("\n\n".join(parts))
+    spec = importlib.util.spec_from_file_location("vllms_kernels", copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def _is_kernel(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in node.decorator_list)
+
+
+def _compiled(kernel: Any, constants: dict, options: dict) -> Any:
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name == "scales":
+            return "*fp32"
+        if name in ("x", "weight", "out") or name.endswith("_ptr"):
+            return "*bf16"
+        return "fp32" if name == "eps" else "i32"
+
+    signature = {name: kind(name) for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, k in enumerate(signature.values()) if k in ("*bf16", "i32")}
+    return compile(ASTSource(kernel, signature, constants, aligned), target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels do not compile")
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM's source")
+@pytest.mark.parametrize("name", KERNELS)
+def test_arithmetic_is_that_of_vllms_kernel(name, tmp_path):
+    """The same instructions on numbers, in the same order, of threads in the same layout: the same bits."""
+    from megatron_fp8rl.trainer import engine_triton
+
+    other, constants, theirs, options = KERNELS[name]
+    ours = _compiled(getattr(engine_triton, name), constants, options)
+    reference = _compiled(_vllms(other, tmp_path), theirs, options)
+    words = [_ARITHMETIC.findall(each.asm["ptx"]) for each in (ours, reference)]
+    layout = re.compile(r" = #ttg\.((?:blocked|nvidia_mma)<.*>)")
+    layouts = [set(layout.findall(each.asm["ttgir"])) for each in (ours, reference)]
+    wanted = "sqrt" if name == "_rms_norm" else "wgmma"
+    assert any(wanted in word for word in words[0])
+    assert words[0] == words[1]
+    assert layouts[0] == layouts[1]
+    assert engine_triton._NORM_BLOCK == 1024 and engine_triton._TILE == 128 and engine_triton._TERMS == 64
