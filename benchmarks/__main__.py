@@ -117,7 +117,7 @@ def parse(argv: Sequence[str] | None, jobs: Sequence[Job]) -> argparse.Namespace
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n")[0])
     parser.add_argument("--list", action="store_true", help="show the jobs, and start none")
     parser.add_argument("--budget-s", type=float, help=f"seconds for everything, the last {END_S:.0f} for the summary")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="jobs, or patterns such as 'gpu.*'")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="jobs, or patterns such as 'gpu.*', in order")
     parser.add_argument("--skip", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--again", nargs="+", default=[], metavar="NAME", help="run it though it passed; or: failed")
     parser.add_argument("--gpus", type=int, help="use so many of the visible GPUs; default: all")
@@ -133,7 +133,11 @@ def parse(argv: Sequence[str] | None, jobs: Sequence[Job]) -> argparse.Namespace
         parser.error(f"--budget-s {options.budget_s:g}: give more than {END_S:.0f} s, which the end takes")
     if options.gpus is not None and options.gpus < 1:
         parser.error(f"--gpus {options.gpus}: give at least 1")
-    options.jobs = [job for job in jobs if job.name in names]
+    asked = options.only or ["*"]  # in this order
+    options.jobs = sorted(
+        (job for job in jobs if job.name in names),
+        key=lambda job: next(place for place, pattern in enumerate(asked) if fnmatchcase(job.name, pattern)),
+    )
     options.archive = options.archive and options.archive.resolve()
     return options
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -48,9 +49,8 @@ def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[C
 
 
 def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Transformer Engine's own GroupedLinear, as Megatron-Core's experts call it."""
+    """Transformer Engine's own GroupedLinear and SwiGLU in one kernel, without the router's weights."""
     import transformer_engine.pytorch as te  # before anything that makes PyTorch load cuDNN
-    from torch.nn.functional import silu
     from transformer_engine.common import recipe as recipes
 
     recipe = {
@@ -59,7 +59,7 @@ def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Cal
         "te delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID),
         "te tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID),
     }[arm]()
-    counts, num_experts = list(counts), len(counts)
+    counts, num_experts, swiglu = list(counts), len(counts), fused_swiglu()
     pad, unpad = te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts)
     settings = dict(bias=False, params_dtype=_bf16(), fuse_wgrad_accumulation=True)
     fc1 = te.GroupedLinear(num_experts, hidden, 2 * width, **settings)
@@ -70,11 +70,29 @@ def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Cal
     def run(x: torch.Tensor) -> torch.Tensor:
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             x, splits = (x, counts) if recipe is None else pad(x, counts)
-            gate, up = fc1(x, splits).chunk(2, dim=-1)
-            y = fc2(silu(gate) * up, splits)
+            y = fc2(swiglu(fc1(x, splits)), splits)
             return y if recipe is None else unpad(y, counts)
 
     return run
+
+
+@functools.cache
+def fused_swiglu() -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of h [T, 2F], silu(gate) * up, on Transformer Engine's kernels: one forward, one backward."""
+    import torch
+    import transformer_engine_torch as tex
+
+    class Swiglu(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(h)
+            return tex.swiglu(h, None)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return tex.dswiglu(grad, *ctx.saved_tensors, None)
+
+    return Swiglu.apply
 
 
 def _grouped(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -130,6 +148,7 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
     give_gradient_buffers(list(module.parameters())[::-1])
     for parameter in module.parameters():
         parameter.grad_added_to_main_grad = False  # Transformer Engine would copy a gradient that nobody reads
+        parameter.gradients_ready = lambda parameters: None  # as trainer/optimizer.py does without overlap
     return module
 
 

@@ -50,6 +50,7 @@ DUELS = (
     crossover.one_against("grouped bf16", "te bf16"),
     crossover.one_against_all("grouped fp8"),
 )
+_BUSY = ", busy"  # columns of a GPU that has something else to do first, while the host launches ahead
 _FIRST = ("grouped fp8", "te bf16", "grouped bf16", "te blockwise")  # arms that decide
 _FAMILY = ("experts", "hidden", "width", "pattern", "device")  # all of a shape but its tokens
 LAYER_ARMS = {
@@ -102,7 +103,10 @@ def token_counts(pattern: str, num_tokens: int, num_experts: int) -> list[int]:
 
 
 def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
-    """Bytes that a grouped arm moves between its products, forward and backward, without the products' own."""
+    """Bytes that a grouped arm moves between its products, forward and backward, without the products' own.
+
+    Weights, where they are FP8: 2 bytes of each are read, and one is written for each direction.
+    """
     from megatron_fp8rl.trainer import expert_kernels as kernels
 
     num_rows = sum(-(-count // 128) * 128 for count in counts)
@@ -110,7 +114,8 @@ def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
     fp8, columns = trainer != "bf16", trainer != "bf16" and wgrad == "fp8"
     operand = dict(rows=fp8, columns=columns, bf16=not columns)
     size = (shape.tokens, num_rows, shape.width)
-    return (
+    weights = 3 * shape.experts * shape.hidden * shape.width * (2 + 1 + 1) if fp8 else 0
+    return weights + (
         2 * kernels.permute_quantize_bytes(shape.tokens, num_rows, shape.hidden, **operand)
         + kernels.swiglu_quantize_bytes(*size, rows=fp8, bf16=not fp8)
         + kernels.unpermute_bytes(shape.tokens, shape.hidden, probs=True)
@@ -175,37 +180,42 @@ def measure_kernels(
         return not options.is_known(base | {"arm": name})
 
     if wanted("layout"):
-        ms = milliseconds(lambda: Layout.of(on_device, shape.tokens, counts), options.rounds)
+        ms = milliseconds(lambda: Layout.of(on_device, shape.tokens, counts), options.rounds, busy=1.0)
         yield base | {"arm": "layout", "ms": round(ms, 4)}
     for name, call, num_bytes in movement_calls(layout, shape.hidden, shape.width, "pow2"):
         if wanted(name):
-            ms = milliseconds(call, options.rounds)
+            ms = milliseconds(call, options.rounds, busy=1.0)
             speed = num_bytes / ms * 1e3
             found = {"GB/s": round(speed / 1e9), "of_copy": round(speed / ceilings["copy"], 3)}
             yield base | {"arm": name, "ms": round(ms, 4)} | found
     for name, call, num_operations in product_calls(layout, shape.hidden, shape.width):
         if wanted(name):
-            ms = milliseconds(call, options.rounds)
+            ms = milliseconds(call, options.rounds, busy=1.0)
             rate = num_operations / ms * 1e3
             of_dense = rate / ceilings["fp8" if name.endswith("fp8") else "bf16"]
             yield base | {"arm": name, "ms": round(ms, 4), "TFLOPs": round(rate / 1e12), "of_dense": round(of_dense, 3)}
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """One line per shape and pattern, milliseconds of each arm; the fastest FP8 arm against the fastest BF16 one."""
+    """One line per shape and pattern, milliseconds of each arm, also of a busy GPU; the fastest FP8 arm against the
+    fastest BF16 one."""
     lines: dict[tuple, Row] = {}
     for row in rows:
         if row["measured"] == "experts" and "ms" in row:
             key = tuple(row[name] for name in ("experts", "tokens", "hidden", "width", "pattern", "device"))
             names = ("experts", "tokens", "hidden", "width", "pattern", "device")
-            lines.setdefault(key, dict(zip(names, key)))[row["arm"]] = round(row["ms"], 3)
+            line = lines.setdefault(key, dict(zip(names, key)))
+            line[row["arm"]] = round(row["ms"], 3)
+            if "busy_ms" in row:
+                line[row["arm"] + _BUSY] = round(row["busy_ms"], 3)
             if row["arm"] == "grouped fp8":
-                lines[key]["floor"] = round(row["floor_ms"], 3)
+                line["floor"] = round(row["floor_ms"], 3)
     for line in lines.values():
-        arms = {arm: line[arm] for arm in ARMS if arm in line}
-        in_bf16 = [ms for arm, ms in arms.items() if arm.endswith(" bf16")]
-        in_fp8 = [ms for arm, ms in arms.items() if not arm.endswith(" bf16")]
-        line["bf16 : fp8"] = round(min(in_bf16) / min(in_fp8), 2) if in_bf16 and in_fp8 else None
+        for kind in ("", _BUSY):
+            arms = {arm: line[arm + kind] for arm in ARMS if arm + kind in line}
+            in_bf16 = [ms for arm, ms in arms.items() if arm.endswith(" bf16")]
+            in_fp8 = [ms for arm, ms in arms.items() if not arm.endswith(" bf16")]
+            line["bf16 : fp8" + kind] = round(min(in_bf16) / min(in_fp8), 2) if in_bf16 and in_fp8 else None
     return list(lines.values())
 
 
@@ -229,7 +239,8 @@ def write_section(rows: Sequence[Row]) -> None:
         "Milliseconds, forward and backward, weights quantized in every call, gradients added to FP32 buffers. Tokens "
         "count once for each of their experts. Floor: operations of `grouped fp8` at the rate of one dense 8192-cubed "
         "product without block scales, plus its bytes at the speed of a copy, both measured in the same run. Where one "
-        "is faster than the other is told in routed tokens of a rank, of those that were measured. " + layers.NOTES
+        "is faster than the other is told in routed tokens of a rank, of those that were measured. Busy: behind other "
+        "work of the GPU, as in a step whose launches are ahead; the other times contain the host's. " + layers.NOTES
     )
     kernels, ceilings = (
         [{name: value for name, value in row.items() if name != "measured"} for row in rows if row["measured"] == what]

@@ -2,10 +2,12 @@
 
     python -m benchmarks.grpo --config small_qwen3 --precision bf16 fp8 --layout colocated sleep
     python -m benchmarks.grpo --config small_qwen3_moe --precision bf16 fp8 --layout separate
+    python -m benchmarks.grpo --config small_qwen3_8_layers --precision fp8_invariant
 
 Every run is a process of ``python -m megatron_fp8rl rl`` with the same warm start, seed and problems; runs that have
 finished are not repeated, interrupted ones go on from their last checkpoint. The table and the plot are made of all
-runs under ``--folder``, so that several invocations add up.
+runs under ``--folder``, so that several invocations add up. ``fp8_invariant`` has the engine's bits in the trainer: a
+batch-invariant engine, and its attention and linears in the trainer's forward pass.
 
     colocated   one GPU for trainer and engine, which both keep their memory
     sleep       the same; the engine frees its memory while the trainer works, and the trainer its optimizer and
@@ -40,9 +42,14 @@ PRECISIONS = {
     "fp8_kv": (
         "--precision.trainer", "blockwise", "--precision.rollout", "blockwise", "--rollout.kv_cache_dtype", "fp8",
     ),
+    "fp8_invariant": (
+        "--precision.trainer", "blockwise", "--precision.rollout", "blockwise", "--precision.attention", "engine",
+        "--precision.linears", "deep_gemm", "--rollout.batch_invariant", "True",
+    ),
 }  # fmt: skip
 _WARM_STEPS = 2  # at the start: kernels compile and allocators grow
 _ENDS = 5  # steps that count as a run's start and end
+_EQUAL = 1e-8  # nats; below float32's rounding of a log-probability
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ def run_all(options: argparse.Namespace) -> None:
     started = time.monotonic()
     for run in plan_runs(options):
         left_s = options.budget_s - (time.monotonic() - started)
-        if run.data.is_done:
+        if run.data.is_done and not options.warm_start:
             continue
         if num_gpus() and num_gpus() < gpus_of(run.layout):
             print(f"SKIPPED {run.config} {run.name}: needs {gpus_of(run.layout)} GPUs, {num_gpus()} are here")
@@ -136,20 +143,33 @@ def run_all(options: argparse.Namespace) -> None:
         if left_s < options.run_s:
             print(f"SKIPPED {run.config} {run.name}: {left_s:.0f} s are left; run the same command again")
             continue
-        with locked(warm_start_dir(run), deadline_s=left_s):  # another such program may be at it
-            left_s = options.budget_s - (time.monotonic() - started)
-            if not warm_start_dir(run).exists():
-                log = run.folder / run.config / "warm_start.log"
-                if not run_logged(warm_start_command(run, options), log, max(left_s - 20, 1.0)):
-                    print(f"FAILED {run.config} warm start: {failure_in(log, left_s)}", flush=True)
-                    continue
-                left_s = options.budget_s - (time.monotonic() - started)
+        if not warm_start(run, options, started) or options.warm_start:
+            continue
+        left_s = options.budget_s - (time.monotonic() - started)
+        print(f"{time.monotonic() - started:5.0f} s  {run.config} {run.name} starts", flush=True)
         log = run.run_dir.with_suffix(".log")
         began = time.monotonic()
         ended_well = run_logged(command(run, options), log, max(left_s - 20, 1.0))
         if not (ended_well or RunData(run.run_dir).is_done):
             print(f"FAILED {run.config} {run.name}: {failure_in(log, left_s)}", flush=True)
         print("RESULT", json.dumps(summary(run) | {"wall_s": round(time.monotonic() - began, 1)}), flush=True)
+
+
+def warm_start(run: Run, options: argparse.Namespace, started: float) -> bool:
+    """Have the checkpoint that all runs of a configuration start from, by this program or another; whether it is there."""
+    left_s = options.budget_s - (time.monotonic() - started)
+    with locked(warm_start_dir(run), deadline_s=max(left_s, 1.0)):
+        if not warm_start_dir(run).exists():
+            log = run.folder / run.config / "warm_start.log"
+            left_s = options.budget_s - (time.monotonic() - started)
+            if not run_logged(warm_start_command(run, options), log, max(left_s - 20, 1.0)):
+                print(f"FAILED {run.config} warm start: {failure_in(log, left_s)}", flush=True)
+                return False
+    curve = RunData(warm_start_dir(run).parent)
+    steps, rate = len(curve.values("train/loss/mean")), curve.last("sft/expected_pass_rate/mean")
+    said = f"{steps} steps, pass rate {_shown(rate, '.3f')}"
+    print(f"{time.monotonic() - started:5.0f} s  the warm start of {run.config} is there: {said}", flush=True)
+    return True
 
 
 def found_runs(folder: Path) -> list[Run]:
@@ -192,6 +212,7 @@ def summary(run: Run) -> dict[str, Any]:
         "held_out_start": data.first("eval/pass_rate/mean"),
         "held_out_end": data.last("eval/pass_rate/mean"),
         "abs_logprob_diff": data.mean("mismatch/abs_logprob_diff/mean"),
+        "abs_logprob_diff_max": max(data.values("mismatch/abs_logprob_diff/max"), default=None),
         "kl_k3": data.mean("mismatch/kl_k3/mean"),
         "step_s": sum(phase_seconds(data).values()),
         "phases_s": phase_seconds(data),
@@ -219,6 +240,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> str:
                 f"reward, first {_ENDS} to last {_ENDS} steps": rewards,
                 "held-out pass rate": held_out,
                 "mean abs(old - rollout)": _shown(row["abs_logprob_diff"], ".1e"),
+                "largest": _shown(row["abs_logprob_diff_max"], ".1e"),
                 "KL (k3)": _shown(row["kl_k3"], ".1e"),
                 "sampled tokens/s": _shown(row["rollout_tokens_per_s"], ",.0f"),
                 "trained tokens/s": _shown(row["train_tokens_per_s"], ",.0f"),
@@ -245,7 +267,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
     with styled():
         figure = new_figure(15.0, 9.0)
         (reward, mismatch), (phases, speed) = figure.subplots(2, 2)
-        mismatch.set_yscale("log")
+        mismatch.set_yscale("symlog", linthresh=_EQUAL)  # a log scale would hide steps without any difference
         named: set[str] = set()
         for run in runs:
             label = labels[run]
@@ -254,7 +276,7 @@ def draw(runs: Sequence[Run], path: Path) -> None:
             curve(reward, *run.data.series("reward/score/mean"), **how)
             curve(mismatch, *run.data.series("mismatch/abs_logprob_diff/mean"), **how)
         finish(reward, "Reward")
-        finish(mismatch, "Mean |old - rollout|", y="nats, log scale", legend=False)
+        finish(mismatch, "Mean |old - rollout|", y=f"nats, log scale above {_EQUAL:.0e}", legend=False)
         first = {kind: next(run for run in runs if labels[run] == kind) for kind in kinds}
         lefts = dict.fromkeys(kinds, 0.0)
         for phase, color in zip(PHASES, (*CYCLE, "#9BD3C0"), strict=False):
@@ -280,7 +302,9 @@ def write_section(folder: Path, plot: Path) -> None:
         "Same warm start, problems and seeds within a configuration; s/step is the sum of its phases' medians, without "
         "evaluations and checkpoints. colocated: one GPU for both ends; sleep: the same, "
         "taking turns in memory; separate: 2 GPUs for the trainer, 2 for one engine. KV tokens: the context that the "
-        "engine's cache holds, from its log; how much memory it may take differs between the layouts.\n\n"
+        "engine's cache holds, from its log; how much memory it may take differs between the layouts. Largest: of any "
+        "token of any step. fp8_invariant: a batch-invariant engine, whose attention and linears the trainer's forward "
+        "pass has too.\n\n"
         f"![Reward, mismatch, seconds by phase and speed of all runs]({plot.name})"
     )
     record.section("grpo", "GRPO from start to end", tables(rows), notes=notes, path=plot.parent / "measured.md")
@@ -294,6 +318,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", nargs="+", type=int, default=[1])
     parser.add_argument("--steps", type=int, default=0, help="of reinforcement learning; 0: the configuration's")
     parser.add_argument("--sft-steps", type=int, default=0, help="of the warm start; 0: the configuration's")
+    parser.add_argument("--warm-start", action="store_true", help="make what all runs start from, and start none")
     parser.add_argument("--quick", action="store_true", help="a few steps of tiny_qwen3_moe, on any machine")
     parser.add_argument("--budget-s", type=float, default=570.0, help="for all runs of this invocation")
     parser.add_argument("--run-s", type=float, default=120.0, help="start no run with less than this left")
@@ -312,7 +337,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     run_all(options)
-    if found_runs(options.folder):
+    if found_runs(options.folder) and not options.warm_start:
         with record.turn(options.plot.parent / "measured.md"):
             write_section(options.folder, options.plot)
     return 0

@@ -155,8 +155,8 @@ class JobRunner:
         return self._logs / f"{job.name}.log"
 
     def _environment(self, job: Job, gpus: Sequence[str]) -> dict[str, str]:
-        share = max(1, (os.cpu_count() or 1) * job.num_gpus // self._num_gpus)  # of the cores; tests take one each
-        threads = {} if job.module == "pytest" else {"OMP_NUM_THREADS": str(share)}
+        share = (os.cpu_count() or 1) * job.num_gpus // self._num_gpus // (MAX_LIGHT if job.is_light else 1)
+        threads = {} if job.module == "pytest" else {"OMP_NUM_THREADS": str(max(1, share))}  # tests take one each
         return threads | os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "PYTHONUNBUFFERED": "1"}
 
     def _look_at(self, one: _Running) -> None:

@@ -62,12 +62,15 @@ def _benchmark(name: str, arguments: str, seconds: float, limit_s: float, **more
 
 _QUICK_PROBE = "--layers 3 --quick --rollout.num_replicas 1 --rollout.placement colocated"
 _SAME_KERNELS = "--precision.attention engine --precision.linears deep_gemm"
+_SAME_EXPERTS = "--precision.experts deep_gemm --rollout.moe_backend deep_gemm"
 _8B = "--layers 8 --compile eager"
 _30B = "--model qwen3_30b_a3b --layers 5 --compile eager"
 _POW2 = "--scales pow2 --rollout bf16 fp8 fp8_kv --trainer bf16 blockwise delayed engine 'engine, deep_gemm'"
 _FP32 = "--scales fp32 --rollout fp8 fp8_kv --trainer bf16 blockwise engine"
 _INVARIANT = "--scales pow2 --rollout bf16 fp8 --trainer bf16 blockwise engine 'engine, deep_gemm' --batch-invariant"
-_GROUPED = "--scales pow2 --rollout fp8 --trainer blockwise 'engine, deep_gemm' --experts deep_gemm --moe deep_gemm"
+_GROUPED = (
+    "--scales pow2 --rollout fp8 --trainer blockwise engine 'engine, deep_gemm' --experts deep_gemm --moe deep_gemm"
+)
 _SPEED = "--compile off --shape short"
 _CURVE = "--config small_qwen3_8_layers --layout colocated"
 _NCCL = "tests/multi_gpu/test_publish_nccl.py"
@@ -82,7 +85,7 @@ _LIGHT_TESTS = {
     "primary_weights": (90, 200),
     "te_training": (60, 150),
     "expert_kernels": (40, 150),
-    "engine_bits": (40, 120),
+    "engine_bits": (70, 200),
     "dispatch": (40, 120),
     "logprobs": (40, 120),
     "attention": (30, 90),
@@ -115,23 +118,30 @@ def _updates() -> Iterator[Job]:
         *(("small_moe", "moe", experts) for experts in ("triton", "deep_gemm")),
     ):
         name = f"updates.{option}_{kernels}"
-        yield _benchmark(name, f"--model {model} --{option} {kernels}", 180, 300, is_light=True)
+        scales = "fp32" if kernels in ("cutlass", "triton") and option == "linear" else "pow2"  # what a run may have
+        yield _benchmark(name, f"--model {model} --{option} {kernels} --scales {scales}", 180, 300, is_light=True)
 
 
 JOBS = (
     *_tests(),
+    # The runs of a curve start from it, and whoever comes before it is done makes it.
+    _benchmark("grpo.warm_start", f"{_CURVE} --precision bf16 --warm-start", 120, 300, shortest_s=60, tail_s=25,
+               is_light=True),
     *_updates(),
-    _benchmark("grpo.bf16", f"{_CURVE} --precision bf16", 250, 400, shortest_s=160, tail_s=10),
-    _benchmark("grpo.fp8", f"{_CURVE} --precision fp8", 300, 450, shortest_s=160, tail_s=10),
+    *(
+        _benchmark(f"grpo.{name}", f"{_CURVE} --precision {name}", seconds, 450, shortest_s=150, tail_s=25)
+        for name, seconds in (("bf16", 200), ("fp8", 260), ("fp8_invariant", 280))
+    ),
     _benchmark("mismatch.8b", f"{_8B} {_POW2}", 170, 300, min_gpu_gib=110),
     _benchmark("mismatch.30b", f"{_30B} {_POW2}", 190, 320, min_gpu_gib=120),
     _benchmark("mismatch.8b_invariant", f"{_8B} {_INVARIANT}", 150, 300, min_gpu_gib=100),
-    _benchmark("mismatch.30b_invariant", f"{_30B} {_INVARIANT}", 160, 300, min_gpu_gib=120),
+    _benchmark("mismatch.30b_invariant", f"{_30B} {_GROUPED} --batch-invariant", 160, 300, min_gpu_gib=120),
     _benchmark("mismatch.30b_grouped", f"{_30B} {_GROUPED}", 140, 280, min_gpu_gib=110),
     _benchmark("mismatch.8b_fp32", f"{_8B} {_FP32}", 150, 300, min_gpu_gib=100),
     _benchmark("mismatch.30b_fp32", f"{_30B} {_FP32}", 160, 300, min_gpu_gib=120),
     _benchmark("rollout_speed.8b_bf16", f"--model qwen3_8b --precision bf16 {_SPEED}", 140, 260),
     _benchmark("rollout_speed.8b_fp8", f"--model qwen3_8b --precision fp8 {_SPEED}", 230, 400),
+    _benchmark("rollout_speed.8b_invariant", f"--model qwen3_8b --precision fp8 --batch-invariant {_SPEED}", 260, 400),
     _benchmark("rollout_speed.8b_fp8_kv", f"--model qwen3_8b --precision fp8_kv {_SPEED}", 230, 400),
     _benchmark("experts.one_shape", "--shape 128,131072,2048,768", 110, 200),
     _benchmark("experts.layers", "--layers 4", 120, 300, shortest_s=90, tail_s=40),
@@ -145,15 +155,14 @@ JOBS = (
     *(
         _benchmark(f"probe.30b_{name}", f"grpo_qwen3_30b_a3b {_QUICK_PROBE} --rollout.tensor 1 {_SAME_KERNELS} "
                    f"--output_dir runs/benchmarks/probe/{name} {more}", 110, 200)
-        for name, more in (("invariant", "--rollout.batch_invariant True"),
-                           ("grouped", "--precision.experts deep_gemm --rollout.moe_backend deep_gemm"))
+        for name, more in (("invariant", f"{_SAME_EXPERTS} --rollout.batch_invariant True"), ("grouped", _SAME_EXPERTS))
     ),
     _benchmark("mismatch.quick", "--quick --compile eager", 120, 300),
     _benchmark("recipes.small_moe", "--model small_moe", 400, 600, shortest_s=120, tail_s=60),
     _benchmark("same_bytes.30b", "--model qwen3_30b_a3b", 170, 300, min_gpu_gib=120),
     _benchmark("rollout_speed.30b", f"--model qwen3_30b_a3b --precision bf16 fp8 {_SPEED}", 450, 600),
     _benchmark(
-        "grpo.small", "--config small_qwen3 --steps 30 --layout colocated sleep", 900, 1200, shortest_s=300, tail_s=10
+        "grpo.small", "--config small_qwen3 --steps 30 --layout colocated sleep", 900, 1200, shortest_s=300, tail_s=25
     ),
     _benchmark("memory", "", 90, 240),
     _benchmark("publish.quick", "--quick", 100, 240),
@@ -166,5 +175,5 @@ JOBS = (
         for layout in ("tp2+tp2", "ep2+ep2", "tp2ep2+ep2", "pp2+tp2")
     ),
     _benchmark("four_gpus.grpo", "--config small_qwen3_moe --steps 30 --layout separate", 400, 600, num_gpus=4,
-               shortest_s=150, tail_s=10),
+               shortest_s=150, tail_s=25),
 )  # fmt: skip

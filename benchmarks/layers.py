@@ -7,8 +7,10 @@ Used by benchmarks/experts.py and benchmarks/linears.py. Two measurements of eac
     step_ms, tokens_per_s     a training step with the model's own vocabulary: gradients set to zero, forward, loss,
                               backward, gradient norm, AdamW; one microbatch
 
-Weights and tokens are random, so a router spreads them nearly evenly; ``busiest`` is the largest number of tokens that
-an expert got over the mean of its layer, in the worst layer.
+Weights are random, and hidden states of random layers are much alike: a router would send most tokens to a few experts.
+Its logits are drawn at random instead, in every pass, by Megatron-Core's switch for such measurements
+(``moe_router_force_load_balancing``); their gradient goes on to the router. ``busiest`` is the largest number of tokens
+that an expert got over the mean of its layer, in the worst layer.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from benchmarks.training import batches, free_memory, model_of, single_rank, tra
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 
 if TYPE_CHECKING:
+    import torch
     from megatron.core.distributed import DistributedDataParallel
 
     from megatron_fp8rl.trainer.forward import Forward
@@ -41,8 +44,9 @@ _WARM = 3  # kernels compile in the first, which gives delayed scaling a past
 _STEPS = 5
 NOTES = (
     "Layers: milliseconds of forward and backward with a vocabulary of 2,048, gradients added to FP32 buffers, weights "
-    "quantized once for both, no optimizer; steps with the model's own vocabulary and AdamW, one microbatch. `busiest` "
-    "is the largest number of tokens of an expert over the mean of its layer."
+    "quantized once for both, no optimizer; steps with the model's own vocabulary and AdamW, one microbatch. `te` and "
+    "`bf16` are Transformer Engine's kernels and cuBLAS's, with Megatron-Core's fused SwiGLU. Routers choose at random, "
+    "which balances the experts: `busiest` is the largest number of tokens of an expert over the mean of a layer."
 )
 
 
@@ -59,13 +63,17 @@ def run_of(model_name: str, num_layers: int, precision: PrecisionConfig, *, toke
 
 
 def random_chunks(cfg: RunConfig, parallel: Parallel) -> list[DistributedDataParallel]:
-    """A model whose random weights are drawn where they lie: in a second, and in no run's numbers."""
+    """A model whose random weights are drawn where they lie: in a second, and in no run's numbers. Routers balance."""
     import torch
+    from megatron.core.utils import get_model_config
 
     from megatron_fp8rl.trainer.model import build_chunks, named_global_parameters
     from megatron_fp8rl.trainer.optimizer import wrap_chunks
 
     models = build_chunks(replace(cfg, model=replace(cfg.model, hf_path="filled below")), parallel)
+    for model in models:
+        get_model_config(model).moe_router_force_load_balancing = True
+        _fuse_swiglu(model)
     torch.manual_seed(cfg.seed)
     std = cfg.model.initializer_range
     for name, parameter in named_global_parameters(models, parallel):
@@ -80,6 +88,35 @@ def random_chunks(cfg: RunConfig, parallel: Parallel) -> list[DistributedDataPar
         chunk.train()
         chunk.zero_grad_buffer()
     return chunks
+
+
+def _fuse_swiglu(model: torch.nn.Module) -> None:
+    """Have linears and experts on Transformer Engine's kernels, and in BF16, compute SwiGLU in one kernel, experts with
+    the router's weights.
+
+    So does Megatron-Core, whose kernels these are (from torch.compile). The library's own modules take several, which
+    would make the arms that others are compared with slower than they need be.
+    """
+    import torch
+    from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
+    from megatron.core.utils import get_model_config
+
+    from megatron_fp8rl.trainer.layers import Experts
+
+    torch._dynamo.config.suppress_errors = True  # without a compiler: PyTorch's kernels, as before
+    get_model_config(model).bias_activation_fusion = True  # of dense layers whose kernels are not DeepGEMM
+
+    def fused(experts: Experts) -> Callable:
+        def forward(hidden: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor) -> tuple:
+            splits = tokens_per_expert.tolist()
+            h, _ = experts.linear_fc1(hidden, splits)
+            return experts.linear_fc2(weighted_bias_swiglu_impl(h, None, probs[:, None]), splits)[0], None
+
+        return forward
+
+    for module in model.modules():
+        if isinstance(module, Experts):
+            module.forward = fused(module)
 
 
 def random_batch(cfg: RunConfig, tokens: int, length: int) -> TrainBatch:
@@ -188,6 +225,7 @@ def measure(model_name: str, arms: Mapping[str, PrecisionConfig], options: argpa
         for arm, precision in arms.items():
             num_layers = first.model.num_layers
             row: Row = {"measured": "layers", "what": model_name, "layers": num_layers, "tokens": TOKENS, "arm": arm}
+            row |= {"pattern": "balanced"} if first.model.is_moe else {}
             if options.is_known(row) or not options.budget.allows(f"{num_layers} layers, {arm}"):
                 continue
             with options.budget.case():
@@ -204,8 +242,12 @@ def measure(model_name: str, arms: Mapping[str, PrecisionConfig], options: argpa
 
 
 def table(rows: Sequence[Row]) -> list[Row]:
-    """The rows of layers, each with how much faster it is than BF16 of the same layers by Transformer Engine."""
+    """The rows of layers, each with how much faster it is than BF16 of the same layers by Transformer Engine.
+
+    Without those of experts that were not balanced, which were measured before routers chose at random.
+    """
     rows = [row for row in rows if row["measured"] == "layers" and "ms" in row]
+    rows = [row for row in rows if "pattern" in row or "busiest" not in row]
     lines = []
     for row in rows:
         key = [row[name] for name in ("what", "layers", "tokens", "device")]

@@ -107,7 +107,7 @@ def measure_kernels(shape: Shape, ceilings: dict[str, float], options: argparse.
         row = {"measured": "kernels", **vars(shape), "arm": name}
         if options.is_known(row):
             continue
-        ms = milliseconds(call, options.rounds)
+        ms = milliseconds(call, options.rounds, busy=1.0)
         row["ms"] = round(ms, 4)
         if operations:
             rate = operations / ms * 1e3

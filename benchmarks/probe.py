@@ -103,8 +103,9 @@ def differences(
 
     prompt = prompt_of(cfg, options)
     with single_rank(cfg) as parallel:
-        policy, history = build_policy(cfg, parallel, options)
-        with Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir) as fleet:
+        with Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir, wait=False) as fleet:  # while the trainer learns
+            policy, history = build_policy(cfg, parallel, options)
+            fleet.wait_until_ready()
             exporter = WeightExporter(policy, fleet, cfg)
             try:
                 if cfg.rollout.kv_cache_dtype == "fp8":

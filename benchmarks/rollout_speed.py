@@ -2,6 +2,7 @@
 
     python -m benchmarks.rollout_speed --model qwen3_8b --precision bf16 fp8 fp8_kv --shape short long
     python -m benchmarks.rollout_speed --model qwen3_8b --precision fp8 --linear deep_gemm cutlass triton --shape long
+    python -m benchmarks.rollout_speed --model qwen3_8b --precision fp8 --batch-invariant --compile off --shape short
 
 Engines start as a run starts them (rollout/fleet.py, rollout/engine.py), on dummy weights, and are asked as a run asks
 them: over HTTP, a seed per request, log-probabilities of the sampled tokens. One engine serves all shapes of a
@@ -40,7 +41,8 @@ MODELS = {
     "qwen3_30b_a3b": qwen3.qwen3_30b_a3b,
     "tiny": lambda: tiny.tiny_qwen3().model,
 }
-KEYS = ("model", "precision", "linear", "moe", "attention", "compile", "environment", "shape", "device")
+KEYS = ("model", "precision", "linear", "moe", "attention", "compile", "batch_invariant", "environment", "shape",
+        "device")  # fmt: skip
 # Variables that say where files lie or what is logged, or choose a sampler that processed_logprobs rules out.
 _NOT_KERNELS = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_LOGGING_LEVEL", "VLLM_USE_FLASHINFER_SAMPLER")
 _WARM_TOKENS = 16  # sampled before the clock runs: kernels compile, caches fill
@@ -68,11 +70,13 @@ class Cell:
     moe: str
     attention: str
     compile: bool
+    batch_invariant: bool
 
     @property
     def name(self) -> str:
         parts = [self.model, self.precision, self.linear, self.moe, self.attention]
-        return "-".join([*parts, "compiled" if self.compile else "graphs"])
+        parts += ["compiled" if self.compile else "graphs", *["invariant"] * self.batch_invariant]
+        return "-".join(parts)
 
 
 def plan_cells(options: argparse.Namespace) -> Iterator[Cell]:
@@ -86,7 +90,8 @@ def plan_cells(options: argparse.Namespace) -> Iterator[Cell]:
             moe = "auto" if moe == "deep_gemm" else moe
         if not MODELS[model]().is_moe:
             moe = "auto"
-        cell = Cell(model, precision, linear, moe, attention, compiled == "on")
+        is_compiled = compiled == "on" and not options.batch_invariant
+        cell = Cell(model, precision, linear, moe, attention, is_compiled, options.batch_invariant)
         if cell not in seen:
             seen.add(cell)
             yield cell
@@ -103,6 +108,7 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
         moe_backend=cell.moe,
         attention_backend=cell.attention,
         torch_compile=cell.compile,
+        batch_invariant=cell.batch_invariant,
         gpu_memory_utilization=0.9,
         request_deadline_s=1200.0,
         max_tokens_per_microbatch=8192,  # no trainer runs, but a run has to hold its sequences
@@ -206,7 +212,9 @@ def measure(cell: Cell, shapes: dict[str, Shape], common: Row, bandwidth: float)
             row |= {"start_s": round(time.perf_counter() - started, 1), **read_log(_log(cfg))}
             for seed, (name, shape) in enumerate(shapes.items(), 1):
                 warm = min(_WARM_TOKENS, shape.completion_tokens)
+                print(f"{time.perf_counter() - started:5.0f} s  {cell.name}: the engine samples {name}", flush=True)
                 sample(fleet, shape, cfg.model.vocab_size, max_tokens=warm, seed=10 * seed)
+                print(f"{time.perf_counter() - started:5.0f} s  {cell.name}: warm", flush=True)
                 seconds = sample(fleet, shape, cfg.model.vocab_size, max_tokens=shape.completion_tokens, seed=seed)
                 limit = roofline(cfg.model, cell.precision, shape, bandwidth)
                 tokens_per_s = shape.num_sequences * shape.completion_tokens / seconds
@@ -232,6 +240,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     shown = []
     for row in sorted(rows, key=lambda r: (r["model"], r["shape"], -(r.get("tokens_per_s") or 0.0))):
         chosen = f"{row['linear']} / {row['moe']} / {row['attention']}" + ("" if row["compile"] else ", no compile")
+        chosen += ", batch-invariant" * row["batch_invariant"]
         chosen += "".join(f", {name}={value}" for name, value in row["environment"].items())
         if "error" in row:
             numbers = dict.fromkeys(("tokens/s", "of roofline", "KV tokens", "start s"), "-")
@@ -258,7 +267,9 @@ def write_section(rows: Sequence[Row]) -> None:
     notes = (
         f"Shapes: {shapes}. tokens/s: sampled tokens over the whole time, prefill included. Dummy weights, one GPU, "
         "90 % of its memory. The roofline reads every needed matrix and the cache once per step at the bandwidth of "
-        "the data sheet. Start: from the fleet's start to the first answer, on files that are cached or not as found."
+        "the data sheet. Start: from the fleet's start to the first answer, on files that are cached or not as found. "
+        "Batch-invariant engines, whose results do not depend on what else is in a batch, are never compiled: what "
+        "they cost is the difference to the same engine with no compile."
     )
     record.section("rollout_speed", "Rollout throughput", table(rows), notes=notes)
 
@@ -273,6 +284,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     attention = ["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"]
     parser.add_argument("--attention", nargs="+", choices=attention, default=["auto"])
     parser.add_argument("--compile", nargs="+", choices=["on", "off"], default=["on"], help="torch.compile")
+    parser.add_argument("--batch-invariant", action="store_true", help="vLLM's batch-invariant kernels")
     parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["short", "long"])
     parser.add_argument("--quick", action="store_true", help="qwen3_8b in FP8, short, no torch.compile; tiny on a CPU")
     parser.add_argument("--again", action="store_true", help="measure also what --results has already")

@@ -11,6 +11,7 @@ from typing import Any
 from benchmarks.results import Results, Row, copy_bandwidth, timed
 
 Call = Callable[[], Any]
+_CYCLES = 2_000_000  # of a GPU in a millisecond: those of Hopper at its highest clock
 
 
 def device() -> str:
@@ -20,8 +21,13 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def milliseconds(call: Call, rounds: int, warm: int = 4) -> float:
-    """Median time of ``call`` on the GPU; its launches have to keep up, or what is timed is the host."""
+def milliseconds(call: Call, rounds: int, warm: int = 4, *, busy: float = 0.0) -> float:
+    """Median time of ``call`` on a GPU that has nothing else to do: where the host launches more slowly than the GPU
+    computes, the host's.
+
+    ``busy``: so many milliseconds before each call the GPU gets something else to do, about. While it is busy the host
+    launches ahead, as in a training step whose queue is full; the time is then the GPU's alone.
+    """
     import torch
 
     for _ in range(warm):
@@ -31,6 +37,8 @@ def milliseconds(call: Call, rounds: int, warm: int = 4) -> float:
     times = []
     for _ in range(rounds):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if busy:
+            torch.cuda._sleep(round(busy * _CYCLES))
         begin.record()
         call()
         end.record()
@@ -42,7 +50,8 @@ def milliseconds(call: Call, rounds: int, warm: int = 4) -> float:
 def passes(forward: Call, both: Call, rounds: int) -> Row:
     """Times of forward and of forward and backward, and the memory that they take besides what is there already.
 
-    ``first_s`` are the seconds of the first call, in which kernels compile; no other number contains them.
+    ``first_s`` are the seconds of the first call, in which kernels compile; no other number contains them. ``ms`` is
+    of a GPU that waits for the host, ``busy_ms`` of one that does not: see :func:`milliseconds`.
     """
     import torch
 
@@ -53,6 +62,7 @@ def passes(forward: Call, both: Call, rounds: int) -> Row:
         timed(both)
         row["peak_GiB"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
     row["ms"] = round(milliseconds(both, rounds), 4)
+    row["busy_ms"] = round(milliseconds(both, rounds, warm=1, busy=1 + 2 * row["ms"]), 4)
     return row | {"forward_ms": round(milliseconds(forward, rounds), 4)}
 
 

@@ -181,7 +181,14 @@ def difference(found: Answers, expected: Answers) -> float:
 
 
 def run_case(case: Case, parallel: Parallel) -> Row:
-    """Start the engines, publish five times, compare. Refusals are rows, other errors are raised."""
+    """Start the engines, publish five times, compare. Refusals are rows, other errors are raised.
+
+    Every phase is a line with its seconds, so that a log tells how far a case came that was cut short.
+    """
+    started = time.monotonic()
+
+    def say(what: str) -> None:
+        print(f"{time.monotonic() - started:5.0f} s  {case.name}: {what}", flush=True)
     from benchmarks.light_policy import LightPolicy, light_policy
     from megatron_fp8rl.config import ConfigError
     from megatron_fp8rl.data.model_dir import write_model_dir
@@ -203,20 +210,27 @@ def run_case(case: Case, parallel: Parallel) -> Row:
             for seed, source in weights.items():
                 folder = write_checkpoint(cfg, source, model_dir, Path(cfg.run_dir) / f"weights-{seed}")
                 loaded[seed] = stack.enter_context(start_loading(cfg, folder))
+            say("checkpoints are written")
             for engine in (fleet, *loaded.values()):
                 engine.wait_until_ready()
             kernels = fleet.kernels
+            say(f"{1 + len(loaded)} engines are ready: {kernels}")
             expected, noise = {}, 0.0
             for seed, engine in loaded.items():
                 expected[seed] = ask(engine, cfg.model.vocab_size)
                 noise = max(noise, difference(ask(engine, cfg.model.vocab_size), expected[seed]))
+                say(f"set {seed} is asked of the engine that loaded it; so far engines repeat themselves to {noise!r}")
                 engine.shutdown()
             exporter = WeightExporter(policy, fleet, cfg)
             stack.callback(exporter.close)
-            found = list(publish_rounds(cfg, policy, weights, fleet, exporter))
+            differences = []
+            answered = publish_rounds(cfg, policy, weights, fleet, exporter)
+            for answers, (seed, level) in zip(answered, ROUNDS, strict=True):
+                differences.append(difference(answers, expected[seed]))
+                say(f"publication of set {seed}, sleep level {level}: difference {differences[-1]!r}")
     except (ConfigError, EngineError, TransportError, WeightMismatch) as error:
+        say(f"refused: {error}")
         return {"outcome": "refused", "reason": reason(error), "kernels": kernels}
-    differences = [difference(got, expected[seed]) for got, (seed, _) in zip(found, ROUNDS, strict=True)]
     num_equal = sum(d <= noise for d in differences)
     return {
         "outcome": "pass" if num_equal == len(ROUNDS) else "FAILED",

@@ -47,7 +47,7 @@ BLIND = {"trainer": "rollout", "rollout": "trainer"}  # these never see each oth
 CONFINED = {
     "megatron": ("trainer/", "weights/export.py"),
     "transformer_engine": ("trainer/", "fp8/recipe.py"),
-    "vllm": ("rollout/", "trainer/fused_attention.py"),  # there for a kernel
+    "vllm": ("rollout/", "trainer/fused_attention.py", "trainer/routing.py"),  # there for a kernel
     "nemo_run": (),
     "wandb": ("observe/",),
     "matplotlib": ("observe/",),

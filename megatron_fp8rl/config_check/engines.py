@@ -119,8 +119,12 @@ def _check_kernels(found: Findings, accelerator: str) -> None:
     if rollout.batch_invariant:
         if accelerator == "cpu":
             found.refuse("rollout.batch_invariant", "chooses GPU kernels, and there is no GPU", "Leave it out")
-        if rollout.moe_backend == "deep_gemm":
-            found.refuse("rollout.moe_backend", "is not among vLLM's batch-invariant kernels", "Set triton")
+        if rollout.moe_backend == "deep_gemm" and precision.scales == "fp32":
+            found.refuse(
+                "rollout.moe_backend",
+                "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant",
+                "Set triton, or --precision.scales pow2",
+            )
         if rollout.transport == "nccl" or (rollout.transport == "auto" and rollout.placement == "remote"):
             found.refuse(
                 "rollout.transport",

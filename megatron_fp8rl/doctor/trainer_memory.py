@@ -36,9 +36,9 @@ from megatron_fp8rl.doctor.parameters import RankWeights, on_trainer_rank
 from megatron_fp8rl.weights.names import padded_vocab_size
 from megatron_fp8rl.weights.plan import TrainerLayout
 
-# Not arithmetic but allowances: a CUDA context with its modules and cuBLAS's workspaces, and NCCL's buffers for each
-# process group that has more than one rank.
-_CONTEXT_BYTES = int(1.2 * GIB)
+# Not arithmetic but allowances: a CUDA context with its modules and cuBLAS's workspaces (measured on one H200: 1.7 GiB
+# for a dense model, 2.1 for one with experts), and NCCL's buffers for each process group that has more than one rank.
+_CONTEXT_BYTES = int(1.9 * GIB)
 _GROUP_BYTES = int(0.2 * GIB)
 
 
@@ -176,15 +176,18 @@ def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
     """Temporaries of the backward pass of log-probabilities: see ``trainer/logprobs.py``.
 
     Gradients of the head's shard, summed over chunks in FP32, or in the parameters' type when one chunk holds all
-    tokens, and of the hidden states. Beside them, a chunk at a time, FP32 logits and their gradient; then that gradient
-    in the parameters' type and its product with the hidden states; at the end the head's gradient in that type.
+    tokens, and of the hidden states. Beside them, a chunk at a time, logits that become their own gradient, in the
+    parameters' type, and the product of that with the hidden states; at the end the head's gradient in that type.
+    With FP32 parameters, logits and their gradient apart.
     """
     rows = padded_vocab_size(cfg.model, cfg.parallel.tensor) / cfg.parallel.tensor
     chunk = min(cfg.optim.logprob_chunk_tokens, tokens.context)
     element = Bytes.of(cfg).weight
     logits, head = chunk * rows, rows * cfg.model.hidden_size
     summed = head * (4 if chunk < tokens.context else element)
-    widest = max(logits * (4 + 4), (logits + head) * element)
+    widest = (logits + head) * element
+    if element == 4:
+        widest = max(widest, logits * (4 + 4))
     return summed + widest + tokens.context * cfg.model.hidden_size * element
 
 

@@ -189,8 +189,12 @@ class Tensorwise:
 
     @staticmethod
     def scale(amax_E: Tensor, fmt: Format) -> Tensor:
-        """What values are multiplied by before they are rounded, float32; 1 for a tensor of zeros."""
-        scale = torch.where(amax_E == 0, 1.0, fmt.max / amax_E)
+        """What values are multiplied by before they are rounded, float32; 1 for a tensor of zeros.
+
+        Rounded once, as in Transformer Engine. torch divides a number by a tensor through the tensor's rounded
+        reciprocal, whose last bit sends what lies exactly between two FP8 numbers to the other one.
+        """
+        scale = torch.where(amax_E == 0, 1.0, torch.full_like(amax_E, fmt.max) / amax_E)
         return scale.clamp_(max=torch.finfo(torch.float32).max)
 
     def _tokens(

@@ -1,5 +1,5 @@
-"""What vLLM learns from this package: our weight transfer engine, a norm that is batch-invariant, and, without a GPU,
-our emulated FP8 kernels.
+"""What vLLM learns from this package: our weight transfer engine, norms and experts that are batch-invariant, and,
+without a GPU, our emulated FP8 kernels.
 
 In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's own registries.
 Which process: each process of a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the
@@ -47,3 +47,7 @@ def register() -> None:
         from megatron_fp8rl.rollout import invariant_norm
 
         invariant_norm.register()
+        if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":
+            from megatron_fp8rl.rollout import invariant_experts
+
+            invariant_experts.register()

@@ -5,7 +5,8 @@ the tokens' order. Runs on every trainer rank.
 
 On a GPU with Transformer Engine its permutation kernels move the tokens. They sum the outputs of a token's experts, and
 the gradients of its copies, in FP32, expert after expert, and round once. Megatron-Core's other way scatters BF16 sums
-with atomic additions, which round after each expert, in an order of their own in every run.
+with atomic additions, which round after each expert, in an order of their own in every run. Where the engine multiplies
+by the router's weights in that sum, ``combine.py`` adds up.
 
 Where a rank has all experts, tokens are sorted already when Megatron-Core would sort them by the experts of the rank:
 two copies of all routed tokens in each direction, that change nothing.
@@ -21,13 +22,28 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
+from megatron_fp8rl.trainer.combine import add_up
+
 
 def has_fused_permutation(device: torch.device) -> bool:
     """Whether Transformer Engine's permutation kernels run here, as Megatron-Core found them."""
     return device.type == "cuda" and moe_utils.fused_permute_with_probs is not None
 
 
-class OneRankDispatcher(MoEAlltoAllTokenDispatcher):
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron-Core's, which can multiply by the router's weights where it adds up a token's experts."""
+
+    weighs: bool = False  # outputs arrive without their weights
+
+    def combine_postprocess(self, outputs: Tensor) -> Tensor:
+        """outputs [tokens * top-k, hidden], sorted by expert -> the sums, in the shape of the hidden states."""
+        if not self.weighs:
+            return super().combine_postprocess(outputs)
+        summed = add_up(outputs, self.probs, self.routing_map, self.config.moe_router_topk)
+        return summed.view(self.hidden_shape)
+
+
+class OneRankDispatcher(Dispatcher):
     """For a rank that has all experts, whole."""
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,11 +59,15 @@ class OneRankDispatcher(MoEAlltoAllTokenDispatcher):
 
 
 class ExpertLayer(MoELayer):
-    """Megatron-Core's layer of experts; on one rank with the dispatcher above."""
+    """Megatron-Core's layer of experts, with the dispatchers above."""
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, **kwargs: Any):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        if self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1:
-            self.token_dispatcher = OneRankDispatcher(
-                self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
-            )
+        is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
+        self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+        )
+
+    def weigh_in_sum(self, wanted: bool) -> None:
+        """Whether the router's weights multiply in the sum of a token's experts, not behind each expert."""
+        self.token_dispatcher.weighs, self.experts.weighs = wanted, not wanted

@@ -1,15 +1,17 @@
-"""The engine's batch-invariant norm and router product, bit for bit: Triton programs that sum in its order.
+"""The engine's norm, router product and sum of experts, bit for bit: Triton programs that add in its order.
 
-In: BF16 rows on a GPU. Out: what vLLM's own Triton kernels return for them under ``rollout.batch_invariant``: they add
-the same terms in the same order whatever rows are computed beside one. The order is part of the function, so here too:
+In: BF16 rows on a GPU. Out: what vLLM's own Triton kernels return for them, norm and product under
+``rollout.batch_invariant``: they add the same terms in the same order whatever rows are computed beside one. The order
+is part of the function, so here too:
 
     norm       a row in blocks of 1024 columns, each block's squares summed by 128 threads, blocks added one after
                another; 1 / sqrt(sum / columns + eps); x times that times the weight in float32, rounded once
     product    x W^T in tiles of 128 x 128, terms added in float32 in blocks of 64, rounded once to BF16
+    experts    a token's outputs, slot after slot: total = fma(output, weight, total) in float32, rounded once
 
 Layouts of threads follow from blocks, warps and types: they are the engine's, and may not be tuned apart from it.
 
-Shapes: T = rows, H = columns of a norm; K = terms of a product, N = outputs.
+Shapes: T = rows, H = columns of a norm; K = terms of a product or a sum, N = outputs.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 _NORM_BLOCK, _NORM_WARPS = 1024, 4
 _TILE, _TERMS = 128, 64
 _PRODUCT_WARPS, _PRODUCT_STAGES = 8, 3
+_SUM_BLOCK, _SUM_WARPS = 1024, 2
 
 
 @triton.jit
@@ -64,6 +67,21 @@ def _product(x, weight, out, num_rows, num_outputs, num_terms, TILE: tl.constexp
     tl.store(out + place, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
 
 
+@triton.jit
+def _weighted_sum(outputs, rows, weights, out, num_columns, TERMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (t, b) adds up a block of token t's columns."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for term in range(0, TERMS):
+        row = tl.load(rows + token * TERMS + term).to(tl.int64)
+        weight = tl.load(weights + token * TERMS + term)
+        value = tl.load(outputs + row * num_columns + column, mask=inside, other=0.0)
+        total += value.to(tl.float32) * weight
+    tl.store(out + token * num_columns + column, total.to(out.dtype.element_ty), mask=inside)
+
+
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """([T, H] in the type of x, float32 [T] reciprocal root mean squares); both contiguous. The engine's are BF16."""
     num_rows, num_columns = x_TH.shape
@@ -87,4 +105,17 @@ def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
                 x_TK, weight_NK, out, num_rows, num_outputs, x_TK.shape[1],
                 TILE=_TILE, TERMS=_TERMS, num_warps=_PRODUCT_WARPS, num_stages=_PRODUCT_STAGES,
             )  # fmt: skip
+    return out
+
+
+def weighted_sum(outputs: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, H] in the type of ``outputs`` [any, H]: sums of rows times float32 weights; all contiguous."""
+    (num_tokens, num_terms), num_columns = rows_TK.shape, outputs.shape[1]
+    out = outputs.new_empty(num_tokens, num_columns)
+    if num_tokens:
+        block = min(triton.next_power_of_2(num_columns), _SUM_BLOCK)
+        with torch.cuda.device_of(outputs):
+            _weighted_sum[(num_tokens, triton.cdiv(num_columns, block))](
+                outputs, rows_TK, weights_TK, out, num_columns, TERMS=num_terms, BLOCK=block, num_warps=_SUM_WARPS
+            )
     return out

@@ -3,7 +3,8 @@
 A tile of 4 Q rows is two matrices ``x`` and ``y`` of 32-bit words [Q, 128]. Word i of a feature holds BF16 numbers of
 two rows, the first in its lower half: rows 4 i and 4 i + 1 in x, rows 4 i + 2 and 4 i + 3 in y. So the four bytes that
 columns want beside each other are made by one thread, and a tile is transposed in words; largest magnitudes are found
-for two rows at a time. 128 rows, Q = 32, are a block of columns; rows alone take any Q.
+for two rows at a time. 128 rows, Q = 32, are a block of columns; rows alone take any Q. SwiGLU and its gradient are
+computed on such words, too.
 
 HARDWARE says that a GPU runs this. Instructions of one line of PTX stand for what Triton has no word for; Triton's
 interpreter, which rounds conversions its own way, gets the same numbers from integers.
@@ -25,6 +26,11 @@ _PTX_PAIR: tl.constexpr = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _PTX_MAX: tl.constexpr = tl.constexpr("max.u16x2 $0, $1, $2;")
 # A subnormal result is the same as 0 where 1 is added to it.
 _PTX_EXP: tl.constexpr = tl.constexpr("{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, t; }")
+_PTX_SIGMOID: tl.constexpr = tl.constexpr(
+    "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
+    "rcp.approx.ftz.f32 $0, t; }"
+)
+_PTX_PRODUCT: tl.constexpr = tl.constexpr("mul.rn.bf16x2 $0, $1, $2;")
 _PTX_BYTES: tl.constexpr = tl.constexpr(
     "{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, $2, $1; cvt.rn.satfinite.e4m3x2.f32 h, $4, $3; "
     "mov.b32 $0, {l, h}; }"
@@ -68,11 +74,69 @@ def exp_of_negative(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def silu_and_sigmoid(x, HARDWARE: tl.constexpr):
+    """Both of float32 ``x``, as a division by 1 + exp(-x) gives them; below -87, where that passes 2^126, 0."""
+    if HARDWARE:
+        sigmoid = tl.inline_asm_elementwise(_PTX_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return x * sigmoid, sigmoid
+    divisor = 1.0 + tl.exp(-x)
+    return x / divisor, 1.0 / divisor
+
+
+@triton.jit
+def product(a, b, HARDWARE: tl.constexpr):
+    """Words of the products of BF16 numbers, rounded to BF16."""
+    if HARDWARE:
+        return tl.inline_asm_elementwise(_PTX_PRODUCT, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
+    return pair(low(a) * low(b), high(a) * high(b), HARDWARE)
+
+
+@triton.jit
 def load_pair(a, b, is_a, is_b):
     """Words of BF16 numbers at pointers ``a`` and ``b``; zeros where masks, if there are any, are false."""
     first = tl.load(a, mask=is_a, other=None if is_a is None else 0.0).to(tl.int16, bitcast=True).to(tl.int32)
     second = tl.load(b, mask=is_b, other=None if is_b is None else 0.0).to(tl.int16, bitcast=True).to(tl.int32)
     return (first & 0xFFFF) | (second << 16)
+
+
+@triton.jit
+def activations(gates, ups, HARDWARE: tl.constexpr):
+    """Words of silu(gate), rounded to BF16, times up, rounded to BF16."""
+    g0, g1 = low(gates), high(gates)
+    # The operations of vLLM's kernel in the same compiler, so that their approximations are the same.
+    silu = pair(g0 / (1.0 + exp_of_negative(g0, HARDWARE)), g1 / (1.0 + exp_of_negative(g1, HARDWARE)), HARDWARE)
+    return pair(low(silu) * low(ups), high(silu) * high(ups), HARDWARE)
+
+
+@triton.jit
+def _gradients(gate, up, grad, silu, sigmoid):  # of up and of gate, float32
+    return grad * silu, grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
+
+
+@triton.jit
+def two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED: tl.constexpr, HARDWARE: tl.constexpr):
+    """Words of the activation, dup and dgate of rows ``place`` and ``place + 1``, and their sums for dprobs."""
+    is_0, is_1 = (t0 >= 0)[:, None], (t1 >= 0)[:, None]
+    gate = h + place[:, None] * (2 * width) + feature[None, :]
+    of_dy = dy + place[:, None] * width + feature[None, :]
+    gates = load_pair(gate, gate + 2 * width, is_0, is_1)
+    ups = load_pair(gate + width, gate + 3 * width, is_0, is_1)
+    grads = load_pair(of_dy, of_dy + width, is_0, is_1)
+    g0, g1, y0, y1 = low(gates), high(gates), low(grads), high(grads)
+    silu0, sigmoid0 = silu_and_sigmoid(g0, HARDWARE)
+    silu1, sigmoid1 = silu_and_sigmoid(g1, HARDWARE)
+    activation = product(pair(silu0, silu1, HARDWARE), ups, HARDWARE)
+    sum0, sum1 = place, place
+    if WEIGHTED:
+        p0 = tl.load(probs + t0, mask=t0 >= 0, other=0.0)[:, None]
+        p1 = tl.load(probs + t1, mask=t1 >= 0, other=0.0)[:, None]
+        sum0 = tl.sum(low(activation) * y0, axis=1)
+        sum1 = tl.sum(high(activation) * y1, axis=1)
+        activation = pair(low(activation) * p0, high(activation) * p1, HARDWARE)
+        y0, y1 = y0 * p0, y1 * p1
+    up0, gate0 = _gradients(g0, low(ups), y0, silu0, sigmoid0)
+    up1, gate1 = _gradients(g1, high(ups), y1, silu1, sigmoid1)
+    return activation, pair(up0, up1, HARDWARE), pair(gate0, gate1, HARDWARE), sum0, sum1
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_fp8rl.fp8.blockwise import BLOCK, Scales
 from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized, SwigluGradients
 from megatron_fp8rl.trainer.expert_tiles import (
-    exp_of_negative,
+    activations,
     high,
     in_order,
     load_pair,
@@ -27,11 +27,11 @@ from megatron_fp8rl.trainer.expert_tiles import (
     store_bf16,
     store_columns,
     store_rows,
+    two_rows_backward,
 )
 
 _HARDWARE = os.environ.get("TRITON_INTERPRET") != "1"
 SIDE: tl.constexpr = tl.constexpr(BLOCK)
-
 
 
 class _Launch(NamedTuple):
@@ -47,12 +47,13 @@ class _Launch(NamedTuple):
         return {"Q": self.quads, "num_warps": self.num_warps, "maxnreg": self.maxnreg}
 
 
-_QUANTIZE_ROWS = _Launch(8, 4)
-_QUANTIZE_BOTH = _Launch(32, 8)
-_SWIGLU_ROWS = _Launch(8, 4)
+# Measured on an H200, on experts and on dense layers: few warps with many registers read and write the fastest.
+_QUANTIZE_ROWS = _Launch(8, 2)
+_QUANTIZE_BOTH = _Launch(32, 4, 168)
+_SWIGLU_ROWS = _Launch(8, 2)
 _SWIGLU_BOTH = _Launch(32, 16)
-_BACKWARD = _Launch(32, 16)
-_UNPERMUTE_ROWS, _UNPERMUTE_COLUMNS, _UNPERMUTE_WARPS = 16, 512, 8
+_BACKWARD = _Launch(32, 8)
+_UNPERMUTE_ROWS, _UNPERMUTE_COLUMNS, _UNPERMUTE_WARPS = 8, 512, 4
 
 
 @triton.jit
@@ -144,15 +145,6 @@ def _quantize(
 
 
 @triton.jit
-def _activations(gates, ups, HARDWARE: tl.constexpr):
-    """Words of silu(gate), rounded to BF16, times up, rounded to BF16."""
-    g0, g1 = low(gates), high(gates)
-    # The operations of vLLM's kernel in the same compiler, so that their approximations are the same.
-    silu = pair(g0 / (1.0 + exp_of_negative(g0, HARDWARE)), g1 / (1.0 + exp_of_negative(g1, HARDWARE)), HARDWARE)
-    return pair(low(silu) * low(ups), high(silu) * high(ups), HARDWARE)
-
-
-@triton.jit
 def _swiglu_quantize(
     h, experts, offsets, data, row_scales, columns_data, column_scales, bf16, num_rows, width,
     Q: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr,
@@ -170,45 +162,14 @@ def _swiglu_quantize(
         up = gate + width
         gates = load_pair(gate, gate + 2 * width, e0 >= 0, e1 >= 0)
         ups = load_pair(up, up + 2 * width, e0 >= 0, e1 >= 0)
-        a = _activations(gates, ups, HARDWARE)
+        a = activations(gates, ups, HARDWARE)
         gates = load_pair(gate + 4 * width, gate + 6 * width, e2 >= 0, e3 >= 0)
         ups = load_pair(up + 4 * width, up + 6 * width, e2 >= 0, e3 >= 0)
-        b = _activations(gates, ups, HARDWARE)
+        b = activations(gates, ups, HARDWARE)
         _store_tile(
             a, b, row, column, num_rows, width, first, height,
             data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
-
-
-@triton.jit
-def _gradients(gate, up, grad, sigmoid):  # of up and of gate, float32
-    return grad * (gate * sigmoid), grad * up * (sigmoid * (1.0 + gate * (1.0 - sigmoid)))
-
-
-@triton.jit
-def _two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED: tl.constexpr, HARDWARE: tl.constexpr):
-    """Words of the activation, dup and dgate of rows ``place`` and ``place + 1``, and their sums for dprobs."""
-    is_0, is_1 = (t0 >= 0)[:, None], (t1 >= 0)[:, None]
-    gate = h + place[:, None] * (2 * width) + feature[None, :]
-    of_dy = dy + place[:, None] * width + feature[None, :]
-    gates = load_pair(gate, gate + 2 * width, is_0, is_1)
-    ups = load_pair(gate + width, gate + 3 * width, is_0, is_1)
-    grads = load_pair(of_dy, of_dy + width, is_0, is_1)
-    g0, g1, y0, y1 = low(gates), high(gates), low(grads), high(grads)
-    d0, d1 = 1.0 + exp_of_negative(g0, HARDWARE), 1.0 + exp_of_negative(g1, HARDWARE)
-    silu = pair(g0 / d0, g1 / d1, HARDWARE)
-    activation = pair(low(silu) * low(ups), high(silu) * high(ups), HARDWARE)
-    sum0, sum1 = place, place
-    if WEIGHTED:
-        p0 = tl.load(probs + t0, mask=t0 >= 0, other=0.0)[:, None]
-        p1 = tl.load(probs + t1, mask=t1 >= 0, other=0.0)[:, None]
-        sum0 = tl.sum(low(activation) * y0, axis=1)
-        sum1 = tl.sum(high(activation) * y1, axis=1)
-        activation = pair(low(activation) * p0, high(activation) * p1, HARDWARE)
-        y0, y1 = y0 * p0, y1 * p1
-    up0, gate0 = _gradients(g0, low(ups), y0, 1.0 / d0)
-    up1, gate1 = _gradients(g1, high(ups), y1, 1.0 / d1)
-    return activation, pair(up0, up1, HARDWARE), pair(gate0, gate1, HARDWARE), sum0, sum1
 
 
 @triton.jit
@@ -228,9 +189,9 @@ def _swiglu_backward_quantize(
     if expert >= 0:
         first, height = _rows_of(offsets, expert)
         feature = column + tl.arange(0, SIDE)
-        a, up_a, gate_a, s0, s1 = _two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED, HARDWARE)
+        a, up_a, gate_a, s0, s1 = two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED, HARDWARE)
         place += 2
-        b, up_b, gate_b, s2, s3 = _two_rows_backward(dy, h, probs, t2, t3, place, feature, width, WEIGHTED, HARDWARE)
+        b, up_b, gate_b, s2, s3 = two_rows_backward(dy, h, probs, t2, t3, place, feature, width, WEIGHTED, HARDWARE)
         if WEIGHTED:
             sums = dprobs + (column // SIDE).to(tl.int64) * num_rows + row
             tl.store(sums + tl.arange(0, 4 * Q), in_order(s0, s1, s2, s3))
@@ -247,6 +208,17 @@ def _swiglu_backward_quantize(
             gate_a, gate_b, row, column, num_rows, 2 * width, first, height,
             data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
+
+
+@triton.jit
+def _sum_for_tokens(sums, positions, out, num_tokens, num_rows, num_parts, SIZE: tl.constexpr):
+    token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.load(positions + token, mask=token < num_tokens, other=-1)
+    total = tl.zeros([SIZE], tl.float32)
+    for _ in range(num_parts):
+        total += tl.load(sums + row, mask=row >= 0, other=0.0)
+        sums += num_rows
+    tl.store(out + token, total, mask=token < num_tokens)
 
 
 @triton.jit
@@ -379,11 +351,15 @@ def swiglu_backward_quantize(
 
 
 def _of_tokens(sums: Tensor, layout: Layout) -> Tensor:
-    """The total of partial sums [n, P] for each token; 0 for one that has no row."""
+    """float32 [T]: the total of partial sums [n, P] for each token; 0 for one that has no row."""
     if not layout.num_rows:
         return sums.new_zeros(layout.num_tokens)
-    found = sums.sum(0)[layout.positions.clamp(min=0)]
-    return torch.where(layout.positions >= 0, found, 0.0)
+    out = sums.new_empty(layout.num_tokens)
+    with torch.cuda.device_of(sums):
+        _sum_for_tokens[(triton.cdiv(layout.num_tokens, 512),)](
+            sums, layout.positions, out, layout.num_tokens, layout.num_rows, len(sums), SIZE=512, num_warps=4
+        )
+    return out
 
 
 def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None) -> Tensor:

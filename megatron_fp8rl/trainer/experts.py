@@ -50,6 +50,7 @@ from megatron_fp8rl.trainer.grouped_gemm import (
     quantized,
     quantized_both,
 )
+from megatron_fp8rl.trainer.main_grad import is_fused
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 
 _dummies: dict[tuple, Tensor] = {}
@@ -60,6 +61,8 @@ class GroupedExperts(TEGroupedMLP):
 
     Raises ValueError for sizes or a recipe that the grouped kernels do not multiply.
     """
+
+    weighs: bool = True  # here, not where a token's experts are added up; gradients are the same (trainer/combine.py)
 
     def __init__(self, *args: Any, wgrad: Literal["fp8", "bf16"], **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -82,9 +85,10 @@ class GroupedExperts(TEGroupedMLP):
             wgrad_fp8=self.wgrad == "fp8",
             caches=(self._cache_of(self.linear_fc1), self._cache_of(self.linear_fc2)),
             record=torch.is_grad_enabled(),
+            weighs=self.weighs,
         )
-        weights = (*self.linear_fc1.weights, *self.linear_fc2.weights)
-        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, *weights), None
+        halves = self.linear_fc1.weights, self.linear_fc2.weights
+        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, halves, *_edges(*halves)), None
 
     def _scales(self) -> Scales | None:
         """How both linears are quantized; None: not at all."""
@@ -121,6 +125,7 @@ class _Call:
     wgrad_fp8: bool
     caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
     record: bool  # whether this pass will have gradients
+    weighs: bool = True  # whether outputs are multiplied by p; backward is the same
 
     def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
         """The forms in which a matrix is needed for the weight gradient alone, as arguments of expert_kernels.py."""
@@ -151,10 +156,12 @@ class _Call:
 
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, halves: tuple[Sequence[Tensor], ...], *edges: Tensor
+    ) -> Tensor:
+        """``halves``: the weights of fc1 and of fc2. ``edges``: as many of each, which autograd has to see."""
         layout, scales = call.layout, call.kernel_scales
-        halves = weights[: len(weights) // 2], weights[len(weights) // 2 :]
-        needs_dw = call.record and any(ctx.needs_input_grad[3:])
+        needs_dw = call.record and any(ctx.needs_input_grad[4:])
         ctx.call, ctx.halves = call, halves
         if not layout.num_rows:
             return torch.zeros_like(x_TH)
@@ -167,15 +174,18 @@ class _GroupedExperts(torch.autograd.Function):
             ctx.linears = fc1, fc2
             ctx.x = _kept(x, call) if needs_dw else None
             ctx.save_for_backward(h_P2F, probs_T)
-        return unpermute(y_PH, layout, probs_T)
+        return unpermute(y_PH, layout, probs_T if call.weighs else None)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:
         call, layout, scales = ctx.call, ctx.call.layout, ctx.call.kernel_scales
-        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
+        num_edges = len(ctx.needs_input_grad[4:]) // 2
+        dw1 = dw2 = [None] * num_edges
         if not layout.num_rows:
-            dw1, dw2 = (_add_to_gradients(half, None) if needs_dw else [None] * len(half) for half in ctx.halves)
-            return torch.zeros_like(dy_TH), dy_TH.new_zeros(len(dy_TH), dtype=torch.float32), None, *dw1, *dw2
+            if needs_dw:
+                dw1, dw2 = (_add_to_gradients(half, num_edges) for half in ctx.halves)
+            return torch.zeros_like(dy_TH), dy_TH.new_zeros(len(dy_TH), dtype=torch.float32), None, None, *dw1, *dw2
         h_P2F, probs_T = ctx.saved_tensors
         (fc1, fc2), x = ctx.linears, ctx.x
         ctx.linears = ctx.x = None  # the memory is free when it has been read, not when the graph goes
@@ -186,14 +196,13 @@ class _GroupedExperts(torch.autograd.Function):
             da_PF, h_P2F, layout, scales, probs=probs_T, **call.forms(wgrad=needs_dw), **activation
         )
         del da_PF, h_P2F
-        dw1 = dw2 = [None] * len(ctx.halves[0])
         if needs_dw:
-            dw2 = _add_to_gradients(ctx.halves[1], lambda out: _add_products(dy, back.activation, call, out))
+            dw2 = _add_to_gradients(ctx.halves[1], num_edges, lambda out: _add_products(dy, back.activation, call, out))
         del dy
         dx_TH = unpermute(call.multiply(back.dh, fc1, transposed=True), layout) if needs_dx else None
         if needs_dw:
-            dw1 = _add_to_gradients(ctx.halves[0], lambda out: _add_products(back.dh, x, call, out))
-        return dx_TH, back.dprobs, None, *dw1, *dw2
+            dw1 = _add_to_gradients(ctx.halves[0], num_edges, lambda out: _add_products(back.dh, x, call, out))
+        return dx_TH, back.dprobs, None, None, *dw1, *dw2
 
 
 def _kept(x: Quantized, call: _Call) -> Quantized:
@@ -249,28 +258,45 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((len(tensors), *first.shape), (size, *first.stride()))
 
 
-def _add_to_gradients(weights: Sequence[Tensor], add: Callable[[Tensor], None] | None) -> list[Tensor]:
-    """Let ``add`` add weight gradients [E, N, K] to the parameters' ``main_grad``; what autograd gets instead of them.
+def _edges(fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The weights that autograd has to see: one of each linear, if the owner of gradient buffers hears of the others.
+
+    For each that it sees, autograd calls a function and a hook in every backward pass: for hundreds of small experts
+    that takes the host longer than their products take the GPU.
+    """
+    is_told = all(is_fused(half[0]) and hasattr(half[0], "gradients_ready") for half in (fc1, fc2))
+    if is_told and all(weight.requires_grad for half in (fc1, fc2) for weight in half):
+        return fc1[0], fc2[0]
+    return *fc1, *fc2
+
+
+def _add_to_gradients(
+    weights: Sequence[Tensor], num_edges: int, add: Callable[[Tensor], None] | None = None
+) -> list[Tensor]:
+    """Let ``add`` add weight gradients [E, N, K] to the parameters' ``main_grad``; what autograd gets instead of them,
+    for the first ``num_edges``.
 
     Without a buffer of Megatron-Core it gets the gradients, in the parameters' type. None adds nothing.
     """
     first = weights[0]
-    is_fused = hasattr(first, "grad_added_to_main_grad") and getattr(first, "main_grad", None) is not None
-    buffers = [weight.main_grad for weight in weights] if is_fused else []
-    out = stacked(buffers) if is_fused and buffers[0].dtype == torch.float32 else None
+    fused = is_fused(first)
+    buffers = [weight.main_grad for weight in weights] if fused else []
+    out = stacked(buffers) if fused and buffers[0].dtype == torch.float32 else None
     is_apart = out is None
     if is_apart:
         out = torch.zeros(len(weights), *first.shape, dtype=torch.float32, device=first.device)
     if add is not None:
         add(out)
-    if not is_fused:
+    if not fused:
         return list(out.to(first.dtype).unbind())
     if is_apart:
         torch._foreach_add_(buffers, list(out.to(buffers[0].dtype).unbind()))
     for weight in weights:
         weight.grad_added_to_main_grad = True
+    if num_edges < len(weights):
+        first.gradients_ready(weights[num_edges:])
     dummy = _dummy(first)
-    return [dummy.detach() for _ in weights]
+    return [dummy.detach() for _ in range(num_edges)]
 
 
 def _dummy(weight: Tensor) -> Tensor:

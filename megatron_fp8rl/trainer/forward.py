@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
-from megatron_fp8rl.trainer.pack_plan import PackedSequences
+from megatron_fp8rl.trainer.pack_plan import PackedSequences, upload
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import Microbatch, TrainBatch
 
@@ -210,6 +210,7 @@ class Forward:
                 f"microbatch {index} has {num_tokens} tokens, which do not divide over {cp_size} context-parallel and "
                 f"{self.parallel.tp_size} tensor-parallel ranks. Pack with Alignment.of(parallel)"
             )
+        # On the host x.index_select(0, i): x[i] wakes every OpenMP thread from 3,000 numbers on, which may take 10 ms.
         order_T = None
         tokens_t, positions_t, targets_t, mask_t = mb.tokens_T, mb.positions_T, mb.targets_T, mb.loss_mask_T
         is_token_t = is_token(mb)
@@ -217,18 +218,18 @@ class Forward:
             parts = [zigzag_indices(mb.cu_seqlens_S, cp_size, rank) for rank in range(cp_size)]
             own = parts[self.parallel.cp_rank]
             tokens_t, positions_t, targets_t, mask_t, is_token_t = (
-                x[own] for x in (tokens_t, positions_t, targets_t, mask_t, is_token_t)
+                x.index_select(0, own) for x in (tokens_t, positions_t, targets_t, mask_t, is_token_t)
             )
-            order_T = torch.cat(parts).to(self.parallel.device)
+            order_T = upload(torch.cat(parts), self.parallel.device)
         rows_N = mask_t.nonzero()[:, 0]
         device = self.parallel.device
         return _Input(
             index=index,
             microbatch=to_device(mb, device),
-            tokens=tokens_t[None].to(device),
-            positions=positions_t[None].to(device),
-            loss_rows_N=rows_N.to(device),
-            targets_N=targets_t[rows_N].to(device),
+            tokens=upload(tokens_t[None], device),
+            positions=upload(positions_t[None], device),
+            loss_rows_N=upload(rows_N, device),
+            targets_N=upload(targets_t.index_select(0, rows_N), device),
             packed=PackedSequences.of(mb.cu_seqlens_S, device, is_token_t),
             order_T=order_T,
         )
@@ -237,7 +238,7 @@ class Forward:
 def to_device(mb: Microbatch, device: torch.device) -> Microbatch:
     """The microbatch with all its tensors on a device."""
     tensors = {field.name: value for field in fields(mb) if isinstance(value := getattr(mb, field.name), Tensor)}
-    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    moved = {name: upload(tensor, device) for name, tensor in tensors.items()}
     return replace(mb, **moved) if any(moved[name] is not tensors[name] for name in tensors) else mb
 
 
@@ -248,4 +249,4 @@ def is_token(mb: Microbatch) -> Tensor:
     # The last position that predicts a token has that token, the last, behind it; filler sequences have none.
     last_S = torch.full((num_sequences,), -1).scatter_reduce(0, mb.sequence_ids_T, predicts_T, "amax")
     last_S = torch.where(last_S >= 0, last_S + 1, -1)
-    return mb.positions_T <= last_S[mb.sequence_ids_T]
+    return mb.positions_T <= last_S.index_select(0, mb.sequence_ids_T)

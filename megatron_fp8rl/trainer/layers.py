@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.trainer.attention import PackedAttention
+from megatron_fp8rl.trainer.combine import weighted_later
 from megatron_fp8rl.trainer.dense_mlp import DenseMlp
 from megatron_fp8rl.trainer.dispatch import ExpertLayer
 from megatron_fp8rl.trainer.experts import GroupedExperts
@@ -45,12 +46,14 @@ class Experts(TEGroupedMLP):
     input of the second linear, which is the same function until that input is rounded to FP8.
     """
 
+    weighs: bool = True  # here, not where a token's experts are added up
+
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, hidden], sorted by expert; probs [T] -> [T, hidden]."""
         splits = tokens_per_expert.tolist()
         gate, up = self.linear_fc1(hidden, splits)[0].chunk(2, dim=-1)
         out, _ = self.linear_fc2(F.silu(gate) * up, splits)
-        return (out * probs[:, None]).to(out.dtype), None
+        return (out * probs[:, None]).to(out.dtype) if self.weighs else weighted_later(out, probs), None
 
 
 def _attention(model: ModelConfig) -> ModuleSpec:

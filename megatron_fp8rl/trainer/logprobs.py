@@ -118,6 +118,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 torch.mm(grad_logits, rows_VH, out=grad_hidden_NH[chunk])
             if need_weight:
                 grad_weight_VH[: shard.num_tokens] += grad_logits.t() @ hidden_NH[chunk]
+            del grad_logits  # before the next chunk's logits are there
         return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None
 
 

@@ -1,7 +1,8 @@
 """Weight gradients in Megatron-Core's buffers: ``main_grad`` of a parameter, which products add to by themselves.
 
 Whoever adds there marks the parameter (``grad_added_to_main_grad``), as Megatron-Core's own linears do, and gives
-autograd something that nobody reads.
+autograd something that nobody reads. Of many parameters autograd need not know at all, if the owner of their buffers
+has given them a function to be told of them in one call, ``gradients_ready(parameters)``: see trainer/optimizer.py.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from megatron_fp8rl.trainer.attention import PackedAttention
 from megatron_fp8rl.trainer.dense_linear import can_multiply
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
 from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels, choose_linear_kernels
-from megatron_fp8rl.trainer.dispatch import has_fused_permutation
+from megatron_fp8rl.trainer.dispatch import ExpertLayer, has_fused_permutation
 from megatron_fp8rl.trainer.layers import block_spec
 from megatron_fp8rl.trainer.linears import GroupedLinear, QuantizableLinear, RMSNorm
 from megatron_fp8rl.trainer.parallel import Parallel
@@ -206,6 +206,8 @@ def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Paral
                 module.kernels, module.like_engine = kernels, cfg.rollout.batch_invariant
             elif isinstance(module, Router):
                 module.like_engine = cfg.rollout.batch_invariant
+            elif isinstance(module, ExpertLayer):
+                module.weigh_in_sum(cfg.rollout.moe_backend == "deep_gemm" and parallel.device.type == "cuda")
             elif isinstance(module, PackedAttention):
                 module.like_engine = cfg.precision.attention == "engine"
     on_deep_gemm = choose_linear_kernels(cfg, parallel.device) == "deep_gemm"

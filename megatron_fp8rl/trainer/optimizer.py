@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
 from megatron_fp8rl.config import OptimConfig, RunConfig
+from megatron_fp8rl.trainer.listed_optimizer import ListedOptimizer
 from megatron_fp8rl.trainer.model import named_global_parameters
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.primary_weights import few_masters_at_a_time
@@ -35,17 +37,45 @@ class NonFiniteError(RuntimeError):
 
 
 class _GradientBuffers(DistributedDataParallel):
-    """Megatron-Core's buffers, with hooks that do not keep the model alive.
+    """Megatron-Core's buffers, with hooks that do not keep the model alive and do nothing that is not needed here.
 
     Its own hooks name the module and the parameter that they belong to, and autograd holds them where Python's garbage
     collector does not look: the memory of a model was never given back. Drop when DistributedDataParallel does so.
+
+    An autograd function that adds to ``main_grad`` itself need not have every parameter as its input: it may call
+    ``parameter.gradients_ready(parameters)`` instead, for any of those whose gradients it has added.
     """
 
-    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
-        module, parameter = weakref.ref(self), weakref.ref(param)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        buffers = weakref.ref(self)
 
-        def hook(*unused) -> None:
-            DistributedDataParallel._make_backward_post_hook(module(), parameter())()
+        def gradients_ready(parameters: Sequence[torch.nn.Parameter]) -> None:
+            buffers()._register(parameters)
+
+        for parameter in self.param_to_bucket_group:
+            parameter.gradients_ready = gradients_ready
+
+    def _register(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """The gradients of a backward pass are in the buffers: reduce those of buckets that are complete."""
+        if self.ddp_config.overlap_grad_reduce:
+            for parameter in parameters:
+                self.param_to_bucket_group[parameter].register_grad_ready(parameter, self.force_all_reduce)
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        buffers, reference = weakref.ref(self), weakref.ref(param)
+        overlaps = self.ddp_config.overlap_grad_reduce
+
+        def hook(*unused) -> None:  # what Megatron-Core's does without CUDA graphs and generalized tensor parallelism
+            parameter = reference()
+            gradient = parameter.grad
+            if gradient is not None:
+                if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+                    parameter.main_grad.add_(gradient.data)
+                parameter.grad = None
+            if overlaps:
+                assert gradient is not None, "a parameter without a gradient, whose reduction others wait for"
+                buffers()._register([parameter])
 
         return hook
 
@@ -129,6 +159,13 @@ class Optimizer:
             ),
             list(chunks),
         )
+        for part in self._parts:
+            ListedOptimizer.adopt(part)
+
+    @property
+    def _parts(self) -> list:
+        """Megatron-Core's optimizers: of experts, and of all others."""
+        return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def zero_gradients(self) -> None:
         for chunk in self._chunks:
@@ -145,8 +182,8 @@ class Optimizer:
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
             raise NonFiniteError(self._describe_non_finite(norm))
-        if self._clip > 0:
-            for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+        if 0 < self._clip < norm + 1e-6:  # as clip_grad_by_total_norm_fp32 decides, behind a loop over all gradients
+            for part in self._parts:
                 if parameters := part.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
         for group in self.megatron.param_groups:
@@ -161,7 +198,7 @@ class Optimizer:
     def rebuild_parameters(self) -> None:
         """Collective: make every parameter from its FP32 master weights again, as a step does after Adam."""
         with few_masters_at_a_time():
-            for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+            for part in self._parts:
                 part._copy_main_params_to_model_params()
         for chunk in self._chunks:
             chunk.start_param_sync()
@@ -173,7 +210,7 @@ class Optimizer:
         A checkpoint takes this number from its first rank, where Adam does not count the updates of experts when all
         layers of the first pipeline stage are dense.
         """
-        for part in getattr(self.megatron, "chained_optimizers", [self.megatron]):
+        for part in self._parts:
             for group in part.optimizer.param_groups:
                 if not group["params"]:
                     group["step"] = num_updates

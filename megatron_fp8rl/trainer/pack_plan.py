@@ -28,6 +28,13 @@ from torch import Tensor
 CPU = torch.device("cpu")
 
 
+def upload(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for what the device still has to do."""
+    if device.type == "cpu" or x.is_cuda or not x.numel():
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron-Core's parameters, with what would have to be read back from the device otherwise."""
@@ -39,7 +46,7 @@ class PackedSequences(PackedSeqParams):
     def of(cls, cu_seqlens: Tensor, device: torch.device, is_token_T: Tensor | None = None) -> PackedSequences:
         """From the starts of the padded sequences and their end, int32 [S + 1] on the host."""
         lengths = tuple(n for n in cu_seqlens.diff().tolist() if n)
-        on_device = cu_seqlens.to(device)
+        on_device = upload(cu_seqlens, device)
         return cls(
             qkv_format="thd",
             cu_seqlens_q=on_device,
@@ -47,7 +54,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=max(lengths),
             max_seqlen_kv=max(lengths),
             lengths=lengths,
-            is_token_T=None if is_token_T is None else is_token_T.to(device),
+            is_token_T=None if is_token_T is None else upload(is_token_T, device),
         )
 
 
@@ -146,11 +153,11 @@ class PackPlan:
             starts = [start for start in _starts(self.lengths)[:-1] for _ in held]
             key_rows = torch.cat([gathered[start : start + n] for start, n in zip(starts, keys, strict=True)])
         return Segments(
-            cu_queries=torch.tensor(_starts(queries), dtype=torch.int32).to(self.device),
-            cu_keys=torch.tensor(_starts(keys), dtype=torch.int32).to(self.device),
+            cu_queries=upload(torch.tensor(_starts(queries), dtype=torch.int32), self.device),
+            cu_keys=upload(torch.tensor(_starts(keys), dtype=torch.int32), self.device),
             max_queries=max(queries),
             max_keys=max(keys),
-            key_rows=None if key_rows is None else key_rows.to(self.device),
+            key_rows=None if key_rows is None else upload(key_rows, self.device),
         )
 
 
@@ -160,7 +167,7 @@ def plan_pack(lengths: tuple[int, ...], cp_size: int, cp_rank: int, device: torc
     if cp_size > 1 and any(length % (2 * cp_size) for length in lengths):
         raise ValueError(f"packed sequences of {lengths} tokens do not divide into {2 * cp_size} chunks each")
     positions_T = torch.cat([_zigzag(n, cp_size, cp_rank) for n in lengths])
-    return PackPlan(lengths, cp_size, cp_rank, device, positions_T.to(device))
+    return PackPlan(lengths, cp_size, cp_rank, device, upload(positions_T, device))
 
 
 def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:

@@ -9,13 +9,15 @@ expert per token; and it moves the correction bias after every step. Here the bi
 
 Logits are rounded where the engine's are: its router is a linear in the type of the activations, but for GLM-4.5's,
 which multiplies in float32. Rounded logits are often equal: of equal scores vLLM's GPU kernel takes the lower expert
-first, and its CPU path those that torch.topk takes.
+first, and its CPU path those that torch.topk takes. Beside a batch-invariant engine a GPU takes the weights from
+vLLM's own kernel, where vLLM is installed: its softmax adds in another order, which moves last bits of float32.
 
 Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +53,33 @@ def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: 
         if router.normalize:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
     return weights_TK * router.scaling_factor, experts_TK
+
+
+def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
+    """``weights_TK`` in the engine's last bits, with their own gradient; as they are where vLLM has no kernel for them.
+
+    Of a token for which the kernel takes other experts, as it may where logits are NaN, they stay, too.
+    """
+    is_plain = router.score == "softmax" and router.num_groups == 1 and not router.correction_bias
+    if not is_plain or not _has_vllms_kernels():
+        return weights_TK
+    import vllm._custom_ops as ops
+
+    values_TK = torch.empty_like(weights_TK, dtype=torch.float32)
+    ids_TK = torch.empty_like(values_TK, dtype=torch.int32)
+    ops.topk_softmax(values_TK, ids_TK, torch.empty_like(ids_TK), logits_TE.detach().bfloat16(), router.normalize)
+    same_T1 = (ids_TK == experts_TK).all(dim=1, keepdim=True)
+    value = torch.where(same_T1, values_TK * router.scaling_factor, weights_TK.detach())
+    return _Replaced.apply(weights_TK, value)
+
+
+@functools.cache
+def _has_vllms_kernels() -> bool:
+    try:
+        import vllm._custom_ops  # noqa: F401  loads the library of the kernels
+    except ImportError:
+        return False
+    return hasattr(torch.ops._moe_C, "topk_softmax")
 
 
 def _best(wanted_TE: Tensor, top_k: int) -> Tensor:
@@ -123,6 +152,8 @@ class Router(TopKRouter):
         """
         logits = logits.view(-1, self.num_experts)
         weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias)
+        if self.like_engine and self.rounds and logits.is_cuda:
+            weights_TK = _engines_weights(logits, weights_TK, experts_TK, self.router)
         weights = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK.to(logits.dtype))
         goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():

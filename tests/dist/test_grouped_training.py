@@ -38,16 +38,17 @@ def _train_twice(cfg) -> list:
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
-    parallel, runs, views = Parallel.init(cfg.parallel, deadline_s=60), [], []
+    parallel, runs, views, edges = Parallel.init(cfg.parallel, deadline_s=60), [], [], []
     with pytest.MonkeyPatch.context() as patch:
-        real = experts.stacked
+        real, real_edges = experts.stacked, experts._edges
         patch.setattr(experts, "stacked", lambda tensors: views.append(real(tensors)) or views[-1])
+        patch.setattr(experts, "_edges", lambda *halves: edges.append(real_edges(*halves)) or edges[-1])
         for kind in ("te", "deep_gemm"):
             policy = Policy.build(replace(cfg, precision=replace(cfg.precision, experts=kind)), parallel)
             metrics, old = continue_training(policy, 3)
             runs.append((metrics, old, weight_pieces(policy)))
     parallel.barrier("done")
-    return [*runs, len(views), sum(view is None for view in views)]
+    return [*runs, len(views), sum(view is None for view in views), {len(seen) for seen in edges}]
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,9 @@ def _train_twice(cfg) -> list:
 )
 def test_training_is_that_of_the_linears(name, layout, optim):
     ranks = run_ranks(layout.get("world_size", 1), _train_twice, _config(name, layout, **optim))
-    for plain, ours, num_views, num_copies in ranks:
+    for plain, ours, num_views, num_copies, num_edges in ranks:
         assert num_views and not num_copies, "weights and gradients of experts lie apart"
+        assert num_edges == {2}, "autograd sees more than a weight of each linear"
         for key, old in plain[1].items():
             assert torch.equal(ours[1][key], old), f"{key}: the forward pass computes other numbers"
         for step, (a, b) in enumerate(zip(ours[0], plain[0], strict=True)):

@@ -11,7 +11,7 @@ import torch
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, run_config
-from tests.tolerances import TE_DECIBELS, TE_PRODUCT_OWN_SCALES
+from tests.tolerances import TE_DECIBELS, TE_DECIBELS_FP32_SCALES
 
 BLOCKWISE = PrecisionConfig(trainer="blockwise", bf16_last_layers=1)
 RECIPES = {
@@ -93,9 +93,7 @@ MISTAKES = {
 
 
 def _limit(name: str) -> float:
-    precision = RECIPES[name]
-    own_scales = precision.scales == "fp32" or precision.trainer == "tensorwise"
-    return TE_PRODUCT_OWN_SCALES if own_scales else TE_DECIBELS
+    return TE_DECIBELS_FP32_SCALES if RECIPES[name].scales == "fp32" else TE_DECIBELS
 
 
 def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list[dict[str, float]]:
@@ -143,7 +141,7 @@ def test_right_products_pass_and_wrong_ones_do_not():
     for case, updates in sound.items():
         assert all(ratio > TE_DECIBELS for update in updates for ratio in update.values()), (case, updates)
     for case, updates in others.items():
-        assert all(min(update.values()) < TE_PRODUCT_OWN_SCALES - 5 for update in updates), (case, updates)
+        assert all(min(update.values()) < TE_DECIBELS_FP32_SCALES - 5 for update in updates), (case, updates)
     for what, updates in mistakes.items():
         _, name, spoilt, first = MISTAKES[what]
         found = [{product for product, ratio in update.items() if not ratio > _limit(name)} for update in updates]

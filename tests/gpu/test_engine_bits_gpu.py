@@ -1,10 +1,14 @@
-"""Norm, router and choice of experts of the trainer against vLLM's own kernels, bit for bit; run with -s."""
+"""Norm, router, choice and sum of experts of the trainer against vLLM's own kernels, bit for bit; run with -s."""
 
 import importlib.util
 
 import pytest
 import torch
 
+from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
+from megatron_fp8rl.trainer.kernels import has_transformer_engine
+from tests.helpers.experts import build_experts
 from tests.tolerances import ROUTER_WEIGHTS_FLOAT32
 
 pytestmark = [
@@ -68,7 +72,7 @@ def test_router_and_choice_are_those_of_the_engine(experts, width):
 
     from megatron_fp8rl.config import RouterConfig
     from megatron_fp8rl.trainer import engine_triton
-    from megatron_fp8rl.trainer.routing import choose_experts
+    from megatron_fp8rl.trainer.routing import _engines_weights, choose_experts
 
     num_tokens, top_k = 5000, experts // 4 if experts < 32 else 8
     x, weight = _randn(num_tokens, width, seed=0).bfloat16(), (_randn(experts, width, seed=1) / width**0.5).bfloat16()
@@ -80,3 +84,86 @@ def test_router_and_choice_are_those_of_the_engine(experts, width):
     ours, chosen = choose_experts(logits.float(), top_k, RouterConfig(), None)
     assert torch.equal(chosen, ids.long())
     torch.testing.assert_close(ours, theirs, **ROUTER_WEIGHTS_FLOAT32)
+    assert torch.equal(_engines_weights(logits.float(), ours, chosen, RouterConfig()), theirs)
+
+
+def engines_layer(x, logits, w1_ENK, w2_ENK, top_k):
+    """vLLM's experts on DeepGEMM, as DeepGemmExperts.apply computes them: (sums [T, H], weights, ids)."""
+    import vllm._custom_ops as ops
+    from vllm.model_executor.layers.fused_moe.deep_gemm_utils import deepgemm_moe_permute, deepgemm_unpermute_and_reduce
+    from vllm.model_executor.layers.quantization.utils import fp8_utils
+    from vllm.utils.deep_gemm import m_grouped_fp8_gemm_nt_contiguous
+
+    from megatron_fp8rl.fp8.blockwise import quantize_weight
+
+    num_experts = len(w1_ENK)
+    fp8 = []
+    for w in (w1_ENK, w2_ENK):
+        data, scale = quantize_weight(w.reshape(-1, w.shape[2]), "pow2")
+        fp8.append((data.view(w.shape), scale.view(num_experts, -1, scale.shape[1])))
+    weights = torch.empty(len(x), top_k, device="cuda")
+    ids = torch.empty(len(x), top_k, dtype=torch.int32, device="cuda")
+    ops.topk_softmax(weights, ids, torch.empty_like(ids), logits, True)
+    rows, scales = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=True)
+    rows, scales, owners, places, _ = deepgemm_moe_permute(rows, scales, ids, num_experts, None, None)
+    h = torch.empty(len(rows), w1_ENK.shape[1], dtype=torch.bfloat16, device="cuda")
+    m_grouped_fp8_gemm_nt_contiguous((rows, scales), fp8[0], h, owners)
+    y = torch.empty(len(rows), w2_ENK.shape[1], dtype=torch.bfloat16, device="cuda")
+    between = fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor(h, use_ue8m0=True)
+    m_grouped_fp8_gemm_nt_contiguous(between, fp8[1], y, owners)
+    out = torch.empty_like(x)
+    deepgemm_unpermute_and_reduce(y, ids, weights, places, None, out)
+    return out, weights, ids
+
+
+def trainers_layer(x, logits, module, top_k, *, weighs):
+    """Router, dispatcher and experts of the trainer on one rank: (sums [T, H], weights [T, E]).
+
+    ``weighs``: each expert weighs its outputs; otherwise they are weighted in the sum, as the engine does.
+    """
+    from megatron.core.transformer.moe.moe_utils import permute, unpermute
+
+    from megatron_fp8rl.config import RouterConfig
+    from megatron_fp8rl.trainer.combine import add_up
+    from megatron_fp8rl.trainer.routing import _engines_weights, choose_experts
+
+    weights_TK, experts_TK = choose_experts(logits.float(), top_k, RouterConfig(), None)
+    weights_TK = _engines_weights(logits.float(), weights_TK, experts_TK, RouterConfig())
+    weights = torch.zeros_like(logits, dtype=torch.float32).scatter(1, experts_TK, weights_TK)
+    if x.requires_grad:
+        weights = weights.detach().requires_grad_()
+    goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)
+    rows, probs, where, *_ = permute(x, goes, probs=weights, num_out_tokens=len(x) * top_k, fused=True)
+    module.weighs = weighs
+    outputs, _ = module(rows, goes.sum(dim=0).cpu(), probs)
+    if weighs:
+        return unpermute(outputs, where, restore_shape=x.shape, routing_map=goes, fused=True), weights
+    return add_up(outputs, weights, goes, top_k), weights
+
+
+@pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
+@pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")
+@pytest.mark.parametrize("kernels", ["deep_gemm", "te"])
+def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
+    from megatron_fp8rl.trainer import engine_triton
+
+    num_tokens, num_experts, top_k, hidden, features = 300, 128, 8, 1024, 256
+    module = build_experts(num_experts, hidden, features, PrecisionConfig(experts=kernels), kernels="te")
+    w1, w2 = (torch.stack([w.detach() for w in each.weights]) for each in (module.linear_fc1, module.linear_fc2))
+    x = _randn(num_tokens, hidden, seed=0).bfloat16()
+    logits = engine_triton.linear(x, (_randn(num_experts, hidden, seed=1) / hidden**0.5).bfloat16())
+    theirs, *_ = engines_layer(x, logits, w1, w2, top_k)
+    with torch.no_grad():
+        ours, _ = trainers_layer(x, logits, module, top_k, weighs=False)
+    share = (ours == theirs).double().mean().item()
+    print(f"\n{kernels}: {share:.5%} are the engine's numbers")
+    assert torch.equal(ours, theirs)
+    for few in (1, 5):
+        assert torch.equal(engines_layer(x[:few], logits[:few], w1, w2, top_k)[0], theirs[:few]), few
+    x.requires_grad_()
+    grad, found = _randn(num_tokens, hidden, seed=3).bfloat16(), []
+    for weighs in (True, False):
+        out, weights = trainers_layer(x, logits, module, top_k, weighs=weighs)
+        found.append(torch.autograd.grad(out, (x, weights), grad))
+    for name, weighted, later in zip(("dx", "dweights"), *found):
+        torch.testing.assert_close(later, weighted, rtol=2**-7, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")

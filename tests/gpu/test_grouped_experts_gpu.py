@@ -246,4 +246,7 @@ def test_a_policy_learns_as_on_transformer_engine():
         print(f"\ngrouped train {trainer}: loss {losses[0]}, TE {losses[1]}; norm {norms[0]}, TE {norms[1]}")
         assert losses[0][0] == pytest.approx(losses[1][0], abs=FP8_FIRST_LOSS)
         assert losses[0][1:] == pytest.approx(losses[1][1:], abs=FP8_LOSS_NOISE)
+        # Holds because the first forward passes are equal, to the bit of the loss: backward starts from the same
+        # numbers. Kernels that round a few activations otherwise would move this norm by 5 to 50 % and be as right
+        # (TINY_FP8_LOSS); what is right is held by the products of test_output_and_gradients.
         assert norms[0][0] == pytest.approx(norms[1][0], rel=0.05)

@@ -72,8 +72,9 @@ def run_experts(module, counts: Sequence[int], x: Tensor, probs: Tensor, grad: T
     y, _ = module(x, torch.tensor(list(counts)), probs)
     linears = {"dW1": module.linear_fc1.weights, "dW2": module.linear_fc2.weights}
     weights = [weight for part in linears.values() for weight in part]
-    dx, dprobs, *dw = torch.autograd.grad(y, [x, probs, *weights], grad)
-    if hasattr(weights[0], "main_grad"):
+    has_buffers = hasattr(weights[0], "main_grad")
+    dx, dprobs, *dw = torch.autograd.grad(y, [x, probs, *([] if has_buffers else weights)], grad)
+    if has_buffers:
         dw = [weight.main_grad.clone() for weight in weights]
     half = len(dw) // 2
     return {"y": y.detach(), "dx": dx, "dprobs": dprobs, "dW1": torch.stack(dw[:half]), "dW2": torch.stack(dw[half:])}

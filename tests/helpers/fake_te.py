@@ -105,7 +105,7 @@ class Float8CurrentScalingQuantizer(Float8Quantizer):
 
     def round(self, x, fmt):
         amax = x.abs().amax().float()
-        self.scale = torch.where(amax == 0, 1.0, fmt.max / amax)
+        self.scale = torch.where(amax == 0, 1.0, torch.full_like(amax, fmt.max) / amax)  # rounded once
         return super().round(x, fmt)
 
 

@@ -412,6 +412,8 @@ def test_choices_that_need_a_gpu():
     narrow = replace(cfg, model=replace(cfg.model, head_dim=64))
     assert fields_of(narrow, "hopper") == ["--precision.attention"]
     cfg = make(MOE, rollout__batch_invariant=True, rollout__moe_backend="deep_gemm")
+    assert fields_of(cfg, "hopper") == []
+    cfg = replace(cfg, precision=replace(cfg.precision, scales="fp32"))
     assert fields_of(cfg, "hopper") == ["--rollout.moe_backend"]
     cfg = make(rollout__batch_invariant=True, rollout__transport="nccl", rollout__placement="separate")
     assert fields_of(cfg, "hopper") == ["--rollout.transport"]

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import light_policy, updates
+from benchmarks.jobs import JOBS
+from megatron_fp8rl import config_check
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.rollout import engine
 from megatron_fp8rl.weights import names
@@ -25,6 +27,14 @@ def test_every_linear_for_dense_models_and_every_choice_for_experts():
         ("small_moe", "deep_gemm", "deep_gemm"),
     ]
     assert len({case.name for case in cases}) == len(cases)
+
+
+def test_jobs_measure_configurations_that_runs_may_have():
+    jobs = [job for job in JOBS if job.name.startswith("updates.")]
+    cases = [case for job in jobs for case in updates.plan_cases(updates.parse(job.arguments))]
+    assert len(cases) == len(jobs) == 5
+    for case in cases:
+        assert config_check.check(updates.run_config(case), accelerator="hopper") == [], case
 
 
 def test_answers_differ_by_their_worst_token():

@@ -42,7 +42,8 @@ def test_bytes_and_floor():
     forward = 256 * (2 + 2 * fp8) + 128 * (4 + fp8) + 256 * 4
     backward = 256 * (2 + 2 * fp8) + 128 * (6 + 4 * fp8 + fp8) + 256 * 4
     found = experts.moved_bytes(shape, counts, "grouped fp8")
-    assert found == pytest.approx(512 * (forward + backward), rel=0.01)
+    weights = 4 * 3 * 256 * 128 * (2 + 2)  # read in BF16, written in FP8 in both directions
+    assert found - weights == pytest.approx(512 * (forward + backward), rel=0.01)
     forward, backward = 256 * 4 + 128 * 6 + 256 * 4, 256 * 4 + 128 * (6 + 4 + 2) + 256 * 4
     found = experts.moved_bytes(shape, counts, "grouped bf16")
     assert found == pytest.approx(512 * (forward + backward), rel=0.01)
@@ -72,7 +73,10 @@ def test_table_has_a_line_for_each_shape_and_pattern():
     rows = [row("te bf16", 3.0), row("grouped fp8", 1.0, floor_ms=0.8), row("te bf16", 2.0, "skewed")]
     first, second = experts.table([*rows, {"measured": "ceilings"}])
     assert (first["te bf16"], first["grouped fp8"], first["floor"], first["bf16 : fp8"]) == (3.0, 1.0, 0.8, 3.0)
-    assert second["pattern"] == "skewed" and second["bf16 : fp8"] is None
+    assert second["pattern"] == "skewed" and second["bf16 : fp8"] is None and second["bf16 : fp8, busy"] is None
+    (line,) = experts.table([row("te bf16", 3.0) | {"busy_ms": 2.0}, rows[1] | {"busy_ms": 0.5}])
+    assert (line["te bf16, busy"], line["grouped fp8, busy"], line["bf16 : fp8, busy"]) == (2.0, 0.5, 4.0)
+    assert line["bf16 : fp8"] == 3.0
 
 
 def test_options():

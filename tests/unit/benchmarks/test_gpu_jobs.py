@@ -89,6 +89,25 @@ def test_what_passes_is_not_run_again_and_what_fails_comes_last(fake):
     assert "b" in [job.name for job in program.queue(jobs, states, [])]
 
 
+def test_jobs_run_in_the_order_in_which_they_are_named(fake):
+    jobs = [fake(name, "pass") for name in ("x.a", "x.b", "c", "d")]
+    for words, expected in (
+        ([], ["x.a", "x.b", "c", "d"]),
+        (["--only", "d", "x.*", "c"], ["d", "x.a", "x.b", "c"]),
+        (["--only", "x.b", "*", "--skip", "c"], ["x.b", "x.a", "d"]),
+    ):
+        assert [job.name for job in program.parse(words, jobs).jobs] == expected
+
+
+def test_light_jobs_share_the_cores_of_their_gpu(fake, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(job_runner.os, "cpu_count", lambda: 64)
+    runner = JobRunner(["0", "1"], States(Path("jobs.json"), "GPU"), Path("logs"))
+    jobs = [fake("a", "pass", is_light=is_light) for is_light in (False, True)]
+    alone, light = (int(runner._environment(job, ["0"])["OMP_NUM_THREADS"]) for job in jobs)
+    assert alone == 32 and light == 32 // job_runner.MAX_LIGHT
+
+
 def test_jobs_run_side_by_side_on_gpus_of_their_own(fake):
     jobs = [fake("a", "meet", "a", "b"), fake("b", "meet", "b", "a"), fake("wide", "gpus", num_gpus=2)]
     jobs += [fake("after", "pass"), fake("too_wide", "pass", num_gpus=3)]

@@ -66,6 +66,36 @@ def test_section_and_plot_are_written_side_by_side(tmp_path):
     assert (tmp_path / "docs" / "plot.png").stat().st_size > 10_000
 
 
+def test_the_difference_of_a_run_is_its_mean_and_its_largest(tmp_path):
+    run = _finished(tmp_path, "fp8_invariant", [])
+    key = "mismatch/abs_logprob_diff"
+    lines = [{"step": i, f"{key}/mean": mean, f"{key}/max": 2 * mean} for i, mean in enumerate([0.0, 3e-7, 0.0], 1)]
+    (run.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = grpo.summary(run)
+    assert (found["abs_logprob_diff"], found["abs_logprob_diff_max"]) == (pytest.approx(1e-7), 6e-7)
+    assert "| 1.0e-07 | 6.0e-07 |" in grpo.tables([found])
+    grpo.draw([run], tmp_path / "plot.png")  # zeros have a place on its scale
+
+
+def test_a_warm_start_can_be_made_alone(tmp_path, monkeypatch, capsys):
+    started = []
+
+    def pretend(command, log, deadline_s):
+        started.append(command[3])
+        curve = tmp_path / "small_qwen3" / "warm_start"
+        (curve / "hf").mkdir(parents=True)
+        line = {"step": 1, "train/loss/mean": 2.0, "sft/expected_pass_rate/mean": 0.5}
+        (curve / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        return True
+
+    monkeypatch.setattr(grpo, "run_logged", pretend)
+    words = ["--warm-start", "--folder", str(tmp_path), "--plot", str(tmp_path / "docs" / "plot.png")]
+    for _ in range(2):
+        assert grpo.main(words) == 0
+    assert started == ["sft"] and not (tmp_path / "docs").exists()
+    assert "small_qwen3 is there: 1 steps, pass rate 0.500" in capsys.readouterr().out
+
+
 def _run_all(folder, precision):
     """``grpo.run_all`` with processes that only leave what is looked for."""
 

@@ -45,6 +45,19 @@ def test_cells_that_would_be_the_same_engine_run_once():
     ]
 
 
+def test_batch_invariant_engines_are_cells_of_their_own_and_never_compiled():
+    words = ["--model", "qwen3_8b", "--precision", "fp8", "--compile"]
+    (invariant,) = speed.plan_cells(speed.parse([*words, "on", "off", "--batch-invariant"]))
+    (plain,) = speed.plan_cells(speed.parse([*words, "off"]))
+    assert invariant.name == f"{plain.name}-invariant" and not invariant.compile
+    cfg = speed.run_config(invariant, [speed.SHAPES["short"]])
+    assert cfg.rollout.batch_invariant and config_check.check(cfg, accelerator="hopper") == []
+    row = {**vars(invariant), "environment": {}, "device": "x", "shape": "short", "error": "why"}
+    (shown,) = speed.table([row])
+    assert shown["asked: linear / experts / attention"] == "auto / auto / auto, no compile, batch-invariant"
+    assert {"batch_invariant", "compile"} <= set(speed.KEYS)
+
+
 def test_log_lines_of_vllm_are_read():
     log = """
 INFO [cuda.py:477] Using AttentionBackendEnum.FLASH_ATTN attention backend out of potential backends: [...]

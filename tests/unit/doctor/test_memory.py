@@ -210,9 +210,10 @@ def test_microbatches_in_flight(stage, virtual, layers, expected):
 @pytest.mark.parametrize(
     ("chunk", "expected"),
     [
-        (1024, 4 * 1024 * 512 + 8 * 1024 * 1024),  # the head's gradient in FP32; logits and their gradient
-        (128, 4 * 1024 * 512 + 2 * 128 * 1024 + 2 * 1024 * 512),  # a narrow chunk: its share of the head's gradient
-        (4096, 2 * 1024 * 512 + 8 * 4096 * 1024),  # one chunk: nothing is summed
+        # The head's gradient in FP32; beside it a chunk of logits and its share of the head's gradient, in BF16.
+        (1024, 4 * 1024 * 512 + 2 * 1024 * 1024 + 2 * 1024 * 512),
+        (128, 4 * 1024 * 512 + 2 * 128 * 1024 + 2 * 1024 * 512),
+        (4096, 2 * 1024 * 512 + 2 * 4096 * 1024 + 2 * 1024 * 512),  # one chunk: nothing is summed
     ],
 )
 def test_logits_follow_the_code_that_makes_them(chunk, expected):

@@ -5,7 +5,7 @@ import torch
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.fp8 import blockwise
-from megatron_fp8rl.fp8.recipe import GRAD, INPUT, WEIGHT, AmaxHistory, finish_step, make_recipe, quantized_linear
+from megatron_fp8rl.fp8.recipe import GRAD, INPUT, WEIGHT, AmaxHistory, Tensorwise, finish_step, make_recipe, quantized_linear
 from tests.tolerances import BF16_ROUNDING, FLOAT32_ACCUMULATION
 
 SPLITS = (130, 0, 67)  # tokens of three experts: more than a block, none, less than a block
@@ -91,6 +91,15 @@ def test_tensorwise_products_against_whole_tensors(gradients):
     _assert_products(x.grad, [g @ w for g, w in zip(gs, ws)], N)
     for weight, a, g in zip(weights, xs, gs):
         _assert_products(weight.grad, [g.T @ a], max(SPLITS))
+
+
+@pytest.mark.parametrize("fmt", [blockwise.E4M3, blockwise.E5M2], ids=["e4m3", "e5m2"])
+def test_a_tensorwise_scale_is_the_quotient_rounded_once(fmt):
+    """For every BF16 mantissa. A float64 quotient of float32 numbers becomes the float32 quotient when rounded."""
+    amax = (torch.arange(0x3F80, 0x4000, dtype=torch.int32) << 16).view(torch.float32)
+    found = Tensorwise.scale(torch.cat([amax, torch.zeros(1)]), fmt)
+    assert torch.equal(found[:-1], (fmt.max / amax.double()).float()) and found[-1] == 1
+    assert not torch.equal(found[:-1], amax.reciprocal() * fmt.max), "what torch makes of a number over a tensor"
 
 
 @pytest.mark.parametrize("trainer", ["bf16", "blockwise", "tensorwise", "delayed"])

@@ -1,4 +1,4 @@
-"""Norm and product in a batch-invariant engine's order: in Triton's interpreter, and compiled, beside vLLM's."""
+"""Norm, product and sum of experts in an engine's order: in Triton's interpreter, and compiled, beside vLLM's."""
 
 import ast
 import importlib.util
@@ -51,6 +51,22 @@ def test_the_product(sizes):
     assert torch.equal(engine_triton.linear(x, weight), x @ weight.t())
 
 
+@interpreted
+@pytest.mark.parametrize("sizes", [(5, 8, 2048), (3, 3, 96), (1, 1, 1024), (0, 2, 64)], ids=str)
+def test_the_sum_of_experts(sizes):
+    from megatron_fp8rl.trainer import engine_triton
+
+    num_tokens, top_k, hidden = sizes
+    generator = torch.Generator().manual_seed(2)
+    outputs, weights = torch.randn(num_tokens * top_k, hidden), torch.rand(num_tokens, top_k, generator=generator)
+    rows = torch.randperm(num_tokens * top_k, generator=generator).view(num_tokens, top_k)
+    total = torch.zeros(num_tokens, hidden)
+    for slot in range(top_k):
+        total += outputs[rows[:, slot]] * weights[:, slot, None]
+    found = engine_triton.weighted_sum(outputs, rows, weights)
+    assert torch.equal(found, total)  # the interpreter rounds products, too: no fused multiply-add
+
+
 # Of each kernel: vLLM's, what its arguments are called here, constants of both, warps and stages.
 _SIZES = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_SIZE_M": 8, "NUM_SMS": 132}
 _SWITCHES = {"A_LARGE": False, "B_LARGE": False, "C_LARGE": False, "HAS_BIAS": False, "bias_ptr": None}
@@ -61,6 +77,10 @@ KERNELS = {
         "matmul_kernel_persistent", {"TILE": 128, "TERMS": 64}, _SIZES | _SWITCHES | _STRIDES,
         {"num_warps": 8, "num_stages": 3},
     ),
+    "_weighted_sum": (
+        "_fwd_kernel_ep_gather", {"TERMS": 8, "BLOCK": 1024},
+        {"topk_num": 8, "BLOCK_D": 1024, "HAS_EXPERT_MAP": False, "expert_map": None}, {"num_warps": 2},
+    ),
 }  # fmt: skip
 _OPERATIONS = "fma|mul|add|sub|div|rcp|sqrt|rsqrt|wgmma\\.mma_async|shfl|cvt"
 _ARITHMETIC = re.compile(rf"\b(?:{_OPERATIONS})\.[\w.]*(?:f32|bf16|b32)\b")
@@ -68,8 +88,9 @@ _ARITHMETIC = re.compile(rf"\b(?:{_OPERATIONS})\.[\w.]*(?:f32|bf16|b32)\b")
 
 def _vllms(name: str, folder: Path) -> Any:
     """A kernel out of vLLM's source: its own module gives no kernels where there is no GPU."""
-    path = Path(importlib.util.find_spec("vllm").origin).parent / "model_executor/layers/batch_invariant.py"
-    source = path.read_text()
+    layers = Path(importlib.util.find_spec("vllm").origin).parent / "model_executor/layers"
+    file = "fused_moe/deep_gemm_utils.py" if name == "_fwd_kernel_ep_gather" else "batch_invariant.py"
+    source = (layers / file).read_text()
     parts = [ast.get_source_segment(source, node) for node in ast.parse(source).body if _is_kernel(node)]
     copy = folder / "vllms_kernels.py"
     parts = ["import triton", "import triton.language as tl", *(f"@triton.jit\n{part}" for part in parts)]
@@ -94,7 +115,11 @@ def _compiled(kernel: Any, constants: dict, options: dict) -> Any:
             return "constexpr"
         if name == "scales":
             return "*fp32"
-        if name in ("x", "weight", "out") or name.endswith("_ptr"):
+        if name in ("weights", "recv_topk_weight"):
+            return "*fp32"
+        if name in ("rows", "recv_topk_ids", "input_index"):
+            return "*i32"
+        if name in ("x", "weight", "out", "outputs", "input_tensor", "output_tensor") or name.endswith("_ptr"):
             return "*bf16"
         return "fp32" if name == "eps" else "i32"
 
@@ -114,10 +139,12 @@ def test_arithmetic_is_that_of_vllms_kernel(name, tmp_path):
     ours = _compiled(getattr(engine_triton, name), constants, options)
     reference = _compiled(_vllms(other, tmp_path), theirs, options)
     words = [_ARITHMETIC.findall(each.asm["ptx"]) for each in (ours, reference)]
+    if name == "_weighted_sum":  # a chain of one instruction; the compiler puts the loop before or behind the store
+        words = [sorted(each) for each in words]
     layout = re.compile(r" = #ttg\.((?:blocked|nvidia_mma)<.*>)")
     layouts = [set(layout.findall(each.asm["ttgir"])) for each in (ours, reference)]
-    wanted = "sqrt" if name == "_rms_norm" else "wgmma"
+    wanted = {"_rms_norm": "sqrt", "_product": "wgmma", "_weighted_sum": "fma"}[name]
     assert any(wanted in word for word in words[0])
     assert words[0] == words[1]
-    assert layouts[0] == layouts[1]
+    assert layouts[0] == layouts[1] or name == "_weighted_sum"  # nothing is added across threads there
     assert engine_triton._NORM_BLOCK == 1024 and engine_triton._TILE == 128 and engine_triton._TERMS == 64

@@ -83,8 +83,8 @@ def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, 
 
 
 def test_unpermuting_moves_vectors(tmp_path):
-    constants = {"WEIGHTED": True, "ROWS": 16, "COLUMNS": 512, "HARDWARE": True}
-    found, said = compiled("_unpermute", constants, {"num_warps": 8}, tmp_path)
+    constants = {"WEIGHTED": True, "ROWS": 8, "COLUMNS": 512, "HARDWARE": True}
+    found, said = compiled("_unpermute", constants, {"num_warps": 4}, tmp_path)
     assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 4 and " 0 bytes spill stores" in said
 
 
@@ -149,7 +149,7 @@ def test_the_forms_that_experts_ask_for_compile_as_they_are_called(scales, launc
         expert_triton.swiglu_backward_quantize(dy, h, layout, kind, **forms, **activation, probs=probs)
     expert_triton.unpermute(torch.zeros(384, 264).bfloat16(), layout, probs)
     assert {name for name, _, _ in launches} == {
-        "_build_layout", "_quantize", "_swiglu_quantize", "_swiglu_backward_quantize", "_unpermute",
+        "_build_layout", "_quantize", "_swiglu_quantize", "_swiglu_backward_quantize", "_sum_for_tokens", "_unpermute",
     }  # fmt: skip
     assert all(num_bytes <= 227 << 10 for _, _, num_bytes in launches)
 

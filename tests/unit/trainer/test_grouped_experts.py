@@ -80,6 +80,41 @@ def test_weight_gradients_are_added_to_main_grad_without_a_copy(name, monkeypatc
     assert all(parameter.grad_added_to_main_grad for parameter in grouped.parameters())
 
 
+@pytest.mark.parametrize("counts", [COUNTS["ragged"], [0, 0, 0]], ids=["tokens", "none"])
+def test_autograd_sees_one_weight_of_a_linear_when_the_buffers_owner_hears_of_the_others(counts):
+    grouped, _ = build("fp8", counts)
+    x, probs, grad = draw_tokens(counts, H)
+    give_gradient_buffers(grouped)
+    expected = run_experts(grouped, counts, x, probs, grad)
+    give_gradient_buffers(grouped)
+    told, hooked = [], []
+    linears = grouped.linear_fc1, grouped.linear_fc2
+    for weight in grouped.parameters():
+        weight.gradients_ready = told.append
+        weight.register_post_accumulate_grad_hook(hooked.append)
+    grouped(x, torch.tensor(counts), probs)[0].backward(grad)
+    rest = sorted(id(weight) for linear in linears for weight in linear.weights[1:])
+    assert sorted(id(weight) for weights in told for weight in weights) == rest
+    assert {id(weight) for weight in hooked} == {id(linear.weights[0]) for linear in linears} and len(hooked) == 2
+    assert all(weight.grad_added_to_main_grad for weight in grouped.parameters())
+    for linear, key in zip(linears, ("dW1", "dW2")):
+        assert torch.equal(torch.stack([weight.main_grad for weight in linear.weights]), expected[key])
+    assert torch.equal(x.grad, expected["dx"]) and torch.equal(probs.grad, expected["dprobs"])
+
+
+def test_autograd_sees_every_weight_where_some_are_frozen():
+    counts, hooked = COUNTS["all full"], []
+    grouped, _ = build("fp8", counts)
+    give_gradient_buffers(grouped)
+    for weight in grouped.parameters():
+        weight.gradients_ready = None
+        weight.register_post_accumulate_grad_hook(hooked.append)
+    frozen = grouped.linear_fc1.weights[0].requires_grad_(False)
+    x, probs, grad = draw_tokens(counts, H)
+    grouped(x, torch.tensor(counts), probs)[0].backward(grad)
+    assert {id(weight) for weight in hooked} == {id(weight) for weight in grouped.parameters()} - {id(frozen)}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradient_buffers_that_lie_apart(dtype):
     counts = COUNTS["ragged"]

@@ -1,0 +1,88 @@
+"""Megatron-Core's distributed optimizer, without a loop in Python over all parameters in every part of a step.
+
+In: a DistributedOptimizer. Out: the same object, whose gradients, norm and copies to the model's parameters come from
+lists that are made once. Runs on every trainer rank; communication is Megatron-Core's.
+
+A rank of a model with experts has a thousand parameters, and Megatron-Core finds each one's place in its buffers again
+wherever it needs it, and launches a copy for each: a GPU waits for most of that. Values are the same bits. Lists hold
+views of the buffers, which stay valid when storages lose and regain their memory (``offload.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import torch
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
+
+Pairs = tuple[list[Tensor], list[Tensor]]
+
+
+class ListedOptimizer(DistributedOptimizer):
+    """A DistributedOptimizer with its lists; see :meth:`adopt`."""
+
+    @classmethod
+    def adopt(cls, optimizer: object) -> None:
+        """Make one of a DistributedOptimizer that has parameters, in place. Others stay what they are, and so does one
+        for FP8 parameters or gradients that are not FP32."""
+        if type(optimizer) is not DistributedOptimizer or optimizer.is_stub_optimizer:
+            return
+        is_fp32 = all(buffer.grad_dtype == torch.float32 for buffer in optimizer.buffers)
+        special = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        if is_fp32 and not special and not optimizer.ddp_config.fp8_param_gather:
+            optimizer.__class__ = cls
+
+    def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter of the model of which this rank has master weights, and these."""
+        for model_groups, master_groups in (
+            (self.model_float16_groups, self.shard_fp32_from_float16_groups),
+            (self.model_fp32_groups, self.shard_fp32_groups),
+        ):
+            for models, masters in zip(model_groups, master_groups, strict=True):
+                yield from zip(models, masters, strict=True)
+
+    @cached_property
+    def _gradients(self) -> Pairs:
+        """Master weights, and the part of the gradient buffer that belongs to each."""
+        masters, gradients = [], []
+        for parameter, master in self._pairs():
+            place = self._get_model_param_range_map(parameter)["param"]
+            masters.append(master)
+            gradients.append(parameter.main_grad.view(-1)[place.start : place.end])
+        return masters, gradients
+
+    @cached_property
+    def _weights(self) -> dict[torch.dtype, Pairs]:
+        """The parts of the parameter buffers that this rank updates, and the master weights of each, by their type."""
+        found: dict[torch.dtype, Pairs] = {}
+        for parameter, master in self._pairs():
+            place = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+            buffer, _, bucket = self.model_param_gbuf_map[parameter]
+            weights = self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
+            parts, masters = found.setdefault(weights.dtype, ([], []))
+            parts.append(weights)
+            masters.append(master)
+        return found
+
+    @cached_property
+    def _counted(self) -> Sequence[Tensor]:
+        """Master weights whose gradients are part of the norm on this rank: none counts twice."""
+        everything = super().get_grads_for_grad_norm
+        kept = {gradient.data_ptr() for gradient in everything() if gradient.numel()}
+        return [master for master in self.get_parameters() if master.grad.data_ptr() in kept and master.numel()]
+
+    def _copy_model_grads_to_main_grads(self) -> None:
+        for master, gradient in zip(*self._gradients, strict=True):
+            master.grad = gradient
+
+    def _copy_main_params_to_model_params(self) -> None:
+        with torch.no_grad():
+            for weights, masters in self._weights.values():
+                torch._foreach_copy_(weights, masters)
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
+        if grad_norm_group is not None:
+            return super().get_grads_for_grad_norm(grad_norm_group)
+        return [master.grad for master in self._counted]

@@ -1,0 +1,36 @@
+"""Training where a token's experts are weighted in their sum: the updates of a policy that weighs each output."""
+
+import pytest
+import torch
+
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import MOE, full_weights, run_config, train
+from tests.tolerances import LAYOUT_WEIGHTS
+
+
+def _weighing_in_sums(cfg, num_updates):
+    """Runs on a rank: ``train`` with the switch of ``rollout.moe_backend = deep_gemm`` on a GPU."""
+    from megatron_fp8rl.trainer import combine
+    from megatron_fp8rl.trainer.dispatch import ExpertLayer
+
+    calls, switch, add = [], ExpertLayer.weigh_in_sum, combine._sum
+    ExpertLayer.weigh_in_sum = lambda layer, wanted: switch(layer, True)
+    combine._sum = lambda *args: calls.append(1) or add(*args)
+    try:
+        return train(cfg, num_updates), len(calls)
+    finally:
+        ExpertLayer.weigh_in_sum, combine._sum = switch, add
+
+
+@pytest.mark.parametrize(
+    "layout", [{}, dict(world_size=2, expert=2), dict(world_size=2, tensor=2, expert=2)], ids=["one", "ep2", "tp2_ep2"]
+)
+def test_updates_are_those_of_weighted_outputs(layout):
+    (expected,) = run_ranks(1, train, run_config(), 2)
+    ranks = run_ranks(layout.get("world_size", 1), _weighing_in_sums, run_config(**layout), 2)
+    assert all(num_calls for _, num_calls in ranks)
+    for got, want in zip(ranks[0][0].metrics, expected.metrics, strict=True):
+        assert got["train/grad_norm/max"] == pytest.approx(want["train/grad_norm/max"], rel=1e-5)
+    weights = full_weights(MOE, [result.pieces for result, _ in ranks])
+    for name, weight in full_weights(MOE, [expected.pieces]).items():
+        torch.testing.assert_close(weights[name], weight, **LAYOUT_WEIGHTS, msg=name)
