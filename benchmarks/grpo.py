@@ -3,10 +3,12 @@
     python -m benchmarks.grpo --config small_qwen3 --precision bf16 fp8 --layout colocated sleep
     python -m benchmarks.grpo --config small_qwen3_moe --precision bf16 fp8 --layout separate
     python -m benchmarks.grpo --config small_qwen3_8_layers --precision fp8_invariant
+    python -m benchmarks.grpo --table         # the section and the plot again, on any machine
 
-Every run is a process of ``python -m megatron_fp8rl rl`` with the same warm start, seed and problems; runs that have
-finished are not repeated, interrupted ones go on from their last checkpoint. The table and the plot are made of all
-runs under ``--folder``, so that several invocations add up. ``fp8_invariant`` has the engine's bits in the trainer: a
+Every run is a process of ``python -m megatron_fp8rl rl`` with the same warm start, seed and problems, and leaves a row
+with its curves; the table and the plot are made of all rows. A run is asked to stop STOP_S before the budget ends, as a
+user would ask it: it finishes its step and saves, its row has the steps so far, and the same command goes on there.
+Complete runs are not repeated without ``--again``. ``fp8_invariant`` has the engine's bits in the trainer: a
 batch-invariant engine, and its attention and linears in the trainer's forward pass.
 
     colocated   one GPU for trainer and engine, which both keep their memory
@@ -19,22 +21,25 @@ batch-invariant engine, and its attention and linears in the trainer's forward p
 from __future__ import annotations
 
 import argparse
+import contextlib
+import datetime
 import itertools
-import json
-import statistics
+import os
+import shutil
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks import record
-from benchmarks.results import FOLDER, failure_in, locked, num_gpus, run_logged
-from benchmarks.rollout_speed import read_log
+from benchmarks.grpo_rows import KEYS, draw, num_steps_of, numbers, section, step_line
+from benchmarks.process_tree import ProcessTree
+from benchmarks.results import FOLDER, Results, Row, device_name, failure_in, locked, num_gpus, run_logged
 from megatron_fp8rl.cli import config_functions
-from megatron_fp8rl.observe.metrics import PHASES
 from megatron_fp8rl.observe.run_data import RunData
+from megatron_fp8rl.stop import SAVED
 
 PRECISIONS = {
     "bf16": ("--precision.trainer", "bf16", "--precision.rollout", "bf16"),
@@ -47,9 +52,9 @@ PRECISIONS = {
         "--precision.linears", "deep_gemm", "--rollout.batch_invariant", "True",
     ),
 }  # fmt: skip
-_WARM_STEPS = 2  # at the start: kernels compile and allocators grow
-_ENDS = 5  # steps that count as a run's start and end
-_EQUAL = 1e-8  # nats; below float32's rounding of a log-probability
+STOP_S = 30.0  # before the end of the budget: a step, a checkpoint, a report and the end of the engines
+_KILL_S = 5.0  # before the end of the budget
+_LOG_LINES = 15  # of a failed run
 
 
 @dataclass(frozen=True)
@@ -111,8 +116,8 @@ def command(run: Run, options: argparse.Namespace) -> list[str]:
         sys.executable, "-m", "megatron_fp8rl", "rl", run.config,
         "--model.hf_path", str(warm_start_dir(run)), "--data.sft_steps", "0",
         "--seed", str(run.seed), "--output_dir", str(run.run_dir), *steps,
-        "--observe.display", "plain", "--checkpoint.every_steps", "20", "--checkpoint.keep", "1",
-        "--checkpoint.export_hf", "False",
+        "--observe.display", "plain", "--observe.tensorboard", "False", "--observe.record_rollouts", "False",
+        "--checkpoint.every_steps", "20", "--checkpoint.keep", "1", "--checkpoint.export_hf", "False",
         *PRECISIONS[run.precision], *layout_overrides(run.layout, is_moe=is_moe), *options.overrides,
     ]  # fmt: skip
 
@@ -130,12 +135,12 @@ def warm_start_command(run: Run, options: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
 
 
-def run_all(options: argparse.Namespace) -> None:
+def run_all(options: argparse.Namespace, results: Results) -> None:
     """Run what is missing, as far as the budget goes. A run that fails is reported, and the next one starts."""
     started = time.monotonic()
     for run in plan_runs(options):
         left_s = options.budget_s - (time.monotonic() - started)
-        if run.data.is_done and not options.warm_start:
+        if not options.warm_start and is_there(run, options, results):
             continue
         if num_gpus() and num_gpus() < gpus_of(run.layout):
             print(f"SKIPPED {run.config} {run.name}: needs {gpus_of(run.layout)} GPUs, {num_gpus()} are here")
@@ -145,18 +150,123 @@ def run_all(options: argparse.Namespace) -> None:
             continue
         if not warm_start(run, options, started) or options.warm_start:
             continue
+        if options.again:
+            shutil.rmtree(run.run_dir, ignore_errors=True)
         left_s = options.budget_s - (time.monotonic() - started)
         print(f"{time.monotonic() - started:5.0f} s  {run.config} {run.name} starts", flush=True)
-        log = run.run_dir.with_suffix(".log")
-        began = time.monotonic()
-        ended_well = run_logged(command(run, options), log, max(left_s - 20, 1.0))
-        if not (ended_well or RunData(run.run_dir).is_done):
-            print(f"FAILED {run.config} {run.name}: {failure_in(log, left_s)}", flush=True)
-        print("RESULT", json.dumps(summary(run) | {"wall_s": round(time.monotonic() - began, 1)}), flush=True)
+        try:
+            status = follow(run, options, left_s)
+        finally:  # also when this program is asked to end
+            keep(run, options, results)
+        report_end(run, options, status, left_s)
+
+
+def wanted_steps(run: Run, options: argparse.Namespace) -> int:
+    return options.steps or config_functions()[run.config]().num_steps
+
+
+def row_of(run: Run, results: Results) -> Row | None:
+    """What is kept of the run."""
+    key = results.key({"config": run.config, "layout": run.layout, "precision": run.precision, "seed": run.seed})
+    return next((row for row in results.rows() if results.key(row) == key), None)
+
+
+def is_there(run: Run, options: argparse.Namespace, results: Results) -> bool:
+    """Whether there is a row of the complete run; makes it of the run's folder where only that is left."""
+    if options.again:
+        return False
+    wanted = wanted_steps(run, options)
+    row = row_of(run, results)
+    if row is not None and row["is_done"] and row["steps"] >= wanted:
+        return True
+    if run.data.is_done and num_steps_of(run.data) >= wanted:
+        keep(run, options, results)
+        return True
+    return False
+
+
+def keep(run: Run, options: argparse.Namespace, results: Results) -> None:
+    """Add the run's row, unless it has no step, or fewer than the row that is there has of as many wanted ones."""
+    data, before = run.data, row_of(run, results)
+    wanted, steps = wanted_steps(run, options), num_steps_of(data)
+    if not steps:
+        return
+    if before is not None and before["num_steps"] == wanted and before["steps"] > steps:
+        print(f"{run.config} {run.name}: its row of {before['steps']} steps stays; this run has {steps}", flush=True)
+        return
+    results.add(
+        {"config": run.config, "layout": run.layout, "precision": run.precision, "seed": run.seed}
+        | {"num_steps": wanted}
+        | numbers(data)
+        | {
+            "device": device_name(),
+            "machine": record.machine(),
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "command": record.command(),
+        }
+    )
+
+
+def follow(run: Run, options: argparse.Namespace, left_s: float) -> int | None:
+    """Start a run and print its steps as they come; its exit status, None when it had to be killed.
+
+    ``left_s``: of the budget. No process of the run outlives the call.
+    """
+    log = log_of(run)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began, is_asked, status = time.monotonic(), False, None
+    say = _teller(run, wanted_steps(run, options), began)
+    with log.open("wb") as file:
+        tree = ProcessTree.start(command(run, options), file, os.environ)
+        try:
+            while status is None and (passed_s := time.monotonic() - began) < left_s - _KILL_S:
+                if not is_asked and passed_s > left_s - STOP_S:
+                    print(f"{passed_s:5.0f} s of {run.name}: it is asked to stop", flush=True)
+                    tree.ask_command()
+                    is_asked = True
+                status = tree.wait(1.0)
+                say()
+        finally:
+            tree.end(_KILL_S)
+    return status
+
+
+def log_of(run: Run) -> Path:
+    return run.run_dir.with_suffix(".log")
+
+
+def _teller(run: Run, num_steps: int, began: float) -> Callable[[], None]:
+    """A function that prints what the run has written since it was last called."""
+    said = {(step["step"], step.get("time/step/s")) for step in run.data.records}  # before an interruption
+
+    def say() -> None:
+        for step in run.data.records:
+            if (key := (step["step"], step.get("time/step/s"))) not in said:
+                said.add(key)
+                print(f"{time.monotonic() - began:5.0f} s of {run.name}: {step_line(step, num_steps)}", flush=True)
+
+    return say
+
+
+def report_end(run: Run, options: argparse.Namespace, status: int | None, left_s: float) -> None:
+    """Say whether the run is complete, was stopped in time, or failed, with the end of its log."""
+    data, wanted = run.data, wanted_steps(run, options)
+    steps = num_steps_of(data)
+    if data.is_done:
+        print(f"{run.config} {run.name}: all {steps} steps are done", flush=True)
+    elif status == SAVED or (status is None and steps):
+        print(f"SKIPPED {run.config} {run.name}: {steps} of {wanted} steps, {'and' if status else 'not'} saved; "
+              "0 s are left; run the same command again", flush=True)  # fmt: skip
+    else:
+        print(f"FAILED {run.config} {run.name} after {steps} of {wanted} steps: {failure_in(log_of(run), left_s)}")
+        for path in (log_of(run), run.run_dir / "logs" / "rollout-0.log"):
+            text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else "no such file"
+            lines = [f"  | {line}" for line in text.splitlines()[-_LOG_LINES:]]
+            print(f"The end of {path.name}:", *lines, sep="\n", flush=True)
 
 
 def warm_start(run: Run, options: argparse.Namespace, started: float) -> bool:
-    """Have the checkpoint that all runs of a configuration start from, by this program or another; whether it is there."""
+    """Have the checkpoint that all runs of a configuration start from, made here or elsewhere; whether it is there."""
     left_s = options.budget_s - (time.monotonic() - started)
     with locked(warm_start_dir(run), deadline_s=max(left_s, 1.0)):
         if not warm_start_dir(run).exists():
@@ -167,147 +277,14 @@ def warm_start(run: Run, options: argparse.Namespace, started: float) -> bool:
                 return False
     curve = RunData(warm_start_dir(run).parent)
     steps, rate = len(curve.values("train/loss/mean")), curve.last("sft/expected_pass_rate/mean")
-    said = f"{steps} steps, pass rate {_shown(rate, '.3f')}"
+    said = f"{steps} steps, pass rate {'-' if rate is None else f'{rate:.3f}'}"
     print(f"{time.monotonic() - started:5.0f} s  the warm start of {run.config} is there: {said}", flush=True)
     return True
 
 
-def found_runs(folder: Path) -> list[Run]:
-    """All runs under the folder that have written numbers, in the order of configuration, layout, precision, seed."""
-    found = []
-    for path in folder.glob("*/*-seed*/metrics.jsonl"):
-        precision, layout, seed = path.parent.name.split("-")
-        found.append(Run(path.parents[1].name, precision, layout, int(seed.removeprefix("seed")), folder))
-    return sorted(found, key=lambda run: (run.config, run.layout, run.precision, run.seed))
-
-
-def median(run: RunData, key: str) -> float | None:
-    """Over the steps behind the first ones; None where the run has no such number."""
-    values = [value for step, value in zip(*run.series(key), strict=True) if step > _WARM_STEPS]
-    return statistics.median(values) if values else None
-
-
-def phase_seconds(run: RunData) -> dict[str, float]:
-    """Median seconds of each phase of a step, in the order of the loop."""
-    found = {phase: median(run, f"time/{phase}/s") for phase in PHASES}
-    # What happens every few steps only is no part of the usual one.
-    return {phase: seconds for phase, seconds in found.items() if seconds and phase not in ("checkpoint", "evaluate")}
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """The numbers of one run."""
-    data = run.data
-    rewards = data.values("reward/score/mean")
-    log = run.run_dir / "logs" / "rollout-0.log"
-    engine = read_log(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else {}
-    return {
-        "config": run.config,
-        "layout": run.layout,
-        "precision": run.precision,
-        "seed": run.seed,
-        "steps": len(rewards),
-        "is_done": data.is_done,
-        "reward_start": statistics.fmean(rewards[:_ENDS]) if rewards else None,
-        "reward_end": statistics.fmean(rewards[-_ENDS:]) if rewards else None,
-        "held_out_start": data.first("eval/pass_rate/mean"),
-        "held_out_end": data.last("eval/pass_rate/mean"),
-        "abs_logprob_diff": data.mean("mismatch/abs_logprob_diff/mean"),
-        "abs_logprob_diff_max": max(data.values("mismatch/abs_logprob_diff/max"), default=None),
-        "kl_k3": data.mean("mismatch/kl_k3/mean"),
-        "step_s": sum(phase_seconds(data).values()),
-        "phases_s": phase_seconds(data),
-        "rollout_tokens_per_s": median(data, "rollout/tokens_per_s/mean"),
-        "train_tokens_per_s": median(data, "train/tokens_per_s/mean"),
-        "publish_pause_s": median(data, "publish/pause/s"),
-        "kv_tokens": engine.get("kv_tokens"),
-        "kernels": engine.get("kernels", []),
-    }
-
-
-def tables(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: what was learned and how fast, then the seconds of a step by phase."""
-    learned, seconds = [], []
-    for row in rows:
-        head = {"run": f"{row['config']}, {row['layout']}, {row['precision']}, seed {row['seed']}"}
-        rewards, held_out = (
-            f"{_shown(row[f'{name}_start'], '.3f')} to {_shown(row[f'{name}_end'], '.3f')}"
-            for name in ("reward", "held_out")
-        )
-        learned.append(
-            head
-            | {
-                "steps": row["steps"],
-                f"reward, first {_ENDS} to last {_ENDS} steps": rewards,
-                "held-out pass rate": held_out,
-                "mean abs(old - rollout)": _shown(row["abs_logprob_diff"], ".1e"),
-                "largest": _shown(row["abs_logprob_diff_max"], ".1e"),
-                "KL (k3)": _shown(row["kl_k3"], ".1e"),
-                "sampled tokens/s": _shown(row["rollout_tokens_per_s"], ",.0f"),
-                "trained tokens/s": _shown(row["train_tokens_per_s"], ",.0f"),
-                "KV tokens": _shown(row["kv_tokens"], ",d"),
-                "pause, s": _shown(row["publish_pause_s"], ".3f"),
-            }
-        )
-        phases = {phase: f"{value:.3f}" for phase, value in row["phases_s"].items()}
-        seconds.append(head | {"s/step": f"{row['step_s']:.2f}"} | phases)
-    return record.table(learned) + "\n\nSeconds of a step by phase (medians):\n\n" + record.table(seconds)
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Reward, mismatch, seconds by phase and tokens per second of all runs."""
-    from megatron_fp8rl.observe.style import CYCLE, curve, finish, new_figure, styled
-
-    labels = {run: f"{run.config} {run.layout} {run.precision}" for run in runs}
-    kinds = list(dict.fromkeys(labels.values()))
-    colors = {kind: CYCLE[i % len(CYCLE)] for i, kind in enumerate(kinds)}
-    with styled():
-        figure = new_figure(15.0, 9.0)
-        (reward, mismatch), (phases, speed) = figure.subplots(2, 2)
-        mismatch.set_yscale("symlog", linthresh=_EQUAL)  # a log scale would hide steps without any difference
-        named: set[str] = set()
-        for run in runs:
-            label = labels[run]
-            how = {"color": colors[label], "label": "" if label in named else label}
-            named.add(label)
-            curve(reward, *run.data.series("reward/score/mean"), **how)
-            curve(mismatch, *run.data.series("mismatch/abs_logprob_diff/mean"), **how)
-        finish(reward, "Reward")
-        finish(mismatch, "Mean |old - rollout|", y=f"nats, log scale above {_EQUAL:.0e}", legend=False)
-        first = {kind: next(run for run in runs if labels[run] == kind) for kind in kinds}
-        lefts = dict.fromkeys(kinds, 0.0)
-        for phase, color in zip(PHASES, (*CYCLE, "#9BD3C0"), strict=False):
-            widths = [phase_seconds(first[kind].data).get(phase, 0.0) for kind in kinds]
-            if any(widths):
-                phases.barh(kinds, widths, left=[lefts[kind] for kind in kinds], color=color, label=phase)
-                lefts = {kind: lefts[kind] + width for kind, width in zip(kinds, widths, strict=True)}
-        phases.invert_yaxis()
-        finish(phases, "Seconds of a step by phase", x="s")
-        sampled = [median(first[kind].data, "rollout/tokens_per_s/mean") or 0.0 for kind in kinds]
-        speed.barh(kinds, sampled, color=[colors[kind] for kind in kinds])
-        speed.invert_yaxis()
-        finish(speed, "Sampled tokens per second", x="tokens/s", legend=False)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="png", dpi=110)
-
-
-def write_section(folder: Path, plot: Path) -> None:
-    runs = found_runs(folder)
-    rows = [summary(run) for run in runs]
-    draw(runs, plot)
-    notes = (
-        "Same warm start, problems and seeds within a configuration; s/step is the sum of its phases' medians, without "
-        "evaluations and checkpoints. colocated: one GPU for both ends; sleep: the same, "
-        "taking turns in memory; separate: 2 GPUs for the trainer, 2 for one engine. KV tokens: the context that the "
-        "engine's cache holds, from its log; how much memory it may take differs between the layouts. Largest: of any "
-        "token of any step. fp8_invariant: a batch-invariant engine, whose attention and linears the trainer's forward "
-        "pass has too.\n\n"
-        f"![Reward, mismatch, seconds by phase and speed of all runs]({plot.name})"
-    )
-    record.section("grpo", "GRPO from start to end", tables(rows), notes=notes, path=plot.parent / "measured.md")
+def write_section(rows: Sequence[Row], plot: Path) -> None:
+    draw(rows, plot)
+    record.replace("grpo", section(rows, plot), path=plot.parent / "measured.md")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -320,6 +297,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sft-steps", type=int, default=0, help="of the warm start; 0: the configuration's")
     parser.add_argument("--warm-start", action="store_true", help="make what all runs start from, and start none")
     parser.add_argument("--quick", action="store_true", help="a few steps of tiny_qwen3_moe, on any machine")
+    parser.add_argument("--again", action="store_true", help="run from their start also those that are complete")
+    parser.add_argument("--table", action="store_true", help="section and plot of the rows; run nothing")
     parser.add_argument("--budget-s", type=float, default=570.0, help="for all runs of this invocation")
     parser.add_argument("--run-s", type=float, default=120.0, help="start no run with less than this left")
     parser.add_argument("--folder", type=Path, default=FOLDER / "grpo")
@@ -334,12 +313,29 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
+@contextlib.contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """A SIGTERM meanwhile is an exception, which lets the row of the present run be kept."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    run_all(options)
-    if found_runs(options.folder) and not options.warm_start:
-        with record.turn(options.plot.parent / "measured.md"):
-            write_section(options.folder, options.plot)
+    is_default = options.folder == FOLDER / "grpo"
+    results = Results(FOLDER / "grpo.jsonl" if is_default else options.folder / "grpo.jsonl", KEYS)
+    try:
+        if not options.table:
+            with _ends_in_order():
+                run_all(options, results)
+    finally:
+        if not options.warm_start:
+            with record.turn(options.plot.parent / "measured.md"):
+                if rows := sorted(results.rows(), key=results.key):
+                    write_section(rows, options.plot)
     return 0
 
 

@@ -129,8 +129,8 @@ JOBS = (
                is_light=True),
     *_updates(),
     *(
-        _benchmark(f"grpo.{name}", f"{_CURVE} --precision {name}", seconds, 450, shortest_s=150, tail_s=25)
-        for name, seconds in (("bf16", 200), ("fp8", 260), ("fp8_invariant", 280))
+        _benchmark(f"grpo.{name}", f"{_CURVE} --precision {name}", seconds, 450, shortest_s=120, tail_s=25)
+        for name, seconds in (("bf16", 150), ("fp8", 200), ("fp8_invariant", 230))
     ),
     _benchmark("mismatch.8b", f"{_8B} {_POW2}", 170, 300, min_gpu_gib=110),
     _benchmark("mismatch.30b", f"{_30B} {_POW2}", 190, 320, min_gpu_gib=120),

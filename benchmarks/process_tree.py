@@ -66,6 +66,11 @@ class ProcessTree:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGTERM)
 
+    def ask_command(self) -> None:
+        """Ask the command alone to end, which then ends by itself what it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+
     def end(self, grace_s: float) -> None:
         """Ask, and kill what is left ``grace_s`` after the question. Raises RuntimeError if anything survives that."""
         self.ask()

@@ -99,7 +99,8 @@ class TransferEngine(WeightTransferEngine):
     """Loads publications and keeps count of their buckets.
 
     ``version`` is the policy version whose weights were loaded last, or None before the first publication. An update
-    that fails or loses a bucket leaves no version. ``load_s`` is what the last one spent in this worker.
+    that fails or loses a bucket leaves no version. ``load_s`` is what the last one spent in this worker;
+    ``num_reloads`` counts how often vLLM's loaders may have bound other tensors to the model.
     """
 
     init_info_cls = InitInfo
@@ -109,6 +110,7 @@ class TransferEngine(WeightTransferEngine):
         super().__init__(*args, **kwargs)
         self.version: int | None = None
         self.load_s = 0.0
+        self.num_reloads = 0
         self._incoming: int | None = None
         self._mode = "reload"
         self._is_reloading = False  # vLLM's loaders hold the model in pieces
@@ -199,12 +201,10 @@ class TransferEngine(WeightTransferEngine):
                 f"policy version {self._incoming}: {self._num_received} of {self._num_expected} buckets have arrived; "
                 "publish again from the start"
             )
-        assert self._derived is not None
         if self._mode == "reload":
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._is_reloading = False
-            self._derived.keep_in_place()
+            self._end_reload()
         else:
+            assert self._derived is not None
             self._derived.refresh()
         self.version = self._incoming
 
@@ -217,10 +217,14 @@ class TransferEngine(WeightTransferEngine):
                 info = get_layerwise_info(module)
                 info.loaded_weights.clear()  # vLLM puts the kernel tensors back of modules that got nothing
                 info.load_numel = 0
-            finalize_layerwise_reload(self.model, self.model_config)
-            self._is_reloading = False
-            assert self._derived is not None
-            self._derived.keep_in_place()
+            self._end_reload()
+
+    def _end_reload(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        self._is_reloading = False
+        self.num_reloads += 1
+        assert self._derived is not None
+        self._derived.keep_in_place()
 
     def shutdown(self) -> None:
         if self._fabric is not None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.rollout.kv_cache import set_kv_scales
 from megatron_fp8rl.rollout.probe import Probe
-from megatron_fp8rl.weights.digest import combine, prepare_digests
+from megatron_fp8rl.weights.digest import NamedDigests, Names, prepare_values
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
 _MATRICES = ("weight", "weight_scale_inv")
@@ -109,16 +110,18 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{path}.{kind}", tensor
 
 
-def _places(model: nn.Module) -> list[tuple[Any, ...]]:
-    """Address, shape, strides and dtype of everything that :func:`kernel_weights` looks at."""
+def _place(tensor: Any) -> tuple[Any, ...] | None:
+    """Address, shape, strides and dtype; None of what is no tensor."""
+    if not isinstance(tensor, Tensor):
+        return None
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _places(model: nn.Module) -> list[tuple[nn.Module, str, tuple[Any, ...]]]:
+    """(module, attribute, place) of everything that :func:`kernel_weights` looks at."""
     attributes = [*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES)]
-    found = []
-    for module in model.modules():
-        for name in attributes:
-            tensor = getattr(module, name, None)
-            if isinstance(tensor, Tensor):
-                found.append((tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
-    return found
+    found = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in attributes)
+    return [(module, name, place) for module, name, place in found if place is not None]
 
 
 class HeldDigests:
@@ -128,23 +131,35 @@ class HeldDigests:
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[Any, ...]] | None = None
+        self._places: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
+        self._of: tuple[nn.Module, int] | None = None  # model and number of reloads
 
-    def __call__(self, model: nn.Module) -> dict[str, str]:
-        """{Hugging Face name: digest}, as the memory is now. Raises what :func:`kernel_weights` raises."""
-        places = _places(model)
-        if places != self._places:
-            weights = dict(kernel_weights(model))
-            # What _as_sent makes of these depends on their content.
-            self._converted = {n: t for n, t in weights.items() if n.endswith(".weight") and t.dtype == torch.float32}
-            self._names = sorted(weights.keys() - self._converted.keys())
-            self._digests = prepare_digests([weights[name] for name in self._names])
-            self._places = places
-        found = dict(zip(self._names, self._digests(), strict=True))
+    def __call__(self, model: nn.Module, num_reloads: int = 0) -> NamedDigests:
+        """By Hugging Face name, as the memory is now. Raises what :func:`kernel_weights` raises.
+
+        Weights that have moved are found; attributes that are new, when ``num_reloads`` of the model has changed.
+        """
+        moved = any(_place(getattr(module, name, None)) != place for module, name, place in self._places)
+        if moved or self._of != (model, num_reloads):
+            self._of = None
+            self._prepare(model)
+            self._of = model, num_reloads
+        values = np.zeros(len(self._names.ordered), dtype=np.uint64)
+        values[self._fixed] = self._digests()
         if self._converted:
-            values = prepare_digests([_as_sent(tensor) for tensor in self._converted.values()])()
-            found |= zip(self._converted, values, strict=True)
-        return found
+            values[list(self._converted)] = prepare_values([_as_sent(t) for t in self._converted.values()])()
+        return NamedDigests(self._names, values)
+
+    def _prepare(self, model: nn.Module) -> None:
+        weights = dict(kernel_weights(model))
+        self._names = Names(weights)
+        ordered = [(name, weights[name]) for name in self._names.ordered]
+        # What _as_sent makes of these depends on their content.
+        is_converted = [name.endswith(".weight") and t.dtype == torch.float32 for name, t in ordered]
+        self._converted = {i: ordered[i][1] for i, converted in enumerate(is_converted) if converted}
+        self._fixed = np.flatnonzero(~np.array(is_converted, dtype=bool))
+        self._digests = prepare_values([ordered[i][1] for i in self._fixed])
+        self._places = _places(model)
 
 
 class WorkerExtension(Probe):
@@ -165,14 +180,14 @@ class WorkerExtension(Probe):
         """
         held_digests = self.__dict__.setdefault("held_digests", HeldDigests())
         with torch.inference_mode():
-            digests = held_digests(self.model_runner.model)
+            digests = held_digests(self.model_runner.model, getattr(self.weight_transfer_engine, "num_reloads", 0))
         report = {
             "rank": self.rank,
             "version": getattr(self.weight_transfer_engine, "version", None),
-            "combined": combine(digests),
+            "combined": digests.combined,
             "load_s": getattr(self.weight_transfer_engine, "load_s", 0.0),
         }
-        return report | ({"digests": digests} if names else {})
+        return report | ({"digests": dict(digests)} if names else {})
 
     def set_kv_scales(self, scales: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """Set the FP8 KV cache's (query, key, value) scales of every layer, while the engine is paused.

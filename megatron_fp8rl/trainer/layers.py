@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -51,9 +52,27 @@ class Experts(TEGroupedMLP):
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, hidden], sorted by expert; probs [T] -> [T, hidden]."""
         splits = tokens_per_expert.tolist()
-        gate, up = self.linear_fc1(hidden, splits)[0].chunk(2, dim=-1)
-        out, _ = self.linear_fc2(F.silu(gate) * up, splits)
-        return (out * probs[:, None]).to(out.dtype) if self.weighs else weighted_later(out, probs), None
+        out, _ = self.linear_fc2(_swiglu(self.linear_fc1(hidden, splits)[0]), splits)
+        return _weighted(out, probs) if self.weighs else weighted_later(out, probs), None
+
+
+def _swiglu(h: Tensor) -> Tensor:
+    """silu(gate) * up of [T, 2 features], each rounded to the type of ``h``."""
+    if h.is_cuda and h.dtype == torch.bfloat16:
+        from megatron_fp8rl.trainer import swiglu_triton  # the same bits, in one pass
+
+        return swiglu_triton.swiglu(h)
+    gate, up = h.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _weighted(out: Tensor, probs: Tensor) -> Tensor:
+    """[T, hidden] times probs [T], rounded once to the type of ``out``."""
+    if out.is_cuda and out.dtype == torch.bfloat16:
+        from megatron_fp8rl.trainer import swiglu_triton
+
+        return swiglu_triton.weighted(out, probs)
+    return (out * probs[:, None]).to(out.dtype)
 
 
 def _attention(model: ModelConfig) -> ModuleSpec:

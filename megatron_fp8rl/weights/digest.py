@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -50,25 +50,29 @@ def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def headers_of(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> np.ndarray:
-    """What (dtype, shape) adds to the sums of tensors: uint64, for :func:`digests_of_sums`."""
+    """What (dtype, shape) adds to the sums of tensors: uint64, for :func:`values_of_sums`."""
     return np.fromiter(itertools.starmap(_header, kinds), dtype=np.uint64)
 
 
-def digests_of_sums(totals: np.ndarray, headers: np.ndarray) -> list[str]:
-    """Digests of tensors whose words have these sums, int64 or uint64 of one shape with ``headers``."""
+def values_of_sums(totals: np.ndarray, headers: np.ndarray) -> np.ndarray:
+    """Digests as numbers, uint64, of tensors whose words have these sums: (u)int64, of one shape with ``headers``."""
     x = totals.view(np.uint64) + headers
     for shift, multiplier in itertools.zip_longest(_SHIFTS, _MULTIPLIERS):
         x ^= x >> np.uint64(shift)
         if multiplier is not None:
             x *= np.uint64(multiplier)
-    text = x.astype(">u8").tobytes().hex()
-    return [text[i : i + 16] for i in range(0, len(text), 16)]
+    return x
 
 
-def _finish(totals: list[int], tensors: Sequence[Tensor]) -> list[str]:
+def _lines(values: np.ndarray) -> str:
+    """Digests as text, 16 hexadecimal digits a line."""
+    return values.astype(">u8").tobytes().hex("\n", 8)
+
+
+def _finish(totals: list[int], tensors: Sequence[Tensor]) -> np.ndarray:
     """From sums, signed 64-bit or differences of such."""
     unsigned = np.array([total & _MASK for total in totals], dtype=np.uint64)
-    return digests_of_sums(unsigned, headers_of((t.dtype, tuple(t.shape)) for t in tensors))
+    return values_of_sums(unsigned, headers_of((t.dtype, tuple(t.shape)) for t in tensors))
 
 
 def widened(tensor: Tensor) -> Tensor:
@@ -84,7 +88,7 @@ def _positions(num_words: int, device: torch.device, first: int = 0) -> Tensor:
     return torch.arange(first + 1, first + num_words + 1, device=device, dtype=torch.int64).mul_(_signed(_GOLDEN))
 
 
-def _digest_large(tensor: Tensor) -> str:
+def _digest_large(tensor: Tensor) -> np.ndarray:
     data = _bytes(tensor)
     total = 0
     for start in range(0, data.numel(), 8 * _CHUNK_WORDS):
@@ -93,10 +97,10 @@ def _digest_large(tensor: Tensor) -> str:
             chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
         words = chunk.view(torch.int64)
         total += int(_mix_tensor_(words + _positions(words.numel(), words.device, start // 8)).sum())
-    return _finish([total], [tensor])[0]
+    return _finish([total], [tensor])
 
 
-def _digest_group(tensors: Sequence[Tensor]) -> list[str]:
+def _digest_group(tensors: Sequence[Tensor]) -> np.ndarray:
     """Digests of several small tensors of one device in one pass over their concatenation."""
     device = tensors[0].device
     padding = torch.zeros(8, dtype=torch.uint8, device=device)
@@ -117,21 +121,29 @@ def _digest_group(tensors: Sequence[Tensor]) -> list[str]:
     return _finish([end - start for start, end in itertools.pairwise(totals)], tensors)
 
 
-def prepare_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
+def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
     """``digests(map(widened, tensors))`` of the same memory, to be called again and again as its content changes.
+
+    Digests are numbers, uint64 [len(tensors)]: text of thousands takes longer than their bytes.
 
     On a GPU everything but reading the memory is done here, where thousands of tensors take the host longer.
     """
     tensors = [t.detach() for t in tensors]
     if not _on_one_gpu(tensors):
-        return lambda: digests(map(widened, tensors))
+        return lambda: _values(list(map(widened, tensors)))
     from megatron_fp8rl.weights import digest_kernel  # imports Triton
 
     sums = digest_kernel.prepare(tensors, widen=True)
     # As of int64, which is what float32 numbers are widened to.
     kinds = [(torch.int64 if t.dtype == torch.float32 else t.dtype, tuple(t.shape)) for t in tensors]
     headers = headers_of(kinds)
-    return lambda: digests_of_sums(sums().cpu().numpy(), headers)
+    return lambda: values_of_sums(sums().cpu().numpy(), headers)
+
+
+def prepare_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
+    """:func:`prepare_values` with digests as text."""
+    values = prepare_values(tensors)
+    return lambda: _lines(values()).split()
 
 
 def _on_one_gpu(tensors: Sequence[Tensor]) -> bool:
@@ -140,26 +152,29 @@ def _on_one_gpu(tensors: Sequence[Tensor]) -> bool:
 
 def digests(tensors: Iterable[Tensor]) -> list[str]:
     """:func:`digest` of each tensor. On a GPU one kernel reads all of them; elsewhere small ones are hashed together."""
-    tensors = list(tensors)
+    return _lines(_values(list(tensors))).split()
+
+
+def _values(tensors: list[Tensor]) -> np.ndarray:
     if _on_one_gpu(tensors):
         from megatron_fp8rl.weights import digest_kernel  # imports Triton
 
         return _finish(digest_kernel.sums(tensors), tensors)
-    result: list[str] = [""] * len(tensors)
+    result = np.zeros(len(tensors), dtype=np.uint64)
     group: list[int] = []
     group_bytes = 0
 
     def flush() -> None:
         nonlocal group_bytes
-        for index, value in zip(group, _digest_group([tensors[i] for i in group]) if group else []):
-            result[index] = value
+        if group:
+            result[group] = _digest_group([tensors[i] for i in group])
         group.clear()
         group_bytes = 0
 
     for index, tensor in enumerate(tensors):
         num_bytes = tensor.numel() * tensor.element_size()
         if num_bytes >= 8 * _CHUNK_WORDS:
-            result[index] = _digest_large(tensor)
+            result[index : index + 1] = _digest_large(tensor)
             continue
         if group and (group_bytes + num_bytes > 8 * _CHUNK_WORDS or tensors[group[0]].device != tensor.device):
             flush()
@@ -179,8 +194,49 @@ def sum_words(words: Tensor, places: Tensor) -> Tensor:
     return _mix_tensor_(words + (places + 1) * _signed(_GOLDEN)).sum()
 
 
+class Names:
+    """Names of tensors, sorted and hashed once, for one digest of them all again and again."""
+
+    def __init__(self, names: Iterable[str]):
+        self.ordered = sorted(names)
+        self._hash = hashlib.blake2b("\n".join([*self.ordered, "", ""]).encode(), digest_size=8)
+
+    def combine(self, lines: str) -> str:
+        """16 hexadecimal digits from the digests of the names in their order, one a line."""
+        whole = self._hash.copy()
+        whole.update(lines.encode())
+        return whole.hexdigest()
+
+
+class NamedDigests(Mapping[str, str]):
+    """Digests by name, of ``values`` (uint64) in the order of ``names``. Text is made of them when one is asked for."""
+
+    def __init__(self, names: Names, values: np.ndarray):
+        self._names = names
+        self._values = values
+
+    @functools.cached_property
+    def combined(self) -> str:
+        """:func:`combine` of them, without looking at each."""
+        return self._names.combine(_lines(self._values))
+
+    @functools.cached_property
+    def _texts(self) -> dict[str, str]:
+        return dict(zip(self._names.ordered, _lines(self._values).split(), strict=True))
+
+    def __getitem__(self, name: str) -> str:
+        return self._texts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names.ordered)
+
+    def __len__(self) -> int:
+        return len(self._names.ordered)
+
+
 def combine(named_digests: Mapping[str, str]) -> str:
     """One digest of many, independent of their order: 16 hexadecimal digits."""
-    names = sorted(named_digests)
-    text = "\n".join([*names, "", *map(named_digests.__getitem__, names)])
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    if isinstance(named_digests, NamedDigests):
+        return named_digests.combined
+    names = Names(named_digests)
+    return names.combine("\n".join(map(named_digests.__getitem__, names.ordered)))

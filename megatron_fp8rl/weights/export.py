@@ -338,7 +338,7 @@ class WeightExporter:
             num_bytes=self.plan.num_bytes,
             seconds=seconds,
             pause_s=sent.pause_s,
-            checksum=combine({f"{rank} {name}": value for rank, name, value in sent.expected.items()}),
+            checksum=combine({str(rank): combine(held) for rank, held in enumerate(sent.expected.by_rank)}),
             pack_s=sent.pack_s,
             send_s=sent.send_s,
             load_s=sent.load_s,

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_fp8rl.rollout.fabric import Fabric, FabricError, Place, open_fabric, open_store
 from megatron_fp8rl.rollout.wire import PlanInputs
-from megatron_fp8rl.weights.digest import digests_of_sums, headers_of
+from megatron_fp8rl.weights.digest import NamedDigests, Names, headers_of, values_of_sums
 from megatron_fp8rl.weights.exchange import Exchange
 from megatron_fp8rl.weights.gather import together
 from megatron_fp8rl.weights.pack import Holdings, RoundPacker
@@ -220,7 +220,7 @@ class ShardSender:
             "lower optim.lr and resume from the last checkpoint"
         )
 
-    def digests(self, sums: Tensor) -> list[dict[str, str]]:
+    def digests(self, sums: Tensor) -> list[NamedDigests]:
         """Collective: on rank 0 what every engine rank has to hold, from the sums of all ranks; [] elsewhere."""
         by_rank: list[Any] = [sums.numpy()]
         if self._group is not None:
@@ -229,18 +229,16 @@ class ShardSender:
             by_rank = gathered or []
         if self.rank != 0:
             return []
-        places, names, headers = self._sums_of_names
-        totals = np.zeros(len(names), dtype=np.int64)
+        places, headers, of_engine = self._sums_of_names
+        totals = np.zeros(len(headers), dtype=np.int64)
         for of_sender, values in zip(places, by_rank, strict=True):
             np.add.at(totals, of_sender, values)  # modulo 2^64
-        found: list[dict[str, str]] = [{} for _ in range(self._slices.num_engine_ranks)]
-        for (engine_rank, name), value in zip(names, digests_of_sums(totals, headers), strict=True):
-            found[engine_rank][name] = value
-        return found
+        values = values_of_sums(totals, headers)
+        return [NamedDigests(names, values[chosen]) for names, chosen in of_engine]
 
     @functools.cached_property
-    def _sums_of_names(self) -> tuple[list[np.ndarray], list[tuple[int, str]], np.ndarray]:
-        """By sender the places that its sums are added to; of every place the engine rank and the name; the headers."""
+    def _sums_of_names(self) -> tuple[list[np.ndarray], np.ndarray, list[tuple[Names, np.ndarray]]]:
+        """By sender the places that its sums are added to; their headers; by engine rank its names and their places."""
         kinds: dict[tuple[int, str], tuple[torch.dtype, tuple[int, ...]]] = {}
         index: dict[tuple[int, str], int] = {}
         places: list[np.ndarray] = []
@@ -254,7 +252,11 @@ class ShardSender:
                     dtype = torch.int64 if part.dtype == "float32" else getattr(torch, part.dtype)
                     kinds[key] = dtype, part.kept_shape
             places.append(np.array(of_sender, dtype=np.int64))
-        return places, list(index), headers_of(kinds[key] for key in index)
+        of_engine = []
+        for rank in range(self._slices.num_engine_ranks):
+            names = Names(name for engine_rank, name in index if engine_rank == rank)
+            of_engine.append((names, np.array([index[rank, name] for name in names.ordered], dtype=np.int64)))
+        return places, headers_of(kinds[key] for key in index), of_engine
 
     # ---- errors
 

@@ -7,7 +7,7 @@ Out: nothing, or :class:`WeightMismatch`, which names every wrong tensor, the wo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -67,13 +67,7 @@ class Expected:
     """Digests of one publication: by engine rank, then by Hugging Face name."""
 
     version: int
-    by_rank: list[dict[str, str]] = field(default_factory=list)
-
-    def items(self) -> Iterator[tuple[int, str, str]]:
-        """(engine rank, name, digest) of everything."""
-        for rank, held in enumerate(self.by_rank):
-            for name, value in held.items():
-                yield rank, name, value
+    by_rank: list[Mapping[str, str]] = field(default_factory=list)
 
 
 def _kind(name: str, held: Mapping[str, str], expected: Mapping[str, str], previous: Mapping[str, str]) -> Kind:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron_fp8rl.trainer import expert_kernels, expert_reference, grouped_gemm
+from megatron_fp8rl.trainer import expert_kernels, expert_reference, grouped_gemm, swiglu_triton
 from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -147,6 +148,75 @@ def test_forward_bytes_are_those_of_the_engines_kernel():
     assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8))
     is_zero = (found.rows.float().view(8192, 6, 128) == 0).all(-1)  # whose scale means nothing
     assert torch.equal(found.row_scales[~is_zero], scale[~is_zero])
+
+
+def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Signs of zeros included; NaN is NaN."""
+    differ = (found.view(torch.int16) != expected.view(torch.int16)) & ~(found.isnan() & expected.isnan())
+    where = differ.nonzero()[:1].tolist()
+    assert found.shape == expected.shape and not differ.any(), f"{int(differ.sum())} of {differ.numel()}, first {where}"
+
+
+def test_swiglu_between_linears_has_the_bits_of_torch():
+    """Every BF16 number as a gate, and numbers of many orders of magnitude; sizes that fill no tile, too."""
+    every = torch.arange(2**16, device="cuda").to(torch.int16).view(torch.bfloat16).view(512, 128)
+    cases = [torch.cat([every, torch.ones_like(every)], 1), torch.cat([every, random_rows(512, 128)], 1)]
+    cases += [random_rows(rows, 2 * width, octaves=6) for rows, width in ((4099, 768), (37, 1000), (5, 3))]
+    for h in cases:
+        gate, up = h.chunk(2, dim=1)
+        assert_same_bits(swiglu_triton.swiglu(h), F.silu(gate) * up)
+
+
+def test_gradients_between_linears_are_those_of_float64():
+    h, dy = random_rows(4099, 2 * 1000, octaves=6).requires_grad_(), random_rows(4099, 1000, seed=1, octaves=6)
+    exact = h.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, dim=1)
+    (expected,) = torch.autograd.grad(F.silu(gate) * up, exact, dy.double())
+    (found,) = torch.autograd.grad(swiglu_triton.swiglu(h), h, dy)
+    # Half a unit of BF16's last place; terms of the slope cancel near gate -1.28, to float32's error.
+    size = torch.cat([dy * up.detach(), dy * gate.detach()], 1).abs()
+    assert ((found - expected).abs() <= 2**-8 * 1.01 * expected.abs() + 1e-5 * size).all()
+
+
+@pytest.mark.parametrize("rows, width", [(4099, 2048), (37, 1000), (0, 64)])
+def test_the_routers_weight_behind_linears(rows, width):
+    y, dy = random_rows(rows, width).requires_grad_(), random_rows(rows, width, seed=1)
+    probs = torch.rand(rows, device="cuda").requires_grad_()
+    found, expected = swiglu_triton.weighted(y, probs), (y * probs[:, None]).to(y.dtype)
+    assert_same_bits(found, expected)
+    of_y, of_probs = torch.autograd.grad(found, (y, probs), dy)
+    assert_same_bits(of_y, torch.autograd.grad(expected, y, dy)[0])
+    terms = y.detach().double() * dy.double()
+    assert ((of_probs - terms.sum(1)).abs() <= 2e-6 * terms.abs().sum(1)).all()
+
+
+def test_one_pass_between_linears_is_faster_than_torch():
+    """Forward and backward at the size of test_speed; what -s prints is milliseconds."""
+    h, y = random_rows(131_072, 1536).requires_grad_(), random_rows(131_072, 2048).requires_grad_()
+    da, dy, probs = random_rows(131_072, 768), random_rows(131_072, 2048), torch.rand(131_072, device="cuda")
+    probs.requires_grad_()
+
+    def torch_swiglu(h: torch.Tensor) -> torch.Tensor:
+        gate, up = h.chunk(2, dim=1)
+        return F.silu(gate) * up
+
+    arms = {
+        "SwiGLU": (swiglu_triton.swiglu, torch_swiglu, (h,), da),
+        "weighted": (swiglu_triton.weighted, lambda y, probs: (y * probs[:, None]).to(y.dtype), (y, probs), dy),
+    }
+    for name, (ours, theirs, inputs, grad) in arms.items():
+        ms = []
+        for function in (ours, theirs):
+            for attempt in range(8):
+                if attempt == 3:
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                torch.autograd.grad(function(*inputs), inputs, grad)
+            end.record()
+            torch.cuda.synchronize()
+            ms.append(begin.elapsed_time(end) / 5)
+        print(f"\n{name}, forward and backward: {ms[0]:.3f} ms, torch {ms[1]:.3f} ms")
+        assert ms[0] < ms[1], name
 
 
 def test_speed():

@@ -87,3 +87,10 @@ def test_memory_that_moves_is_found(model):
     experts.w2_weight = nn.Parameter(moved[:0], requires_grad=False)
     with pytest.raises(RuntimeError, match="repacked this weight"):
         held(model)
+
+
+def test_weights_that_a_reload_adds_are_found(model):
+    held = worker.HeldDigests()
+    before = held(model, 1)
+    model.mlp.norm = Norm(torch.randn(16).bfloat16())
+    assert set(held(model, 2)) - set(before) == {"mlp.norm.weight"}

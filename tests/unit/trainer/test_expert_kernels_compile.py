@@ -1,4 +1,4 @@
-"""The kernels of grouped experts compile for Hopper without one: vectors of 16 bytes, and no registers spilled."""
+"""The kernels of experts compile for Hopper without one: vectors of 16 bytes, and registers spilled by one alone."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_fp8rl.trainer import expert_triton, weights_triton
+    from megatron_fp8rl.trainer import expert_triton, swiglu_triton, weights_triton
 
-    kernel = getattr(expert_triton, name, None) or getattr(weights_triton, name)
+    modules = expert_triton, swiglu_triton, weights_triton
+    kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     constants = constants | {name: size for name, size in how.items() if name == "Q"}
     options = {name: size for name, size in how.items() if name != "Q" and size is not None}
     signature = {arg: "constexpr" if arg in constants else TYPES[arg] for arg in kernel.arg_names}
@@ -78,8 +79,24 @@ def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, 
     assert 16 * found["st.global.v4.b32"] + 8 * found["st.global.v2.b32"] == quantized * size
     assert found["cvt.rn.satfinite.e4m3x2.f32"] == quantized * size // 2
     assert not [instruction for instruction in found if instruction.endswith((".b8", ".u8"))]
-    assert " 0 bytes spill stores" in said, said
+    # SwiGLU's gradient is faster on an H200 with four warps that spill a little than with eight that do not.
+    spilled = max(int(size) for size in re.findall(r"(\d+) bytes spill", said))
+    assert spilled <= (352 if launch == "_BACKWARD" else 0), said
     assert {instruction for instruction in found if "ftz" in instruction} <= {"ex2.approx.ftz.f32"}
+
+
+@pytest.mark.parametrize(
+    "name, loads, stores",
+    [("_swiglu", 4, 2), ("_swiglu_backward", 6, 4), ("_weigh", 2, 2), ("_weigh_backward", 4, 2)],
+)
+def test_experts_on_the_linears_kernels_move_vectors(name, loads, stores, tmp_path):
+    """A tile is 8 rows of 256 numbers, of which a thread has 16: each is read once, and written once."""
+    constants = {"ROWS": 8, "COLUMNS": 256, "HARDWARE": True}
+    found, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
+    assert found["ld.global.v4.b32"] == loads and found["st.global.v4.b32"] == stores
+    assert " 0 bytes spill stores" in said, said
+    if name == "_swiglu":
+        assert found["div.rn.f32"] == 16 and not found["div.full.f32"]
 
 
 def test_unpermuting_moves_vectors(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.weights import digest as module
-from megatron_fp8rl.weights.digest import combine, digest, digests
+from megatron_fp8rl.weights.digest import NamedDigests, Names, combine, digest, digests, prepare_values
 
 MASK = (1 << 64) - 1
 
@@ -96,6 +96,20 @@ def test_a_slice_is_hashed_as_a_tensor_of_its_own():
 def test_combine_ignores_order_only():
     assert combine({"a": "1", "b": "2"}) == combine({"b": "2", "a": "1"})
     assert len({combine({"a": "1", "b": "2"}), combine({"a": "2", "b": "1"}), combine({"a": "1"})}) == 3
+
+
+def test_digests_kept_as_numbers_are_those_of_the_text():
+    tensors = {"z.weight": torch.ones(3), "a.weight": torch.arange(40), "m.weight": torch.zeros(2, 5).bfloat16()}
+    names = Names(tensors)
+    values = prepare_values([tensors[name].view(torch.int16) for name in names.ordered])()
+    named = NamedDigests(names, values)
+    text = dict(zip(tensors, digests(tensor.view(torch.int16) for tensor in tensors.values()), strict=True))
+    assert named == text and list(named) == sorted(tensors) and len(named) == 3
+    assert combine(named) == named.combined == combine(text)
+    values = values.copy()
+    values[1] ^= np.uint64(1)
+    assert combine(NamedDigests(names, values)) != combine(named)
+    assert combine(NamedDigests(Names(["a.weight", "m.weight", "y.weight"]), named._values)) != combine(named)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,0 +1,196 @@
+"""What is kept of a whole GRPO run, in one row, and what docs/measured.md shows of such rows.
+
+In: a run's folder, finished or not. Out: a row with its numbers and its curves; Markdown and a plot made of rows alone,
+on any machine.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.results import Row
+from benchmarks.rollout_speed import read_log
+from megatron_fp8rl.observe.metrics import PHASES
+from megatron_fp8rl.observe.run_data import RunData
+
+KEYS = ("config", "layout", "precision", "seed")
+_WARM_STEPS = 2  # at the start: kernels compile and allocators grow
+_ENDS = 5  # steps that count as a run's start and end
+_EQUAL = 1e-8  # nats; below float32's rounding of a log-probability
+_CURVES = {
+    "reward": "reward/score/mean",
+    "abs_logprob_diff": "mismatch/abs_logprob_diff/mean",
+    "abs_logprob_diff_max": "mismatch/abs_logprob_diff/max",
+    "length": "rollout/length/mean",
+    "step_s": "time/step/s",
+}
+
+
+def median(run: RunData, key: str) -> float | None:
+    """Over the steps behind the first ones; None where the run has no such number."""
+    values = [value for step, value in zip(*run.series(key), strict=True) if step > _WARM_STEPS]
+    return statistics.median(values) if values else None
+
+
+def phase_seconds(run: RunData) -> dict[str, float]:
+    """Median seconds of each phase of a step, in the order of the loop."""
+    found = {phase: median(run, f"time/{phase}/s") for phase in PHASES}
+    # What happens every few steps only is no part of the usual one.
+    return {phase: seconds for phase, seconds in found.items() if seconds and phase not in ("checkpoint", "evaluate")}
+
+
+def num_steps_of(run: RunData) -> int:
+    """Steps that the run has finished."""
+    return len(run.values("reward/score/mean"))
+
+
+def numbers(run: RunData) -> Row:
+    """The numbers of one run, and its curves."""
+    rewards = run.values("reward/score/mean")
+    log = run.run_dir / "logs" / "rollout-0.log"
+    engine = read_log(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else {}
+    phases = phase_seconds(run)
+    return {
+        "steps": len(rewards),
+        "is_done": run.is_done,
+        "reward_start": statistics.fmean(rewards[:_ENDS]) if rewards else None,
+        "reward_end": statistics.fmean(rewards[-_ENDS:]) if rewards else None,
+        "held_out_start": run.first("eval/pass_rate/mean"),
+        "held_out_end": run.last("eval/pass_rate/mean") if len(run.values("eval/pass_rate/mean")) > 1 else None,
+        "abs_logprob_diff": run.mean("mismatch/abs_logprob_diff/mean"),
+        "abs_logprob_diff_max": max(run.values("mismatch/abs_logprob_diff/max"), default=None),
+        "kl_k3": run.mean("mismatch/kl_k3/mean"),
+        "step_s": sum(phases.values()),
+        "phases_s": phases,
+        "rollout_tokens_per_s": median(run, "rollout/tokens_per_s/mean"),
+        "train_tokens_per_s": median(run, "train/tokens_per_s/mean"),
+        "publish_pause_s": median(run, "publish/pause/s"),
+        "kv_tokens": engine.get("kv_tokens"),
+        "kernels": engine.get("kernels", []),
+        "curves": curves(run),
+    }
+
+
+def curves(run: RunData) -> dict[str, Any]:
+    """By step: what was learned, how far the ends disagree, seconds of phases; None where a step has no number."""
+    steps = [record for record in run.records if record["step"] > 0]
+    found = {"step": [step["step"] for step in steps]}
+    found |= {name: [_brief(step.get(key)) for step in steps] for name, key in _CURVES.items()}
+    seconds = {phase: [_brief(step.get(f"time/{phase}/s")) for step in steps] for phase in PHASES}
+    return found | {"phases_s": {phase: values for phase, values in seconds.items() if any(values)}}
+
+
+def _brief(value: float | None) -> float | None:
+    """Four digits, which no plot resolves."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+
+
+def step_line(step: Row, num_steps: int) -> str:
+    """One line on a step, from its line of metrics.jsonl."""
+    seconds = {phase: step.get(f"time/{phase}/s") for phase in PHASES}
+    parts = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items() if value and value >= 0.005)
+    said = [f"step {step['step']} of {num_steps}: {_shown(step.get('time/step/s'), '.2f')} s ({parts})"]
+    for name, key, form in (
+        ("reward", "reward/score/mean", ".3f"),
+        ("mismatch", "mismatch/abs_logprob_diff/mean", ".1e"),
+        ("held-out pass rate", "eval/pass_rate/mean", ".3f"),
+    ):
+        if step.get(key) is not None:
+            said.append(f"{name} {step[key]:{form}}")
+    return ", ".join(said)
+
+
+def tables(rows: Sequence[Row]) -> str:
+    """Markdown: what was learned and how fast, then the seconds of a step by phase."""
+    learned, seconds = [], []
+    for row in rows:
+        head = {"run": f"{row['config']}, {row['layout']}, {row['precision']}, seed {row['seed']}"}
+        rewards, held_out = (
+            f"{_shown(row[f'{name}_start'], '.3f')} to {_shown(row[f'{name}_end'], '.3f')}"
+            for name in ("reward", "held_out")
+        )
+        learned.append(
+            head
+            | {
+                "steps": f"{row['steps']}" + (f" of {row['num_steps']}" if row["steps"] < row["num_steps"] else ""),
+                f"reward, first {_ENDS} to last {_ENDS} steps": rewards,
+                "held-out pass rate": held_out,
+                "mean abs(old - rollout)": _shown(row["abs_logprob_diff"], ".1e"),
+                "largest": _shown(row["abs_logprob_diff_max"], ".1e"),
+                "KL (k3)": _shown(row["kl_k3"], ".1e"),
+                "sampled tokens/s": _shown(row["rollout_tokens_per_s"], ",.0f"),
+                "trained tokens/s": _shown(row["train_tokens_per_s"], ",.0f"),
+                "KV tokens": _shown(row["kv_tokens"], ",d"),
+                "pause, s": _shown(row["publish_pause_s"], ".3f"),
+            }
+        )
+        phases = {phase: f"{value:.3f}" for phase, value in row["phases_s"].items()}
+        seconds.append(head | {"s/step": f"{row['step_s']:.2f}"} | phases)
+    return record.table(learned) + "\n\nSeconds of a step by phase (medians):\n\n" + record.table(seconds)
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Reward, mismatch, seconds by phase and tokens per second of all runs."""
+    from megatron_fp8rl.observe.style import CYCLE, finish, new_figure, styled
+
+    labels = [f"{row['config']} {row['layout']} {row['precision']}" for row in rows]
+    first = dict(reversed(list(zip(labels, rows, strict=True))))  # of each label, for what is one number of a run
+    kinds = list(dict.fromkeys(labels))
+    colors = {kind: CYCLE[i % len(CYCLE)] for i, kind in enumerate(kinds)}
+    with styled():
+        figure = new_figure(15.0, 9.0)
+        (reward, mismatch), (phases, speed) = figure.subplots(2, 2)
+        mismatch.set_yscale("symlog", linthresh=_EQUAL)  # a log scale would hide steps without any difference
+        for row, label in zip(rows, labels, strict=True):
+            how = {"color": colors[label], "label": label if row is first[label] else ""}
+            _curve(reward, row, "reward", how)
+            _curve(mismatch, row, "abs_logprob_diff", how)
+        finish(reward, "Reward")
+        finish(mismatch, "Mean |old - rollout|", y=f"nats, log scale above {_EQUAL:.0e}", legend=False)
+        lefts = dict.fromkeys(kinds, 0.0)
+        for phase, color in zip(PHASES, (*CYCLE, "#9BD3C0"), strict=False):
+            widths = [first[kind]["phases_s"].get(phase, 0.0) for kind in kinds]
+            if any(widths):
+                phases.barh(kinds, widths, left=[lefts[kind] for kind in kinds], color=color, label=phase)
+                lefts = {kind: lefts[kind] + width for kind, width in zip(kinds, widths, strict=True)}
+        phases.invert_yaxis()
+        finish(phases, "Seconds of a step by phase", x="s")
+        sampled = [first[kind]["rollout_tokens_per_s"] or 0.0 for kind in kinds]
+        speed.barh(kinds, sampled, color=[colors[kind] for kind in kinds])
+        speed.invert_yaxis()
+        finish(speed, "Sampled tokens per second", x="tokens/s", legend=False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, format="png", dpi=110)
+
+
+def _curve(axis: Any, row: Row, name: str, how: dict[str, Any]) -> None:
+    """One line of a row over its steps, without those that have no number."""
+    from megatron_fp8rl.observe.style import curve
+
+    points = [(s, v) for s, v in zip(row["curves"]["step"], row["curves"][name], strict=True) if v is not None]
+    curve(axis, [step for step, _ in points], [value for _, value in points], **how)
+
+
+def section(rows: Sequence[Row], plot: Path) -> str:
+    """The section of docs/measured.md, which lies beside the plot."""
+    notes = (
+        "Same warm start, problems and seeds within a configuration; s/step is the sum of its phases' medians, without "
+        "evaluations and checkpoints. colocated: one GPU for both ends; sleep: the same, "
+        "taking turns in memory; separate: 2 GPUs for the trainer, 2 for one engine. Steps: those that a run "
+        "whose time was over has finished, of those that were wanted. KV tokens: the context that the "
+        "engine's cache holds, from its log; how much memory it may take differs between the layouts. Largest: of any "
+        "token of any step. fp8_invariant: a batch-invariant engine, whose attention and linears the trainer's forward "
+        "pass has too.\n\n"
+        f"![Reward, mismatch, seconds by phase and speed of all runs]({plot.name})"
+    )
+    measured = dict.fromkeys(f"Measured {row['date']} on {row['machine']}: `{row['command']}`" for row in rows)
+    return "\n\n".join(["## GRPO from start to end", tables(rows), notes, *measured])

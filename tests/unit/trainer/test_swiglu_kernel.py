@@ -1,0 +1,86 @@
+"""SwiGLU and the router's weight of experts on the linears' kernels: Triton's interpreter against torch and float64."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+SIZES = [(19, 264), (8, 256), (1, 40), (5, 1)]  # (rows, features): parts of tiles, a whole one, less than one
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+def test_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert "passed" in done.stdout
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    """BF16 of magnitudes from 2^-6 to 2^5, and zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator) * torch.exp2(torch.randint(-6, 4, shape, generator=generator).float())
+    x[:, ::7] = 0
+    return x.clamp(-60, 60).bfloat16()
+
+
+def assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
+    """Half a unit of BF16's last place, and float32's own errors, which are larger where terms cancel."""
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8 * 1.01, atol=1e-5)
+
+
+@in_interpreter
+@pytest.mark.parametrize("rows, width", SIZES)
+def test_swiglu(rows, width):
+    from megatron_fp8rl.trainer import swiglu_triton
+
+    wide = numbers(rows, 2 * width + 8, seed=0).requires_grad_()
+    h, grad = wide[:, : 2 * width], numbers(width, rows, seed=1).t()
+    found = swiglu_triton.swiglu(h)
+    gate, up = h.detach().chunk(2, dim=1)
+    expected = F.silu(gate) * up
+    differ = found != expected  # exp of numpy and of torch may differ in the last bit of float32
+    assert differ.float().mean() < 2e-3 and found.is_contiguous()
+    torch.testing.assert_close(found, expected, rtol=2**-7, atol=0)
+    (ours,) = torch.autograd.grad(found, wide, grad)
+    exact = h.detach().double().requires_grad_()
+    gate, up = exact.chunk(2, dim=1)
+    (theirs,) = torch.autograd.grad(F.silu(gate) * up, exact, grad.double())
+    assert_rounded_once(ours[:, : 2 * width], theirs)
+    assert not ours[:, 2 * width :].any()
+
+
+@in_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows, width", SIZES)
+def test_the_routers_weight(rows, width, dtype):
+    from megatron_fp8rl.trainer import swiglu_triton
+
+    y, grad = numbers(rows, width, seed=0).requires_grad_(), numbers(width, rows, seed=1).t()
+    probs = torch.rand(rows, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+    found = swiglu_triton.weighted(y, probs)
+    expected = (y * probs[:, None]).to(y.dtype)
+    assert torch.equal(found, expected)
+    dy, dprobs = torch.autograd.grad(found, (y, probs), grad)
+    assert torch.equal(dy, torch.autograd.grad(expected, y, grad)[0])
+    exact = (y.detach().double() * grad.double()).sum(1)
+    tolerance = 2**-8 if dtype == torch.bfloat16 else 2e-6
+    bound = tolerance * (y.detach().double() * grad.double()).abs().sum(1)
+    assert dprobs.dtype == dtype and ((dprobs.double() - exact).abs() <= bound).all()
+
+
+@in_interpreter
+def test_no_token_at_all():
+    from megatron_fp8rl.trainer import swiglu_triton
+
+    h, probs = torch.zeros(0, 64).bfloat16().requires_grad_(), torch.zeros(0).requires_grad_()
+    out = swiglu_triton.weighted(swiglu_triton.swiglu(h), probs)
+    out.sum().backward()
+    assert out.shape == (0, 32) and h.grad.shape == (0, 64) and probs.grad.shape == (0,)
