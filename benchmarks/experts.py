@@ -81,6 +81,8 @@ SHAPES = (
     Shape(16, 131_072, 2048, 768),  # the same with experts over 8 ranks
     Shape(16, 131_072, 4096, 1536),  # Qwen3-235B-A22B over 8 ranks
     Shape(32, 65_536, 7168, 2048),  # DeepSeek-V3 over 8 ranks
+    Shape(8, 32_768, 4096, 14_336),  # Mixtral 8x7B
+    Shape(256, 131_072, 2048, 512),  # Qwen3.5-35B-A3B
 )
 
 

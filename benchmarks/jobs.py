@@ -71,7 +71,7 @@ _INVARIANT = "--scales pow2 --rollout bf16 fp8 --trainer bf16 blockwise engine '
 _GROUPED = (
     "--scales pow2 --rollout fp8 --trainer blockwise engine 'engine, deep_gemm' --experts deep_gemm --moe deep_gemm"
 )
-_SPEED = "--compile off --shape short"
+_SPEED = "--compile off --shape"
 _CURVE = "--config small_qwen3_8_layers --layout colocated"
 _NCCL = "tests/multi_gpu/test_publish_nccl.py"
 _PUBLISH = "--model qwen3_30b_a3b --transport ipc nccl --again --layout"
@@ -139,11 +139,20 @@ JOBS = (
     _benchmark("mismatch.30b_grouped", f"{_30B} {_GROUPED}", 140, 280, min_gpu_gib=110),
     _benchmark("mismatch.8b_fp32", f"{_8B} {_FP32}", 150, 300, min_gpu_gib=100),
     _benchmark("mismatch.30b_fp32", f"{_30B} {_FP32}", 160, 300, min_gpu_gib=120),
-    _benchmark("rollout_speed.8b_bf16", f"--model qwen3_8b --precision bf16 {_SPEED}", 140, 260),
-    _benchmark("rollout_speed.8b_fp8", f"--model qwen3_8b --precision fp8 {_SPEED}", 230, 400),
-    _benchmark("rollout_speed.8b_invariant", f"--model qwen3_8b --precision fp8 --batch-invariant {_SPEED}", 260, 400),
-    _benchmark("rollout_speed.8b_fp8_kv", f"--model qwen3_8b --precision fp8_kv {_SPEED}", 230, 400),
+    _benchmark("rollout_speed.8b_bf16", f"--model qwen3_8b --precision bf16 {_SPEED} short long", 220, 400),
+    _benchmark("rollout_speed.8b_fp8", f"--model qwen3_8b --precision fp8 {_SPEED} short long", 300, 450),
+    _benchmark("rollout_speed.8b_invariant", f"--model qwen3_8b --precision fp8 --batch-invariant {_SPEED} short", 260, 400),
+    _benchmark("rollout_speed.8b_fp8_kv", f"--model qwen3_8b --precision fp8_kv {_SPEED} short long", 300, 450),
     _benchmark("experts.one_shape", "--shape 128,131072,2048,768", 110, 200),
+    # Shapes of other models and ranks: see benchmarks/experts.py.
+    *(
+        _benchmark(f"experts.{name}", f"--shape {shapes}", 150, 300, shortest_s=60, tail_s=40)
+        for name, shapes in (
+            ("few", "16,131072,2048,768 8,32768,4096,14336"),
+            ("wide", "16,131072,4096,1536 32,65536,7168,2048"),
+            ("many", "256,131072,2048,512"),
+        )
+    ),
     _benchmark("experts.layers", "--layers 4", 120, 300, shortest_s=90, tail_s=40),
     _benchmark("linears.layers", "--layers 4", 100, 300, shortest_s=80, tail_s=40),
     _benchmark("experts.sweep", "--sweep", 150, 400, shortest_s=90, tail_s=40),  # for fp8/auto_kernels.py
@@ -160,7 +169,7 @@ JOBS = (
     _benchmark("mismatch.quick", "--quick --compile eager", 120, 300),
     _benchmark("recipes.small_moe", "--model small_moe", 400, 600, shortest_s=120, tail_s=60),
     _benchmark("same_bytes.30b", "--model qwen3_30b_a3b", 170, 300, min_gpu_gib=120),
-    _benchmark("rollout_speed.30b", f"--model qwen3_30b_a3b --precision bf16 fp8 {_SPEED}", 450, 600),
+    _benchmark("rollout_speed.30b", f"--model qwen3_30b_a3b --precision bf16 fp8 {_SPEED} short", 450, 600),
     _benchmark(
         "grpo.small", "--config small_qwen3 --steps 30 --layout colocated sleep", 900, 1200, shortest_s=300, tail_s=25
     ),

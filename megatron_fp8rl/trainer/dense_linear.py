@@ -128,8 +128,9 @@ class _Linear(torch.autograd.Function):
         if matrix.block_rows is not None:
             grad_TN = grad_TN[:, matrix.block_rows]
         grad = _quantize(grad_TN, matrix.scales, rows=needs_dx, columns=needs_dw)
-        dx = _multiply(grad, w.transposed(), ctx.num_tokens) if needs_dx else None
         dw = add_gradient(matrix.weight, _adder(_columns(grad), x), matrix.block_rows) if needs_dw else None
+        del x
+        dx = _multiply(grad, w.transposed(), ctx.num_tokens) if needs_dx else None
         return dx, dw, None, None
 
 
@@ -145,12 +146,13 @@ class _Mlp(torch.autograd.Function):
         made = tuple(matrix.quantized(both=record) for matrix in (fc1, fc2))
         x = _quantize(x_TH, fc1.scales, rows=True, columns=needs_dw)
         h_P2F = multiply(_rows(x), made[0].rows)
-        a = swiglu_quantize(h_P2F, layout, fc2.scales)
-        y_TH = _multiply(a, made[1].rows, num_tokens)
+        x = _columns(x) if needs_dw else None
         if record:
-            ctx.made, ctx.x = made, _columns(x) if needs_dw else None
-            ctx.save_for_backward(h_P2F)
-        return y_TH
+            # Not saved for backward, which keeps what is until it has returned: it is free when it has been read.
+            ctx.made, ctx.x, ctx.h = made, x, h_P2F
+        a = swiglu_quantize(h_P2F, layout, fc2.scales)
+        del x, h_P2F
+        return _multiply(a, made[1].rows, num_tokens)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:
@@ -161,21 +163,24 @@ class _Mlp(torch.autograd.Function):
             if needs_dw:
                 dw1, dw2 = (no_gradients([matrix.weight])[0] for matrix in (fc1, fc2))
             return torch.zeros_like(dy_TH) if needs_dx else None, dw1, dw2, None, None, None
-        (h_P2F,), (made1, made2), x = ctx.saved_tensors, ctx.made, ctx.x
-        ctx.made = ctx.x = None  # the memory is free when it has been read, not when the graph goes
+        (made1, made2), x, h_P2F = ctx.made, ctx.x, ctx.h
+        ctx.made = ctx.x = ctx.h = None
         dy = _quantize(dy_TH, fc2.scales, rows=True, columns=needs_dw)
         da_PF = multiply(_rows(dy), made2.transposed())
+        dy = _columns(dy) if needs_dw else None
         back = swiglu_backward_quantize(
             da_PF, h_P2F, _layout(num_tokens, dy_TH.device), fc1.scales,
             rows=needs_dx, columns=needs_dw, activation_columns=needs_dw,
         )  # fmt: skip
         del da_PF, h_P2F
+        dh, a = back.dh, back.activation
+        del back
         if needs_dw:
-            dw2 = add_gradient(fc2.weight, _adder(_columns(dy), _columns(back.activation)))
-        del dy
-        dx_TH = _multiply(back.dh, made1.transposed(), num_tokens) if needs_dx else None
-        if needs_dw:
-            dw1 = add_gradient(fc1.weight, _adder(_columns(back.dh), x))
+            dw2 = add_gradient(fc2.weight, _adder(dy, _columns(a)))
+            del dy, a
+            dw1 = add_gradient(fc1.weight, _adder(_columns(dh), x))
+            del x
+        dx_TH = _multiply(dh, made1.transposed(), num_tokens) if needs_dx else None
         return dx_TH, dw1, dw2, None, None, None
 
 

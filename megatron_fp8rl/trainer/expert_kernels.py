@@ -139,7 +139,8 @@ def swiglu_backward_quantize(
     activation_bf16: bool = False,
     probs: Tensor | None = None,
 ) -> SwigluGradients:
-    """The gradient dh of h where ``dy_PF`` is that of silu(gate) * up; float32 inside, rounded once to BF16.
+    """The gradient dh of h where ``dy_PF`` is that of silu(gate) * up; float32 inside, rounded once to BF16, which may
+    take the place of h in memory.
 
     The activation is made again here, where its inputs are read anyway, so that forward need not keep it.
     ``probs`` (float32 [T]) are for experts whose outputs the router's weight multiplies: y = p fc2(a). Let dy be the

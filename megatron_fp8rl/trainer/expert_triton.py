@@ -8,6 +8,7 @@ Programs of row blocks behind the last expert end at once, and leave memory as t
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -335,7 +336,8 @@ def swiglu_backward_quantize(
     activation_columns: bool, activation_bf16: bool, probs: Tensor | None,
 ) -> SwigluGradients:  # fmt: skip
     width, device = dy_PF.shape[1], h_P2F.device
-    dh = _outputs(layout, 2 * width, device, rows, columns, bf16)
+    dh = _outputs(layout, 2 * width, device, rows, columns, bf16=False)
+    dh = replace(dh, bf16=h_P2F) if bf16 else dh  # a program has read what it writes there
     activation = _outputs(layout, width, device, False, activation_columns, activation_bf16)
     sums = None if probs is None else torch.empty(width // BLOCK, layout.num_rows, device=device)
     if layout.num_rows:

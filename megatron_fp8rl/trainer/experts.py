@@ -168,12 +168,13 @@ class _GroupedExperts(torch.autograd.Function):
         fc1, fc2 = (_weights(half, call, cache) for half, cache in zip(halves, call.caches))
         x = permute_quantize(x_TH, layout, scales, **call.forms(wgrad=needs_dw))
         h_P2F = call.multiply(x, fc1)
-        a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
-        y_PH = call.multiply(a, fc2)
+        x = _kept(x, call) if needs_dw else None
         if call.record:
-            ctx.linears = fc1, fc2
-            ctx.x = _kept(x, call) if needs_dw else None
-            ctx.save_for_backward(h_P2F, probs_T)
+            # What is saved for backward is kept until that has returned; this is free when it has been read.
+            ctx.linears, ctx.x, ctx.h = (fc1, fc2), x, h_P2F
+            ctx.save_for_backward(probs_T)
+        y_PH = call.multiply(swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False)), fc2)
+        del x, h_P2F
         return unpermute(y_PH, layout, probs_T if call.weighs else None)
 
     @staticmethod
@@ -186,23 +187,28 @@ class _GroupedExperts(torch.autograd.Function):
             if needs_dw:
                 dw1, dw2 = (_add_to_gradients(half, num_edges) for half in ctx.halves)
             return torch.zeros_like(dy_TH), dy_TH.new_zeros(len(dy_TH), dtype=torch.float32), None, None, *dw1, *dw2
-        h_P2F, probs_T = ctx.saved_tensors
-        (fc1, fc2), x = ctx.linears, ctx.x
-        ctx.linears = ctx.x = None  # the memory is free when it has been read, not when the graph goes
+        (probs_T,) = ctx.saved_tensors
+        (fc1, fc2), x, h_P2F = ctx.linears, ctx.x, ctx.h
+        ctx.linears = ctx.x = ctx.h = None
         dy = permute_quantize(dy_TH.contiguous(), layout, scales, **call.forms(wgrad=needs_dw))
         da_PF = call.multiply(dy, fc2, transposed=True)
+        dy = _kept(dy, call) if needs_dw else None
         activation = call.operands(wgrad=needs_dw, columns="activation_columns", bf16="activation_bf16")
         back = swiglu_backward_quantize(
             da_PF, h_P2F, layout, scales, probs=probs_T, **call.forms(wgrad=needs_dw), **activation
         )
         del da_PF, h_P2F
+        dh, a, dprobs = back.dh, back.activation, back.dprobs
+        del back
         if needs_dw:
-            dw2 = _add_to_gradients(ctx.halves[1], num_edges, lambda out: _add_products(dy, back.activation, call, out))
-        del dy
-        dx_TH = unpermute(call.multiply(back.dh, fc1, transposed=True), layout) if needs_dx else None
-        if needs_dw:
-            dw1 = _add_to_gradients(ctx.halves[0], num_edges, lambda out: _add_products(back.dh, x, call, out))
-        return dx_TH, back.dprobs, None, None, *dw1, *dw2
+            dw2 = _add_to_gradients(ctx.halves[1], num_edges, lambda out: _add_products(dy, a, call, out))
+            del dy, a
+            dw1 = _add_to_gradients(ctx.halves[0], num_edges, lambda out: _add_products(dh, x, call, out))
+            del x
+        dx_PH = call.multiply(dh, fc1, transposed=True) if needs_dx else None
+        del dh
+        dx_TH = unpermute(dx_PH, layout) if needs_dx else None
+        return dx_TH, dprobs, None, None, *dw1, *dw2
 
 
 def _kept(x: Quantized, call: _Call) -> Quantized:

@@ -72,6 +72,6 @@ def test_linear_and_feed_forward_part_call_the_kernels_as_they_want_it(tokens, m
     rows = -(-tokens // 128) * 128
     assert stand_in.calls == [
         (rows, 768, 256), (rows, 768, 256), (rows, 256, 384),
-        (rows, 256, 768), (768, 256, rows),
-        (rows, 384, 256), (256, 384, rows), (rows, 256, 768), (768, 256, rows),
+        (768, 256, rows), (rows, 256, 768),
+        (rows, 384, 256), (256, 384, rows), (768, 256, rows), (rows, 256, 768),
     ]  # fmt: skip

@@ -192,7 +192,7 @@ def test_interpreted_swiglu_backward(counts, scales, monkeypatch):
         x[layout.experts < 0] = torch.nan
     wanted = dict(rows=True, columns=True, bf16=True, activation_columns=True, activation_bf16=True)
     wanted["probs"] = torch.rand(layout.num_tokens) if weighted else None
-    found = expert_kernels.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    found = expert_kernels.swiglu_backward_quantize(dy, h.clone(), layout, scales, **wanted)
     expected = expert_reference.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
     assert_equal(found.dh, expected.dh, layout)
     assert_equal(found.activation, expected.activation, layout)
@@ -266,7 +266,7 @@ def test_swiglu_and_its_gradient_are_those_of_autograd():
     dy = torch.zeros(256, 256)
     dy[layout.positions.long()] = dout
     found = expert_kernels.swiglu_backward_quantize(
-        dy.bfloat16(), h, layout, "pow2", bf16=True, activation_bf16=True, probs=weights
+        dy.bfloat16(), h.clone(), layout, "pow2", bf16=True, activation_bf16=True, probs=weights
     )
     torch.testing.assert_close(found.dh.bf16.double(), exact.grad, rtol=0.02, atol=0.02)
     torch.testing.assert_close(found.dprobs.double(), p.grad, rtol=0.02, atol=0.3)
