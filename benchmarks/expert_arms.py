@@ -166,6 +166,7 @@ def movement_calls(layout: Layout, hidden: int, width: int, scales: Scales) -> I
     import torch
 
     from megatron_fp8rl.trainer import expert_kernels as kernels
+    from megatron_fp8rl.trainer.grouped_gemm import quantized
 
     num_tokens, num_rows = layout.num_tokens, layout.num_rows
 
@@ -187,8 +188,10 @@ def movement_calls(layout: Layout, hidden: int, width: int, scales: Scales) -> I
     yield "unpermute", lambda: kernels.unpermute(y, layout), kernels.unpermute_bytes(num_tokens, hidden)
     shapes = ((len(layout.padded_counts), *shape) for shape in ((2 * width, hidden), (hidden, width)))
     weights = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in shapes]
-    call = partial(_quantize_both, weights, scales)
-    yield "weights, both ways", call, sum(4 * weight.numel() + weight.numel() // 4096 for weight in weights)
+    num_weights = sum(weight.numel() for weight in weights)
+    yield "weights", lambda: [quantized(weight, scales) for weight in weights], 3 * num_weights + num_weights // 4096
+    made = [quantized(weight, scales) for weight in weights]
+    yield "weights, transposed", lambda: [weight.transposed() for weight in made], 2 * num_weights
 
 
 def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str, Call, int]]:
@@ -221,13 +224,6 @@ def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str
         num_operations = 2 * layout.num_tokens * rows * columns
         yield f"{name}, fp8", partial(grouped_gemm.add_weight_gradients_fp8, *operands, layout, out), num_operations
         yield f"{name}, bf16", partial(grouped_gemm.add_weight_gradients, grad, x, layout, out), num_operations
-
-
-def _quantize_both(weights: Sequence[torch.Tensor], scales: Scales) -> None:
-    from megatron_fp8rl.trainer.grouped_gemm import quantized_both
-
-    for weight in weights:
-        quantized_both(weight, scales)
 
 
 def _bf16() -> torch.dtype:

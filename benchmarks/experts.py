@@ -107,7 +107,7 @@ def token_counts(pattern: str, num_tokens: int, num_experts: int) -> list[int]:
 def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
     """Bytes that a grouped arm moves between its products, forward and backward, without the products' own.
 
-    Weights, where they are FP8: 2 bytes of each are read, and one is written for each direction.
+    Weights, where they are FP8: 2 bytes of each are read and one is written, which is read and written transposed.
     """
     from megatron_fp8rl.trainer import expert_kernels as kernels
 
@@ -116,7 +116,7 @@ def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
     fp8, columns = trainer != "bf16", trainer != "bf16" and wgrad == "fp8"
     operand = dict(rows=fp8, columns=columns, bf16=not columns)
     size = (shape.tokens, num_rows, shape.width)
-    weights = 3 * shape.experts * shape.hidden * shape.width * (2 + 1 + 1) if fp8 else 0
+    weights = 3 * shape.experts * shape.hidden * shape.width * (2 + 1 + 1 + 1) if fp8 else 0
     return weights + (
         2 * kernels.permute_quantize_bytes(shape.tokens, num_rows, shape.hidden, **operand)
         + kernels.swiglu_quantize_bytes(*size, rows=fp8, bf16=not fp8)

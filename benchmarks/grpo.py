@@ -142,7 +142,7 @@ def run_all(options: argparse.Namespace, results: Results) -> None:
         left_s = options.budget_s - (time.monotonic() - started)
         if not options.warm_start and is_there(run, options, results):
             continue
-        if num_gpus() and num_gpus() < gpus_of(run.layout):
+        if not options.warm_start and num_gpus() and num_gpus() < gpus_of(run.layout):
             print(f"SKIPPED {run.config} {run.name}: needs {gpus_of(run.layout)} GPUs, {num_gpus()} are here")
             continue
         if left_s < options.run_s:

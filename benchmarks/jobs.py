@@ -42,7 +42,8 @@ class Job:
         """The words to run, with a budget of its own when it ends ``seconds`` from its start at the latest."""
         words = [sys.executable, "-m", self.module, *self.arguments]
         if seconds is not None and self.tail_s is not None:
-            words += [BUDGET_OPTION, f"{max(1.0, min(seconds, self.limit_s) - self.tail_s):.0f}"]
+            at = words.index("--") if "--" in words else len(words)  # behind it are fields of runs
+            words[at:at] = [BUDGET_OPTION, f"{max(1.0, min(seconds, self.limit_s) - self.tail_s):.0f}"]
         return words
 
 
@@ -71,8 +72,10 @@ _INVARIANT = "--scales pow2 --rollout bf16 fp8 --trainer bf16 blockwise engine '
 _GROUPED = (
     "--scales pow2 --rollout fp8 --trainer blockwise engine 'engine, deep_gemm' --experts deep_gemm --moe deep_gemm"
 )
-_SPEED = "--compile off --shape"
+_SPEED = "--shape short long"
 _CURVE = "--config small_qwen3_8_layers --layout colocated"
+_CURVE_MOE = "--config small_qwen3_moe --steps 12 --layout separate"
+_FEW_SIZES = "-- --rollout.enforce_eager True --rollout.prompts_per_step 32 --rollout.max_num_sequences 256"
 _NCCL = "tests/multi_gpu/test_publish_nccl.py"
 _PUBLISH = "--model qwen3_30b_a3b --transport ipc nccl --again --layout"
 
@@ -139,10 +142,11 @@ JOBS = (
     _benchmark("mismatch.30b_grouped", f"{_30B} {_GROUPED}", 140, 280, min_gpu_gib=110),
     _benchmark("mismatch.8b_fp32", f"{_8B} {_FP32}", 150, 300, min_gpu_gib=100),
     _benchmark("mismatch.30b_fp32", f"{_30B} {_FP32}", 160, 300, min_gpu_gib=120),
-    _benchmark("rollout_speed.8b_bf16", f"--model qwen3_8b --precision bf16 {_SPEED} short long", 220, 400),
-    _benchmark("rollout_speed.8b_fp8", f"--model qwen3_8b --precision fp8 {_SPEED} short long", 300, 450),
-    _benchmark("rollout_speed.8b_invariant", f"--model qwen3_8b --precision fp8 --batch-invariant {_SPEED} short", 260, 400),
-    _benchmark("rollout_speed.8b_fp8_kv", f"--model qwen3_8b --precision fp8_kv {_SPEED} short long", 300, 450),
+    _benchmark("rollout_speed.8b_bf16", f"--model qwen3_8b --precision bf16 {_SPEED}", 220, 400),
+    _benchmark("rollout_speed.8b_fp8", f"--model qwen3_8b --precision fp8 {_SPEED}", 260, 450),
+    _benchmark("rollout_speed.8b_invariant", "--model qwen3_8b --precision fp8 --batch-invariant --compile off --shape short",
+               260, 400),
+    _benchmark("rollout_speed.8b_fp8_kv", f"--model qwen3_8b --precision fp8_kv {_SPEED}", 260, 450),
     _benchmark("experts.one_shape", "--shape 128,131072,2048,768", 110, 200),
     # Shapes of other models and ranks: see benchmarks/experts.py.
     *(
@@ -169,7 +173,7 @@ JOBS = (
     _benchmark("mismatch.quick", "--quick --compile eager", 120, 300),
     _benchmark("recipes.small_moe", "--model small_moe", 400, 600, shortest_s=120, tail_s=60),
     _benchmark("same_bytes.30b", "--model qwen3_30b_a3b", 170, 300, min_gpu_gib=120),
-    _benchmark("rollout_speed.30b", f"--model qwen3_30b_a3b --precision bf16 fp8 {_SPEED} short", 450, 600),
+    _benchmark("rollout_speed.30b", "--model qwen3_30b_a3b --precision bf16 fp8 --compile off --shape short", 450, 600),
     _benchmark(
         "grpo.small", "--config small_qwen3 --steps 30 --layout colocated sleep", 900, 1200, shortest_s=300, tail_s=25
     ),
@@ -183,6 +187,7 @@ JOBS = (
         _benchmark(f"four_gpus.publish.{layout}", f"{_PUBLISH} {layout}", 140, 400, num_gpus=4)
         for layout in ("tp2+tp2", "ep2+ep2", "tp2ep2+ep2", "pp2+tp2")
     ),
-    _benchmark("four_gpus.grpo", "--config small_qwen3_moe --steps 30 --layout separate", 400, 600, num_gpus=4,
-               shortest_s=150, tail_s=25),
+    _benchmark("grpo.warm_start_moe", f"{_CURVE_MOE} --precision bf16 --warm-start {_FEW_SIZES}", 180, 400,
+               shortest_s=60, tail_s=25, is_light=True),
+    _benchmark("four_gpus.grpo", f"{_CURVE_MOE} {_FEW_SIZES}", 330, 600, num_gpus=4, shortest_s=150, tail_s=25),
 )  # fmt: skip

@@ -66,7 +66,7 @@ class Cell:
     def run_config(self) -> RunConfig:
         """The run of this cell on one rank. Selective recompute is of the feed-forward part, which keeps the most."""
         model = model_of(self.model, self.layers)
-        precision = PrecisionConfig(trainer=self.precision, rollout="bf16")
+        precision = PrecisionConfig(trainer=self.precision, rollout="bf16", linears="te", experts="te")
         modules = ("moe",) if model.is_moe else ("mlp",)
         return RunConfig(
             name="memory",

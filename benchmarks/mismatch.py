@@ -49,8 +49,8 @@ KEYS = (
     *("linear", "moe", "attention", "compile", "batch_invariant", "experts", "device"),
 )
 ROLLOUTS = {"bf16": ("bf16", "auto"), "fp8": ("blockwise", "auto"), "fp8_kv": ("blockwise", "fp8")}
-TRAINERS = {recipe: {"trainer": recipe} for recipe in ("bf16", "blockwise", "delayed", "tensorwise")}
-TRAINERS["engine"] = {"trainer": "blockwise", "attention": "engine"}
+TRAINERS = {recipe: {"trainer": recipe, "linears": "te"} for recipe in ("bf16", "blockwise", "delayed", "tensorwise")}
+TRAINERS["engine"] = TRAINERS["blockwise"] | {"attention": "engine"}
 TRAINERS["deep_gemm"] = {"trainer": "blockwise", "linears": "deep_gemm"}
 TRAINERS["engine, deep_gemm"] = TRAINERS["engine"] | TRAINERS["deep_gemm"]
 PREFILL = "engine's prefill"  # no trainer: the engine's own log-probabilities of its sequences, as prompts
@@ -63,7 +63,7 @@ class Engine:
 
     rollout: str  # a key of ROLLOUTS
     scales: str
-    experts: str = "auto"  # the trainer's kernels for them
+    experts: str = "te"  # the trainer's kernels for them
 
     def __str__(self) -> str:
         return f"{self.rollout}-{self.scales}-{self.experts}"
@@ -314,7 +314,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     compiled = "torch.compile in the engine; off: CUDA graphs alone; eager: neither, which starts soonest"
     parser.add_argument("--compile", choices=["on", "off", "eager"], default="off", help=compiled)
     parser.add_argument("--batch-invariant", action="store_true", help="the engine's batch-invariant kernels")
-    parser.add_argument("--experts", choices=["auto", "te", "deep_gemm"], default="auto", help="the trainer's kernels")
+    parser.add_argument("--experts", choices=["te", "deep_gemm"], default="te", help="the trainer's kernels")
     parser.add_argument("--transport", choices=["auto", "shm", "gloo", "ipc"], default="auto")
     parser.add_argument("--warm-steps", type=int, default=100)
     parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")

@@ -74,6 +74,8 @@ class Arm:
             rollout="bf16",
             scales=self.scales,
             params=self.params,
+            linears="te",
+            experts="te",
             bf16_first_layers=self.num_edges,
             bf16_last_layers=self.num_edges,
         )

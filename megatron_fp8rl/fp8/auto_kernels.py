@@ -37,17 +37,16 @@ class Range:
         return self.first <= tokens <= self.last and min(sides) >= self.smallest_side
 
 
-NOWHERE = Range(math.inf)
-
 # The thresholds, all of them, by field and the trainer's recipe; DeepGEMM multiplies in no others. They are set from
-# the crossovers that `python -m benchmarks.linears --sweep` and `python -m benchmarks.experts --sweep` write. Until one
-# has run, auto is Transformer Engine. One shape is known: of 128 experts of 2048 x 768 with 131,072 tokens, forward and
-# backward of grouped FP8 take an H200 9.0 ms, and those of Transformer Engine's blockwise FP8, which the host launches
-# one expert after the other, 51.7 ms.
+# what `benchmarks.experts` and `benchmarks.linears` measured on H200s (docs/measured.md), forward and backward.
 DEEP_GEMM_IS_FASTER: dict[tuple[Field, str], Range] = {
-    ("linears", "blockwise"): NOWHERE,  # "ours deep_gemm before ours te blockwise"
-    ("experts", "blockwise"): NOWHERE,  # "grouped fp8 before te blockwise", tokens divided by experts
-    ("experts", "bf16"): NOWHERE,  # "grouped bf16 before te bf16", tokens divided by experts
+    # Four layers of Qwen3-8B. Fewer tokens are not measured.
+    ("linears", "blockwise"): Range(16_384),
+    # 8 to 256 experts with 1 to 8,192 tokens each, behind a busy queue as well as with the host's share.
+    ("experts", "blockwise"): Range(0),
+    # 1 to 1,024 tokens each. With 2,048 and more Transformer Engine's loop over experts is the faster one: what
+    # DeepGEMM saves in launches is less than its BF16 weight gradients take longer.
+    ("experts", "bf16"): Range(0, last=1024),
 }
 
 

@@ -226,13 +226,20 @@ def _problem(weight: Tensor, data: Tensor, scale: Tensor) -> str:
 
 
 @triton.jit
-def _transpose_tiles(source, out, num_rows, num_columns):
-    """Program (c, r, e) moves one tile of [128, 128] bytes of matrix e; sizes are multiples of 128."""
+def _byte_row(place):
+    return tl.load(place).to(tl.int32)
+
+
+@triton.jit
+def _transpose_tiles(data, turned, num_rows, num_columns):
+    """Program (c, r, e) moves one tile of [128, 128] bytes of matrix e, as words of four rows; ``turned`` is of words."""
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
-    rows = tl.program_id(1) * _SIDE + tl.arange(0, _SIDE)
-    columns = tl.program_id(0) * _SIDE + tl.arange(0, _SIDE)
-    tile = tl.load(source + base + rows[:, None].to(tl.int64) * num_columns + columns[None, :])
-    tl.store(out + base + columns[:, None].to(tl.int64) * num_rows + rows[None, :], tl.trans(tile))
+    quad = tl.program_id(1) * (_SIDE // 4) + tl.arange(0, _SIDE // 4)
+    column = tl.program_id(0) * _SIDE + tl.arange(0, _SIDE)
+    place = data + base + quad[:, None].to(tl.int64) * (4 * num_columns) + column[None, :]
+    words = _byte_row(place) | (_byte_row(place + num_columns) << 8)
+    words |= (_byte_row(place + 2 * num_columns) << 16) | (_byte_row(place + 3 * num_columns) << 24)
+    tl.store(turned + base // 4 + column[:, None].to(tl.int64) * (num_rows // 4) + quad[None, :], tl.trans(words))
 
 
 def transposed(data_ENK: Tensor) -> Tensor:
@@ -244,6 +251,6 @@ def transposed(data_ENK: Tensor) -> Tensor:
     out = torch.empty(num_matrices, num_columns, num_rows, dtype=data_ENK.dtype, device=data_ENK.device)
     with torch.cuda.device_of(data_ENK):
         _transpose_tiles[(num_columns // BLOCK, num_rows // BLOCK, num_matrices)](
-            data_ENK.view(torch.uint8), out.view(torch.uint8), num_rows, num_columns, num_warps=8
+            data_ENK.view(torch.uint8), out.view(torch.int32), num_rows, num_columns, num_warps=8
         )
     return out

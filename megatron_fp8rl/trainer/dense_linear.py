@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.fp8.blockwise import BLOCK, E4M3, Scales, quantize_weight
+from megatron_fp8rl.fp8.blockwise import BLOCK, E4M3, Scales
 from megatron_fp8rl.fp8.recipe import Blockwise, Recipe
 from megatron_fp8rl.trainer.dense_gemm import add_weight_gradient, multiply
 from megatron_fp8rl.trainer.expert_kernels import (
@@ -39,7 +39,7 @@ from megatron_fp8rl.trainer.expert_kernels import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from megatron_fp8rl.trainer.grouped_gemm import Fp8, quantized_both
+from megatron_fp8rl.trainer.grouped_gemm import Fp8, quantized
 from megatron_fp8rl.trainer.main_grad import add_gradient, no_gradients
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 
@@ -59,26 +59,21 @@ class Matrix:
     cache: WeightCache
     block_rows: Tensor | None = None  # int64 [N], the order of rows in which blocks are counted; None: their own
 
-    def quantized(self, both: bool) -> _Quantized:
-        """``both``: the input gradient will want the bytes transposed, which are made at once if none are there yet."""
-        return self.cache.get([self.weight], lambda: _Quantized(self, both))
+    def quantized(self) -> _Quantized:
+        return self.cache.get([self.weight], lambda: _Quantized(self))
 
 
 class _Quantized:
     """The bytes of a matrix in both orientations."""
 
-    def __init__(self, matrix: Matrix, both: bool):
+    def __init__(self, matrix: Matrix):
         weight_NK = matrix.weight.detach()
         weight_NK = weight_NK if matrix.block_rows is None else weight_NK[matrix.block_rows]
+        self.rows = Fp8(*(part[0] for part in quantized(weight_NK.unsqueeze(0), matrix.scales)))
         self._transposed: Fp8 | None = None
-        if both and weight_NK.is_cuda and weight_NK.is_contiguous():
-            rows, transposed = quantized_both(weight_NK.unsqueeze(0), matrix.scales)
-            self.rows, self._transposed = Fp8(rows.data[0], rows.scale[0]), _first(transposed)
-        else:
-            self.rows = Fp8(*quantize_weight(weight_NK, matrix.scales))
 
     def transposed(self) -> Fp8:
-        """[K, N], for the input gradient; made with the other, or by the first backward pass."""
+        """[K, N], for the input gradient; made by the first backward pass, when activations begin to go."""
         if self._transposed is None:
             self._transposed = _first(Fp8(*(part.unsqueeze(0) for part in self.rows)).transposed())
         return self._transposed
@@ -111,7 +106,7 @@ class _Linear(torch.autograd.Function):
             return x_TK.new_empty(0, weight.shape[0])
         needs_dw = record and ctx.needs_input_grad[1]
         x = _quantize(x_TK, matrix.scales, rows=True, columns=needs_dw)
-        w = matrix.quantized(both=record and ctx.needs_input_grad[0])
+        w = matrix.quantized()
         y_TN = _multiply(x, w.rows, num_tokens)
         if record:
             ctx.w, ctx.x = w, _columns(x) if needs_dw else None
@@ -143,7 +138,7 @@ class _Mlp(torch.autograd.Function):
             return torch.zeros_like(x_TH)
         needs_dw = record and any(ctx.needs_input_grad[1:3])
         layout = _layout(num_tokens, x_TH.device)
-        made = tuple(matrix.quantized(both=record) for matrix in (fc1, fc2))
+        made = tuple(matrix.quantized() for matrix in (fc1, fc2))
         x = _quantize(x_TH, fc1.scales, rows=True, columns=needs_dw)
         h_P2F = multiply(_rows(x), made[0].rows)
         x = _columns(x) if needs_dw else None

@@ -252,22 +252,14 @@ def store_bf16(x, y, row, column, num_columns, out, Q: tl.constexpr):
 
 
 @triton.jit
-def store_block(
-    x, y, row, column, num_rows, num_columns, data, turned, scale, POW2: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Write a block of 128x128 of a matrix [num_rows, num_columns]: bytes, bytes transposed as words, and one scale."""
+def store_block(x, y, place, num_columns, scale, POW2: tl.constexpr, HARDWARE: tl.constexpr):
+    """Write a block of 128x128 as bytes, rows 4 i to ``place`` [32, 128] and the others below; and its one scale."""
     m = _largest(_larger(x & _MAGNITUDES, y & _MAGNITUDES, HARDWARE), 1, HARDWARE)
     amax_bits = tl.max(tl.maximum(m << 16, m & _UPPER), axis=0)
     scale_bits = _scale_bits(amax_bits, POW2)
     tl.store(scale, scale_bits)
     factor = _factor(amax_bits, scale_bits, POW2)
-    a, b = _quotient(low(x), factor, POW2), _quotient(high(x), factor, POW2)
-    c, d = _quotient(low(y), factor, POW2), _quotient(high(y), factor, POW2)
-    feature = column + tl.arange(0, SIDE)
-    place = data + (row + tl.arange(0, SIDE // 4) * 4)[:, None] * num_columns + feature[None, :]
-    tl.store(place, _e4m3_bytes(a, HARDWARE))
-    tl.store(place + num_columns, _e4m3_bytes(b, HARDWARE))
-    tl.store(place + 2 * num_columns, _e4m3_bytes(c, HARDWARE))
-    tl.store(place + 3 * num_columns, _e4m3_bytes(d, HARDWARE))
-    place = feature[:, None].to(tl.int64) * (num_rows // 4) + (row // 4 + tl.arange(0, SIDE // 4))[None, :]
-    tl.store(turned + place, tl.trans(_bytes_of_four(a, b, c, d, HARDWARE)))
+    tl.store(place, _e4m3_bytes(_quotient(low(x), factor, POW2), HARDWARE))
+    tl.store(place + num_columns, _e4m3_bytes(_quotient(high(x), factor, POW2), HARDWARE))
+    tl.store(place + 2 * num_columns, _e4m3_bytes(_quotient(low(y), factor, POW2), HARDWARE))
+    tl.store(place + 3 * num_columns, _e4m3_bytes(_quotient(high(y), factor, POW2), HARDWARE))

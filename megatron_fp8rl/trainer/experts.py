@@ -48,7 +48,6 @@ from megatron_fp8rl.trainer.grouped_gemm import (
     multiply,
     multiply_fp8,
     quantized,
-    quantized_both,
 )
 from megatron_fp8rl.trainer.main_grad import is_fused
 from megatron_fp8rl.trainer.weight_cache import WeightCache
@@ -228,27 +227,23 @@ def _add_products(grad: Quantized, x: Quantized, call: _Call, out_ENK: Tensor) -
 class _Weights:
     """The matrices of one linear's experts as one tensor, in the type that is multiplied."""
 
-    def __init__(self, weights: Sequence[Tensor], scales: Scales | None, both: bool):
+    def __init__(self, weights: Sequence[Tensor], scales: Scales | None):
         matrices_ENK = stacked(weights)
         if matrices_ENK is None:
             matrices_ENK = torch.stack([weight.detach() for weight in weights])
-        self.bf16_ENK = self.fp8 = self._transposed = None
-        if scales is None:
-            self.bf16_ENK = matrices_ENK
-        elif both and matrices_ENK.is_cuda and matrices_ENK.dtype == torch.bfloat16:
-            self.fp8, self._transposed = quantized_both(matrices_ENK, scales)
-        else:
-            self.fp8 = quantized(matrices_ENK, scales)
+        self.bf16_ENK = matrices_ENK if scales is None else None
+        self.fp8 = None if scales is None else quantized(matrices_ENK, scales)
+        self._transposed: Fp8 | None = None
 
     def fp8_transposed(self) -> Fp8:
-        """For the input gradient; made with the other, or by the first backward pass."""
+        """For the input gradient; made by the first backward pass, when activations begin to go."""
         if self._transposed is None:
             self._transposed = self.fp8.transposed()
         return self._transposed
 
 
 def _weights(weights: Sequence[Tensor], call: _Call, cache: WeightCache) -> _Weights:
-    return cache.get(weights, lambda: _Weights(weights, call.scales, both=call.record))
+    return cache.get(weights, lambda: _Weights(weights, call.scales))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -67,19 +67,13 @@ class Fp8(NamedTuple):
 def quantized(weights_ENK: Tensor, scales: Scales) -> Fp8:
     """Weights [E, N, K], N a multiple of 128, in one launch: no block lies in two matrices."""
     num_experts, num_rows, num_columns = weights_ENK.shape
+    if weights_ENK.is_cuda:
+        from megatron_fp8rl.trainer import weights_triton  # imports Triton
+
+        if weights_triton.can_quantize(weights_ENK):
+            return Fp8(*weights_triton.quantize_weights(weights_ENK, scales))
     data, scale = quantize_weight(weights_ENK.view(-1, num_columns), scales)
     return Fp8(data.view(weights_ENK.shape), scale.view(num_experts, num_rows // BLOCK, -1))
-
-
-def quantized_both(weights_ENK: Tensor, scales: Scales) -> tuple[Fp8, Fp8]:
-    """:func:`quantized` and :meth:`Fp8.transposed` of it. On a GPU BF16, K too a multiple of 128, is read once."""
-    if not weights_ENK.is_cuda:
-        made = quantized(weights_ENK, scales)
-        return made, made.transposed()
-    from megatron_fp8rl.trainer import weights_triton  # imports Triton
-
-    data, transposed, scale = weights_triton.quantize_both(weights_ENK, scales)
-    return Fp8(data, scale), Fp8(transposed, scale.transpose(1, 2))
 
 
 def has_deep_gemm() -> bool:
@@ -94,13 +88,18 @@ def _is_there(name: str) -> bool:
         return False
 
 
+def compiled_folder() -> str:
+    """Where DeepGEMM keeps what it has compiled, in ``cache/*/kernel.cubin``: in every process where vLLM has it."""
+    root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm"
+    )
+    return os.environ.get("DG_JIT_CACHE_DIR") or os.path.join(os.path.expanduser(root), "deep_gemm")
+
+
 @functools.cache
 def deep_gemm() -> ModuleType:
     """DeepGEMM, the copy that vLLM would take. Raises RuntimeError with a remedy when there is none."""
-    cache = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm"
-    )
-    os.environ.setdefault("DG_JIT_CACHE_DIR", os.path.join(os.path.expanduser(cache), "deep_gemm"))
+    os.environ.setdefault("DG_JIT_CACHE_DIR", compiled_folder())
     for name in filter(_is_there, _PACKAGES):
         module = importlib.import_module(name)
         # Layouts here are aligned to this; DeepGEMM reads the expert of a block of rows off the first of them.

@@ -1,13 +1,12 @@
-"""Weights on a GPU quantized in one pass for both of their products, y = x W^T and dx = g W: BF16 is read once.
+"""Weights on a GPU quantized in one launch, which no table of addresses on the host precedes.
 
-Bytes and scales are those of ``blockwise.quantize_weight``; transposed, a block of 128x128 is the same block. Import
-this module only for CUDA tensors, or under TRITON_INTERPRET=1.
+Bytes and scales are those of ``blockwise.quantize_weight``. Import this module only for CUDA tensors, or under
+TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,18 +20,8 @@ _HARDWARE = os.environ.get("TRITON_INTERPRET") != "1"
 _WARPS = 8
 
 
-class BothWays(NamedTuple):
-    """E4M3 matrices, the same transposed, and the float32 scales of their blocks."""
-
-    data: Tensor  # [E, N, K]
-    transposed: Tensor  # [E, K, N]
-    scale: Tensor  # [E, N / 128, K / 128]
-
-
 @triton.jit
-def _quantize_both(
-    weights, data, turned, scales, num_rows, num_columns, POW2: tl.constexpr, HARDWARE: tl.constexpr
-):
+def _quantize_weights(weights, data, scales, num_rows, num_columns, POW2: tl.constexpr, HARDWARE: tl.constexpr):
     """One axis of programs: blocks of a row of blocks, rows of blocks of a matrix, matrices."""
     across = num_columns // SIDE
     down = num_rows // SIDE
@@ -44,28 +33,29 @@ def _quantize_both(
     source = weights + first + place
     x = load_pair(source, source + num_columns, None, None)
     y = load_pair(source + 2 * num_columns, source + 3 * num_columns, None, None)
-    store_block(
-        x, y, row, column, num_rows, num_columns, data + first, turned + first // 4, scales + block, POW2, HARDWARE
-    )
+    store_block(x, y, data + first + place, num_columns, scales + block, POW2, HARDWARE)
 
 
-def quantize_both(weights_ENK: Tensor, scales: Scales) -> BothWays:
-    """Quantize contiguous BF16 matrices whose sizes are multiples of 128, in one launch; ValueError for others."""
-    num_matrices, num_rows, num_columns = weights_ENK.shape
-    if weights_ENK.dtype != torch.bfloat16 or not weights_ENK.is_contiguous() or (num_rows | num_columns) % BLOCK:
+def can_quantize(weights_ENK: Tensor) -> bool:
+    """Whether they are what :func:`quantize_weights` takes: contiguous BF16 matrices of whole blocks."""
+    is_whole = not any(size % BLOCK for size in weights_ENK.shape[1:])
+    return weights_ENK.dtype == torch.bfloat16 and weights_ENK.is_contiguous() and is_whole
+
+
+def quantize_weights(weights_ENK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """(data float8_e4m3fn [E, N, K], scale float32 [E, N/128, K/128]) of contiguous BF16 [E, N, K], N and K multiples
+    of 128; ValueError for others."""
+    if not can_quantize(weights_ENK):
         raise ValueError(
             f"weights_ENK have to be contiguous bfloat16 with N and K multiples of {BLOCK}, not "
             f"{weights_ENK.dtype} {list(weights_ENK.shape)} with strides {weights_ENK.stride()}"
         )
-    device, down, across = weights_ENK.device, num_rows // BLOCK, num_columns // BLOCK
-    made = BothWays(
-        torch.empty(num_matrices, num_rows, num_columns, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(num_matrices, num_columns, num_rows, dtype=torch.float8_e4m3fn, device=device),
-        torch.empty(num_matrices, down, across, device=device),
-    )
+    num_matrices, num_rows, num_columns = weights_ENK.shape
+    data = torch.empty(weights_ENK.shape, dtype=torch.float8_e4m3fn, device=weights_ENK.device)
+    scale = torch.empty(num_matrices, num_rows // BLOCK, num_columns // BLOCK, device=weights_ENK.device)
     with torch.cuda.device_of(weights_ENK):
-        _quantize_both[(num_matrices * down * across,)](
-            weights_ENK, made.data.view(torch.uint8), made.transposed.view(torch.int32), made.scale.view(torch.int32),
-            num_rows, num_columns, POW2=scales == "pow2", HARDWARE=_HARDWARE, num_warps=_WARPS,
+        _quantize_weights[(scale.numel(),)](
+            weights_ENK, data.view(torch.uint8), scale.view(torch.int32), num_rows, num_columns,
+            POW2=scales == "pow2", HARDWARE=_HARDWARE, num_warps=_WARPS,
         )  # fmt: skip
-    return made
+    return data, scale

@@ -199,13 +199,15 @@ def test_what_is_not_finite_shows_in_its_own_expert_alone(name, value):
 @pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")
 @pytest.mark.parametrize("trainer", ["bf16", "blockwise"])
 def test_memory_is_no_more_than_on_transformer_engine(trainer):
+    hidden, features = 1024, 384
     counts = [4096] * E
     peaks = {}
     for kind in ("te", "deep_gemm"):
-        module = build_experts(E, H, FEATURES, PrecisionConfig(trainer=trainer, experts=kind), kernels="te")
+        module = build_experts(E, hidden, features, PrecisionConfig(trainer=trainer, experts=kind), kernels="te")
         give_gradient_buffers(module)
-        tokens = draw_tokens(counts, H, "cuda")
+        tokens = draw_tokens(counts, hidden, "cuda")
         for _ in range(2):
+            y = None
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
@@ -214,11 +216,13 @@ def test_memory_is_no_more_than_on_transformer_engine(trainer):
             weights = [*module.linear_fc1.weights, *module.linear_fc2.weights]
             torch.autograd.grad(y, [*tokens[:2], *weights], tokens[2])
             peaks[kind] = torch.cuda.max_memory_allocated() - before, kept
-        del module, tokens, y, weights
+        del module, y, weights
     shown = {kind: [num_bytes >> 20 for num_bytes in found] for kind, found in peaks.items()}
     print(f"\ngrouped {trainer}: MiB at the peak and between passes", shown)
-    assert peaks["deep_gemm"][0] <= 1.02 * peaks["te"][0]
-    assert peaks["deep_gemm"][1] <= 1.02 * peaks["te"][1]
+    # In BF16 Transformer Engine fills no expert up, and needs no copy of the outputs' gradients that does.
+    copy = tokens[2].nbytes if trainer == "bf16" else 0
+    assert peaks["deep_gemm"][0] <= 1.02 * peaks["te"][0] + copy
+    assert peaks["deep_gemm"][1] <= 1.02 * peaks["te"][1] + copy
 
 
 @pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")

@@ -68,10 +68,15 @@ def test_operations_match_the_parameters():
     assert sum(use.shape.num_operations for use in (qkv, proj, mlp)) == 6 * 16_384 * weights
 
 
-def test_auto_is_transformer_engine_until_it_is_measured():
-    assert not any(r.holds(n, 4096) for r in auto_kernels.DEEP_GEMM_IS_FASTER.values() for n in (1, 10**4, 10**9))
-    for field in ("linears", "experts"):
-        assert chosen(field, grpo_qwen3_30b_a3b()) == "te"
+def test_auto_is_what_was_faster_on_an_h200():
+    moe = make(grpo_qwen3_30b_a3b())
+    for trainer, tokens, found in (
+        ("blockwise", 16_384, "deep_gemm"), ("blockwise", 512, "deep_gemm"), ("delayed", 16_384, "te"),
+        ("bf16", 16_384, "deep_gemm"), ("bf16", 32_768, "te"),
+    ):  # fmt: skip
+        cfg = replace(make(moe, tokens), precision=PrecisionConfig(trainer=trainer))
+        assert chosen("experts", cfg) == found, (trainer, tokens)
+    assert [chosen("linears", make(grpo_qwen3_8b(), tokens)) for tokens in (8192, 16_384)] == ["te", "deep_gemm"]
 
 
 @pytest.mark.parametrize("field", ["linears", "experts"])

@@ -58,6 +58,6 @@ def test_the_digest_adds_in_64_bits():
 def test_bytes_are_transposed_in_vectors():
     from megatron_fp8rl.fp8 import kernels
 
-    signature = {"source": "*u8", "out": "*u8", "num_rows": "i32", "num_columns": "i32"}
+    signature = {"data": "*u8", "turned": "*i32", "num_rows": "i32", "num_columns": "i32"}
     found = instructions(kernels._transpose_tiles, signature, {}, num_warps=8, multiples=(2, 3))
     assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 4  # a thread of 256 has 64 bytes

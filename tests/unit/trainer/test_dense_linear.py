@@ -148,8 +148,8 @@ def test_no_token_at_all():
 
 
 def test_weights_are_quantized_once_until_they_change(monkeypatch):
-    quantize, made = dense_linear.quantize_weight, []
-    monkeypatch.setattr(dense_linear, "quantize_weight", lambda *args: made.append(1) or quantize(*args))
+    quantize, made = dense_linear.quantized, []
+    monkeypatch.setattr(dense_linear, "quantized", lambda *args: made.append(1) or quantize(*args))
     ours, recipe = matrix(N, K, "pow2"), make_recipe(PrecisionConfig())
     x = draw(5, K, seed=2).requires_grad_()
     for _ in range(2):

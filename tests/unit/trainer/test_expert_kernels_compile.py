@@ -21,7 +21,7 @@ _POINTERS = {
     "*u8": "data",
     "*i16": "bf16 a_bf16",
     "*i32": "row_scales column_scales a_scales scales rows experts offsets positions padded_counts columns_data "
-    "a_columns turned",
+    "a_columns",
     "*i64": "tokens_per_expert",
     "*fp32": "probs dprobs",
     "i32": "num_rows num_columns width num_tokens",
@@ -63,7 +63,7 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
         ("_swiglu_quantize", _FORMS, "_SWIGLU_ROWS", 2, 1),
         ("_swiglu_backward_quantize", _BACKWARD, "_BACKWARD", 3, 5),
         ("_swiglu_backward_quantize", _BACKWARD | {"WEIGHTED": False}, "_BACKWARD", 3, 5),
-        ("_quantize_both", {"POW2": True, "HARDWARE": True}, {"num_warps": 8}, 1, 2),
+        ("_quantize_weights", {"POW2": True, "HARDWARE": True}, {"num_warps": 8}, 1, 1),
     ],
     ids=["rows", "rows and columns", "swiglu", "swiglu backward", "swiglu backward of dense layers", "weights"],
 )

@@ -62,8 +62,8 @@ def test_the_record_of_a_run_names_what_computes(hopper):
 def test_grouped_experts_are_a_choice_that_names_what_it_needs(hopper, monkeypatch):
     asked = run(experts="deep_gemm")
     monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
-    for device in (CPU, GPU):
-        assert choose_expert_kernels(run(), device) == "te"
+    for device, kernels_of_auto in ((CPU, "te"), (GPU, "deep_gemm")):
+        assert choose_expert_kernels(run(), device) == kernels_of_auto
         assert choose_expert_kernels(asked, device) == "deep_gemm"
     assert fused_kernels(asked, GPU)["trainer kernel, expert linears"] == "DeepGEMM (grouped)"
     assert fused_kernels(asked, CPU)["trainer kernel, expert linears"] == "PyTorch (as DeepGEMM)"
