@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks import record
 from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
@@ -57,6 +57,7 @@ class Arm:
     params: str = "bf16"
     num_edges: int = 0  # layers in BF16 at each end
     other_seed: bool = False
+    kernels: Literal["te", "deep_gemm"] = "te"  # of FP8 linears, and of experts
 
     @property
     def name(self) -> str:
@@ -65,6 +66,7 @@ class Arm:
         parts += ["FP8 parameters"] if self.params == "fp8" else []
         parts += ["edges"] if self.num_edges else []
         parts += ["other seed"] if self.other_seed else []
+        parts += ["DeepGEMM"] if self.kernels == "deep_gemm" else []
         return ", ".join(parts)
 
     @property
@@ -74,8 +76,8 @@ class Arm:
             rollout="bf16",
             scales=self.scales,
             params=self.params,
-            linears="te",
-            experts="te",
+            linears=self.kernels if self.trainer != "bf16" else "te",
+            experts=self.kernels,
             bf16_first_layers=self.num_edges,
             bf16_last_layers=self.num_edges,
         )
@@ -91,6 +93,9 @@ ARMS = (
     *FP8,
     *(replace(arm, num_edges=1) for arm in FP8),
     Arm(trainer="blockwise", params="fp8"),
+    Arm(trainer="blockwise", kernels="deep_gemm"),
+    Arm(trainer="blockwise", scales="fp32", kernels="deep_gemm"),
+    Arm(trainer="bf16", kernels="deep_gemm"),  # of experts alone
 )
 
 
@@ -175,7 +180,9 @@ def measure(name: str, options: argparse.Namespace, results: Results, common: Ro
         for arm in ARMS:
             leaves_no_fp8 = 2 * arm.num_edges >= cfg.model.num_layers
             wants_gpu = arm.params == "fp8" and (not num_gpus() or cfg.model.head_dim % FP8_BLOCK)
-            if leaves_no_fp8 or wants_gpu or (options.arms and arm.name not in options.arms):
+            wants_gpu |= arm.kernels == "deep_gemm" and not num_gpus()
+            is_another = arm.kernels == "te" or arm.trainer != "bf16" or cfg.model.is_moe
+            if leaves_no_fp8 or wants_gpu or not is_another or (options.arms and arm.name not in options.arms):
                 continue
             row = base | {"measured": "loss", "arm": arm.name}
             wants_noise = arm == ARMS[0] and not results.has(base | {"measured": "noise", "arm": FP8[-1].name})

@@ -218,12 +218,12 @@ def measure(cell: Cell, shapes: dict[str, Shape], common: Row, bandwidth: float)
                 print(f"{time.perf_counter() - started:5.0f} s  {cell.name}: warm", flush=True)
                 for attempt in range(1, _ATTEMPTS + 1):
                     compiled = num_kernels()
-                    seconds = sample(
-                        fleet, shape, cfg.model.vocab_size, max_tokens=shape.completion_tokens, seed=seed + 100 * attempt
-                    )
+                    draw = {"max_tokens": shape.completion_tokens, "seed": seed + 100 * attempt}
+                    seconds = sample(fleet, shape, cfg.model.vocab_size, **draw)
                     if (new := num_kernels() - compiled) == 0:
                         break
-                    print(f"{time.perf_counter() - started:5.0f} s  {cell.name}: {new} kernels were compiled", flush=True)
+                    said = f"{new} kernels were compiled meanwhile"
+                    print(f"{time.perf_counter() - started:5.0f} s  {cell.name}: {said}", flush=True)
                 limit = roofline(cfg.model, cell.precision, shape, bandwidth)
                 tokens_per_s = shape.num_sequences * shape.completion_tokens / seconds
                 yield row | {

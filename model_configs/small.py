@@ -93,6 +93,15 @@ def small_qwen3_8_layers() -> RunConfig:
     )
 
 
+def small_qwen3_moe_4_layers() -> RunConfig:
+    """4 layers of 32 experts, 0.23 B parameters, and as few prompts: a short curve of a mixture, on 1 H200."""
+    return replace(
+        small_qwen3_8_layers(),
+        name="small_qwen3_moe_4_layers",
+        model=replace(small_qwen3_moe().model, num_layers=4),
+    )
+
+
 def small_qwen3_moe() -> RunConfig:
     """12 layers of 32 experts, 4 of them per token: 0.68 B parameters, 0.15 B active, the same task on 1 H200."""
     dense = small_qwen3()

@@ -40,8 +40,8 @@ class Range:
 # The thresholds, all of them, by field and the trainer's recipe; DeepGEMM multiplies in no others. They are set from
 # what `benchmarks.experts` and `benchmarks.linears` measured on H200s (docs/measured.md), forward and backward.
 DEEP_GEMM_IS_FASTER: dict[tuple[Field, str], Range] = {
-    # Four layers of Qwen3-8B. Fewer tokens are not measured.
-    ("linears", "blockwise"): Range(16_384),
+    # Four layers of Qwen3-8B, and its feed-forward part by itself.
+    ("linears", "blockwise"): Range(2048),
     # 8 to 256 experts with 1 to 8,192 tokens each, behind a busy queue as well as with the host's share.
     ("experts", "blockwise"): Range(0),
     # 1 to 1,024 tokens each. With 2,048 and more Transformer Engine's loop over experts is the faster one: what

@@ -14,6 +14,8 @@ from megatron_fp8rl.doctor import diagnose, parameters
 from megatron_fp8rl.weights import names
 from model_configs import deepseek, llama, mixtral, qwen3, small
 
+SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
+
 # Fields of the config.json files that the publishers keep beside the weights (Hugging Face: meta-llama/Llama-3.1-8B,
 # Qwen/Qwen3-8B, Qwen/Qwen3-30B-A3B, Qwen/Qwen3-235B-A22B, mistralai/Mixtral-8x7B-v0.1, deepseek-ai/DeepSeek-V3).
 LLAMA_31_8B = {
@@ -158,11 +160,13 @@ def test_half_billion_models_are_what_they_say():
     assert f"{dense / 1e9:.2f} B parameters" in small.small_qwen3.__doc__
     short = parameters.count(small.small_qwen3_8_layers().model).total
     assert f"{short / 1e9:.2f} B parameters" in small.small_qwen3_8_layers.__doc__
+    short = parameters.count(small.small_qwen3_moe_4_layers().model).total
+    assert f"{short / 1e9:.2f} B parameters" in small.small_qwen3_moe_4_layers.__doc__
     active = parameters.count(small.small_qwen3_moe().model).active
     assert f"{experts / 1e9:.2f} B parameters, {active / 1e9:.2f} B active" in small.small_qwen3_moe.__doc__
 
 
-@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe])
+@pytest.mark.parametrize("function", SMALL)
 def test_half_billion_models_fit_one_gpu_with_their_engine(function):
     cfg = function()
     assert config_check.check(cfg, accelerator="hopper") == [] and config_check.check(cfg, accelerator="cpu") == []
@@ -175,7 +179,7 @@ def test_half_billion_models_fit_one_gpu_with_their_engine(function):
     assert found.engine.full_sequences >= cfg.rollout.max_num_sequences
 
 
-@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe])
+@pytest.mark.parametrize("function", SMALL)
 def test_problems_of_the_half_billion_models_fit_their_limits(function):
     cfg = function()
     samples = [s for step in range(4) for s in SftSource(cfg, load_tokenizer("character")).samples(step)]

@@ -85,7 +85,7 @@ def test_tables_and_plot_of_recipes(tmp_path):
     ]
     rows += [head | {"measured": "noise", "arm": arm.name, "snr_db": {"qkv": [20.0, 25.0]}} for arm in recipes.FP8]
     lines = recipes.table(rows)
-    assert len({line["recipe"] for line in lines}) == len(recipes.ARMS) == 11
+    assert len({line["recipe"] for line in lines}) == len(recipes.ARMS) == 14
     assert {line["qkv dB"] for line in lines} == {"-", "20.0 to 25.0"}
     recipes.plot(rows, tmp_path / "recipes.png")
     assert (tmp_path / "recipes.png").stat().st_size > 10_000

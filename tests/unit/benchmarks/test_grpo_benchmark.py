@@ -19,8 +19,10 @@ from megatron_fp8rl import config_check
 from megatron_fp8rl.cli import parse_overrides
 from model_configs import small
 
+SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
 
-@pytest.mark.parametrize("function", [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe])
+
+@pytest.mark.parametrize("function", SMALL)
 @pytest.mark.parametrize("precision", grpo.PRECISIONS)
 @pytest.mark.parametrize("layout", ["colocated", "sleep", "separate"])
 def test_every_arm_is_a_run_without_mistakes(function, precision, layout):
