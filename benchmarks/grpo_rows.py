@@ -189,7 +189,8 @@ def section(rows: Sequence[Row], plot: Path) -> str:
         "whose time was over has finished, of those that were wanted. KV tokens: the context that the "
         "engine's cache holds, from its log; how much memory it may take differs between the layouts. Largest: of any "
         "token of any step. fp8_invariant: a batch-invariant engine, whose attention and linears the trainer's forward "
-        "pass has too.\n\n"
+        "pass has too. Where no compiled kernels were kept, an FP8 engine waits for DeepGEMM's in most of its first ten "
+        "steps.\n\n"
         f"![Reward, mismatch, seconds by phase and speed of all runs]({plot.name})"
     )
     measured = dict.fromkeys(f"Measured {row['date']} on {row['machine']}: `{row['command']}`" for row in rows)
