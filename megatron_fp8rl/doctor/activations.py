@@ -163,11 +163,14 @@ def _swiglu(columns: float, width: _Widths) -> float:
 def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     """Router scores and probabilities in FP32, and the order of its map in int64; then, for each copy of a token, its
     expert, its place and two weights; the input of gate and up, their outputs, silu(gate), the input of down, and the
-    output that the router's weight multiplies."""
+    output that the router's weight multiplies. On DeepGEMM the input of gate and up and their outputs are all."""
     model = cfg.model
     columns = model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
     router = tokens.sequence * model.num_experts * (2 * _FP32_BYTES + _INT64_BYTES)
     per_copy = 2 * (_INT64_BYTES + _FP32_BYTES)
+    if chosen("experts", cfg) == "deep_gemm":
+        per_copy += model.hidden_size * width.own_input + 2 * columns * width.element
+        return router + tokens.routed * per_copy
     per_copy += model.hidden_size * (width.own_input + width.element) + columns * (3 * width.element + width.own_input)
     return router + tokens.routed * per_copy
 
@@ -184,15 +187,25 @@ def _shared_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
 def _dense_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     """Where gate meets up: gradients of their product and of both factors; the residual stream's, and the gathered one
     under tensor parallelism. On DeepGEMM the gradient of the product, those of both factors in FP8, in rows and in
-    columns, and the product made again in columns."""
+    columns, and the product made again in columns; of the two of the stream, one is in columns."""
     columns, hidden = cfg.model.ffn_hidden_size / cfg.parallel.tensor, cfg.model.hidden_size
     if _on_deep_gemm(cfg, width):
-        return tokens.context * (columns * (width.element + 5 * width.fp8) + 2 * hidden * width.element)
+        streams = hidden * (width.element + width.fp8)
+        return tokens.context * (columns * (width.element + 5 * width.fp8) + streams)
     return tokens.context * (3 * columns + 2 * hidden) * width.element
 
 
 def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     """Where the router's FP32 weight meets an expert's output: the gradients of the product and of both factors, all
-    FP32 and as wide as the hidden size until the weight's is summed; and those of the residual stream."""
-    stream = 2 * tokens.sequence * cfg.model.hidden_size * width.element
-    return tokens.routed * 3 * cfg.model.hidden_size * _FP32_BYTES + stream
+    FP32 and as wide as the hidden size until the weight's is summed; and those of the residual stream. On DeepGEMM
+    where gate meets up: the gradient of the output, once more as an operand of a weight's, that of their product, those
+    of both factors in FP8, in rows and in columns (BF16 takes the place of the factors), and the product, as an operand,
+    too."""
+    hidden = cfg.model.hidden_size
+    stream = 2 * tokens.sequence * hidden * width.element
+    if chosen("experts", cfg) == "deep_gemm":
+        columns = cfg.model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
+        of_factors = 0.0 if width.fp8 is None else 4 * width.fp8
+        per_copy = hidden * (width.element + width.own_input) + columns * (width.element + of_factors + width.own_input)
+        return tokens.routed * per_copy + stream
+    return tokens.routed * 3 * hidden * _FP32_BYTES + stream

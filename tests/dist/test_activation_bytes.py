@@ -87,7 +87,7 @@ def test_a_layer_keeps_what_doctor_says(model, modules):
     cfg = RunConfig(
         name="bytes",
         model=model,
-        precision=PrecisionConfig(trainer="bf16", rollout="bf16"),
+        precision=PrecisionConfig(trainer="bf16", rollout="bf16", experts="te"),
         optim=OptimConfig(recompute="selective" if modules else "none", recompute_modules=modules or ("core_attn",)),
         rollout=RolloutConfig(max_tokens_per_microbatch=_TOKENS),
     )

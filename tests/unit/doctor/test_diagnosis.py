@@ -110,7 +110,9 @@ def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
 
 
 def test_a_trainer_that_almost_fits_computes_again_what_costs_the_least():
-    cfg = change(grpo_qwen3_8b(), optim__recompute="none", optim__logprob_chunk_tokens=1024)
+    cfg = change(
+        grpo_qwen3_8b(), optim__recompute="none", optim__logprob_chunk_tokens=1024, precision__linears="te"
+    )  # fmt: skip
     finding = errors(diagnose(cfg, DoctorOptions(gpu="h100")))["trainer, every rank"]
     assert finding.change == (("optim.recompute", "selective"),)
 
@@ -173,10 +175,10 @@ def test_agreement_says_what_is_fp8_where():
 
 def test_a_matrix_that_deep_gemm_leaves_to_others_is_named():
     for cfg, named in ((grpo_deepseek_v3(), True), (grpo_qwen3_8b(), False)):
-        for linears in ("auto", "deep_gemm"):
+        for linears in ("te", "auto", "deep_gemm"):
             found = precision.findings(change(cfg, precision__linears=linears), GPUS["h200"])
             problems = [finding.problem for finding in found if finding.subject == "--precision.linears"]
-            assert bool(problems) == (named and linears == "deep_gemm")
+            assert bool(problems) == (named and linears != "te")
             assert all("kv_a_proj_with_mqa has 576 rows" in problem for problem in problems)
 
 

@@ -12,6 +12,7 @@ from megatron_fp8rl.doctor import engine_memory, trainer_memory
 from megatron_fp8rl.doctor.activations import Tokens, layer_bytes
 from megatron_fp8rl.doctor.hardware import GIB, GPUS
 from megatron_fp8rl.doctor.parameters import engine_shape, on_engine_worker, on_trainer_rank
+from megatron_fp8rl.fp8.auto_kernels import chosen
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights import names
 from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
@@ -54,7 +55,7 @@ def test_states_of_qwen3_8b_on_one_rank():
 
 
 def test_fp8_parameters_take_two_bytes_where_there_were_four():
-    cfg = run(qwen3_8b())
+    cfg = run(qwen3_8b(), PrecisionConfig(linears="te"))  # as FP8 parameters ask for
     alone = run(qwen3_8b(), replace(cfg.precision, params="fp8"))
     total, matrices = 8_190_735_360, 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
     per = 1 + 4 / 128**2  # a byte, and a scale for each block, in rows; once more in columns
@@ -122,7 +123,7 @@ def test_activations_of_a_bf16_layer():
 
 def test_activations_of_an_fp8_layer():
     """Inputs of the four linears take 1 + 4/128 bytes; the projection keeps a copy of its own."""
-    cfg = run()
+    cfg = run(precision__linears="te")
     fp8 = 1 + 4 / 128
     stream = 2 * 512 * 2
     attention = 512 * fp8 + 1024 * 2 + 512 * 2 + 8 * 4 + 512 * fp8
@@ -133,10 +134,11 @@ def test_activations_of_an_fp8_layer():
 
 def test_activations_of_a_layer_on_deep_gemm():
     """Between the linears of the feed-forward part gate and up are kept, and nothing else."""
-    found, on_te = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)) for cfg in (run(precision__linears="deep_gemm"), run()))
+    found, on_te = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)) for cfg in (run(), run(precision__linears="te")))
+    assert chosen("linears", run()) == "deep_gemm"
     fp8 = 1 + 4 / 128
     assert on_te.kept - found.kept == 4096 * 1024 * (2 * 2 + fp8)
-    assert found.workspace == 4096 * (1024 * (2 + 5 * fp8) + 2 * 512 * 2)
+    assert found.workspace == 4096 * (1024 * (2 + 5 * fp8) + 512 * (2 + fp8))
 
 
 def test_norms_of_queries_and_keys_keep_their_inputs():
@@ -182,11 +184,19 @@ def test_experts_keep_every_copy_of_a_token():
         DENSE, family="qwen3_moe", qk_norm=True, ffn_hidden_size=0, num_experts=8, experts_per_token=2,
         moe_ffn_hidden_size=256,
     )  # fmt: skip
-    cfg = run(model, BF16, optim__recompute="selective", optim__recompute_modules=("moe",))
+    recompute = dict(optim__recompute="selective", optim__recompute_modules=("moe",))
+    cfg = run(model, replace(BF16, experts="te"), **recompute)
     found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5))
     copies = 4096 * 2 * 1.5
     assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * 4 + 4 * 256 * 2)
     assert found.workspace == copies * 512 * 3 * 4 + 2 * 4096 * 512 * 2
+    for precision, operand, factors in ((BF16, 2, 0), (PrecisionConfig(), 1 + 4 / 128, 4 * (1 + 4 / 128))):
+        cfg = run(model, precision, **recompute)
+        assert chosen("experts", cfg) == "deep_gemm"
+        found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5))
+        assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * operand + 2 * 256 * 2)
+        per_copy = 512 * (2 + operand) + 256 * (2 + factors + operand)
+        assert found.workspace == copies * per_copy + 2 * 4096 * 512 * 2
 
 
 def test_the_last_stage_keeps_inputs_of_the_last_norm_and_of_the_head():

@@ -78,9 +78,9 @@ def test_grouped_experts_are_a_choice_that_names_what_it_needs(hopper, monkeypat
 def test_linears_on_deep_gemm_are_a_choice_that_names_what_it_needs(hopper, monkeypatch):
     asked = run(linears="deep_gemm")
     monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
-    for device, kernels_of_auto in ((CPU, "emulated"), (GPU, "te")):
-        assert choose_linear_kernels(run(), device) == kernels_of_auto
-        assert choose_linear_kernels(run(linears="te"), device) == kernels_of_auto
+    for device, kernels_of_te in ((CPU, "emulated"), (GPU, "te")):
+        assert choose_linear_kernels(run(), device) == ("deep_gemm" if device is GPU else kernels_of_te)
+        assert choose_linear_kernels(run(linears="te"), device) == kernels_of_te
         assert choose_linear_kernels(asked, device) == "deep_gemm"
     assert fused_kernels(asked, GPU)["trainer kernel, FP8 linears"] == "DeepGEMM"
     assert fused_kernels(asked, CPU)["trainer kernel, FP8 linears"] == "PyTorch (as DeepGEMM)"
