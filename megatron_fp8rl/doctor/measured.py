@@ -132,3 +132,15 @@ def nearest(
         return not is_of(gpu, m.device), m.distance(shape.tokens), m.pattern not in ("", "balanced"), m.pattern
 
     return min((m for m in candidates if Answer.of(m.ms)), key=order, default=None)
+
+
+def nearest_of_others(
+    found: Sequence[Row], shape: Experts, gpu: str, arms: Callable[[str], bool] = lambda arm: True
+) -> Measured | None:
+    """The same of other numbers of such experts: what comes closest in the tokens of each, then in their number."""
+    kin = []
+    for number in {row["experts"] for row in found if row.get("measured") == "experts"} - {shape.experts}:
+        tokens = max(1, shape.tokens * number // shape.experts)
+        if (one := nearest(found, replace(shape, experts=number, tokens=tokens), gpu, arms)) is not None:
+            kin.append((not is_of(gpu, one.device), one.distance(tokens), abs(math.log2(number / shape.experts)), one))
+    return min(kin, key=lambda entry: entry[:3], default=(None,))[-1]

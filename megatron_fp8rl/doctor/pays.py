@@ -1,7 +1,8 @@
 """Does FP8 pay for the shapes of a run? Quoted from rows that a GPU has measured, for experts and for other linears.
 
 Each answer is a note. It names the GPU, the shape and the number of tokens that were measured, which is the one nearest
-to the run's, and the command that measured it; where nothing was measured, the command that would.
+to the run's; of experts that were measured in other numbers alone, the one nearest in the tokens of each. And it names
+the command that measured it; where nothing was measured, the command that would.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ def findings(cfg: RunConfig, gpu: str, rows: Mapping[str, Sequence[Row]] | None 
 
 
 def _of_experts(cfg: RunConfig, shape: Experts, gpu: str, rows: Sequence[Row]) -> Finding:
-    found = measured.nearest(rows, shape, gpu, _arms(cfg, "experts"))
+    arms = _arms(cfg, "experts")
+    found = measured.nearest(rows, shape, gpu, arms) or measured.nearest_of_others(rows, shape, gpu, arms)
     if found is None:
         return _unknown("experts", f"{shape.experts} experts of {shape.hidden} x {shape.width}", gpu, [shape])
     answer = Answer.of(found.ms)
     assert answer is not None  # nearest() looks for rows that have one
-    where = f"{shape.experts} experts of {shape.hidden} x {shape.width}, {_tokens([found], [shape], 'routed tokens')}"
+    of_others = f" where the run has {shape.experts}" if found.shape.experts != shape.experts else ""
+    where = f"{found.shape.experts} experts of {shape.hidden} x {shape.width}{of_others}, "
+    where += _tokens([found], [shape], "routed tokens")
     return _known("experts", answer, f"{where}, {found.pattern}", cfg, gpu, [found])
 
 

@@ -82,6 +82,20 @@ def test_experts_are_quoted_with_shape_device_and_command():
     assert not of_experts(rows, run(grpo_qwen3_30b_a3b(), experts="deep_gemm")).remedy
 
 
+def test_experts_of_another_number_are_quoted_by_the_tokens_of_each():
+    cfg = run(grpo_qwen3_30b_a3b())
+    rows = []
+    for experts, tokens, ms in ((64, 131_072, 1.0), (32, 32_768, 2.0), (256, 262_144, 3.0), (16, 16_384, 4.0)):
+        shape = replace(EXPERTS, experts=experts, tokens=tokens)
+        rows += timed(shape, {"te bf16": 2 * ms, "te blockwise": ms})
+    note = of_experts(rows, cfg)  # 1,024 tokens for each of 128 experts
+    assert "te blockwise 3.00 ms" in note.problem
+    assert "256 experts of 2048 x 768 where the run has 128, 262,144 routed tokens where the run has 131,072" in note.problem
+    assert note.command.endswith("--shape 256,262144,2048,768 --pattern balanced")
+    own = timed(replace(EXPERTS, tokens=64), {"te bf16": 12.0, "te blockwise": 6.0})
+    assert "128 experts of 2048 x 768, 64 routed tokens" in of_experts(rows + own, cfg).problem
+
+
 def test_the_newest_time_of_an_arm_counts():
     rows = timed(EXPERTS, {"te bf16": 12.0, "grouped fp8": 8.0}) + timed(EXPERTS, {"te bf16": 4.0})
     assert of_experts(rows, run(grpo_qwen3_30b_a3b())).problem.startswith("FP8 does not pay")
