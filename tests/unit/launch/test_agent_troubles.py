@@ -38,13 +38,17 @@ def test_all_parts_of_a_replica_begin_again_when_one_dies_and_meet_on_a_new_port
     dies = ("--die-after", "0.3", "--on", str(rank), "--times", "2")
     job = Job(tmp_path, trainer("5000"), spanning(*dies), num_nodes=3)
     job.start(LAUNCH_RESTART_PAUSE_S="0.05")
-    job.until(lambda: headers(job, 1) == headers(job, 2) == 3 and job.log("rollout-0", 2).count("port") == 3)
+
+    def ports() -> list[list[str]]:
+        return [re.findall(r"port (\d+)", job.log("rollout-0", node)) for node in (1, 2)]
+
+    job.until(lambda: headers(job, 1) == headers(job, 2) == 3 and [len(found) for found in ports()] == [3, 3])
     job.until(lambda: endpoint_file(job.run_dir, "rollout-0").exists())
     os.kill(job.agents[0].pid, signal.SIGINT)
     statuses, outputs = job.wait()
     assert statuses == {130}, outputs
-    ports = [re.findall(r"port (\d+)", job.log("rollout-0", node)) for node in (1, 2)]
-    assert ports[0] == ports[1] and len(set(ports[0])) == 3, ports
+    first, second = ports()
+    assert first == second and len(set(first)) == 3, (first, second)
     assert "restart 2 of 5" in outputs[1 + rank] and "died" not in outputs[2 - rank]
 
 
