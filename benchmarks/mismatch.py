@@ -29,7 +29,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import batched
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks import mismatch_table, record
 from benchmarks.mismatch_table import ROUNDING

@@ -189,6 +189,7 @@ def run_case(case: Case, parallel: Parallel) -> Row:
 
     def say(what: str) -> None:
         print(f"{time.monotonic() - started:5.0f} s  {case.name}: {what}", flush=True)
+
     from benchmarks.light_policy import LightPolicy, light_policy
     from megatron_fp8rl.config import ConfigError
     from megatron_fp8rl.data.model_dir import write_model_dir

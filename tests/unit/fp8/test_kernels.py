@@ -6,26 +6,16 @@ in a process of its own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from megatron_fp8rl.fp8 import blockwise
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+from tests.helpers.interpreter import assert_passes_interpreted, in_interpreter, starts_interpreter
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert "1 skipped" in done.stdout
+    assert_passes_interpreted(__file__, says="1 skipped", deadline_s=240.0)
 
 
 def heavy_tailed(shape: tuple[int, int], seed: int = 0) -> torch.Tensor:

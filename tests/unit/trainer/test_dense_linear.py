@@ -1,9 +1,5 @@
 """Dense linears and feed-forward parts on DeepGEMM, as a CPU computes them: against the recipe and float64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,20 +10,17 @@ from megatron_fp8rl.trainer import dense_linear
 from megatron_fp8rl.trainer.dense_linear import Matrix, can_multiply
 from megatron_fp8rl.trainer.weight_cache import WeightCache, forget_quantized_weights
 from tests.helpers.experts import decibels
+from tests.helpers.interpreter import assert_passes_interpreted, starts_interpreter
 
 N, K, FEATURES = 384, 256, 128
 SCALES = ("pow2", "fp32")
 TOKENS = {"whole blocks": 256, "ragged": 203, "one": 1}
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="is the process that it would start")
+@starts_interpreter
 def test_in_the_interpreter():
     """The same with the kernels of a GPU, interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def draw(*shape: int, seed: int, size: float = 1.0) -> torch.Tensor:

@@ -2,30 +2,22 @@
 
 import ast
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("shape", [(5, 2048), (3, 1300), (40, 128), (0, 256)], ids=str)
 def test_the_norm(shape):
     from megatron_fp8rl.trainer import engine_triton
@@ -39,7 +31,7 @@ def test_the_norm(shape):
     assert torch.equal(found, x * scales[:, None] * weight)
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("sizes", [(5, 12, 64), (130, 128, 200), (0, 8, 64)], ids=str)
 def test_the_product(sizes):
     from megatron_fp8rl.trainer import engine_triton
@@ -51,7 +43,7 @@ def test_the_product(sizes):
     assert torch.equal(engine_triton.linear(x, weight), x @ weight.t())
 
 
-@interpreted
+@in_interpreter
 @pytest.mark.parametrize("sizes", [(5, 8, 2048), (3, 3, 96), (1, 1, 1024), (0, 2, 64)], ids=str)
 def test_the_sum_of_experts(sizes):
     from megatron_fp8rl.trainer import engine_triton

@@ -6,10 +6,6 @@ in a process of its own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy
 import pytest
 import torch
@@ -17,9 +13,8 @@ import torch
 from megatron_fp8rl.fp8 import blockwise
 from megatron_fp8rl.trainer import expert_kernels, expert_reference
 from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized
+from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
 in_torch = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
 
 COUNTS = {
@@ -38,11 +33,7 @@ each_case = pytest.mark.parametrize("counts, scales", CASES.values(), ids=CASES)
 
 @in_torch
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    assert_passes_interpreted(__file__, deadline_s=500.0)
 
 
 def layout_of(counts: list[int], *, exact: bool, dropped: int = 0) -> Layout:

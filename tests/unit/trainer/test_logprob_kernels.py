@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
 from tests.tolerances import LOGPROBS_FLOAT32
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NUM, FIRST = 5, 3
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def case(vocab: int):
@@ -33,7 +27,7 @@ def case(vocab: int):
     return logits, targets, is_here, torch.randn(NUM, generator=generator), torch.randn(NUM, generator=generator)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+@in_interpreter
 @pytest.mark.parametrize("vocab", [50, 4096, 5000])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sums_and_gradients(vocab, temperature):
@@ -64,7 +58,7 @@ def test_sums_and_gradients(vocab, temperature):
         torch.testing.assert_close(ours.double(), wanted, rtol=2**-8, atol=1e-7)  # half a step of BF16
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+@in_interpreter
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_the_whole_function_is_that_of_torch(monkeypatch, with_entropy):
     """Values and gradients of ``token_logprobs``, in chunks, with kernels and without."""

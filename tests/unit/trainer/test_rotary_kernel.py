@@ -1,16 +1,14 @@
 """The rotation's kernel against torch, bit for bit: in Triton's interpreter, and compiled for a Hopper GPU."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_fp8rl.trainer.rotary import Rotary
+from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # (features of a head, first rotated one, rotated ones, heads, pairs are neighbours)
 CASES = {
     "whole heads": (128, 0, 128, 32, False),
@@ -21,13 +19,9 @@ CASES = {
 }
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def case(name: str):
@@ -41,7 +35,7 @@ def case(name: str):
     return wide, cos, sin, torch.randn(7, heads, width, generator=generator).bfloat16(), rotary
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+@in_interpreter
 @pytest.mark.parametrize("name", CASES)
 def test_bits_are_those_of_torch(name):
     from megatron_fp8rl.trainer import rotary_triton
@@ -57,7 +51,7 @@ def test_bits_are_those_of_torch(name):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+@in_interpreter
 def test_no_token_at_all():
     from megatron_fp8rl.trainer import rotary_triton
 

@@ -1,25 +1,17 @@
 """SwiGLU and the router's weight of experts on the linears' kernels: Triton's interpreter against torch and float64."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-in_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+from tests.helpers.interpreter import assert_passes_interpreted, in_interpreter, starts_interpreter
+
 SIZES = [(19, 264), (8, 256), (1, 40), (5, 1)]  # (rows, features): parts of tiles, a whole one, less than one
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+@starts_interpreter
 def test_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert "passed" in done.stdout
+    assert_passes_interpreted(__file__)
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:

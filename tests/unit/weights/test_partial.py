@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from megatron_fp8rl.weights.partial import PartialSums
+from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-
-@pytest.mark.skipif(INTERPRETED, reason="is the process that it would start")
+@starts_interpreter
 def test_in_the_interpreter():
-    """Triton reads the variable when it is imported, so that the tests below need a process of their own."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__))]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert_passes_interpreted(__file__)
 
 
 def places() -> list[tuple[torch.Tensor, tuple[int, int, int]]]:
@@ -41,7 +31,7 @@ def places() -> list[tuple[torch.Tensor, tuple[int, int, int]]]:
     return found
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+@in_interpreter
 def test_kernel_equals_definition():
     from megatron_fp8rl.weights import partial
 
@@ -72,7 +62,7 @@ def test_kernel_compiles_for_hopper_without_one(narrow):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter reads memory of the host")
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter reads memory of the host")
 def test_same_on_cuda():
     parts = places()
     storage = parts[0][0].untyped_storage()
