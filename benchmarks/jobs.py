@@ -71,7 +71,7 @@ _INVARIANT = "--scales pow2 --rollout bf16 fp8 --trainer bf16 blockwise engine '
 _GROUPED = (
     "--scales pow2 --rollout fp8 --trainer blockwise engine 'engine, deep_gemm' --experts deep_gemm --moe deep_gemm"
 )
-_SPEED = "--shape short long"
+_SPEED = "--compile off --shape"
 _CURVE = "--config small_qwen3_8_layers --layout colocated"
 _CURVE_MOE = "--config small_qwen3_moe_4_layers --layout separate"
 _NCCL = "tests/multi_gpu/test_publish_nccl.py"
@@ -140,11 +140,17 @@ JOBS = (
     _benchmark("mismatch.30b_grouped", f"{_30B} {_GROUPED}", 140, 280, min_gpu_gib=110),
     _benchmark("mismatch.8b_fp32", f"{_8B} {_FP32}", 150, 300, min_gpu_gib=100),
     _benchmark("mismatch.30b_fp32", f"{_30B} {_FP32}", 160, 300, min_gpu_gib=120),
-    _benchmark("rollout_speed.8b_bf16", f"--model qwen3_8b --precision bf16 {_SPEED}", 220, 400),
-    _benchmark("rollout_speed.8b_fp8", f"--model qwen3_8b --precision fp8 {_SPEED}", 260, 450),
-    _benchmark("rollout_speed.8b_invariant", "--model qwen3_8b --precision fp8 --batch-invariant --compile off --shape "
-               "short", 260, 400),
-    _benchmark("rollout_speed.8b_fp8_kv", f"--model qwen3_8b --precision fp8_kv {_SPEED}", 260, 450),
+    *(
+        _benchmark(f"rollout_speed.{name}_{precision}{suffix}", f"--model {model} --precision {precision} {_SPEED} "
+                   f"{shapes} {more}", seconds, 400)
+        for name, model, shapes, seconds in (
+            ("8b", "qwen3_8b", "short long", 220), ("30b", "qwen3_30b_a3b", "short", 180)
+        )
+        for precision in ("bf16", "fp8", "fp8_kv")
+        for suffix, more in (("", ""), ("_alone", "--engine vllm"))
+    ),
+    _benchmark("rollout_speed.8b_invariant", f"--model qwen3_8b --precision fp8 --batch-invariant {_SPEED} short", 260,
+               400),
     _benchmark("experts.one_shape", "--shape 128,131072,2048,768", 110, 200),
     # Shapes of other models and ranks: see benchmarks/experts.py.
     *(
@@ -169,9 +175,11 @@ JOBS = (
         for name, more in (("invariant", f"{_SAME_EXPERTS} --rollout.batch_invariant True"), ("grouped", _SAME_EXPERTS))
     ),
     _benchmark("mismatch.quick", "--quick --compile eager", 120, 300),
-    _benchmark("recipes.small_moe", "--model small_moe", 400, 600, shortest_s=120, tail_s=60),
+    *(
+        _benchmark(f"recipes.{model}", f"--model {model}", seconds, 600, shortest_s=60, tail_s=60)
+        for model, seconds in (("small", 240), ("small_moe", 550))
+    ),
     _benchmark("same_bytes.30b", "--model qwen3_30b_a3b", 170, 300, min_gpu_gib=120),
-    _benchmark("rollout_speed.30b", "--model qwen3_30b_a3b --precision bf16 fp8 --compile off --shape short", 450, 600),
     _benchmark(
         "grpo.small", "--config small_qwen3 --steps 30 --layout colocated sleep", 900, 1200, shortest_s=300, tail_s=25
     ),

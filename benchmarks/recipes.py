@@ -90,12 +90,12 @@ FP8 = tuple(
 ARMS = (
     Arm(trainer="bf16"),
     Arm(trainer="bf16", other_seed=True),
-    *FP8,
-    *(replace(arm, num_edges=1) for arm in FP8),
-    Arm(trainer="blockwise", params="fp8"),
     Arm(trainer="blockwise", kernels="deep_gemm"),
     Arm(trainer="blockwise", scales="fp32", kernels="deep_gemm"),
     Arm(trainer="bf16", kernels="deep_gemm"),  # of experts alone
+    *FP8,
+    Arm(trainer="blockwise", params="fp8"),
+    *(replace(arm, num_edges=1) for arm in FP8),
 )
 
 

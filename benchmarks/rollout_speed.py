@@ -3,14 +3,12 @@
     python -m benchmarks.rollout_speed --model qwen3_8b --precision bf16 fp8 fp8_kv --shape short long
     python -m benchmarks.rollout_speed --model qwen3_8b --precision fp8 --linear deep_gemm cutlass triton --shape long
     python -m benchmarks.rollout_speed --model qwen3_8b --precision fp8 --batch-invariant --compile off --shape short
+    python -m benchmarks.rollout_speed --model qwen3_8b --engine vllm     the baseline: vLLM's offline API
 
 Engines start as a run starts them (rollout/fleet.py, rollout/engine.py), on dummy weights, and are asked as a run asks
 them: over HTTP, a seed per request, log-probabilities of the sampled tokens. One engine serves all shapes of a
 combination of kernels. What was measured is not measured again unless ``--again`` says so; the table is made of all
 rows in ``--results``. Variables VLLM_* of the environment reach the engines and become part of a row's key.
-
-The roofline counts what a decode step has to read: all matrices that it needs once (of a mixture of experts those that
-the batch is expected to reach) and the cache of every sequence, at half its final length on average.
 """
 
 from __future__ import annotations
@@ -27,10 +25,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import record
+from benchmarks import record, vllm_alone
 from benchmarks.results import FOLDER, Results, Row, copy_bandwidth, num_gpus, peak_bandwidth, require_gpus
+from benchmarks.roofline import SHAPES, Shape, roofline
 from megatron_fp8rl import config_check
-from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.data.model_dir import write_model_dir
+from megatron_fp8rl.rollout.engine import quantization_config
 from model_configs import qwen3, tiny
 
 if TYPE_CHECKING:
@@ -41,24 +42,12 @@ MODELS = {
     "qwen3_30b_a3b": qwen3.qwen3_30b_a3b,
     "tiny": lambda: tiny.tiny_qwen3().model,
 }
-KEYS = ("model", "precision", "linear", "moe", "attention", "compile", "batch_invariant", "environment", "shape",
-        "device")  # fmt: skip
+KEYS = ("engine", "model", "precision", "linear", "moe", "attention", "compile", "batch_invariant", "environment",
+        "shape", "device")  # fmt: skip
 # Variables that say where files lie or what is logged, or choose a sampler that processed_logprobs rules out.
 _NOT_KERNELS = ("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_LOGGING_LEVEL", "VLLM_USE_FLASHINFER_SAMPLER")
 _WARM_TOKENS = 16  # sampled before the clock runs: kernels compile, caches fill
 _ATTEMPTS = 2  # at a time in which no kernel is compiled; DeepGEMM's take seconds, at sizes of batches that are new
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Tokens in, tokens out, and how many sequences at once."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    num_sequences: int
-
-
-SHAPES = {"short": Shape(512, 1024, 256), "long": Shape(2048, 3072, 128), "tiny": Shape(16, 8, 8)}
 
 
 @dataclass(frozen=True)
@@ -72,10 +61,11 @@ class Cell:
     attention: str
     compile: bool
     batch_invariant: bool
+    engine: str = "run"  # as a run starts and asks it; vllm: see vllm_alone.py
 
     @property
     def name(self) -> str:
-        parts = [self.model, self.precision, self.linear, self.moe, self.attention]
+        parts = [*["vllm"] * (self.engine == "vllm"), self.model, self.precision, self.linear, self.moe, self.attention]
         parts += ["compiled" if self.compile else "graphs", *["invariant"] * self.batch_invariant]
         return "-".join(parts)
 
@@ -83,9 +73,9 @@ class Cell:
 def plan_cells(options: argparse.Namespace) -> Iterator[Cell]:
     """All combinations that differ: BF16 has no FP8 linears to choose for, a dense model no experts."""
     seen = set()
-    for model, precision, linear, moe, attention, compiled in itertools.product(
-        options.model, options.precision, options.linear, options.moe, options.attention, options.compile
-    ):
+    names = ("engine", "model", "precision", "linear", "moe", "attention", "compile")
+    for chosen in itertools.product(*(getattr(options, name) for name in names)):
+        engine, model, precision, linear, moe, attention, compiled = chosen
         if precision == "bf16":
             linear = "auto"
             moe = "auto" if moe == "deep_gemm" else moe
@@ -93,6 +83,8 @@ def plan_cells(options: argparse.Namespace) -> Iterator[Cell]:
             moe = "auto"
         is_compiled = compiled == "on" and not options.batch_invariant
         cell = Cell(model, precision, linear, moe, attention, is_compiled, options.batch_invariant)
+        if engine == "vllm":
+            cell = Cell(model, precision, "auto", "auto", "auto", compile=True, batch_invariant=False, engine=engine)
         if cell not in seen:
             seen.add(cell)
             yield cell
@@ -124,35 +116,6 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
         rollout=rollout,
         output_dir=str(FOLDER / "rollout_speed" / cell.name),
     )
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """Bytes that one decode step reads, and the tokens per second that a bandwidth allows."""
-
-    weight_bytes: float
-    kv_bytes_per_token: int
-    kv_bytes: float
-    tokens_per_s: float
-
-
-def roofline(model: ModelConfig, precision: str, shape: Shape, bandwidth: float) -> Roofline:
-    """The limit of reading; arithmetic, prefill, sampling and launches come on top. ``bandwidth`` in bytes/s."""
-    fp8_bytes = 2.0 if precision == "bf16" else 1.0 + 4 / 128**2
-    attention = model.hidden_size * model.head_dim * 2 * (model.num_attention_heads + model.num_key_value_heads)
-    if model.is_moe:
-        reached = 1 - (1 - model.experts_per_token / model.num_experts) ** shape.num_sequences
-        ffn = 3 * model.hidden_size * model.moe_ffn_hidden_size * model.num_experts * reached
-        router_bytes = 2 * model.hidden_size * model.num_experts
-    else:
-        ffn, router_bytes = 3 * model.hidden_size * model.ffn_hidden_size, 0
-    head_bytes = 2 * model.vocab_size * model.hidden_size
-    weight_bytes = model.num_layers * ((attention + ffn) * fp8_bytes + router_bytes) + head_bytes
-    element_bytes = 1 if precision == "fp8_kv" else 2
-    kv_token = 2 * model.num_layers * model.num_key_value_heads * model.head_dim * element_bytes
-    kv_bytes = shape.num_sequences * (shape.prompt_tokens + shape.completion_tokens / 2) * kv_token
-    tokens_per_s = shape.num_sequences * bandwidth / (weight_bytes + kv_bytes)
-    return Roofline(weight_bytes, kv_token, kv_bytes, tokens_per_s)
 
 
 def read_log(text: str) -> Row:
@@ -201,7 +164,6 @@ def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed
 
 def measure(cell: Cell, shapes: dict[str, Shape], common: Row, bandwidth: float) -> Iterator[Row]:
     """Start one engine and time each shape on it. A kernel that cannot start is a row too."""
-    from megatron_fp8rl.data.model_dir import write_model_dir
     from megatron_fp8rl.rollout.client import EngineError
     from megatron_fp8rl.rollout.fleet import Fleet
 
@@ -224,20 +186,52 @@ def measure(cell: Cell, shapes: dict[str, Shape], common: Row, bandwidth: float)
                         break
                     said = f"{new} kernels were compiled meanwhile"
                     print(f"{time.perf_counter() - started:5.0f} s  {cell.name}: {said}", flush=True)
-                limit = roofline(cfg.model, cell.precision, shape, bandwidth)
-                tokens_per_s = shape.num_sequences * shape.completion_tokens / seconds
-                yield row | {
-                    "shape": name,
-                    "seconds": round(seconds, 2),
-                    "compiled_meanwhile": new,
-                    "tokens_per_s": round(tokens_per_s, 1),
-                    "roofline_tokens_per_s": round(limit.tokens_per_s),
-                    "of_roofline": round(tokens_per_s / limit.tokens_per_s, 3),
-                    "read_gb_per_step": round((limit.weight_bytes + limit.kv_bytes) / 1e9, 2),
-                }
+                yield row | {"compiled_meanwhile": new} | speeds(cell, name, shape, seconds, bandwidth)
     except (EngineError, RuntimeError) as error:
         lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w(Error|Exception): ", line)]
         yield from (row | {"shape": name, "error": (lines or [str(error)])[0][-300:]} for name in shapes)
+
+
+def measure_alone(cell: Cell, shapes: dict[str, Shape], common: Row, bandwidth: float, limit_s: float) -> Iterator[Row]:
+    """The same of vLLM by itself. An engine that fails is a row too."""
+    cfg = run_config(cell, list(shapes.values()))
+    arguments = {
+        "model": str(write_model_dir(cfg)),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "kv_cache_dtype": cfg.rollout.kv_cache_dtype,
+        "max_model_len": cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens,
+        "max_num_seqs": cfg.rollout.max_num_sequences,
+        "gpu_memory_utilization": cfg.rollout.gpu_memory_utilization,
+        "enable_prefix_caching": False,
+    }
+    if cell.precision != "bf16":
+        arguments["hf_overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
+    row, log = {**asdict(cell), **common}, Path(cfg.run_dir) / "vllm.log"
+    asked = {name: (s.prompt_tokens, s.completion_tokens, s.num_sequences) for name, s in shapes.items()}
+    try:
+        found = vllm_alone.measure(arguments, asked, log, limit_s)
+    except RuntimeError as error:
+        yield from (row | {"shape": name, "error": str(error)[-300:]} for name in shapes)
+        return
+    row |= {"start_s": found["start_s"], **read_log(log.read_text())}
+    for name, seconds in found["seconds"].items():
+        yield row | speeds(cell, name, shapes[name], seconds, bandwidth)
+
+
+def speeds(cell: Cell, name: str, shape: Shape, seconds: float, bandwidth: float) -> Row:
+    """What ``seconds`` for one shape come to, and the limit of reading beside it."""
+    limit = roofline(MODELS[cell.model](), cell.precision, shape, bandwidth)
+    tokens_per_s = shape.num_sequences * shape.completion_tokens / seconds
+    return {
+        "shape": name,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(tokens_per_s, 1),
+        "roofline_tokens_per_s": round(limit.tokens_per_s),
+        "of_roofline": round(tokens_per_s / limit.tokens_per_s, 3),
+        "read_gb_per_step": round((limit.weight_bytes + limit.kv_bytes) / 1e9, 2),
+    }
 
 
 def num_kernels() -> int:
@@ -257,6 +251,8 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in sorted(rows, key=lambda r: (r["model"], r["shape"], -(r.get("tokens_per_s") or 0.0))):
         chosen = f"{row['linear']} / {row['moe']} / {row['attention']}" + ("" if row["compile"] else ", no compile")
         chosen += ", batch-invariant" * row["batch_invariant"]
+        if row["engine"] == "vllm":
+            chosen = "vLLM's offline API"
         chosen += "".join(f", {name}={value}" for name, value in row["environment"].items())
         if "error" in row:
             numbers = dict.fromkeys(("tokens/s", "of roofline", "KV tokens", "start s"), "-")
@@ -285,13 +281,16 @@ def write_section(rows: Sequence[Row]) -> None:
         "90 % of its memory. The roofline reads every needed matrix and the cache once per step at the bandwidth of "
         "the data sheet. Start: from the fleet's start to the first answer, on files that are cached or not as found. "
         "Batch-invariant engines, whose results do not depend on what else is in a batch, are never compiled: what "
-        "they cost is the difference to the same engine with no compile."
+        "they cost is the difference to the same engine with no compile. vLLM's offline API is the baseline: no "
+        "server, no seeds, vLLM's own kernels without DeepGEMM, no prefix cache."
     )
     record.section("rollout_speed", "Rollout throughput", table(rows), notes=notes)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_speed", description=__doc__.split("\n")[0])
+    engines = ["run", "vllm"]
+    parser.add_argument("--engine", nargs="+", choices=engines, default=["run"], help="vllm: by itself, the baseline")
     parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3_8b", "qwen3_30b_a3b"])
     parser.add_argument("--precision", nargs="+", choices=["bf16", "fp8", "fp8_kv"], default=["bf16", "fp8", "fp8_kv"])
     parser.add_argument("--linear", nargs="+", choices=["auto", "deep_gemm", "cutlass", "triton"], default=["auto"])
@@ -345,7 +344,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if mistakes := config_check.check(run_config(cell, list(wanted.values()))):
             print(f"SKIPPED {cell.name}: no run may have it: {'; '.join(map(str, mistakes))}")
             continue
-        for row in measure(cell, wanted, common, bandwidth):
+        if cell.engine == "vllm":
+            rows = measure_alone(cell, wanted, common, bandwidth, options.budget_s - (time.monotonic() - started))
+        else:
+            rows = measure(cell, wanted, common, bandwidth)
+        for row in rows:
             results.add(row)
     if device != "cpu":
         with record.turn():

@@ -26,7 +26,7 @@ import aiohttp
 
 from megatron_fp8rl.config import RolloutConfig
 from megatron_fp8rl.rollout import access
-from megatron_fp8rl.rollout.completions import PartialCompletion, read_choice
+from megatron_fp8rl.rollout.completions import GENERATE_PATH, PartialCompletion, read_choice, read_prompt_logprobs
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.types import Completion, KVScales
 
@@ -144,9 +144,7 @@ class EngineClient:
         await self._until_open()
         version, num_pauses = self.version, self._num_pauses
         body = _generate_body(prompt, parts, sampling)
-        task = asyncio.ensure_future(
-            self._call("/inference/v1/generate", body=body, deadline_s=self._request_deadline_s)
-        )
+        task = asyncio.ensure_future(self._call(GENERATE_PATH, body=body, deadline_s=self._request_deadline_s))
         self._in_flight.add(task)
         try:
             choices = (await task)["choices"]
@@ -161,7 +159,7 @@ class EngineClient:
         for part, choice in zip(parts, choices, strict=True):
             segment = None if choice is None else read_choice(choice)
             if segment is not None and segment.finish_reason == "abort" and not paused:
-                raise EngineError(self._message("ended a request on its own", "/inference/v1/generate"))
+                raise EngineError(self._message("ended a request on its own", GENERATE_PATH))
             part.extend(segment, version, give_up=paused and self._pause_mode == "abort")
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
@@ -172,9 +170,8 @@ class EngineClient:
         await self._until_open()
         sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "prompt_logprobs": 0, "detokenize": False}
         body = {"token_ids": list(token_ids), "sampling_params": sampling}
-        answer = await self._call("/inference/v1/generate", body=body, deadline_s=self._request_deadline_s)
-        by_token = zip(token_ids[1:], answer["prompt_logprobs"][1:], strict=True)  # nothing precedes the first token
-        return [logprobs[str(token)]["logprob"] for token, logprobs in by_token]
+        answer = await self._call(GENERATE_PATH, body=body, deadline_s=self._request_deadline_s)
+        return read_prompt_logprobs(answer, len(token_ids))
 
     async def _until_open(self) -> None:
         """Return when the engine samples, or has ended: then the call that follows says so."""
@@ -385,6 +382,5 @@ def _generate_body(prompt: Sequence[int], parts: list[PartialCompletion], sampli
             "stop": list(sampling.stop_strings),
             "detokenize": bool(sampling.stop_strings),  # vLLM needs text to find stop strings, and only then
             "logprobs": 0,  # of the sampled token alone
-            "output_kind": 2,  # RequestOutputKind.FINAL_ONLY: no message per token inside the server
         },
     }

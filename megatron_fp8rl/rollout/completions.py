@@ -1,6 +1,10 @@
 """Completions under way: the pieces that an engine returns, joined into a :class:`~megatron_fp8rl.types.Completion`.
 
-In: choices of vLLM's ``/inference/v1/generate``. Out: completions with version spans. Pure; trainer rank 0.
+In: answers to requests that sample. Out: completions with version spans. Pure. Trainer rank 0 reads and joins answers;
+the replica's server writes them (``rollout/generate_route.py``).
+
+An answer is JSON in which rows of numbers are base64 of little-endian int32 (tokens) and float32 (log-probabilities),
+so that a server spends no time per token on it, and each log-probability arrives as it was computed.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ import numpy as np
 from megatron_fp8rl.types import Completion
 
 FinishReason = Literal["stop", "length", "abort"]
-_MISSING_LOGPROB = -9999.0  # what vLLM's server writes for "none"
+GENERATE_PATH = "/fp8rl/generate"  # of the request that samples
+
+_TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
 _SEED_STRIDE = 1 << 40  # between the pieces of one completion; far more than completions per prompt
 
 
@@ -30,19 +36,54 @@ class Segment:
     routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], the prompt as it was in that request
 
 
+def write_choice(
+    token_ids: Sequence[int], logprobs: Sequence[float] | None, finish_reason: str | None, experts: np.ndarray | None
+) -> dict[str, Any]:
+    """What one request sampled for one completion, as :func:`read_choice` reads it."""
+    buffer = io.BytesIO()
+    if experts is not None:
+        np.save(buffer, experts, allow_pickle=False)
+    return {
+        "token_ids": _write_row(token_ids, _TOKEN),
+        "logprobs": _write_row(logprobs or (), _LOGPROB),
+        "finish_reason": finish_reason,
+        "routed_experts": None if experts is None else base64.b64encode(buffer.getvalue()).decode(),
+    }
+
+
+def write_answer(choices: list[dict[str, Any]], *, prompt_logprobs: Sequence[float] | None = None) -> dict[str, Any]:
+    """The answer to a request. ``prompt_logprobs``, where asked for: of each token of the prompt but the first."""
+    rows = {} if prompt_logprobs is None else {"prompt_logprobs": _write_row(prompt_logprobs, _LOGPROB)}
+    return {"choices": choices} | rows
+
+
 def read_choice(choice: dict[str, Any]) -> Segment:
     """Decode one choice. Raises ValueError for a log-probability that is missing or a reason that is unknown."""
     reason = choice["finish_reason"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"the engine ended a completion with {reason!r}; expected stop, length or abort")
-    token_ids = choice["token_ids"] or []
-    content = (choice["logprobs"] or {}).get("content") or []
-    logprobs = [entry["logprob"] for entry in content]
-    if len(logprobs) != len(token_ids) or any(value <= _MISSING_LOGPROB for value in logprobs):
+    token_ids, logprobs = _read_row(choice["token_ids"], _TOKEN), _read_row(choice["logprobs"], _LOGPROB)
+    if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
         raise ValueError(f"the engine returned {len(token_ids)} tokens but not the log-probability of each")
-    encoded = choice.get("routed_experts")
+    encoded = choice["routed_experts"]
     experts = None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
     return Segment(token_ids=token_ids, rollout_logprobs=logprobs, finish_reason=reason, routed_experts=experts)
+
+
+def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]:
+    """Log-probabilities of a prompt of ``num_tokens``, [num_tokens - 1]. Raises ValueError when some are missing."""
+    logprobs = _read_row(answer["prompt_logprobs"], _LOGPROB)
+    if len(logprobs) != num_tokens - 1:
+        raise ValueError(f"the engine returned {len(logprobs)} log-probabilities of a prompt of {num_tokens} tokens")
+    return logprobs
+
+
+def _write_row(numbers: Sequence[float], dtype: np.dtype) -> str:
+    return base64.b64encode(np.asarray(numbers, dtype).tobytes()).decode()
+
+
+def _read_row(row: str, dtype: np.dtype) -> list[Any]:
+    return np.frombuffer(base64.b64decode(row), dtype).tolist()
 
 
 @dataclass

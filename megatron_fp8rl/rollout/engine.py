@@ -176,6 +176,9 @@ def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
             "VLLM_MOE_USE_DEEP_GEMM": "1" if cfg.rollout.moe_backend == "deep_gemm" else "0",
             # Compiles for every batch size in advance, which takes minutes; a kernel is compiled when first used.
             "VLLM_DEEP_GEMM_WARMUP": "skip",
+            # The older runner, still vLLM's own choice for Qwen3's experts, draws in a loop over requests with seeds,
+            # which ours all have; the newer one, its choice for dense models, cannot record what routers chose.
+            "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
         }
         if cfg.rollout.batch_invariant:
             environment["VLLM_BATCH_INVARIANT"] = "1"

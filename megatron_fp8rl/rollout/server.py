@@ -1,8 +1,8 @@
 """One rollout replica: vLLM's own OpenAI API server, started by the fleet.
 
 In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound already, so that no other process can
-take the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included. Which process:
-the replica's; vLLM starts the engine core and the workers from it.
+take the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included, and the one
+that samples for us (``generate_route.py``). Which process: the replica's; vLLM starts the engine core and the workers from it.
 
     python -m megatron_fp8rl.rollout.server --listen-fd 7 --parent-pid 4711 --model DIR ...
 
@@ -106,9 +106,13 @@ def work(args: argparse.Namespace) -> NoReturn:
 
 async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
     """Start the engine and answer requests until a signal ends the server."""
-    from vllm.entrypoints.openai.api_server import build_and_serve
+    from vllm import envs
+    from vllm.entrypoints.launcher import serve_http
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_fp8rl.rollout import generate_route
 
     engine = AsyncLLM.from_vllm_config(
         _engine_config(args),
@@ -116,8 +120,17 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
         disable_log_stats=args.disable_log_stats,
     )
     try:
-        host, port = sock.getsockname()[:2]
-        shutdown = await build_and_serve(engine, f"http://{host}:{port}", sock, args)
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+        app.include_router(generate_route.router)
+        shutdown = await serve_http(
+            app,
+            sock=sock,
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        )
         await shutdown
     finally:
         engine.shutdown()

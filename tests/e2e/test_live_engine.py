@@ -188,7 +188,7 @@ def test_a_passed_deadline_names_replica_call_and_seconds(fleet, client):
         request_deadline_s=0.05,
         update_deadline_s=1.0,
     )
-    with pytest.raises(EngineDeadlineError, match=r"rollout-0 did not answer within 0.05 s, during /inference"):
+    with pytest.raises(EngineDeadlineError, match=r"rollout-0 did not answer within 0.05 s, during /fp8rl/generate"):
         fleet.sync(impatient.generate(PROMPT, 8, 1), 120.0)
     fleet.sync(impatient.close(), 60.0)
 

@@ -22,6 +22,7 @@ from inprocess import policy_of, random_weights, set_weights
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.client import EngineDeadlineError
+from megatron_fp8rl.rollout.completions import GENERATE_PATH
 from megatron_fp8rl.rollout.endpoint import Endpoint, endpoint_path
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weights.export import WeightExporter
@@ -133,7 +134,7 @@ def test_a_remote_replica_is_found_published_to_lost_and_found_again(other_host,
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         if other_host:
             assert endpoint.url.startswith(f"http://{_INSIDE}:")
-        for route in ("/pause", "/collective_rpc", "/inference/v1/generate", "/health"):
+        for route in ("/pause", "/collective_rpc", GENERATE_PATH, "/inference/v1/generate", "/health"):
             assert status_of(endpoint.url + route, None) == status_of(endpoint.url + route, "guess") == 401
         assert status_of(endpoint.url + "/reset_prefix_cache", endpoint.token) == 200
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import base64
-import io
+import json
 
 import numpy as np
 import pytest
 
-from megatron_fp8rl.rollout.completions import PartialCompletion, Segment, read_choice
+from megatron_fp8rl.rollout.completions import (
+    PartialCompletion,
+    Segment,
+    read_choice,
+    read_prompt_logprobs,
+    write_answer,
+    write_choice,
+)
 
 
 def segment(tokens: list[int], reason: str, experts: np.ndarray | None = None) -> Segment:
@@ -21,25 +27,42 @@ def decode(token_ids) -> str:
     return "".join(chr(97 + t) for t in token_ids)
 
 
-def test_read_choice():
+def through_json(answer: dict) -> dict:
+    return json.loads(json.dumps(answer))
+
+
+def test_an_answer_is_read_as_it_was_written():
     experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    buffer = io.BytesIO()
-    np.save(buffer, experts)
-    choice = {
-        "token_ids": [4, 5],
-        "finish_reason": "length",
-        "logprobs": {"content": [{"logprob": -1.5}, {"logprob": -0.25}]},
-        "routed_experts": base64.b64encode(buffer.getvalue()).decode(),
-    }
+    logprobs = [float(np.float32(-1.1)), float(np.float32(-1e-7))]
+    written = write_answer([write_choice((4, 151_935), logprobs, "length", experts)], prompt_logprobs=[-0.5, -2.0])
+    answer = through_json(written)
+    (choice,) = answer["choices"]
     read = read_choice(choice)
-    assert (read.token_ids, read.rollout_logprobs, read.finish_reason) == ([4, 5], [-1.5, -0.25], "length")
-    assert (read.routed_experts == experts).all()
+    assert (read.token_ids, read.rollout_logprobs, read.finish_reason) == ([4, 151_935], logprobs, "length")
+    assert (read.routed_experts == experts).all() and read.routed_experts.dtype == np.uint8
+    assert read_prompt_logprobs(answer, 3) == [-0.5, -2.0]
 
 
-@pytest.mark.parametrize("content", [[{"logprob": -1.0}], [{"logprob": -1.0}, {"logprob": -9999.0}]])
-def test_a_missing_logprob_is_refused(content):
+def test_an_answer_of_no_tokens():
+    """Of a request that a pause ended before its first token."""
+    read = read_choice(through_json(write_choice((), None, "abort", None)))
+    assert read == Segment(token_ids=[], rollout_logprobs=[], finish_reason="abort", routed_experts=None)
+
+
+@pytest.mark.parametrize("logprobs", [[-1.0], None, [-1.0, float("-inf")], [-1.0, float("nan")]])
+def test_a_missing_logprob_is_refused(logprobs):
     with pytest.raises(ValueError, match="2 tokens but not the log-probability of each"):
-        read_choice({"token_ids": [4, 5], "finish_reason": "stop", "logprobs": {"content": content}})
+        read_choice(write_choice((4, 5), logprobs, "stop", None))
+
+
+def test_a_missing_logprob_of_a_prompt_is_refused():
+    with pytest.raises(ValueError, match="2 log-probabilities of a prompt of 4 tokens"):
+        read_prompt_logprobs(write_answer([], prompt_logprobs=[-1.0, -2.0]), 4)
+
+
+def test_an_unknown_reason_is_refused():
+    with pytest.raises(ValueError, match="ended a completion with 'error'"):
+        read_choice(write_choice((4,), [-1.0], "error", None))
 
 
 def test_spans_start_where_the_version_changes():

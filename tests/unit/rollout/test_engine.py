@@ -134,6 +134,15 @@ def test_deep_gemm_is_compiled_when_it_is_used(monkeypatch):
     assert not {"VLLM_USE_DEEP_GEMM", "VLLM_DEEP_GEMM_WARMUP"} & engine.engine_environment(cfg, cpu=True).keys()
 
 
+@pytest.mark.parametrize(("records", "runner"), [(False, "1"), (True, "0")])
+def test_seeds_are_drawn_in_one_kernel_unless_routers_are_recorded(records, runner):
+    """The runner that records what routers chose is the one that loops over requests."""
+    cfg = tiny_qwen3_moe()
+    cfg = replace(cfg, rollout=replace(cfg.rollout, record_routed_experts=records))
+    assert engine.engine_environment(cfg, cpu=False)["VLLM_USE_V2_MODEL_RUNNER"] == runner
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine.engine_environment(cfg, cpu=True)
+
+
 def test_a_kernel_that_is_not_installed_is_refused():
     cfg = tiny_qwen3_moe()
     cfg = replace(cfg, rollout=replace(cfg.rollout, attention_backend="FLASHINFER"))

@@ -10,6 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from megatron_fp8rl.rollout.client import EngineClient, EngineError, Replica, Sampling
+from megatron_fp8rl.rollout.completions import GENERATE_PATH
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
 
@@ -45,7 +46,7 @@ class FakeEngine(EngineClient):
             self.is_paused = bool(self.sleeping)
         elif route == "/finish_weight_update":
             assert "weights" not in self.sleeping
-        elif route == "/inference/v1/generate":
+        elif route == GENERATE_PATH:
             assert not self.sleeping and not self.is_paused
             return {"choices": []}
 
@@ -114,7 +115,7 @@ def test_requests_wait_until_everything_is_awake(tmp_path):
         await client.wake_up("kv_cache")
         request.cancel()
 
-    assert "/inference/v1/generate" not in run(tmp_path, play)
+    assert GENERATE_PATH not in run(tmp_path, play)
 
 
 def test_an_engine_that_samples_is_not_put_to_sleep(tmp_path):
