@@ -38,6 +38,7 @@ KEYS = ("measured", "model", "layers", "arm", "steps", "tokens", "device")
 PLOT = Path("docs/recipes.png")
 _SMOOTH = 20  # steps over which losses are averaged before they are compared
 _UNTIMED = 5  # steps at the start: kernels compile, memory is found
+_LINES = {"other seed": "-.", "edges": "--", "FP8 parameters": (0, (5, 1, 1, 1, 1, 1)), "DeepGEMM": ":"}  # else solid
 _KINDS = {
     "linear_qkv": "qkv",
     "linear_proj": "attention out",
@@ -245,7 +246,7 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     curves = [r for r in rows if r["measured"] == "loss"]
     models = list(dict.fromkeys(r["model"] for r in curves))
-    colors = dict(zip((arm.name for arm in (ARMS[0], *FP8)), style.CYCLE))
+    colors = dict(zip((arm.name for arm in (ARMS[0], *FP8)), style.CYCLE))  # a variant has the one of its recipe
     with style.styled():
         figure = style.new_figure(15.0, 3.6 * len(models))
         grid = figure.subplots(len(models), 3, squeeze=False)
@@ -253,22 +254,22 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             own = {r["arm"]: r for r in curves if r["model"] == model}
             exact = own.get(ARMS[0].name)
             for arm, row in own.items():
-                color = colors.get(arm.removesuffix(", edges"), style.GREY)
-                line = "--" if arm.endswith("edges") else "-"
+                color = next((colors[name] for name in colors if arm.startswith(name)), style.GREY)
+                line = next((line for words, line in _LINES.items() if arm.endswith(words)), "-")
                 smooth = style.moving_average(row["losses"], min(_SMOOTH, len(row["losses"])))
                 steps = range(1, len(smooth) + 1)
                 left.plot(steps, smooth, color=color, linestyle=line, label=arm, linewidth=1.2)
                 if exact is not None and row is not exact:
                     reference = style.moving_average(exact["losses"], min(_SMOOTH, len(exact["losses"])))
-                    apart = [a - b for a, b in zip(smooth, reference)]
-                    middle.plot(steps, apart, color=color, linestyle=line, linewidth=1.2)
+                    apart = [a - b for a, b in zip(smooth, reference)][len(smooth) // 4 :]
+                    middle.plot(steps[len(smooth) // 4 :], apart, color=color, linestyle=line, linewidth=1.2)
             left.axhline(next(iter(own.values()))["best_loss"], color=style.GREY, linewidth=0.8, linestyle=":")
             for row in (r for r in rows if r["measured"] == "noise" and r["model"] == model):
                 by_layer = [statistics.fmean(values) for values in zip(*row["snr_db"].values())]
                 right.plot(range(len(by_layer)), by_layer, color=colors[row["arm"]], label=row["arm"], marker="o")
                 right.set_xticks(range(len(by_layer)))
             style.finish(left, f"{model}: loss", y="nats, mean over 20 steps")
-            style.finish(middle, "distance from BF16", y="nats")
+            style.finish(middle, "distance from BF16, behind the first quarter", y="nats")
             style.finish(right, "gradient signal to noise", x="layer", y="dB, mean over matrices")
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=140)
