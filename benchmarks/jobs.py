@@ -188,6 +188,20 @@ JOBS = (
     _test("two_gpus.publish_nccl", _NCCL, 65, 150, "-k", "one_trainer", num_gpus=2),
     _benchmark("two_gpus.publish", "--model qwen3_8b --layout 1+1 --transport ipc nccl", 150, 400, num_gpus=2,
                shortest_s=105, tail_s=10),
+    # Both ends on the same GPUs, so that few are taken; engines of two GPUs, which hold other slices than the trainer.
+    *(
+        _benchmark(f"two_gpus.same_bytes.{name}", f"--model {model} --layers 4 --placement colocated --trainer-layout "
+                   f"{trainer} --engine-layout {engines}", 130, 240, num_gpus=2, shortest_s=70, tail_s=15)
+        for name, model, trainer, engines in (
+            ("tp2", "qwen3_30b_a3b", "tp2", "tp2 ep2"),
+            ("ep2", "qwen3_30b_a3b", "ep2", "tp2 ep2"),
+            ("tp2ep2", "qwen3_30b_a3b", "tp2ep2", "tp2 ep2"),
+            ("pp2", "qwen3_30b_a3b", "pp2", "tp2 ep2"),
+            ("8b", "qwen3_8b", "tp2", "tp2"),
+        )
+    ),
+    _benchmark("four_gpus.same_bytes.ep4", "--model qwen3_30b_a3b --layers 4 --placement colocated --trainer-layout ep4 "
+               "--engine-layout ep2", 90, 200, num_gpus=4, shortest_s=70, tail_s=15),
     _test("four_gpus.publish_nccl", _NCCL, 120, 270, "-k", "two_trainers", num_gpus=4),
     *(
         _benchmark(f"four_gpus.publish.{layout}", f"{_PUBLISH} {layout}", 140, 400, num_gpus=4)

@@ -1,8 +1,7 @@
 """Are the FP8 bytes that the trainer multiplies by, those that we quantize and those that the engine holds the same?
 
     python -m benchmarks.same_bytes --model qwen3_8b --layers 4
-    python -m torch.distributed.run --nproc-per-node 2 -m benchmarks.same_bytes --model qwen3_30b_a3b \\
-        --trainer-layout ep2 --engine-layout tp1 tp2 ep2
+    python -m benchmarks.same_bytes --model qwen3_30b_a3b --trainer-layout tp2ep2 --engine-layout tp1 tp2 ep2
 
 Random models in the full width of the published ones. For every tensor, without looking at what was sent:
 
@@ -12,7 +11,7 @@ Random models in the full width of the published ones. For every tensor, without
     engine       digests of what its kernels hold after a publication from all trainer ranks, slice by slice
 
 A tensor of which two differ is counted under a reason; "unexplained" must not occur. Without Transformer Engine that
-column stays empty. Every trainer rank compares its share of the tensors.
+column stays empty. Every trainer rank compares its share of the tensors; the command starts all ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -177,7 +177,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=MODELS, default="qwen3_8b")
     parser.add_argument("--layers", type=int, default=0, help="only the first N layers; 0: all")
     parser.add_argument("--scales", nargs="+", choices=["pow2", "fp32"], default=["pow2"])
-    parser.add_argument("--trainer-layout", choices=TRAINERS, default="single", help="as many ranks as torchrun starts")
+    parser.add_argument("--trainer-layout", choices=TRAINERS, default="single", help="default: one rank")
     parser.add_argument("--engine-layout", nargs="+", choices=ENGINES, default=["tp1"])
     parser.add_argument("--placement", choices=["colocated", "separate"], help="default: separate when ranks are several")
     parser.add_argument("--transport", default="auto", choices=["auto", "shm", "gloo", "ipc", "nccl"])
@@ -197,8 +197,18 @@ def num_gpus_needed(options: argparse.Namespace, engine: str) -> int:
     return max(trainer, workers) if options.placement == "colocated" else trainer + workers
 
 
+def start_ranks(world_size: int, argv: Sequence[str]) -> int:
+    """This program on ``world_size`` ranks; its exit status."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * world_size)))}
+    return subprocess.run([*command, "-m", "benchmarks.same_bytes", *argv], env=os.environ | threads).returncode
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
+    world_size = TRAINERS[options.trainer_layout].world_size
+    if world_size > 1 and "RANK" not in os.environ:
+        return start_ranks(world_size, sys.argv[1:] if argv is None else argv)
     on_cpu = options.model.startswith("tiny") and num_gpus() == 0
     if not on_cpu:
         needed = max(num_gpus_needed(options, engine) for engine in options.engine_layout)
