@@ -130,8 +130,9 @@ def tables(rows: Sequence[Row]) -> str:
             }
         )
         phases = {phase: f"{value:.3f}" for phase, value in row["phases_s"].items()}
-        fastest = min(row["curves"]["phases_s"]["rollouts"])
-        seconds.append(head | {"s/step": f"{row['step_s']:.2f}"} | phases | {"fastest rollouts": f"{fastest:.3f}"})
+        fastest = min(filter(None, row["curves"]["phases_s"].get("rollouts", ())), default=None)
+        shown = {"fastest rollouts": _shown(fastest, ".3f")}
+        seconds.append(head | {"s/step": f"{row['step_s']:.2f}"} | phases | shown)
     return record.table(learned) + "\n\nSeconds of a step by phase (medians):\n\n" + record.table(seconds)
 
 
@@ -164,7 +165,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 phases.barh(kinds, widths, left=[lefts[kind] for kind in kinds], color=color, label=phase)
                 lefts = {kind: lefts[kind] + width for kind, width in zip(kinds, widths, strict=True)}
         phases.invert_yaxis()
-        phases.set_xlim(0.0, 1.3 * max(lefts.values()))  # the legend's place
+        phases.set_xlim(0.0, 1.3 * max(lefts.values()) or 1.0)  # the legend's place
         finish(phases, "Seconds of a step by phase", x="s")
         sampled = [first[kind]["rollout_tokens_per_s"] or 0.0 for kind in kinds]
         speed.barh(kinds, sampled, color=[colors[kind] for kind in kinds])
