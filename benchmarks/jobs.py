@@ -149,6 +149,8 @@ JOBS = (
         for precision in ("bf16", "fp8", "fp8_kv")
         for suffix, more in (("", ""), ("_alone", "--engine vllm"))
     ),
+    _benchmark("rollout_speed.8b_compiled", "--model qwen3_8b --precision fp8_kv --compile on --shape short long", 260,
+               400),
     _benchmark("rollout_speed.8b_invariant", f"--model qwen3_8b --precision fp8 --batch-invariant {_SPEED} short", 260,
                400),
     _benchmark("experts.one_shape", "--shape 128,131072,2048,768", 110, 200),

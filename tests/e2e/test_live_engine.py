@@ -193,6 +193,19 @@ def test_a_passed_deadline_names_replica_call_and_seconds(fleet, client):
     fleet.sync(impatient.close(), 60.0)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "reason"),
+    [
+        (list(range(20, 90)) * 10, {}, r"status 400: .*length 700.*maximum model length of 576"),
+        (PROMPT, {"temperature": -1.0}, r"status 400: .*temperature"),
+    ],
+)
+def test_a_request_that_cannot_be_served_is_refused_with_its_reason(fleet, client, prompt, sampling, reason):
+    with pytest.raises(EngineError, match=f"(?s)rollout-0 failed .*{reason}.*during /fp8rl/generate"):
+        generate(fleet, prompt, 1, seed=1, **({"max_tokens": 2} | sampling))
+    assert len(generate(fleet, PROMPT, 1, seed=1, max_tokens=2)[0].token_ids) == 2
+
+
 def test_a_refusal_carries_the_engine_s_reason(fleet, client):
     with pytest.raises(EngineError, match=r"rollout-0 failed .*no_such_method"):
         fleet.sync(client.collective_rpc("no_such_method"), 60.0)

@@ -58,6 +58,18 @@ def test_batch_invariant_engines_are_cells_of_their_own_and_never_compiled():
     assert {"batch_invariant", "compile"} <= set(speed.KEYS)
 
 
+def test_the_baseline_is_one_engine_of_each_precision_on_the_kernels_that_vllm_takes():
+    words = ["--engine", "run", "vllm", "--model", "qwen3_8b", "--precision", "bf16", "fp8_kv", "--compile", "on", "off"]
+    cells = list(speed.plan_cells(speed.parse([*words, "--linear", "deep_gemm", "cutlass"])))
+    alone = [cell for cell in cells if cell.engine == "vllm"]
+    assert [(c.precision, c.linear, c.compile) for c in alone] == [("bf16", "auto", True), ("fp8_kv", "auto", True)]
+    assert len({cell.name for cell in cells}) == len(cells) == 2 + 4 + 2
+    row = {**vars(alone[0]), "environment": {}, "device": "x", "shape": "short"}
+    row |= speed.speeds(alone[0], "short", speed.SHAPES["short"], seconds=10.0, bandwidth=4.8e12)
+    (shown,) = speed.table([row | {"kv_tokens": None, "start_s": 3.0}])
+    assert shown["asked: linear / experts / attention"] == "vLLM's offline API" and shown["tokens/s"] == "26,214"
+
+
 def test_log_lines_of_vllm_are_read():
     log = """
 INFO [cuda.py:477] Using AttentionBackendEnum.FLASH_ATTN attention backend out of potential backends: [...]
