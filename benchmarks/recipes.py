@@ -15,6 +15,7 @@ Rows add up in ``--results``; the table and the plot docs/recipes.png are made o
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import sys
 import time
@@ -44,8 +45,8 @@ _KINDS = {
     "linear_proj": "attention out",
     "mlp.linear_fc1": "gate and up",
     "mlp.linear_fc2": "down",
-    "experts.linear_fc1": "gate and up",
-    "experts.linear_fc2": "down",
+    "mlp.experts.linear_fc1": "gate and up",  # with the number of an expert, which is left out here
+    "mlp.experts.linear_fc2": "down",
 }
 
 
@@ -147,6 +148,7 @@ def kind_of(name: str) -> str | None:
     """The kind of matrix that a parameter's global name stands for; None for norms, router, embedding and head."""
     if not name.startswith("decoder.layers.") or "layer_norm" in name or name.endswith("bias"):
         return None
+    name = re.sub(r"\.experts\.\d+\.", ".experts.", name)
     return next((kind for part, kind in _KINDS.items() if f"{part}.weight" in name), None)
 
 

@@ -54,7 +54,7 @@ def test_kinds_of_matrices():
         "decoder.layers.3.self_attention.linear_qkv.weight": "qkv",
         "decoder.layers.3.self_attention.linear_proj.weight": "attention out",
         "decoder.layers.3.mlp.linear_fc1.weight": "gate and up",
-        "decoder.layers.3.mlp.experts.linear_fc2.weight17": "down",
+        "decoder.layers.3.mlp.experts.17.linear_fc2.weight": "down",
         "decoder.layers.3.mlp.router.weight": None,
         "decoder.layers.3.self_attention.q_layernorm.weight": None,
         "embedding.word_embeddings.weight": None,
