@@ -2,7 +2,8 @@
 
 In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound already, so that no other process can
 take the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included, and the one
-that samples for us (``generate_route.py``). Which process: the replica's; vLLM starts the engine core and the workers from it.
+that samples for us (``generate_route.py``). Which process: the replica's; vLLM starts the engine core and the workers
+from it.
 
     python -m megatron_fp8rl.rollout.server --listen-fd 7 --parent-pid 4711 --model DIR ...
 
@@ -127,6 +128,8 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
         shutdown = await serve_http(
             app,
             sock=sock,
+            host=args.host,
+            port=args.port,  # asked for when the server ends
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,

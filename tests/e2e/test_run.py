@@ -102,6 +102,11 @@ def test_a_run_leaves_a_report_and_a_checkpoint_that_transformers_loads(finished
     assert json.loads((finished_run / "done.json").read_text())["step"] == 4
 
 
+def test_a_run_ends_its_engine_in_order(finished_run: Path):
+    log = (finished_run / "logs" / "rollout-0.log").read_text()
+    assert "Application shutdown complete" in log and "Traceback" not in log, log[-3000:]
+
+
 @pytest.mark.long
 def test_a_run_that_resumes_in_another_layout_samples_and_learns_the_same(finished_run: Path, tmp_path: Path):
     resumed = tmp_path / "resumed"
