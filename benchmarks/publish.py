@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
 import re
 import statistics
 import sys
@@ -26,7 +25,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks import record
-from benchmarks.results import FOLDER, Results, Row, device_name, failure_in, num_gpus, require_gpus, run_logged, timed
+from benchmarks.results import (
+    FOLDER,
+    Results,
+    Row,
+    device_name,
+    failure_in,
+    num_gpus,
+    on_ranks,
+    require_gpus,
+    run_logged,
+    timed,
+)
 from megatron_fp8rl.config import ObserveConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from model_configs import qwen3, tiny
 
@@ -235,13 +245,9 @@ def run_case(case: Case) -> Row:
     out = FOLDER / "publish" / f"{case.name}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size),
-        "-m", "benchmarks.publish", "--worker", json.dumps(asdict(case)), str(out),
-    ]  # fmt: skip
+    command, environment = on_ranks(world_size, "benchmarks.publish", "--worker", json.dumps(asdict(case)), str(out))
     log_path = out.with_suffix(".log")
-    threads = str(max(1, (os.cpu_count() or 1) // (2 * world_size)))
-    run_logged(command, log_path, _CASE_DEADLINE_S, OMP_NUM_THREADS=threads)
+    run_logged(command, log_path, _CASE_DEADLINE_S, **environment)
     if out.exists():
         return json.loads(out.read_text())
     return asdict(case) | {"device": device_name(), "error": failure_in(log_path, _CASE_DEADLINE_S)}

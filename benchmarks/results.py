@@ -166,6 +166,13 @@ def run_logged(command: Sequence[str], log_path: Path, deadline_s: float, **envi
     return status == 0
 
 
+def on_ranks(world_size: int, module: str, *words: str) -> tuple[list[str], dict[str, str]]:
+    """(command, variables to add to its environment) of a program on ranks of this machine, which share its cores."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    threads = str(max(1, (os.cpu_count() or 1) // (2 * world_size)))
+    return [*command, "-m", module, *words], {"OMP_NUM_THREADS": threads}
+
+
 def failure_in(log_path: Path, deadline_s: float) -> str:
     """The first error that a log names, in one line."""
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()

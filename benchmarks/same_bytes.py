@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import record
 from benchmarks.byte_comparison import TE_SCALES, Tally, compare, transformer_engine
-from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
+from benchmarks.results import FOLDER, Results, Row, num_gpus, on_ranks, require_gpus
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from model_configs import qwen3, tiny
 
@@ -197,18 +197,12 @@ def num_gpus_needed(options: argparse.Namespace, engine: str) -> int:
     return max(trainer, workers) if options.placement == "colocated" else trainer + workers
 
 
-def start_ranks(world_size: int, argv: Sequence[str]) -> int:
-    """This program on ``world_size`` ranks; its exit status."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * world_size)))}
-    return subprocess.run([*command, "-m", "benchmarks.same_bytes", *argv], env=os.environ | threads).returncode
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     world_size = TRAINERS[options.trainer_layout].world_size
     if world_size > 1 and "RANK" not in os.environ:
-        return start_ranks(world_size, sys.argv[1:] if argv is None else argv)
+        command, environment = on_ranks(world_size, "benchmarks.same_bytes", *(sys.argv[1:] if argv is None else argv))
+        return subprocess.run(command, env=os.environ | environment).returncode
     on_cpu = options.model.startswith("tiny") and num_gpus() == 0
     if not on_cpu:
         needed = max(num_gpus_needed(options, engine) for engine in options.engine_layout)

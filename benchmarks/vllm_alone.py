@@ -10,14 +10,14 @@ for minutes before it starts. The engine runs in a process that ends with the me
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.results import failure_in, run_logged
 
 _RESULT = "ALONE "
 _WARM_TOKENS = 16
@@ -26,17 +26,11 @@ _WARM_TOKENS = 16
 def measure(arguments: dict[str, Any], shapes: dict[str, Sequence[int]], log: Path, limit_s: float) -> dict[str, Any]:
     """Seconds by shape (tokens in, tokens out, sequences) and until the engine had started, ``start_s``.
 
-    ``arguments`` go to ``LLM``. Raises RuntimeError with the end of the log when the engine fails, or takes too long.
+    ``arguments`` go to ``LLM``. Raises RuntimeError with the log's first error when the engine fails or takes too long.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "benchmarks.vllm_alone", json.dumps({"arguments": arguments, "shapes": shapes})]
-    environment = os.environ | {"VLLM_USE_DEEP_GEMM": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    try:
-        with log.open("w") as output:
-            both = {"stdout": output, "stderr": subprocess.STDOUT}
-            subprocess.run(command, env=environment, timeout=limit_s, check=True, **both)
-    except (subprocess.SubprocessError, OSError) as error:
-        raise RuntimeError(f"{type(error).__name__}: vLLM alone failed: {log.read_text()[-1000:]}") from error
+    if not run_logged(command, log, limit_s, VLLM_USE_DEEP_GEMM="0", VLLM_USE_FLASHINFER_SAMPLER="0"):
+        raise RuntimeError(failure_in(log, limit_s))
     (line,) = [line for line in log.read_text().splitlines() if line.startswith(_RESULT)]
     return json.loads(line.removeprefix(_RESULT))
 

@@ -67,7 +67,9 @@ def read_choice(choice: dict[str, Any]) -> Segment:
         raise ValueError(f"the engine returned {len(token_ids)} tokens but not the log-probability of each")
     encoded = choice["routed_experts"]
     experts = None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
-    return Segment(token_ids=token_ids, rollout_logprobs=logprobs, finish_reason=reason, routed_experts=experts)
+    return Segment(
+        token_ids=token_ids.tolist(), rollout_logprobs=logprobs.tolist(), finish_reason=reason, routed_experts=experts
+    )
 
 
 def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]:
@@ -75,15 +77,15 @@ def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]
     logprobs = _read_row(answer["prompt_logprobs"], _LOGPROB)
     if len(logprobs) != num_tokens - 1:
         raise ValueError(f"the engine returned {len(logprobs)} log-probabilities of a prompt of {num_tokens} tokens")
-    return logprobs
+    return logprobs.tolist()
 
 
 def _write_row(numbers: Sequence[float], dtype: np.dtype) -> str:
     return base64.b64encode(np.asarray(numbers, dtype).tobytes()).decode()
 
 
-def _read_row(row: str, dtype: np.dtype) -> list[Any]:
-    return np.frombuffer(base64.b64decode(row), dtype).tolist()
+def _read_row(row: str, dtype: np.dtype) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(row), dtype)
 
 
 @dataclass
