@@ -111,11 +111,19 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
     from vllm.entrypoints.launcher import serve_http
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
     from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.async_utils import cancel_task_threadsafe
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from megatron_fp8rl.rollout import generate_route
 
-    engine = AsyncLLM.from_vllm_config(
+    class Engine(AsyncLLM):
+        """Stops reading before the engine ends; vLLM's stops after, and often reports a dead engine in between."""
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            cancel_task_threadsafe(getattr(self, "output_handler", None))
+            super().shutdown(timeout)
+
+    engine = Engine.from_vllm_config(
         _engine_config(args),
         usage_context=UsageContext.OPENAI_API_SERVER,
         disable_log_stats=args.disable_log_stats,
