@@ -188,6 +188,7 @@ class GroupedLinear(QuantizableLinear, nn.Module):
         tp_size = pg_collection.expt_tp.size()
         self.num_gemms, self.pg_collection = num_gemms, pg_collection
         self.axis = 0 if parallel_mode == "column" else 1
+        self._weights: tuple[nn.Parameter, ...] = ()
         shape = [output_size, input_size]
         shape[self.axis] //= tp_size
         own_groups = (
@@ -206,8 +207,11 @@ class GroupedLinear(QuantizableLinear, nn.Module):
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        parameters = self._parameters  # a module's getattr takes ten times as long, and there may be hundreds
-        return tuple(parameters[f"weight{index}"] for index in range(self.num_gemms))
+        """One of each expert, in their order; collected once, for there may be hundreds, and every pass asks."""
+        parameters = self._parameters
+        if not self._weights or self._weights[0] is not parameters["weight0"]:
+            self._weights = tuple(parameters[f"weight{index}"] for index in range(self.num_gemms))
+        return self._weights
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""
