@@ -56,7 +56,7 @@ class Layout:
         """
         if tokens_per_expert.dim() != 1 or tokens_per_expert.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"tokens_per_expert has to be integers [E], not {_described(tokens_per_expert)}")
-        padded = None if counts is None else tuple([-(-count // BLOCK) * BLOCK for count in counts])
+        padded = None if counts is None else tuple(-(-int(count) // BLOCK) * BLOCK for count in counts)
         if padded is not None and len(padded) != len(tokens_per_expert):
             raise ValueError(f"counts of {len(padded)} experts for tokens_per_expert of {len(tokens_per_expert)}")
         num_rows = max_rows(num_tokens, len(tokens_per_expert)) if padded is None else sum(padded)
