@@ -117,7 +117,7 @@ def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
     import torch
 
     from megatron_fp8rl.fp8 import blockwise
-    from megatron_fp8rl.trainer import dense_gemm, dense_linear, grouped_gemm
+    from megatron_fp8rl.trainer import dense_gemm, dense_linear
     from megatron_fp8rl.trainer.expert_kernels import permute_quantize_bytes
     from megatron_fp8rl.trainer.grouped_gemm import Fp8
 
@@ -140,9 +140,5 @@ def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
     columns = [dense_linear._columns(m) for m in made]
     yield "forward", partial(dense_gemm.multiply, dense_linear._rows(made[0]), w), operations, 0
     yield "dgrad", partial(dense_gemm.multiply, dense_linear._rows(made[1]), w_KN), operations, 0
-    yield "wgrad", partial(dense_gemm.add_weight_gradient, columns[1], columns[0], out), operations, 0
-    layout, out_1NK = dense_linear._layout(tokens, x.device), out.unsqueeze(0)
-    flat = [Fp8(m.columns, m.column_scales) for m in (made[1], made[0])]
-    grouped = partial(grouped_gemm.add_weight_gradients_fp8, *flat, layout, out_1NK)
-    yield "wgrad, grouped kernel", grouped, operations, 0
+    yield "wgrad", partial(dense_linear._adder(columns[1], columns[0], tokens), out), operations, 0
     yield "forward in BF16, PyTorch", lambda: x @ weight.t(), operations, 0

@@ -37,18 +37,22 @@ def quantized(
 ) -> Quantized:
     """The orientations of BF16 ``x_PK``, whose padding is taken for zeros."""
     x = _without_padding(x_PK, layout)
-    data = scale = flat = column_scale = None
+    data = scale = lines = line_scale = None
     if rows:
         data, scale = quantize_activation(x, scales)
         scale = _column_major(scale)
     if columns:
-        blocks = x.view(-1, BLOCK, x.shape[1]).transpose(1, 2)  # [P / 128, K, 128]
-        block_data, block_scales = quantize_activation(blocks, scales)
-        ends = [end // BLOCK for end in layout.offsets.tolist()]
-        pieces = [block_data[begin:end].transpose(0, 1).flatten() for begin, end in zip(ends, ends[1:])]
-        flat = torch.cat([*pieces, block_data[ends[-1] :].flatten()])
-        column_scale = _column_major(block_scales[..., 0].t())
-    return Quantized(data, scale, flat, column_scale, x if bf16 else None)
+        lines, line_scale = quantize_activation(x.view(-1, BLOCK, x.shape[1]).transpose(1, 2), scales)
+        lines, line_scale = swizzled(lines), line_scale[..., 0].contiguous()
+    return Quantized(data, scale, lines, line_scale, x if bf16 else None)
+
+
+def swizzled(lines: Tensor) -> Tensor:
+    """Bytes [..., K, 128] with each piece of 16 at piece ^ (feature % 8): what undoes itself."""
+    pieces = lines.contiguous().view(torch.uint8).unflatten(-1, (8, 16))
+    features = torch.arange(lines.shape[-2], device=lines.device)
+    piece = torch.arange(8, device=lines.device) ^ (features[:, None] % 8)
+    return pieces.gather(-2, piece[..., None].expand(pieces.shape)).flatten(-2).view(lines.dtype)
 
 
 def permute_quantize(

@@ -219,26 +219,27 @@ def store_rows(
 
 
 @triton.jit
-def store_columns(
-    x, y, row, column, num_columns, first, height, data, scales, POW2: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """Write 128 rows quantized in columns: bytes of an expert [num_columns, its rows], as words; scales of blocks.
+def store_columns(x, y, row, column, num_columns, data, scales, POW2: tl.constexpr, HARDWARE: tl.constexpr):
+    """Write 128 rows quantized in columns: bytes [num_rows / 128, num_columns, 128], as words; scales of their lines.
 
-    row: the tile's first, int64; first, height: the expert's first row and its rows, multiples of 128.
+    row: the tile's first, int64. What a tile writes is one piece of memory.
     """
     feature = column + tl.arange(0, SIDE)
     m = _largest(_larger(x & _MAGNITUDES, y & _MAGNITUDES, HARDWARE), 0, HARDWARE)
     amax_bits = tl.maximum(m << 16, m & _UPPER)
     scale_bits = _scale_bits(amax_bits, POW2)
-    tl.store(scales + row // SIDE * num_columns + feature, scale_bits)
+    line = row // SIDE * num_columns + feature
+    tl.store(scales + line, scale_bits)
     factor = _factor(amax_bits, scale_bits, POW2)[None, :]
     words = _bytes_of_four(
         _quotient(low(x), factor, POW2), _quotient(high(x), factor, POW2),
         _quotient(low(y), factor, POW2), _quotient(high(y), factor, POW2), HARDWARE,
     )  # fmt: skip
-    place = feature[:, None].to(tl.int64) * (height // 4) + tl.arange(0, SIDE // 4)[None, :]
-    base = data + first.to(tl.int64) * num_columns // 4 + (row - first) // 4
-    tl.store(base + place, tl.trans(words))
+    # Four words are a piece of 16 bytes, which lies at piece ^ (feature % 8); the compiler does not see that they stay
+    # beside each other.
+    word = tl.arange(0, SIDE // 4)[None, :] ^ (feature % 8 * 4)[:, None]
+    word = tl.max_contiguous(tl.multiple_of(word, [1, 4]), [1, 4])
+    tl.store(data + line[:, None] * (SIDE // 4) + word, tl.trans(words))
 
 
 @triton.jit

@@ -89,15 +89,8 @@ def _build_layout(
 
 
 @triton.jit
-def _rows_of(offsets, expert):
-    """(first row, number of rows) of an expert."""
-    first = tl.multiple_of(tl.load(offsets + expert), SIDE)
-    return first, tl.multiple_of(tl.load(offsets + expert + 1) - first, SIDE)
-
-
-@triton.jit
 def _store_tile(
-    x, y, row, column, num_rows, num_columns, first, height, data, row_scales, columns_data, column_scales, bf16,
+    x, y, row, column, num_rows, num_columns, data, row_scales, columns_data, column_scales, bf16,
     Q: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -105,14 +98,14 @@ def _store_tile(
     if ROWS:
         store_rows(x, y, row, column, num_rows, num_columns, data, row_scales, Q, POW2, HARDWARE)
     if COLUMNS:
-        store_columns(x, y, row, column, num_columns, first, height, columns_data, column_scales, POW2, HARDWARE)
+        store_columns(x, y, row, column, num_columns, columns_data, column_scales, POW2, HARDWARE)
     if BF16:
         store_bf16(x, y, row, column, num_columns, bf16, Q)
 
 
 @triton.jit
 def _quantize(
-    x, probs, rows, experts, offsets, data, row_scales, columns_data, column_scales, bf16, num_rows, num_columns,
+    x, probs, rows, experts, data, row_scales, columns_data, column_scales, bf16, num_rows, num_columns,
     Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -124,7 +117,6 @@ def _quantize(
     t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
     t2, t3 = tl.load(rows + place + 2), tl.load(rows + place + 3)
     if expert >= 0:
-        first, height = _rows_of(offsets, expert)
         feature = x + column + tl.arange(0, SIDE)[None, :]
         s0 = (t0 if GATHER else place).to(tl.int64)[:, None] * num_columns
         s1 = (t1 if GATHER else place + 1).to(tl.int64)[:, None] * num_columns
@@ -140,14 +132,14 @@ def _quantize(
             a = pair(low(a) * p0, high(a) * p1, HARDWARE)
             b = pair(low(b) * p2, high(b) * p3, HARDWARE)
         _store_tile(
-            a, b, row, column, num_rows, num_columns, first, height,
+            a, b, row, column, num_rows, num_columns,
             data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
 
 
 @triton.jit
 def _swiglu_quantize(
-    h, experts, offsets, data, row_scales, columns_data, column_scales, bf16, num_rows, width,
+    h, experts, data, row_scales, columns_data, column_scales, bf16, num_rows, width,
     Q: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +150,6 @@ def _swiglu_quantize(
     e0, e1 = tl.load(experts + place)[:, None], tl.load(experts + place + 1)[:, None]
     e2, e3 = tl.load(experts + place + 2)[:, None], tl.load(experts + place + 3)[:, None]
     if expert >= 0:
-        first, height = _rows_of(offsets, expert)
         gate = h + place[:, None] * (2 * width) + column + tl.arange(0, SIDE)[None, :]
         up = gate + width
         gates = load_pair(gate, gate + 2 * width, e0 >= 0, e1 >= 0)
@@ -168,14 +159,14 @@ def _swiglu_quantize(
         ups = load_pair(up + 4 * width, up + 6 * width, e2 >= 0, e3 >= 0)
         b = activations(gates, ups, HARDWARE)
         _store_tile(
-            a, b, row, column, num_rows, width, first, height,
+            a, b, row, column, num_rows, width,
             data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
 
 
 @triton.jit
 def _swiglu_backward_quantize(
-    dy, h, probs, rows, experts, offsets, data, row_scales, columns_data, column_scales, bf16,
+    dy, h, probs, rows, experts, data, row_scales, columns_data, column_scales, bf16,
     a_columns, a_scales, a_bf16, dprobs, num_rows, width,
     Q: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr,
     A_COLUMNS: tl.constexpr, A_BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
@@ -188,7 +179,6 @@ def _swiglu_backward_quantize(
     t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
     t2, t3 = tl.load(rows + place + 2), tl.load(rows + place + 3)
     if expert >= 0:
-        first, height = _rows_of(offsets, expert)
         feature = column + tl.arange(0, SIDE)
         a, up_a, gate_a, s0, s1 = two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED, HARDWARE)
         place += 2
@@ -198,15 +188,15 @@ def _swiglu_backward_quantize(
             tl.store(sums + tl.arange(0, 4 * Q), in_order(s0, s1, s2, s3))
         if A_COLUMNS or A_BF16:
             _store_tile(
-                a, b, row, column, num_rows, width, first, height,
+                a, b, row, column, num_rows, width,
                 data, row_scales, a_columns, a_scales, a_bf16, Q, False, A_COLUMNS, A_BF16, POW2, HARDWARE,
             )  # fmt: skip
         _store_tile(
-            up_a, up_b, row, width + column, num_rows, 2 * width, first, height,
+            up_a, up_b, row, width + column, num_rows, 2 * width,
             data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
         _store_tile(
-            gate_a, gate_b, row, column, num_rows, 2 * width, first, height,
+            gate_a, gate_b, row, column, num_rows, 2 * width,
             data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
         )  # fmt: skip
 
@@ -268,8 +258,8 @@ def _outputs(
     return Quantized(
         rows=empty(num_rows, num_columns) if rows else None,
         row_scales=empty(num_columns // BLOCK, num_rows, dtype=torch.float32).t() if rows else None,
-        columns=empty(num_rows * num_columns) if columns else None,
-        column_scales=empty(num_blocks, num_columns, dtype=torch.float32).t() if columns else None,
+        columns=empty(num_blocks, num_columns, BLOCK) if columns else None,
+        column_scales=empty(num_blocks, num_columns, dtype=torch.float32) if columns else None,
         bf16=empty(num_rows, num_columns, dtype=torch.bfloat16) if bf16 else None,
     )
 
@@ -284,7 +274,7 @@ def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
         pointer(out.rows, torch.uint8),
         pointer(None if out.row_scales is None else out.row_scales.t(), torch.int32),
         pointer(out.columns, torch.int32),
-        pointer(None if out.column_scales is None else out.column_scales.t(), torch.int32),
+        pointer(out.column_scales, torch.int32),
         pointer(out.bf16, torch.int16),
     )
 
@@ -297,7 +287,7 @@ def _run_quantize(
     if layout.num_rows:
         with torch.cuda.device_of(x):
             _quantize[(x.shape[1] // BLOCK * (layout.num_rows // (4 * how.quads)),)](
-                x, x if probs is None else probs, layout.rows, layout.experts, layout.offsets, *_pointers(out, x),
+                x, x if probs is None else probs, layout.rows, layout.experts, *_pointers(out, x),
                 layout.num_rows, x.shape[1], GATHER=gather, WEIGHTED=probs is not None,
                 ROWS=rows, COLUMNS=columns, BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
                 **how.options(columns),
@@ -324,7 +314,7 @@ def swiglu_quantize(
     if layout.num_rows:
         with torch.cuda.device_of(h_P2F):
             _swiglu_quantize[(width // BLOCK * (layout.num_rows // (4 * how.quads)),)](
-                h_P2F, layout.experts, layout.offsets, *_pointers(out, h_P2F), layout.num_rows, width,
+                h_P2F, layout.experts, *_pointers(out, h_P2F), layout.num_rows, width,
                 ROWS=rows, COLUMNS=columns, BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
                 **how.options(columns),
             )  # fmt: skip
@@ -343,7 +333,7 @@ def swiglu_backward_quantize(
     if layout.num_rows:
         with torch.cuda.device_of(h_P2F):
             _swiglu_backward_quantize[(width // BLOCK * (layout.num_rows // BLOCK),)](
-                dy_PF, h_P2F, h_P2F if probs is None else probs, layout.rows, layout.experts, layout.offsets,
+                dy_PF, h_P2F, h_P2F if probs is None else probs, layout.rows, layout.experts,
                 *_pointers(dh, h_P2F), *_pointers(activation, h_P2F)[2:], h_P2F if sums is None else sums,
                 layout.num_rows, width, WEIGHTED=probs is not None, ROWS=rows, COLUMNS=columns, BF16=bf16,
                 A_COLUMNS=activation_columns, A_BF16=activation_bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,

@@ -1,13 +1,13 @@
-"""Products of all experts in one kernel: DeepGEMM's grouped kernels on Hopper, the same products in torch on a CPU.
+"""Products of all experts in one kernel: DeepGEMM's and ours on Hopper, the same products in torch on a CPU.
 
-    product             DeepGEMM                              operands                        result
+    product             kernel                                operands                        result
     y  = x W^T          m_grouped_*_gemm_nt_contiguous        x in rows, W in rows            BF16 [P, N]
     dx = g W            m_grouped_*_gemm_nt_contiguous        g in rows, W transposed         BF16 [P, K]
-    dW += g^T x (FP8)   k_grouped_fp8_gemm_nt_contiguous      g, x in columns                 FP32 [E, N, K]
+    dW += g^T x (FP8)   weight_gradients.cu                   g, x in columns                 FP32 [E, N, K]
     dW += g^T x (BF16)  k_grouped_bf16_gemm_tn_contiguous     g, x in rows                    FP32 [E, N, K]
 
-These are the kernels that vLLM's DeepGEMM experts run on, so the forward pass computes the engine's numbers: a row has
-the same bits whatever rows are computed beside it. FP8 products accumulate in float32 after every 128 terms.
+DeepGEMM's are the kernels that vLLM's experts run on, so the forward pass computes the engine's numbers: a row has the
+same bits whatever rows are computed beside it. FP8 products accumulate in float32 after every 128 terms.
 
 An expert's rows begin at multiples of 128 (``expert_kernels.Layout``); rows that fill an expert up hold zeros, which
 add nothing to a product. DeepGEMM compiles a kernel the first time that a shape of weights is multiplied, for seconds,
@@ -37,7 +37,9 @@ from megatron_fp8rl.fp8.blockwise import (
     operand_dtype,
     quantize_weight,
 )
+from megatron_fp8rl.trainer import weight_gradients
 from megatron_fp8rl.trainer.expert_kernels import Layout
+from megatron_fp8rl.trainer.expert_reference import swizzled
 
 _PACKAGES = ("deep_gemm", "vllm.third_party.deep_gemm")  # in the order in which vLLM looks for it
 
@@ -45,9 +47,9 @@ _PACKAGES = ("deep_gemm", "vllm.third_party.deep_gemm")  # in the order in which
 class Fp8(NamedTuple):
     """E4M3 numbers and the float32 scales of their blocks.
 
-    Tokens in rows:    data [P, K], scale [P, K/128] with strides (1, P)                  blocks of 1x128
-    Tokens in columns: data [K * P], expert after expert a matrix [K, its rows]; scale [K, P/128] with strides (1, K)
-    Weights:           data [E, N, K], scale [E, N/128, K/128]                           blocks of 128x128
+    Tokens in rows:    data [P, K], scale [P, K/128] with strides (1, P)      blocks of 1x128
+    Tokens in columns: data [P/128, K, 128], swizzled, scale [P/128, K]       blocks of 128x1 (expert_kernels.py)
+    Weights:           data [E, N, K], scale [E, N/128, K/128]                blocks of 128x128
     """
 
     data: Tensor
@@ -141,9 +143,7 @@ def add_weight_gradients_fp8(grad: Fp8, x: Fp8, layout: Layout, out_ENK: Tensor)
     if not out_ENK.is_cuda:
         _emulated_gradients(_restored_columns(grad, layout), _restored_columns(x, layout), out_ENK)
         return
-    deep_gemm().k_grouped_fp8_gemm_nt_contiguous(
-        tuple(grad), tuple(x), out_ENK, layout.host_counts, layout.padded_counts, out_ENK
-    )
+    weight_gradients.add(*grad, *x, layout.offsets, out_ENK)
 
 
 def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: Layout, out_ENK: Tensor) -> None:
@@ -176,13 +176,9 @@ def _restored_weights(weights: Fp8, dtype: torch.dtype) -> Tensor:
 
 def _restored_columns(x: Fp8, layout: Layout) -> list[Tensor]:
     """Each expert's matrix [K, its rows], float32."""
-    num_features = x.scale.shape[0]
-    data = x.data.split([rows * num_features for rows in layout.host_counts])
-    scales = x.scale.split([rows // BLOCK for rows in layout.host_counts], dim=1)
-    return [
-        dequantize_activation(part.view(num_features, rows), scale)
-        for part, scale, rows in zip(data, scales, layout.host_counts)
-    ]
+    numbers = swizzled(x.data).float() * x.scale[..., None]
+    blocks = [rows // BLOCK for rows in layout.host_counts]
+    return [part.transpose(0, 1).flatten(1) for part in numbers[: sum(blocks)].split(blocks)]
 
 
 def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: Layout) -> Tensor:

@@ -1,0 +1,338 @@
+// Weight gradients of all experts of a rank in FP8: out[e] += g[e]^T x[e], in float32.
+//
+//   g       e4m3  [P/128, N, 128]   blocks of 128 rows: of every feature a line of its 128 numbers, whose eight pieces of
+//   x       e4m3  [P/128, K, 128]   16 bytes lie at piece ^ (feature % 8), as the tensor cores want them
+//   g_scale float [P/128, N]        of each line
+//   x_scale float [P/128, K]
+//   offsets int   [E + 1]           first row of each expert, multiples of 128, and the end of the last
+//   out     float [E, N, K]
+//
+// N is a multiple of 128 DOWN, K of 128 ACROSS. Sums of 128 products of the tensor cores are scaled and added up in
+// float32, block after block, and the total is added to what is in memory: no order depends on time.
+//
+// Blocks of threads stay, and take tile after tile of 128 x 128 of out. DOWN x ACROSS of them, a cluster, work on
+// neighbouring tiles: what those of a row need of g, and those of a column of x, is read once from the cache for all.
+// Two warp groups multiply, each 64 x 128 of a tile; of a third, one warp loads, and one for each half of a tile adds
+// finished sums to memory while the next are made.
+
+#ifndef DOWN
+#define DOWN 1
+#endif
+#ifndef ACROSS
+#define ACROSS 1
+#endif
+#ifndef STAGES
+#define STAGES 4
+#endif
+
+typedef unsigned char u8;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int CLUSTER = DOWN * ACROSS;
+constexpr int SIDE = 128;
+constexpr u32 TILE = SIDE * SIDE;       // bytes of an operand's
+constexpr u32 STAGE = 2 * TILE;         // g's tile and x's
+constexpr u32 LINE = SIDE * 4 + 32;     // between rows of sums, so that no two rows of a store meet in a bank
+constexpr u32 BARRIERS = 0;             // of each stage, full and empty
+constexpr u32 SCALES = 1024;            // of each stage, g's and x's
+constexpr u32 OPERANDS = SCALES + (STAGES * 1024 + 1023) / 1024 * 1024;
+constexpr u32 SUMS = OPERANDS + STAGES * STAGE;
+
+#ifndef EMULATED
+#define ON_GPU __device__ __forceinline__
+
+ON_GPU u32 shared_memory() {  // from a multiple of 1024, which swizzled lines count from
+    extern __shared__ u8 memory[];
+    return ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
+}
+
+ON_GPU void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+ON_GPU void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+ON_GPU void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+ON_GPU void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+ON_GPU void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+ON_GPU void barrier_arrive_at(u32 barrier, u32 block) {  // of the cluster
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}\n" ::"r"(barrier), "r"(block) : "memory");
+}
+
+ON_GPU void load(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+ON_GPU void load_for(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrier) {  // a bit for each of the cluster
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)blocks) : "memory");
+}
+
+ON_GPU void reduce(float* to, u32 from, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes) : "memory");
+}
+
+ON_GPU void reductions_are_read() {
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+ON_GPU void reductions_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+ON_GPU void named_arrive(int name, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
+
+ON_GPU void named_wait(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
+
+ON_GPU void meet() {  // of all threads of the cluster
+    if (CLUSTER > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else
+        __syncthreads();
+}
+
+ON_GPU void visible_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+ON_GPU void few_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
+
+ON_GPU void many_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
+
+ON_GPU float2 read2(u32 at) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
+    return x;
+}
+
+ON_GPU float read1(u32 at) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at));
+    return x;
+}
+
+ON_GPU void write2(u32 at, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
+}
+
+ON_GPU void keep(float (&d)[64]) {  // where the compiler does not see the tensor cores write
+#pragma unroll
+    for (int j = 0; j < 64; ++j) asm volatile("" : "+f"(d[j])::"memory");
+}
+
+ON_GPU void products_begin(float (&d)[64]) {
+    keep(d);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+ON_GPU void products_end(float (&d)[64]) {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    keep(d);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    keep(d);
+}
+
+// Lines of 128 bytes in shared memory, swizzled; each 8 of them, 1024 bytes, are a matrix of their own.
+ON_GPU u64 descriptor(u32 at) {
+    return (u64)((at & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
+}
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+
+// d, 64 x 128 of a warp group, plus or instead the product of 32 terms of 64 lines at a and 128 lines at b.
+ON_GPU void multiply(float (&d)[64], u32 a, u32 b, int adds) {
+    asm volatile(
+        "{\n"
+        ".reg .pred adds;\n"
+        "setp.ne.b32 adds, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, "
+        "%40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, "
+        "%56, %57, %58, %59, %60, %61, %62, %63 "
+        "}, %64, %65, adds, 1, 1;\n"
+        "}\n"
+        : D16(0), D16(16), D16(32), D16(48)
+        : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
+}
+
+#define NEXT_TO_EACH_OTHER __cluster_dims__(CLUSTER, 1, 1)
+#endif
+
+struct Tiles {  // of a cluster, in turn
+    int expert, row, column;  // of the group of tiles
+    int first, count;         // blocks of 128 rows of the expert
+    int index, step;
+
+    ON_GPU bool find(int experts, int rows, int columns, const int* offsets) {
+        const int per_expert = rows * columns;
+        while (index < experts * per_expert) {
+            expert = index / per_expert;
+            first = offsets[expert] / SIDE, count = offsets[expert + 1] / SIDE - first;
+            if (count) {
+                const int place = index % per_expert;
+                row = place / columns, column = place % columns;
+                return true;
+            }
+            const int left = (expert + 1) * per_expert - index;  // of an expert without a row
+            index += (left + step - 1) / step * step;
+        }
+        return false;
+    }
+};
+
+// Barriers of a warp group that multiplies and the warp that adds its sums to memory.
+constexpr int READY = 1, FREE = 3, BOTH = 128 + 32;
+
+extern "C" __global__ void
+#if DOWN * ACROSS > 1
+NEXT_TO_EACH_OTHER
+#endif
+__launch_bounds__(384, 1)
+add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale, const u8* __restrict__ x,
+                     const float* __restrict__ x_scale, const int* __restrict__ offsets, float* __restrict__ out,
+                     int experts, int n, int k) {
+    const u32 base = shared_memory();
+    const int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int rows = n / SIDE / DOWN, columns = k / SIDE / ACROSS;  // of groups of tiles
+    const int rank = blockIdx.x % CLUSTER, down = rank / ACROSS, across = rank % ACROSS;
+    auto full = [&](int s) { return base + BARRIERS + s * 16; };
+    auto empty = [&](int s) { return base + BARRIERS + s * 16 + 8; };
+    auto scales = [&](int s) { return base + SCALES + s * 1024; };
+    auto operands = [&](int s) { return base + OPERANDS + s * STAGE; };
+    auto sums_of = [&](int half) { return base + SUMS + half * 64 * LINE; };
+    Tiles tiles;
+    tiles.index = blockIdx.x / CLUSTER, tiles.step = gridDim.x / CLUSTER;
+    auto sums_at = [&](int half) {
+        const size_t row = (size_t)tiles.expert * n + (tiles.row * DOWN + down) * SIDE + half * 64;
+        return out + row * k + (tiles.column * ACROSS + across) * SIDE;
+    };
+
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full(s), 1);
+            barrier_init(empty(s), 8 * (DOWN + ACROSS - 1));  // warps that read what is loaded here
+        }
+        barriers_are_ready();
+    }
+    meet();
+
+    if (group == 0) {
+        few_registers();
+        if (warp == 0) {
+            for (int step = 0; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
+                const int row = tiles.row * DOWN + down, column = tiles.column * ACROSS + across;
+                for (int i = 0; i < tiles.count && lane == 0; ++i, ++step) {
+                    const int s = step % STAGES;
+                    const size_t g_line = (size_t)(tiles.first + i) * n + row * SIDE;
+                    const size_t x_line = (size_t)(tiles.first + i) * k + column * SIDE;
+                    barrier_wait(empty(s), (step / STAGES & 1) ^ 1);
+                    barrier_expect(full(s), STAGE + 2 * SIDE * 4);
+                    const u32 g_part = across * (TILE / ACROSS), x_part = down * (TILE / DOWN);
+                    if (ACROSS > 1)
+                        load_for(((1 << ACROSS) - 1) << (down * ACROSS), operands(s) + g_part,
+                                 g + g_line * SIDE + g_part, TILE / ACROSS, full(s));
+                    else
+                        load(operands(s), g + g_line * SIDE, TILE, full(s));
+                    if (DOWN > 1)
+                        load_for((1 | 1 << ACROSS) << across, operands(s) + TILE + x_part,
+                                 x + x_line * SIDE + x_part, TILE / DOWN, full(s));
+                    else
+                        load(operands(s) + TILE, x + x_line * SIDE, TILE, full(s));
+                    load(scales(s), g_scale + g_line, SIDE * 4, full(s));
+                    load(scales(s) + SIDE * 4, x_scale + x_line, SIDE * 4, full(s));
+                }
+                __syncwarp();
+            }
+        } else if (warp < 3) {
+            const int half = warp - 1;
+            named_arrive(FREE + half, BOTH);
+            for (; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
+                float* corner = sums_at(half);
+                named_wait(READY + half, BOTH);
+                for (int line = lane; line < 64; line += 32)
+                    reduce(corner + (size_t)line * k, sums_of(half) + line * LINE, SIDE * 4);
+                reductions_are_read();
+                __syncwarp();
+                named_arrive(FREE + half, BOTH);
+            }
+            reductions_are_done();
+        }
+    } else {
+        many_registers();
+        const int half = group - 1;
+        const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of the first number of this thread
+        for (int step = 0; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
+            float d[64], sum[64];
+#pragma unroll
+            for (int i = 0; i < 64; ++i) sum[i] = 0.0f;
+            for (int i = 0; i < tiles.count; ++i, ++step) {
+                const int s = step % STAGES;
+                barrier_wait(full(s), step / STAGES & 1);
+                const u32 of_row = scales(s) + (half * 64 + row) * 4;
+                const float r0 = read1(of_row), r1 = read1(of_row + 8 * 4);
+                float2 c[16];
+#pragma unroll
+                for (int j = 0; j < 16; ++j) c[j] = read2(scales(s) + (SIDE + j * 8 + column) * 4);
+                products_begin(d);
+#pragma unroll
+                for (int p = 0; p < 4; ++p)
+                    multiply(d, operands(s) + half * 64 * SIDE + p * 32, operands(s) + TILE + p * 32, p);
+                products_end(d);
+                // To the blocks that load for this one: those of its row, and the others of its column.
+                if (CLUSTER == 1) {
+                    if (lane == 0) barrier_arrive(empty(s));
+                } else if (lane < ACROSS) {
+                    barrier_arrive_at(empty(s), down * ACROSS + lane);
+                } else if (lane < ACROSS + DOWN && lane - ACROSS != down) {
+                    barrier_arrive_at(empty(s), (lane - ACROSS) * ACROSS + across);
+                }
+#pragma unroll
+                for (int j = 0; j < 16; ++j) {
+                    sum[j * 4 + 0] += r0 * c[j].x * d[j * 4 + 0];
+                    sum[j * 4 + 1] += r0 * c[j].y * d[j * 4 + 1];
+                    sum[j * 4 + 2] += r1 * c[j].x * d[j * 4 + 2];
+                    sum[j * 4 + 3] += r1 * c[j].y * d[j * 4 + 3];
+                }
+            }
+            const u32 at = sums_of(half) + row * LINE + column * 4;
+            named_wait(FREE + half, BOTH);
+#pragma unroll
+            for (int j = 0; j < 16; ++j) {
+                write2(at + j * 32, sum[j * 4], sum[j * 4 + 1]);
+                write2(at + 8 * LINE + j * 32, sum[j * 4 + 2], sum[j * 4 + 3]);
+            }
+            visible_to_copies();
+            named_arrive(READY + half, BOTH);
+        }
+        named_wait(FREE + half, BOTH);  // until the last sums have been read
+    }
+    if (CLUSTER > 1) meet();  // nobody leaves while another still writes to it
+}
