@@ -20,6 +20,7 @@ from typing import Any
 from megatron_fp8rl.config import FP8_BLOCK, ConfigError, ModelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.rollout.plugin import SCALES_VARIABLE, WEIGHT_TRANSFER_BACKEND
+from megatron_fp8rl.rollout.precompile import LINEARS_VARIABLE, linear_sizes
 from megatron_fp8rl.weights.names import hf_tensors
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
@@ -174,12 +175,14 @@ def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
             # Without DeepGEMM, vLLM ignores the lever above; also Triton's experts look at it.
             "VLLM_USE_DEEP_GEMM": "1",
             "VLLM_MOE_USE_DEEP_GEMM": "1" if cfg.rollout.moe_backend == "deep_gemm" else "0",
-            # Compiles for every batch size in advance, which takes minutes; a kernel is compiled when first used.
+            # Compiles for every batch size in one process, which takes minutes; precompile.py does it in many.
             "VLLM_DEEP_GEMM_WARMUP": "skip",
             # The older runner, still vLLM's own choice for Qwen3's experts, draws in a loop over requests with seeds,
             # which ours all have; the newer one, its choice for dense models, cannot record what routers chose.
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
         }
+        if kernel_backends(cfg).get("linear-backend") == "deep_gemm":
+            environment[LINEARS_VARIABLE] = " ".join(f"{n},{k}" for n, k in linear_sizes(cfg))
         if cfg.rollout.batch_invariant:
             environment["VLLM_BATCH_INVARIANT"] = "1"
         if not _has_flashinfer():

@@ -171,7 +171,7 @@ def main(argv: list[str]) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.system_utils import set_ulimit
 
-    from megatron_fp8rl.rollout import plugin
+    from megatron_fp8rl.rollout import plugin, precompile
 
     plugin.register()
     args = make_arg_parser(FlexibleArgumentParser(prog="megatron_fp8rl.rollout.server")).parse_args(rest)
@@ -180,6 +180,7 @@ def main(argv: list[str]) -> None:
     validate_api_server_args(args)
     set_ulimit()
     gc.enable()
+    precompile.ensure_as_told(args.max_num_batched_tokens)
     if args.headless:
         work(args)
     uvloop.run(serve(args, sock))
