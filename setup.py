@@ -41,7 +41,7 @@ setup(
     packages=find_packages(
         include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools", "launch", "launch.*"]
     ),
-    package_data={"megatron_fp8rl.trainer": ["*.cu"]},
+    package_data={"megatron_fp8rl.trainer": ["cuda/*"]},
     cmdclass={"build_py": BuildWithMeasuredRows},
     install_requires=PINS["core"],
     extras_require={name: extra(name) for name in PINS["extras"]},

@@ -14,7 +14,7 @@ Quantization is ``blockwise.quantize_activation`` along rows, and along the toke
     rows     float8_e4m3fn [P, K]                    row_scales     float32 [P, K / 128], strides (1, P)
     columns  float8_e4m3fn [P / 128, K, 128]         column_scales  float32 [P / 128, K]
 
-Columns are made for weight_gradients.cu: of a block of 128 rows, which are of one expert, and a feature a line of its
+Columns are made for cuda/weight_gradients.cu: of a block of 128 rows, which are of one expert, and a feature a line of its
 128 numbers, whose eight pieces of 16 bytes lie at piece ^ (feature % 8), as tensor cores read them. So a tile of them is
 one piece of memory.
 

@@ -1,4 +1,5 @@
 """The data movement of grouped experts on a GPU: expert_reference.py in Triton, with memory read and written once.
+The gradient of SwiGLU in FP8 is Triton's in the less frequent forms alone, else a kernel of hopper.py.
 
 The functions, their inputs and their outputs are those of expert_kernels.py. A program works on one tile of
 expert_tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where they are not.
@@ -17,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp8rl.fp8.blockwise import BLOCK, Scales
+from megatron_fp8rl.trainer import hopper
 from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized, SwigluGradients
 from megatron_fp8rl.trainer.expert_tiles import (
     activations,
@@ -330,7 +332,13 @@ def swiglu_backward_quantize(
     dh = replace(dh, bf16=h_P2F) if bf16 else dh  # a program has read what it writes there
     activation = _outputs(layout, width, device, False, activation_columns, activation_bf16)
     sums = None if probs is None else torch.empty(width // BLOCK, layout.num_rows, device=device)
-    if layout.num_rows:
+    is_fp8 = rows and columns and activation_columns and not (bf16 or activation_bf16)
+    if layout.num_rows and is_fp8 and scales == "pow2" and hopper.is_hopper(device):
+        hopper.swiglu_backward(
+            dy_PF, h_P2F, probs, layout.rows, layout.experts,
+            (dh.rows, dh.row_scales, dh.columns, dh.column_scales), (activation.columns, activation.column_scales), sums,
+        )  # fmt: skip
+    elif layout.num_rows:
         with torch.cuda.device_of(h_P2F):
             _swiglu_backward_quantize[(width // BLOCK * (layout.num_rows // BLOCK),)](
                 dy_PF, h_P2F, h_P2F if probs is None else probs, layout.rows, layout.experts,

@@ -3,7 +3,7 @@
     product             kernel                                operands                        result
     y  = x W^T          m_grouped_*_gemm_nt_contiguous        x in rows, W in rows            BF16 [P, N]
     dx = g W            m_grouped_*_gemm_nt_contiguous        g in rows, W transposed         BF16 [P, K]
-    dW += g^T x (FP8)   weight_gradients.cu                   g, x in columns                 FP32 [E, N, K]
+    dW += g^T x (FP8)   cuda/weight_gradients.cu              g, x in columns                 FP32 [E, N, K]
     dW += g^T x (BF16)  k_grouped_bf16_gemm_tn_contiguous     g, x in rows                    FP32 [E, N, K]
 
 DeepGEMM's are the kernels that vLLM's experts run on, so the forward pass computes the engine's numbers: a row has the
@@ -37,7 +37,7 @@ from megatron_fp8rl.fp8.blockwise import (
     operand_dtype,
     quantize_weight,
 )
-from megatron_fp8rl.trainer import weight_gradients
+from megatron_fp8rl.trainer import hopper
 from megatron_fp8rl.trainer.expert_kernels import Layout
 from megatron_fp8rl.trainer.expert_reference import swizzled
 
@@ -143,7 +143,7 @@ def add_weight_gradients_fp8(grad: Fp8, x: Fp8, layout: Layout, out_ENK: Tensor)
     if not out_ENK.is_cuda:
         _emulated_gradients(_restored_columns(grad, layout), _restored_columns(x, layout), out_ENK)
         return
-    weight_gradients.add(*grad, *x, layout.offsets, out_ENK)
+    hopper.add_weight_gradients(*grad, *x, layout.offsets, out_ENK)
 
 
 def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: Layout, out_ENK: Tensor) -> None:

@@ -1,4 +1,4 @@
-// What weight_gradients.cu wants of a GPU, in threads of a CPU: the same barriers, and copies that come late and in any
+// What our CUDA kernels want of a GPU, in threads of a CPU: the same barriers, and copies that come late and in any
 // order. It knows nothing of time, or of a GPU's descriptors of matrices; where numbers lie, and who waits for whom, it
 // shows.
 #include <algorithm>
@@ -17,18 +17,26 @@
 #define __global__
 #define __restrict__
 #define __launch_bounds__(threads, blocks)
-#define NEXT_TO_EACH_OTHER
+#define IN_CLUSTERS(blocks)
 
 struct float2 {
     float x, y;
+};
+struct uint2 {
+    uint32_t x, y;
+};
+struct uint4 {
+    uint32_t x, y, z, w;
+};
+struct int4 {
+    int x, y, z, w;
 };
 struct Index {
     int x;
 };
 static thread_local Index threadIdx, blockIdx;
 static Index gridDim;
-
-constexpr int THREADS = 384;
+static int block_threads;
 
 struct Barrier {  // of arrivals and bytes
     int count = 0, pending = 0, phase = 0;
@@ -44,7 +52,8 @@ struct Named {
 struct Block {
     std::vector<uint8_t> memory;
     std::map<uint32_t, Barrier> barriers;
-    Named named[128];  // the upper ones of warps
+    Named named[128];         // the upper ones of warps
+    uint32_t exchanged[1024];  // between the threads of a warp
 };
 struct Copy {
     std::vector<int> blocks;
@@ -90,13 +99,14 @@ struct Cluster {
         }
     }
 };
-struct Reduction {
-    float* to;
+struct Store {
+    void* to;
     uint32_t from, bytes;
+    bool adds;
 };
 static thread_local Cluster* cluster;
 static thread_local int place;  // of this thread's block in its cluster
-static thread_local std::vector<Reduction> reductions;
+static thread_local std::vector<Store> stores;
 
 static Block& mine() { return cluster->blocks[place]; }
 static float* numbers(uint32_t at) { return (float*)(mine().memory.data() + at); }
@@ -104,7 +114,10 @@ static void require(bool holds) {
     if (!holds) std::abort();
 }
 
-static uint32_t shared_memory() { return 1024; }
+template <uint32_t BYTES>
+static uint32_t shared_memory() {
+    return BYTES;
+}
 static void barrier_init(uint32_t barrier, uint32_t arrivals) {
     std::lock_guard lock(cluster->mutex);
     mine().barriers[barrier].count = mine().barriers[barrier].pending = arrivals;
@@ -138,23 +151,42 @@ static void load_for(uint32_t mask, uint32_t to, const void* from, uint32_t byte
 static void load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     load_for(1 << place, to, from, bytes, barrier);
 }
-static void reduce(float* to, uint32_t from, uint32_t bytes) {
-    require(from % 16 == 0 && (uintptr_t)to % 16 == 0);
-    reductions.push_back({to, from, bytes});
+static void store_later(void* to, uint32_t from, uint32_t bytes, bool adds) {
+    require(from % 16 == 0 && bytes % 16 == 0 && (uintptr_t)to % 16 == 0);
+    stores.push_back({to, from, bytes, adds});
 }
-static void reductions_are_read() {
+static void store(void* to, uint32_t from, uint32_t bytes) { store_later(to, from, bytes, false); }
+static void reduce(float* to, uint32_t from, uint32_t bytes) { store_later(to, from, bytes, true); }
+static void stores_are_read() {
     std::this_thread::yield();
-    for (const Reduction& r : reductions)
-        for (uint32_t i = 0; i < r.bytes / 4; ++i) r.to[i] += numbers(r.from)[i];
-    reductions.clear();
+    for (const Store& s : stores)
+        if (s.adds)
+            for (uint32_t i = 0; i < s.bytes / 4; ++i) ((float*)s.to)[i] += numbers(s.from)[i];
+        else
+            std::memcpy(s.to, numbers(s.from), s.bytes);
+    stores.clear();
 }
-static void reductions_are_done() { require(reductions.empty()); }
+static void stores_are_done() { require(stores.empty()); }
 static void named_arrive(int name, int threads) { cluster->meet(mine().named[name], threads, false); }
 static void named_wait(int name, int threads) { cluster->meet(mine().named[name], threads, true); }
-static void meet() { cluster->meet(cluster->meeting, cluster->blocks.size() * THREADS, true); }
+template <int BLOCKS>
+static void meet_cluster() {
+    cluster->meet(cluster->meeting, cluster->blocks.size() * block_threads, true);
+}
 static void __syncwarp() { named_wait(100 + threadIdx.x / 32, 32); }
+static uint32_t of_lane(uint32_t x, int lane) {
+    uint32_t* warp = mine().exchanged + threadIdx.x / 32 * 32;
+    warp[threadIdx.x % 32] = x;
+    __syncwarp();
+    const uint32_t found = warp[lane];
+    __syncwarp();
+    return found;
+}
+static uint32_t of_lane_xor(uint32_t x, int mask) { return of_lane(x, threadIdx.x % 32 ^ mask); }
 static void visible_to_copies() {}
+template <int NUMBER>
 static void few_registers() {}
+template <int NUMBER>
 static void many_registers() {}
 static float read1(uint32_t at) { return *numbers(at); }
 static float2 read2(uint32_t at) {
@@ -165,6 +197,45 @@ static void write2(uint32_t at, float a, float b) {
     require(at % 8 == 0);
     numbers(at)[0] = a, numbers(at)[1] = b;
 }
+static uint4 read4(uint32_t at) {
+    require(at % 16 == 0);
+    uint4 x;
+    std::memcpy(&x, numbers(at), 16);
+    return x;
+}
+static uint32_t read_half(uint32_t at) { return *(uint16_t*)(mine().memory.data() + at); }
+static void write1(uint32_t at, uint32_t x) {
+    require(at % 4 == 0);
+    std::memcpy(numbers(at), &x, 4);
+}
+static void write4(uint32_t at, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    require(at % 16 == 0);
+    const uint32_t x[4] = {a, b, c, d};
+    std::memcpy(numbers(at), x, 16);
+}
+static float as_float(uint32_t x) {
+    float y;
+    std::memcpy(&y, &x, 4);
+    return y;
+}
+static uint32_t as_bits(float x) {
+    uint32_t y;
+    std::memcpy(&y, &x, 4);
+    return y;
+}
+static float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+static uint32_t bf16_bits(float x) {
+    const uint32_t bits = as_bits(x);
+    return x != x ? 0x7FC0 : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+}
+static uint32_t bf16_pair(float a, float b) { return bf16_bits(a) | bf16_bits(b) << 16; }
+static uint32_t bf16_product(uint32_t a, uint32_t b) {
+    constexpr uint32_t UPPER = 0xFFFF0000;
+    return bf16_pair(as_float(a << 16) * as_float(b << 16), as_float(a & UPPER) * as_float(b & UPPER));
+}
+static uint32_t larger(uint32_t a, uint32_t b) {
+    return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a & 0xFFFF0000, b & 0xFFFF0000);
+}
 static void products_begin(float (&)[64]) {}
 static void products_end(float (&)[64]) { __syncwarp(); }  // threads of a warp go together
 
@@ -174,14 +245,31 @@ static float e4m3(uint8_t bits) {
     const float size = exponent ? std::ldexp(8 + (bits & 7), exponent - 10) : std::ldexp(bits & 7, -9);
     return bits >> 7 ? -size : size;
 }
-static float element(uint32_t matrix, int line, int term) {
-    const uint32_t at = matrix + line / 8 * 1024 + line % 8 * 128 + term;
+static const std::vector<float>& e4m3_numbers() {
     static const std::vector<float> table = [] {
         std::vector<float> numbers(256);
         for (int bits = 0; bits < 256; ++bits) numbers[bits] = e4m3(bits);
         return numbers;
     }();
-    return table[mine().memory[at ^ (at >> 7 & 7) << 4]];
+    return table;
+}
+static uint32_t e4m3_byte(float x) {  // the nearest, ties to even
+    if (x != x) return 0x7F;
+    const float* first = e4m3_numbers().data();
+    const float size = std::min(std::fabs(x), 448.0f);
+    uint32_t byte = std::lower_bound(first, first + 0x7F, size) - first;
+    if (byte > 0) {
+        const float above = first[byte] - size, below = size - first[byte - 1];
+        if (below < above || (below == above && byte % 2)) --byte;
+    }
+    return byte | (as_bits(x) >> 24 & 0x80);
+}
+static uint32_t e4m3_bytes(float a, float b, float c, float d) {
+    return e4m3_byte(a) | e4m3_byte(b) << 8 | e4m3_byte(c) << 16 | e4m3_byte(d) << 24;
+}
+static float element(uint32_t matrix, int line, int term) {
+    const uint32_t at = matrix + line / 8 * 1024 + line % 8 * 128 + term;
+    return e4m3_numbers()[mine().memory[at ^ (at >> 7 & 7) << 4]];
 }
 static void multiply(float (&d)[64], uint32_t a, uint32_t b, int adds) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
@@ -193,9 +281,9 @@ static void multiply(float (&d)[64], uint32_t a, uint32_t b, int adds) {
     }
 }
 
-template <int CLUSTER, class... Arguments>
+template <int CLUSTER, int THREADS, class... Arguments>
 static void launch(int num_blocks, void (*kernel)(Arguments...), Arguments... arguments) {
-    gridDim.x = num_blocks;
+    gridDim.x = num_blocks, block_threads = THREADS;
     for (int first = 0; first < num_blocks; first += CLUSTER) {
         Cluster together;
         together.blocks.resize(CLUSTER);

@@ -25,9 +25,7 @@
 #define STAGES 4
 #endif
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "hopper.h"
 
 constexpr int CLUSTER = DOWN * ACROSS;
 constexpr int SIDE = 128;
@@ -38,153 +36,6 @@ constexpr u32 BARRIERS = 0;             // of each stage, full and empty
 constexpr u32 SCALES = 1024;            // of each stage, g's and x's
 constexpr u32 OPERANDS = SCALES + (STAGES * 1024 + 1023) / 1024 * 1024;
 constexpr u32 SUMS = OPERANDS + STAGES * STAGE;
-
-#ifndef EMULATED
-#define ON_GPU __device__ __forceinline__
-
-ON_GPU u32 shared_memory() {  // from a multiple of 1024, which swizzled lines count from
-    extern __shared__ u8 memory[];
-    return ((u32)__cvta_generic_to_shared(memory) + 1023) & ~1023u;
-}
-
-ON_GPU void barrier_init(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-ON_GPU void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-ON_GPU void barrier_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra over;\n"
-        "bra again;\n"
-        "over:\n"
-        "}\n" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-ON_GPU void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-ON_GPU void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-ON_GPU void barrier_arrive_at(u32 barrier, u32 block) {  // of the cluster
-    asm volatile(
-        "{\n"
-        ".reg .b32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
-        "}\n" ::"r"(barrier), "r"(block) : "memory");
-}
-
-ON_GPU void load(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier) : "memory");
-}
-
-ON_GPU void load_for(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrier) {  // a bit for each of the cluster
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((unsigned short)blocks) : "memory");
-}
-
-ON_GPU void reduce(float* to, u32 from, u32 bytes) {
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-                 "r"(bytes) : "memory");
-}
-
-ON_GPU void reductions_are_read() {
-    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-ON_GPU void reductions_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-
-ON_GPU void named_arrive(int name, int threads) { asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
-
-ON_GPU void named_wait(int name, int threads) { asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory"); }
-
-ON_GPU void meet() {  // of all threads of the cluster
-    if (CLUSTER > 1)
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    else
-        __syncthreads();
-}
-
-ON_GPU void visible_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-ON_GPU void few_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 40;"); }
-
-ON_GPU void many_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 232;"); }
-
-ON_GPU float2 read2(u32 at) {
-    float2 x;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
-    return x;
-}
-
-ON_GPU float read1(u32 at) {
-    float x;
-    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at));
-    return x;
-}
-
-ON_GPU void write2(u32 at, float a, float b) {
-    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
-}
-
-ON_GPU void keep(float (&d)[64]) {  // where the compiler does not see the tensor cores write
-#pragma unroll
-    for (int j = 0; j < 64; ++j) asm volatile("" : "+f"(d[j])::"memory");
-}
-
-ON_GPU void products_begin(float (&d)[64]) {
-    keep(d);
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-ON_GPU void products_end(float (&d)[64]) {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-    keep(d);
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    keep(d);
-}
-
-// Lines of 128 bytes in shared memory, swizzled; each 8 of them, 1024 bytes, are a matrix of their own.
-ON_GPU u64 descriptor(u32 at) {
-    return (u64)((at & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
-}
-
-#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
-
-// d, 64 x 128 of a warp group, plus or instead the product of 32 terms of 64 lines at a and 128 lines at b.
-ON_GPU void multiply(float (&d)[64], u32 a, u32 b, int adds) {
-    asm volatile(
-        "{\n"
-        ".reg .pred adds;\n"
-        "setp.ne.b32 adds, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63 "
-        "}, %64, %65, adds, 1, 1;\n"
-        "}\n"
-        : D16(0), D16(16), D16(32), D16(48)
-        : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
-}
-
-#define NEXT_TO_EACH_OTHER __cluster_dims__(CLUSTER, 1, 1)
-#endif
 
 struct Tiles {  // of a cluster, in turn
     int expert, row, column;  // of the group of tiles
@@ -213,13 +64,13 @@ constexpr int READY = 1, FREE = 3, BOTH = 128 + 32;
 
 extern "C" __global__ void
 #if DOWN * ACROSS > 1
-NEXT_TO_EACH_OTHER
+IN_CLUSTERS(CLUSTER)
 #endif
 __launch_bounds__(384, 1)
 add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale, const u8* __restrict__ x,
                      const float* __restrict__ x_scale, const int* __restrict__ offsets, float* __restrict__ out,
                      int experts, int n, int k) {
-    const u32 base = shared_memory();
+    const u32 base = shared_memory<1024>();
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rows = n / SIDE / DOWN, columns = k / SIDE / ACROSS;  // of groups of tiles
     const int rank = blockIdx.x % CLUSTER, down = rank / ACROSS, across = rank % ACROSS;
@@ -242,10 +93,10 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
         }
         barriers_are_ready();
     }
-    meet();
+    meet_cluster<CLUSTER>();
 
     if (group == 0) {
-        few_registers();
+        few_registers<40>();
         if (warp == 0) {
             for (int step = 0; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
                 const int row = tiles.row * DOWN + down, column = tiles.column * ACROSS + across;
@@ -279,14 +130,14 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                 named_wait(READY + half, BOTH);
                 for (int line = lane; line < 64; line += 32)
                     reduce(corner + (size_t)line * k, sums_of(half) + line * LINE, SIDE * 4);
-                reductions_are_read();
+                stores_are_read();
                 __syncwarp();
                 named_arrive(FREE + half, BOTH);
             }
-            reductions_are_done();
+            stores_are_done();
         }
     } else {
-        many_registers();
+        many_registers<232>();
         const int half = group - 1;
         const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of the first number of this thread
         for (int step = 0; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
@@ -334,5 +185,5 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
         }
         named_wait(FREE + half, BOTH);  // until the last sums have been read
     }
-    if (CLUSTER > 1) meet();  // nobody leaves while another still writes to it
+    if (CLUSTER > 1) meet_cluster<CLUSTER>();  // nobody leaves while another still writes to it
 }

@@ -1,0 +1,245 @@
+// Instructions of Hopper that CUDA C++ has no words for, one a function. Addresses of shared memory are 32 bits.
+//
+// Tests compile the kernels for a CPU, with functions of these names for which EMULATED stands.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#ifndef EMULATED
+#define ON_GPU __device__ __forceinline__
+#define IN_CLUSTERS(blocks) __cluster_dims__(blocks, 1, 1)
+
+// The dynamic part, from a multiple of BYTES on.
+template <u32 BYTES>
+ON_GPU u32 shared_memory() {
+    extern __shared__ u8 memory[];
+    return ((u32)__cvta_generic_to_shared(memory) + BYTES - 1) & ~(BYTES - 1);
+}
+
+// Barriers of arrivals and of bytes that copies bring.
+
+ON_GPU void barrier_init(u32 barrier, u32 arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+ON_GPU void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+ON_GPU void barrier_wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "bra again;\n"
+        "over:\n"
+        "}\n" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+ON_GPU void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+ON_GPU void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+ON_GPU void barrier_arrive_at(u32 barrier, u32 block) {  // of the cluster
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}\n" ::"r"(barrier), "r"(block) : "memory");
+}
+
+// Barriers of a block, by number, and of all threads of a cluster.
+
+ON_GPU void named_arrive(int name, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+ON_GPU void named_wait(int name, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+template <int BLOCKS>
+ON_GPU void meet_cluster() {
+    if (BLOCKS > 1)
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    else
+        __syncthreads();
+}
+
+// Copies between memory and shared memory, of multiples of 16 bytes at multiples of 16.
+
+ON_GPU void load(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+ON_GPU void load_for(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrier) {  // a bit for each of the cluster
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)blocks) : "memory");
+}
+
+ON_GPU void store(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
+                 : "memory");
+}
+
+ON_GPU void reduce(float* to, u32 from, u32 bytes) {  // adds
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+                 "r"(bytes) : "memory");
+}
+
+ON_GPU void stores_are_read() {  // shared memory may be written again
+    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+ON_GPU void stores_are_done() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+ON_GPU void visible_to_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Shared memory.
+
+ON_GPU float read1(u32 at) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at));
+    return x;
+}
+
+ON_GPU float2 read2(u32 at) {
+    float2 x;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
+    return x;
+}
+
+ON_GPU uint4 read4(u32 at) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at));
+    return x;
+}
+
+ON_GPU u32 read_half(u32 at) {
+    u16 x;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(at));
+    return x;
+}
+
+ON_GPU void write1(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+
+ON_GPU void write2(u32 at, float a, float b) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(at), "f"(a), "f"(b) : "memory");
+}
+
+ON_GPU void write4(u32 at, u32 a, u32 b, u32 c, u32 d) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+}
+
+// Registers.
+
+template <int NUMBER>
+ON_GPU void few_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(NUMBER));
+}
+
+template <int NUMBER>
+ON_GPU void many_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(NUMBER));
+}
+
+ON_GPU u32 of_lane(u32 x, int lane) { return __shfl_sync(~0u, x, lane); }
+
+ON_GPU u32 of_lane_xor(u32 x, int mask) { return __shfl_xor_sync(~0u, x, mask); }
+
+ON_GPU float as_float(u32 x) { return __uint_as_float(x); }
+
+ON_GPU u32 as_bits(float x) { return __float_as_uint(x); }
+
+// Arithmetic: that of expert_tiles.py.
+
+ON_GPU float sigmoid(float x) {
+    float y;
+    asm("{ .reg .f32 t; mul.f32 t, %1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
+        "rcp.approx.ftz.f32 %0, t; }" : "=f"(y) : "f"(x));
+    return y;
+}
+
+ON_GPU u32 bf16_pair(float a, float b) {  // a in the lower half
+    u32 y;
+    asm("cvt.rn.bf16x2.f32 %0, %2, %1;" : "=r"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+ON_GPU u32 bf16_product(u32 a, u32 b) {
+    u32 y;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+ON_GPU u32 larger(u32 a, u32 b) {  // of each half
+    u32 y;
+    asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+
+ON_GPU u32 e4m3_bytes(float a, float b, float c, float d) {  // a in the lowest byte
+    u32 y;
+    asm("{ .reg .b16 l, h; cvt.rn.satfinite.e4m3x2.f32 l, %2, %1; cvt.rn.satfinite.e4m3x2.f32 h, %4, %3; "
+        "mov.b32 %0, {l, h}; }" : "=r"(y) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return y;
+}
+
+// Tensor cores: each warp group multiplies 64 lines by 128.
+
+ON_GPU void keep(float (&d)[64]) {  // where the compiler does not see the tensor cores write
+#pragma unroll
+    for (int j = 0; j < 64; ++j) asm volatile("" : "+f"(d[j])::"memory");
+}
+
+ON_GPU void products_begin(float (&d)[64]) {
+    keep(d);
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+ON_GPU void products_end(float (&d)[64]) {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+    keep(d);
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    keep(d);
+}
+
+// Lines of 128 bytes in shared memory, swizzled; each 8 of them, 1024 bytes, are a matrix of their own.
+ON_GPU u64 descriptor(u32 at) {
+    return (u64)((at & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
+}
+
+#define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
+
+// d, 64 x 128 of a warp group, plus or instead the product of 32 terms of 64 lines at a and 128 lines at b.
+ON_GPU void multiply(float (&d)[64], u32 a, u32 b, int adds) {
+    asm volatile(
+        "{\n"
+        ".reg .pred adds;\n"
+        "setp.ne.b32 adds, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, "
+        "%40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, "
+        "%56, %57, %58, %59, %60, %61, %62, %63 "
+        "}, %64, %65, adds, 1, 1;\n"
+        "}\n"
+        : D16(0), D16(16), D16(32), D16(48)
+        : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
+}
+#endif

@@ -1,0 +1,114 @@
+"""Kernels of ours in CUDA C++ for Hopper, where Triton's compiler, or DeepGEMM, leaves the GPU idle.
+
+    add_weight_gradients   dW[e] += g[e]^T x[e] of all experts, from FP8 in columns. DeepGEMM's kernel finishes a tile,
+                           waits until its sums are in memory, and begins the next: where an expert has a thousand
+                           tokens, half the time goes there. Ours adds sums to memory while it multiplies on, and reads
+                           a tile of operands once for two neighbouring tiles. What it adds, in what order, is the same.
+    swiglu_backward        expert_kernels.swiglu_backward_quantize where rows and columns are wanted in FP8 with
+                           power-of-two scales. What Triton makes of it waits for memory while it computes.
+
+``cuda/*.cu`` tell how. NVRTC, which PyTorch brings, compiles each in less than a second when it is first called. On other
+GPUs, and in other forms, the callers take DeepGEMM and Triton, or refuse.
+
+Shapes: P = rows of all experts with those that fill them up, E = experts, N, K and F = features, multiples of 128.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.fp8.blockwise import BLOCK
+
+_FOLDER = Path(__file__).with_name("cuda")
+
+
+class _Kernel(NamedTuple):
+    function: torch.cuda._utils._CudaKernel
+    num_blocks: int
+    num_threads: int
+    shared_bytes: int
+
+    def __call__(self, *arguments: Tensor | int) -> None:
+        """Run on the current stream of the current device."""
+        self.function((self.num_blocks, 1, 1), (self.num_threads, 1, 1), [*arguments], self.shared_bytes)
+
+
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def add_weight_gradients(
+    g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, out_ENK: Tensor
+) -> None:
+    """Add g^T x of each expert to ``out_ENK`` float32 [E, N, K], contiguous.
+
+    g float8_e4m3fn [P/128, N, 128] and x [P/128, K, 128] are in columns (expert_kernels.py), with float32 scales
+    [P/128, N] and [P/128, K]; ``offsets`` int32 [E + 1] are the rows at which experts begin, and the end of the last.
+    Raises RuntimeError on a GPU that is not Hopper's.
+    """
+    device = out_ENK.device
+    if not is_hopper(device):
+        raise RuntimeError(
+            f"FP8 weight gradients are multiplied on Hopper, not on {torch.cuda.get_device_name(device)}. Choose "
+            "--precision.experts te and --precision.linears te"
+        )
+    across = 2 if out_ENK.shape[2] % (2 * BLOCK) == 0 else 1
+    with torch.cuda.device(device):
+        _weight_gradients(device.index, across)(g, g_scale, x, x_scale, offsets, out_ENK, *out_ENK.shape)
+
+
+def swiglu_backward(
+    dy_PF: Tensor,
+    h_P2F: Tensor,
+    probs: Tensor | None,
+    rows: Tensor,
+    experts: Tensor,
+    dh: Sequence[Tensor],
+    activation: Sequence[Tensor],
+    sums: Tensor | None,
+) -> None:
+    """Fill ``dh`` (rows, row scales, columns, column scales), ``activation`` (columns, column scales) and ``sums``.
+
+    ``probs`` float32 [T], ``rows`` and ``experts`` int32 [P] of the layout, ``sums`` float32 [F/128, P] for the gradient
+    of probs, in the forms of expert_kernels.py: row scales are given as [2F/128, P].
+    """
+    num_rows, width = dy_PF.shape
+    weights, partial = (dy_PF, dy_PF) if probs is None else (probs, sums)
+    with torch.cuda.device(dy_PF.device):
+        kernel = _swiglu_backward(dy_PF.device.index, probs is not None)
+        kernel(dy_PF, h_P2F, weights, rows, experts, *dh, *activation, partial, num_rows, width)
+
+
+@functools.cache
+def _weight_gradients(device: int, across: int) -> _Kernel:
+    """For clusters of ``across`` blocks beside each other."""
+    stages = 4
+    shared_bytes = 1024 + stages * (2 * BLOCK * BLOCK + 1024) + BLOCK * (4 * BLOCK + 32) + 1024
+    options = [f"-DACROSS={across}", f"-DSTAGES={stages}"]
+    return _compiled("weight_gradients", "add_weight_gradients", device, options, 384, shared_bytes, across)
+
+
+@functools.cache
+def _swiglu_backward(device: int, weighted: bool) -> _Kernel:
+    parts, stages = 4 * 2 * 256 + 4 * 3 * 256 + 4 * 512, 2 * 3 * BLOCK * (2 * BLOCK + 16)
+    options = [f"-DWEIGHTED={int(weighted)}"]
+    return _compiled("swiglu_backward", "swiglu_backward", device, options, 640, 128 + 2 * parts + stages + 128)
+
+
+def _compiled(
+    file: str, name: str, device: int, options: list[str], num_threads: int, shared_bytes: int, cluster: int = 1
+) -> _Kernel:
+    """The kernel for the current device, and one block for each of its processors."""
+    function = torch.cuda._compile_kernel(
+        (_FOLDER / f"{file}.cu").read_text(), name, compute_capability="90a", cuda_include_dirs=[str(_FOLDER)],
+        nvcc_options=options,
+    )  # fmt: skip
+    function.set_shared_memory_config(shared_bytes)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return _Kernel(function, processors // cluster * cluster, num_threads, shared_bytes)
