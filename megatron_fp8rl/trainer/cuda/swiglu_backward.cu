@@ -9,8 +9,8 @@
 //   a_columns  e4m3 [P/128, F, 128]      a_column_scales  float [P/128, F]       of silu(gate) * up, times the probs
 //   dprobs     float [F/128, P]          sums over 128 features of activation times dy
 //
-// Blocks of threads stay, one to a processor, and take tile after tile of 128 x 128. While 16 warps work on one tile, a
-// warp loads the next, and another sends the columns of the last to memory, each tile of which is one piece there.
+// Blocks of threads stay, one to a processor, and take tile after tile of 128 x 128. While 16 warps work on one tile,
+// three load the next, one each of its inputs, and another sends the columns of the last to memory, each tile of which is one piece there.
 //
 // Numbers are BF16, two features to a word, until they become bytes: their products with powers of two are exact.
 //
@@ -74,33 +74,32 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
     auto stage = [&](int s) { return base + INPUTS + s * STAGE; };
     auto is_used = [&](int tile) { return experts[tile / across * SIDE] >= 0; };
     if (threadIdx.x == 0) {
-        for (int s = 0; s < STAGES; ++s) barrier_init(full(s), 1), barrier_init(empty(s), 1);
+        for (int s = 0; s < STAGES; ++s) barrier_init(full(s), 3), barrier_init(empty(s), 1);
         barriers_are_ready();
     }
     meet_cluster<1>();
 
     int step = 0;
     if (warp >= WARPS) few_registers<40>();
-    if (warp == WARPS) {
+    if (warp >= WARPS && warp < WARPS + 3) {
+        const int input = warp - WARPS;  // gate, up or dy
+        const u16* from = input == 2 ? dy : h + input * width;
+        const size_t distance = input == 2 ? width : 2 * width;
         for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
             if (!is_used(tile)) continue;
             const int s = step % STAGES;
-            const size_t row = (size_t)(tile / across) * SIDE;
-            const int feature = tile % across * SIDE;
+            const u16* first = from + ((size_t)(tile / across) * SIDE + lane) * distance + tile % across * SIDE;
+            const u32 to = stage(s) + input * INPUT + lane * LINE;
             if (lane == 0) {
                 barrier_wait(empty(s), (step / STAGES & 1) ^ 1);
-                barrier_expect(full(s), 3 * SIDE * SIDE * 2);
+                barrier_expect(full(s), SIDE * SIDE * 2);
             }
             __syncwarp();
-            for (int r = lane; r < SIDE; r += 32) {
-                const u16* gate = h + (row + r) * 2 * width + feature;
-                load(stage(s) + r * LINE, gate, SIDE * 2, full(s));
-                load(stage(s) + INPUT + r * LINE, gate + width, SIDE * 2, full(s));
-                load(stage(s) + 2 * INPUT + r * LINE, dy + (row + r) * width + feature, SIDE * 2, full(s));
-            }
+#pragma unroll
+            for (int r = 0; r < SIDE; r += 32) load(to + r * LINE, first + r * distance, SIDE * 2, full(s));
             ++step;
         }
-    } else if (warp == WARPS + 1) {
+    } else if (warp == WARPS + 3) {
         for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {
             if (!is_used(tile)) continue;
             const int s = step % STAGES;

@@ -126,10 +126,11 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             const int half = warp - 1;
             named_arrive(FREE + half, BOTH);
             for (; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
-                float* corner = sums_at(half);
+                float* to = sums_at(half) + (size_t)lane * k;
+                const u32 from = sums_of(half) + lane * LINE;
                 named_wait(READY + half, BOTH);
-                for (int line = lane; line < 64; line += 32)
-                    reduce(corner + (size_t)line * k, sums_of(half) + line * LINE, SIDE * 4);
+                reduce(to, from, SIDE * 4);
+                reduce(to + (size_t)32 * k, from + 32 * LINE, SIDE * 4);
                 stores_are_read();
                 __syncwarp();
                 named_arrive(FREE + half, BOTH);
