@@ -35,8 +35,8 @@ _MAX_PROCESSES = 16
 _SHARE = 6  # neighbouring numbers of tokens, which often take one kernel
 _POLL_S = 0.5
 # The fused linears that vLLM makes of matrices, and those whose columns are divided over ranks, or nothing is.
-_FUSED = {name: "qkv" for name in ("q_proj", "k_proj", "v_proj")} | {name: "gate_up" for name in ("gate_proj", "up_proj")}
-_FUSED |= {name: "latent" for name in ("q_a_proj", "kv_a_proj_with_mqa")}
+_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+_FUSED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "latent")
 _BY_COLUMNS, _WHOLE = ("o_proj", "down_proj"), ("q_a_proj", "kv_a_proj_with_mqa")
 
 Size = tuple[int, int]  # rows N and columns K of a weight

@@ -10,7 +10,8 @@ for the product with the weight, columns for the weight gradient. What is kept f
 
 The forward pass of ``mlp`` computes the numbers of two linears with SwiGLU between them; the input of fc2 is never
 written in BF16, and nothing but h is kept between the two. ``expert_kernels.py`` moves and quantizes, for a dense
-layer is one expert; ``dense_gemm.py`` and the experts' weight gradients multiply. On a CPU both are torch, with the same roundings.
+layer is one expert; ``dense_gemm.py`` multiplies, and the experts' kernel for weight gradients. On a CPU all are torch,
+with the same roundings.
 
 Weights are quantized once per optimizer step, and transposed in the same pass over them if gradients are wanted. NaN
 and infinity make the whole block that they are in NaN, and so every number that the block has a part in.
@@ -123,7 +124,9 @@ class _Linear(torch.autograd.Function):
         if matrix.block_rows is not None:
             grad_TN = grad_TN[:, matrix.block_rows]
         grad = _quantize(grad_TN, matrix.scales, rows=needs_dx, columns=needs_dw)
-        dw = add_gradient(matrix.weight, _adder(_columns(grad), x, ctx.num_tokens), matrix.block_rows) if needs_dw else None
+        dw = None
+        if needs_dw:
+            dw = add_gradient(matrix.weight, _adder(_columns(grad), x, ctx.num_tokens), matrix.block_rows)
         del x
         dx = _multiply(grad, w.transposed(), ctx.num_tokens) if needs_dx else None
         return dx, dw, None, None

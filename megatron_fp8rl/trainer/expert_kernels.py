@@ -5,18 +5,18 @@ Out: FP8 bytes and scales in the layouts of DeepGEMM's Hopper kernels, each tens
 Which process: trainer ranks. On a GPU (and under TRITON_INTERPRET=1) Triton kernels run (expert_triton.py); elsewhere
 torch does (expert_reference.py), the definition that the kernels meet byte for byte.
 
-Padding. The m-grouped GEMMs want each expert to begin at a multiple of 128 rows, the weight gradients want 128 tokens to
-a scale. So T rows lie among P: ``Layout``. Padding is zeros in all outputs of this file. Row blocks
-behind the last expert, which exist when P is an upper bound, are neither read nor written, and GEMMs skip them.
+Padding. The m-grouped GEMMs want each expert to begin at a multiple of 128 rows, weight gradients 128 tokens to a scale.
+So T rows lie among P: ``Layout``. Padding is zeros in all outputs of this file. Row blocks behind the last expert, which
+exist when P is an upper bound, are neither read nor written, and GEMMs skip them.
 
 Quantization is ``blockwise.quantize_activation`` along rows, and along the tokens of an expert for the columns:
 
     rows     float8_e4m3fn [P, K]                    row_scales     float32 [P, K / 128], strides (1, P)
     columns  float8_e4m3fn [P / 128, K, 128]         column_scales  float32 [P / 128, K]
 
-Columns are made for cuda/weight_gradients.cu: of a block of 128 rows, which are of one expert, and a feature a line of its
-128 numbers, whose eight pieces of 16 bytes lie at piece ^ (feature % 8), as tensor cores read them. So a tile of them is
-one piece of memory.
+Columns are made for cuda/weight_gradients.cu: of a block of 128 rows, which are of one expert, and a feature a line of
+its 128 numbers, whose eight pieces of 16 bytes lie at piece ^ (feature % 8), as tensor cores read them. So a tile of
+them is one piece of memory.
 
 Shapes: T tokens that came in (a token counts once for each of its experts), P rows with padding, E experts,
 K features of what is moved (a multiple of 128), F features of one half of the gated pair ``h_P2F``: gate | up.

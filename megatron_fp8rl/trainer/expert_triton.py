@@ -1,9 +1,9 @@
 """The data movement of grouped experts on a GPU: expert_reference.py in Triton, with memory read and written once.
-The gradient of SwiGLU in FP8 is Triton's in the less frequent forms alone, else a kernel of hopper.py.
 
-The functions, their inputs and their outputs are those of expert_kernels.py. A program works on one tile of
-expert_tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where they are not.
-Programs of row blocks behind the last expert end at once, and leave memory as they find it.
+The functions, their inputs and their outputs are those of expert_kernels.py. The gradient of SwiGLU is Triton's in the
+less frequent forms; in FP8 with power-of-two scales, in rows and columns, it is a kernel of hopper.py. A program works
+on one tile of expert_tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where they
+are not. Programs of row blocks behind the last expert end at once, and leave memory as they find it.
 """
 
 from __future__ import annotations

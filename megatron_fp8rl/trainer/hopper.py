@@ -7,8 +7,8 @@
     swiglu_backward        expert_kernels.swiglu_backward_quantize where rows and columns are wanted in FP8 with
                            power-of-two scales. What Triton makes of it waits for memory while it computes.
 
-``cuda/*.cu`` tell how. NVRTC, which PyTorch brings, compiles each in less than a second when it is first called. On other
-GPUs, and in other forms, the callers take DeepGEMM and Triton, or refuse.
+``cuda/*.cu`` tell how. NVRTC, which PyTorch brings, compiles each in less than a second when it is first called. On
+other GPUs, and in other forms, the callers take Triton, or refuse.
 
 Shapes: P = rows of all experts with those that fill them up, E = experts, N, K and F = features, multiples of 128.
 """

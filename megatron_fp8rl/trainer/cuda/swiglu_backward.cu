@@ -10,7 +10,8 @@
 //   dprobs     float [F/128, P]          sums over 128 features of activation times dy
 //
 // Blocks of threads stay, one to a processor, and take tile after tile of 128 x 128. While 16 warps work on one tile,
-// three load the next, one each of its inputs, and another sends the columns of the last to memory, each tile of which is one piece there.
+// three load the next, one each of its inputs, and another sends the columns of the last to memory, where each tile of
+// them is one piece.
 //
 // Numbers are BF16, two features to a word, until they become bytes: their products with powers of two are exact.
 //
@@ -51,9 +52,15 @@ ON_GPU u32 scale_bits(u32 largest) {
 }
 ON_GPU u32 inverse_of(u32 scale) { return (scale == 0x7FC00000 ? scale : (254u << 23) - scale) >> 16; }  // BF16
 
+ON_GPU u32 largest_of(u32 a, u32 b, u32 c, u32 d) {  // magnitudes in each half
+    return larger(larger(a & MAGNITUDES, b & MAGNITUDES), larger(c & MAGNITUDES, d & MAGNITUDES));
+}
+
 struct Parts {  // of the tile that is worked on
     u32 base;
-    ON_GPU u32 row(int quarter, int matrix, int row) { return base + ROW_PARTS + (quarter * 2 + matrix) * ROW_PART + row * 2; }
+    ON_GPU u32 row(int quarter, int matrix, int row) {
+        return base + ROW_PARTS + (quarter * 2 + matrix) * ROW_PART + row * 2;
+    }
     ON_GPU u32 column(int quarter, int matrix, int feature) {
         return base + COLUMN_PARTS + (quarter * 3 + matrix) * COLUMN_PART + feature * 2;
     }
@@ -178,7 +185,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
 #pragma unroll
                     for (int i = 0; i < 2; ++i) {
                         const u32(&x)[4] = m == 0 ? gate[two * 2 + i] : up[two * 2 + i];
-                        u32 y = larger(larger(x[0] & MAGNITUDES, x[1] & MAGNITUDES), larger(x[2] & MAGNITUDES, x[3] & MAGNITUDES));
+                        const u32 y = largest_of(x[0], x[1], x[2], x[3]);
                         largest[i] = larger(y, y >> 16) & 0xFFFF;
                     }
                     u32 y = largest[0] | largest[1] << 16;
@@ -198,7 +205,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
 #pragma unroll
                 for (int w = 0; w < 4; ++w) {
                     const u32(&x)[4][4] = m == 0 ? gate : m == 1 ? up : act;
-                    y[w] = larger(larger(x[0][w] & MAGNITUDES, x[1][w] & MAGNITUDES), larger(x[2][w] & MAGNITUDES, x[3][w] & MAGNITUDES));
+                    y[w] = largest_of(x[0][w], x[1][w], x[2][w], x[3][w]);
                     y[w] = larger(y[w], of_lane_xor(y[w], 4));
                     y[w] = larger(y[w], of_lane_xor(y[w], 8));
                     y[w] = larger(y[w], of_lane_xor(y[w], 16));
@@ -227,7 +234,8 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
                 const u32 scale = scale_bits(largest);
                 row_factor[m] = inverse_of(scale) * 0x10001;  // in both halves
                 if (right == 0)
-                    dh_row_scales[(size_t)((m * width + feature) / SIDE) * num_rows + row + of_features] = as_float(scale);
+                    dh_row_scales[(size_t)((m * width + feature) / SIDE) * num_rows + row + of_features] =
+                        as_float(scale);
             }
             const size_t block = tile / across;
 #pragma unroll
@@ -239,7 +247,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
                 const u32 scale = scale_bits(largest);
                 column_factor[m] = inverse_of(scale);
                 if (down == 0) {
-                    float* scales = m < 2 ? dh_column_scales + block * 2 * width + m * width : a_column_scales + block * width;
+                    float* scales = m < 2 ? dh_column_scales + (block * 2 + m) * width : a_column_scales + block * width;
                     scales[feature + f] = as_float(scale);
                 }
             }
@@ -273,11 +281,14 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
                     const u32 factor = of_lane(factors, w * 8 | lane & 3);
                     u32 x[4];
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) x[i] = bf16_product(m == 0 ? gate[i][w] : m == 1 ? up[i][w] : act[i][w], factor);
+                    for (int i = 0; i < 4; ++i)
+                        x[i] = bf16_product(m == 0 ? gate[i][w] : m == 1 ? up[i][w] : act[i][w], factor);
                     // Four words are a piece of a feature's line, at piece ^ (feature % 8).
                     const u32 line = stage(s) + m * TILE + (my_feature + 2 * w) * SIDE;
-                    write1(line + (my_row ^ w * 32), e4m3_bytes(low(x[0]), low(x[1]), low(x[2]), low(x[3])));
-                    write1(line + SIDE + (my_row ^ (w * 32 + 16)), e4m3_bytes(high(x[0]), high(x[1]), high(x[2]), high(x[3])));
+                    const u32 even = e4m3_bytes(low(x[0]), low(x[1]), low(x[2]), low(x[3]));
+                    const u32 odd = e4m3_bytes(high(x[0]), high(x[1]), high(x[2]), high(x[3]));
+                    write1(line + (my_row ^ (w * 32)), even);
+                    write1(line + SIDE + (my_row ^ (w * 32 + 16)), odd);
                 }
             }
             visible_to_copies();

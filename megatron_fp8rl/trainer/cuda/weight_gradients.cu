@@ -1,7 +1,7 @@
 // Weight gradients of all experts of a rank in FP8: out[e] += g[e]^T x[e], in float32.
 //
-//   g       e4m3  [P/128, N, 128]   blocks of 128 rows: of every feature a line of its 128 numbers, whose eight pieces of
-//   x       e4m3  [P/128, K, 128]   16 bytes lie at piece ^ (feature % 8), as the tensor cores want them
+//   g       e4m3  [P/128, N, 128]   blocks of 128 rows: of every feature a line of its 128 numbers, whose eight pieces
+//   x       e4m3  [P/128, K, 128]   of 16 bytes lie at piece ^ (feature % 8), as the tensor cores want them
 //   g_scale float [P/128, N]        of each line
 //   x_scale float [P/128, K]
 //   offsets int   [E + 1]           first row of each expert, multiples of 128, and the end of the last
