@@ -236,7 +236,7 @@ def speeds(cell: Cell, name: str, shape: Shape, seconds: float, bandwidth: float
 
 def num_kernels() -> int:
     """Kernels that DeepGEMM has compiled on this machine, which it keeps; also those of programs beside this one."""
-    from megatron_fp8rl.trainer.grouped_gemm import compiled_folder
+    from megatron_fp8rl.fp8.deep_gemm import compiled_folder
 
     return sum(1 for _ in Path(compiled_folder()).glob("cache/*/kernel.cubin"))
 

@@ -116,7 +116,7 @@ def runnable(arms: Sequence[str]) -> list[str]:
 
     Exits with status 2 when there is none.
     """
-    from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
+    from megatron_fp8rl.fp8.deep_gemm import has_deep_gemm
     from megatron_fp8rl.trainer.kernels import has_transformer_engine
 
     has = {"Transformer Engine": has_transformer_engine(), "DeepGEMM": has_deep_gemm()}

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.fp8.deep_gemm import compiled_folder, deep_gemm
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights.names import hf_tensors
 
@@ -93,7 +94,7 @@ def ensure(
 
     ``folder``, ``identity`` of the GPU and the compiler, and the ``command`` of a process are given by tests alone.
     """
-    folder = folder or _compiled_folder()
+    folder = folder or Path(compiled_folder())
     identity = identity or _identity()
     command = command or (lambda words: [sys.executable, "-m", __name__, *words])
     end = time.monotonic() + deadline_s
@@ -157,12 +158,6 @@ def _alone(path: Path, end: float) -> Iterator[None]:
         yield
 
 
-def _compiled_folder() -> Path:
-    from megatron_fp8rl.trainer.grouped_gemm import compiled_folder
-
-    return Path(compiled_folder())
-
-
 def _identity() -> str:
     """Of the GPU and of the code that chooses and compiles kernels, without CUDA in this process."""
     import importlib.util
@@ -178,8 +173,6 @@ def _identity() -> str:
 def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
     """Multiply zeros at each size: DeepGEMM compiles what it does not find."""
     import torch
-
-    from megatron_fp8rl.trainer.grouped_gemm import deep_gemm
 
     weight, held = None, None
     for n, k, tokens in work:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.fp8.blockwise import dequantize_activation, dequantize_weight
-from megatron_fp8rl.trainer.grouped_gemm import Fp8, deep_gemm, exact_dtype
+from megatron_fp8rl.fp8.deep_gemm import deep_gemm
+from megatron_fp8rl.trainer.grouped_gemm import Fp8, exact_dtype
 
 
 def multiply(x: Fp8, weight: Fp8) -> Tensor:

@@ -19,11 +19,6 @@ features.
 
 from __future__ import annotations
 
-import functools
-import importlib
-import importlib.util
-import os
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -37,11 +32,10 @@ from megatron_fp8rl.fp8.blockwise import (
     operand_dtype,
     quantize_weight,
 )
+from megatron_fp8rl.fp8.deep_gemm import deep_gemm
 from megatron_fp8rl.trainer import hopper
 from megatron_fp8rl.trainer.expert_kernels import Layout
 from megatron_fp8rl.trainer.expert_reference import swizzled
-
-_PACKAGES = ("deep_gemm", "vllm.third_party.deep_gemm")  # in the order in which vLLM looks for it
 
 
 class Fp8(NamedTuple):
@@ -76,41 +70,6 @@ def quantized(weights_ENK: Tensor, scales: Scales) -> Fp8:
             return Fp8(*weights_triton.quantize_weights(weights_ENK, scales))
     data, scale = quantize_weight(weights_ENK.view(-1, num_columns), scales)
     return Fp8(data.view(weights_ENK.shape), scale.view(num_experts, num_rows // BLOCK, -1))
-
-
-def has_deep_gemm() -> bool:
-    """Whether DeepGEMM is installed: alone, or within vLLM for CUDA. Imports nothing but the packages around it."""
-    return any(_is_there(name) for name in _PACKAGES)
-
-
-def _is_there(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:  # a package around it is missing
-        return False
-
-
-def compiled_folder() -> str:
-    """Where DeepGEMM keeps what it has compiled, in ``cache/*/kernel.cubin``: in every process where vLLM has it."""
-    root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "vllm"
-    )
-    return os.environ.get("DG_JIT_CACHE_DIR") or os.path.join(os.path.expanduser(root), "deep_gemm")
-
-
-@functools.cache
-def deep_gemm() -> ModuleType:
-    """DeepGEMM, the copy that vLLM would take. Raises RuntimeError with a remedy when there is none."""
-    os.environ.setdefault("DG_JIT_CACHE_DIR", compiled_folder())
-    for name in filter(_is_there, _PACKAGES):
-        module = importlib.import_module(name)
-        # Layouts here are aligned to this; DeepGEMM reads the expert of a block of rows off the first of them.
-        if (alignment := module.get_mk_alignment_for_contiguous_layout()) != BLOCK:
-            raise RuntimeError(f"{name} multiplies blocks of {alignment} rows on this GPU; {BLOCK} are expected")
-        return module
-    raise RuntimeError(
-        "DeepGEMM is not installed: vLLM for CUDA brings it. Install vLLM, or choose --precision.experts te"
-    )
 
 
 def multiply_fp8(x: Fp8, weights: Fp8, layout: Layout, dtype: torch.dtype) -> Tensor:

@@ -96,7 +96,7 @@ def _problem(field: Literal["experts", "linears"], device: torch.device) -> Exce
     """Why ``precision.{field} = "deep_gemm"`` cannot run on a device; None when it can."""
     if device.type != "cuda":
         return None
-    from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
+    from megatron_fp8rl.fp8.deep_gemm import has_deep_gemm
 
     asked = f"precision.{field} = 'deep_gemm'"
     capability = torch.cuda.get_device_capability(device)

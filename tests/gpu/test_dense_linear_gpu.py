@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
+from megatron_fp8rl.fp8.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.fp8.recipe import make_recipe
-from megatron_fp8rl.trainer import dense_linear, grouped_gemm
+from megatron_fp8rl.trainer import dense_linear
 from megatron_fp8rl.trainer.dense_linear import Matrix
 from megatron_fp8rl.trainer.expert_reference import swizzled
-from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 from tests.helpers.experts import decibels
@@ -143,7 +143,7 @@ def test_weight_gradients_are_those_of_deep_gemm_and_are_added(tokens):
     operands = [(swizzled(m.data).transpose(0, 1).flatten(1), m.scale.t()) for m in made]
     for _ in range(2):
         dense_linear._adder(*made, tokens)(ours)
-        grouped_gemm.deep_gemm().fp8_gemm_nt(
+        deep_gemm().fp8_gemm_nt(
             *operands, theirs, c=theirs, recipe=(1, 1, 128), compiled_dims="mn", disable_ue8m0_cast=True
         )
     exact = grad.double().t() @ x.double()

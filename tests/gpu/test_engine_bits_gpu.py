@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.trainer.grouped_gemm import has_deep_gemm
+from megatron_fp8rl.fp8.deep_gemm import has_deep_gemm
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
 from tests.helpers.experts import build_experts
 from tests.tolerances import ROUTER_WEIGHTS_FLOAT32

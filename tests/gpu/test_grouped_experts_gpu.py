@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
-from megatron_fp8rl.trainer.grouped_gemm import Fp8, deep_gemm, has_deep_gemm
+from megatron_fp8rl.fp8.deep_gemm import deep_gemm, has_deep_gemm
+from megatron_fp8rl.trainer.grouped_gemm import Fp8
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
 from tests.helpers.experts import (
     build_experts,

@@ -7,10 +7,10 @@ import statistics
 import pytest
 import torch
 
+from megatron_fp8rl.fp8.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.trainer import hopper
 from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize, swiglu_backward_quantize
 from megatron_fp8rl.trainer.expert_reference import swizzled
-from megatron_fp8rl.trainer.grouped_gemm import deep_gemm, has_deep_gemm
 
 pytestmark = [
     pytest.mark.gpu,

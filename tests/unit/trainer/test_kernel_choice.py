@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig, RunConfig
-from megatron_fp8rl.fp8 import auto_kernels
-from megatron_fp8rl.trainer import grouped_gemm, kernels
+from megatron_fp8rl.fp8 import auto_kernels, deep_gemm
+from megatron_fp8rl.trainer import kernels
 from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels, choose_linear_kernels, fused_kernels
 from model_configs.qwen3 import grpo_qwen3_30b_a3b
 
@@ -61,13 +61,13 @@ def test_the_record_of_a_run_names_what_computes(hopper):
 
 def test_grouped_experts_are_a_choice_that_names_what_it_needs(hopper, monkeypatch):
     asked = run(experts="deep_gemm")
-    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
+    monkeypatch.setattr(deep_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
     for device, kernels_of_auto in ((CPU, "te"), (GPU, "deep_gemm")):
         assert choose_expert_kernels(run(), device) == kernels_of_auto
         assert choose_expert_kernels(asked, device) == "deep_gemm"
     assert fused_kernels(asked, GPU)["trainer kernel, expert linears"] == "DeepGEMM (grouped)"
     assert fused_kernels(asked, CPU)["trainer kernel, expert linears"] == "PyTorch (as DeepGEMM)"
-    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: False)
+    monkeypatch.setattr(deep_gemm, "_is_there", lambda name: False)
     with pytest.raises(RuntimeError, match="DeepGEMM is not installed.*--precision.experts te"):
         choose_expert_kernels(asked, GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
@@ -77,14 +77,14 @@ def test_grouped_experts_are_a_choice_that_names_what_it_needs(hopper, monkeypat
 
 def test_linears_on_deep_gemm_are_a_choice_that_names_what_it_needs(hopper, monkeypatch):
     asked = run(linears="deep_gemm")
-    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
+    monkeypatch.setattr(deep_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
     for device, kernels_of_te in ((CPU, "emulated"), (GPU, "te")):
         assert choose_linear_kernels(run(), device) == ("deep_gemm" if device is GPU else kernels_of_te)
         assert choose_linear_kernels(run(linears="te"), device) == kernels_of_te
         assert choose_linear_kernels(asked, device) == "deep_gemm"
     assert fused_kernels(asked, GPU)["trainer kernel, FP8 linears"] == "DeepGEMM"
     assert fused_kernels(asked, CPU)["trainer kernel, FP8 linears"] == "PyTorch (as DeepGEMM)"
-    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: False)
+    monkeypatch.setattr(deep_gemm, "_is_there", lambda name: False)
     with pytest.raises(RuntimeError, match="DeepGEMM is not installed.*--precision.linears te"):
         choose_linear_kernels(asked, GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
@@ -95,7 +95,7 @@ def test_linears_on_deep_gemm_are_a_choice_that_names_what_it_needs(hopper, monk
 def test_auto_takes_deep_gemm_where_it_is_faster_and_can_run_and_never_raises(hopper, monkeypatch):
     everywhere = dict.fromkeys(auto_kernels.DEEP_GEMM_IS_FASTER, auto_kernels.Range(first=0))
     monkeypatch.setattr(auto_kernels, "DEEP_GEMM_IS_FASTER", everywhere)
-    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
+    monkeypatch.setattr(deep_gemm, "_is_there", lambda name: name == "vllm.third_party.deep_gemm")
     assert (choose_linear_kernels(run(), GPU), choose_expert_kernels(run(), GPU)) == ("deep_gemm", "deep_gemm")
     assert (choose_linear_kernels(run(), CPU), choose_expert_kernels(run(), CPU)) == ("emulated", "te")
     for asked in (dict(linears="te", experts="te"), dict(trainer="delayed"), dict(gradients="e5m2")):
@@ -103,5 +103,5 @@ def test_auto_takes_deep_gemm_where_it_is_faster_and_can_run_and_never_raises(ho
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert (choose_linear_kernels(run(), GPU), choose_expert_kernels(run(), GPU)) == ("te", "te")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(grouped_gemm, "_is_there", lambda name: False)
+    monkeypatch.setattr(deep_gemm, "_is_there", lambda name: False)
     assert (choose_linear_kernels(run(), GPU), choose_expert_kernels(run(), GPU)) == ("te", "te")
