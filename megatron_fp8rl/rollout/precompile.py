@@ -30,6 +30,7 @@ from megatron_fp8rl.fp8.deep_gemm import compiled_folder, deep_gemm
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights.names import hf_tensors
 
+_MODULE = "megatron_fp8rl.rollout.precompile"  # __name__ is another where it is run
 LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # sizes, handed to the engine's server
 DEADLINE_S = 900.0
 _MAX_PROCESSES = 16
@@ -96,7 +97,7 @@ def ensure(
     """
     folder = folder or Path(compiled_folder())
     identity = identity or _identity()
-    command = command or (lambda words: [sys.executable, "-m", __name__, *words])
+    command = command or (lambda words: [sys.executable, "-m", _MODULE, *words])
     end = time.monotonic() + deadline_s
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder / "fp8rl.lock", end):

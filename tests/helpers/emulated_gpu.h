@@ -155,6 +155,7 @@ static void store_later(void* to, uint32_t from, uint32_t bytes, bool adds) {
     require(from % 16 == 0 && bytes % 16 == 0 && (uintptr_t)to % 16 == 0);
     stores.push_back({to, from, bytes, adds});
 }
+static void prefetch(const void* from, uint32_t bytes) { require(bytes % 16 == 0 && (uintptr_t)from % 16 == 0); }
 static void store(void* to, uint32_t from, uint32_t bytes) { store_later(to, from, bytes, false); }
 static void reduce(float* to, uint32_t from, uint32_t bytes) { store_later(to, from, bytes, true); }
 static void stores_are_read() {
@@ -237,6 +238,7 @@ static uint32_t larger(uint32_t a, uint32_t b) {
     return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a & 0xFFFF0000, b & 0xFFFF0000);
 }
 static void products_begin(float (&)[64]) {}
+static void products_asked() {}
 static void products_end(float (&)[64]) { __syncwarp(); }  // threads of a warp go together
 
 static float e4m3(uint8_t bits) {

@@ -87,6 +87,10 @@ ON_GPU void load_for(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrie
         ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)blocks) : "memory");
 }
 
+ON_GPU void prefetch(const void* from, u32 bytes) {  // to the cache that all blocks share
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}
+
 ON_GPU void store(void* to, u32 from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                  : "memory");
@@ -207,8 +211,9 @@ ON_GPU void products_begin(float (&d)[64]) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+ON_GPU void products_asked() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
 ON_GPU void products_end(float (&d)[64]) {
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
     keep(d);
     asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
     keep(d);

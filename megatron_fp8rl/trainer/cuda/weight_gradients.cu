@@ -10,10 +10,12 @@
 // N is a multiple of 128 DOWN, K of 128 ACROSS. Sums of 128 products of the tensor cores are scaled and added up in
 // float32, block after block, and the total is added to what is in memory: no order depends on time.
 //
-// Blocks of threads stay, and take tile after tile of 128 x 128 of out. DOWN x ACROSS of them, a cluster, work on
-// neighbouring tiles: what those of a row need of g, and those of a column of x, is read once from the cache for all.
-// Two warp groups multiply, each 64 x 128 of a tile; of a third, one warp loads, and one for each half of a tile adds
-// finished sums to memory while the next are made.
+// Blocks of threads stay, and take tile after tile of 128 x 128 of out, down GROUP rows before the next column, so that
+// those at work at one time need few operands. DOWN x ACROSS of them, a cluster, work on neighbouring tiles: what those
+// of a row need of g, and those of a column of x, is read once from the cache for all. Two warp groups multiply, each
+// 64 x 128 of a tile; of a third, one warp loads, and one for each half of a tile adds finished sums to memory while the
+// next are made. Loads wait for the cache, not for memory: AHEAD steps before, each of the blocks that share a tile asks
+// for one of its PARTS; and what sums are added to is in the cache when they are.
 
 #ifndef DOWN
 #define DOWN 1
@@ -23,6 +25,19 @@
 #endif
 #ifndef STAGES
 #define STAGES 4
+#endif
+
+#ifndef GROUP
+#define GROUP 8
+#endif
+#ifndef AHEAD
+#define AHEAD 8
+#endif
+#ifndef PARTS
+#define PARTS 4
+#endif
+#ifndef PREFETCH_OUT
+#define PREFETCH_OUT 1
 #endif
 
 #include "hopper.h"
@@ -48,14 +63,25 @@ struct Tiles {  // of a cluster, in turn
             expert = index / per_expert;
             first = offsets[expert] / SIDE, count = offsets[expert + 1] / SIDE - first;
             if (count) {
-                const int place = index % per_expert;
-                row = place / columns, column = place % columns;
+                const int place = index % per_expert, above = place / (GROUP * columns) * GROUP;
+                const int height = rows - above < GROUP ? rows - above : GROUP, inside = place - above * columns;
+                row = above + inside % height, column = inside / height;
                 return true;
             }
             const int left = (expert + 1) * per_expert - index;  // of an expert without a row
             index += (left + step - 1) / step * step;
         }
         return false;
+    }
+};
+
+struct Steps {  // of a cluster's tiles, a block of 128 rows each
+    Tiles tiles;
+    int i;
+    bool more;
+
+    ON_GPU void go_on(int experts, int rows, int columns, const int* offsets) {
+        if (++i == tiles.count) tiles.index += tiles.step, i = 0, more = tiles.find(experts, rows, columns, offsets);
     }
 };
 
@@ -96,14 +122,30 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
     meet_cluster<CLUSTER>();
 
     if (group == 0) {
-        few_registers<40>();
+        few_registers<56>();
         if (warp == 0) {
-            for (int step = 0; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
-                const int row = tiles.row * DOWN + down, column = tiles.column * ACROSS + across;
-                for (int i = 0; i < tiles.count && lane == 0; ++i, ++step) {
+            if (lane == 0) {
+                Steps now = {tiles, 0};
+                now.more = now.tiles.find(experts, rows, columns, offsets);
+                Steps later = now;
+                auto ask = [&]() {
+                    const int row = later.tiles.row * DOWN + down, column = later.tiles.column * ACROSS + across;
+                    const size_t g_line = (size_t)(later.tiles.first + later.i) * n + row * SIDE;
+                    const size_t x_line = (size_t)(later.tiles.first + later.i) * k + column * SIDE;
+                    const u32 g_part = column % PARTS, x_part = row % PARTS;
+                    prefetch(g + g_line * SIDE + g_part * (TILE / PARTS), TILE / PARTS);
+                    prefetch(x + x_line * SIDE + x_part * (TILE / PARTS), TILE / PARTS);
+                    if (g_part == 0) prefetch(g_scale + g_line, SIDE * 4);
+                    if (x_part == 0) prefetch(x_scale + x_line, SIDE * 4);
+                    later.go_on(experts, rows, columns, offsets);
+                };
+                for (int i = 0; i < AHEAD && later.more; ++i) ask();
+                for (int step = 0; now.more; now.go_on(experts, rows, columns, offsets), ++step) {
+                    if (AHEAD && later.more) ask();
+                    const int row = now.tiles.row * DOWN + down, column = now.tiles.column * ACROSS + across;
                     const int s = step % STAGES;
-                    const size_t g_line = (size_t)(tiles.first + i) * n + row * SIDE;
-                    const size_t x_line = (size_t)(tiles.first + i) * k + column * SIDE;
+                    const size_t g_line = (size_t)(now.tiles.first + now.i) * n + row * SIDE;
+                    const size_t x_line = (size_t)(now.tiles.first + now.i) * k + column * SIDE;
                     barrier_wait(empty(s), (step / STAGES & 1) ^ 1);
                     barrier_expect(full(s), STAGE + 2 * SIDE * 4);
                     const u32 g_part = across * (TILE / ACROSS), x_part = down * (TILE / DOWN);
@@ -120,14 +162,15 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                     load(scales(s), g_scale + g_line, SIDE * 4, full(s));
                     load(scales(s) + SIDE * 4, x_scale + x_line, SIDE * 4, full(s));
                 }
-                __syncwarp();
             }
+            __syncwarp();
         } else if (warp < 3) {
             const int half = warp - 1;
             named_arrive(FREE + half, BOTH);
             for (; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
                 float* to = sums_at(half) + (size_t)lane * k;
                 const u32 from = sums_of(half) + lane * LINE;
+                if (PREFETCH_OUT) prefetch(to, SIDE * 4), prefetch(to + (size_t)32 * k, SIDE * 4);
                 named_wait(READY + half, BOTH);
                 reduce(to, from, SIDE * 4);
                 reduce(to + (size_t)32 * k, from + 32 * LINE, SIDE * 4);
@@ -138,7 +181,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             stores_are_done();
         }
     } else {
-        many_registers<232>();
+        many_registers<224>();
         const int half = group - 1;
         const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of the first number of this thread
         for (int step = 0; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
@@ -148,15 +191,16 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             for (int i = 0; i < tiles.count; ++i, ++step) {
                 const int s = step % STAGES;
                 barrier_wait(full(s), step / STAGES & 1);
+                products_begin(d);
+#pragma unroll
+                for (int p = 0; p < 4; ++p)
+                    multiply(d, operands(s) + half * 64 * SIDE + p * 32, operands(s) + TILE + p * 32, p);
+                products_asked();
                 const u32 of_row = scales(s) + (half * 64 + row) * 4;
                 const float r0 = read1(of_row), r1 = read1(of_row + 8 * 4);
                 float2 c[16];
 #pragma unroll
                 for (int j = 0; j < 16; ++j) c[j] = read2(scales(s) + (SIDE + j * 8 + column) * 4);
-                products_begin(d);
-#pragma unroll
-                for (int p = 0; p < 4; ++p)
-                    multiply(d, operands(s) + half * 64 * SIDE + p * 32, operands(s) + TILE + p * 32, p);
                 products_end(d);
                 // To the blocks that load for this one: those of its row, and the others of its column.
                 if (CLUSTER == 1) {
