@@ -8,6 +8,12 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// A block begins with the same number for each of its threads. Those that ask for more wait until others have given as
+// many back: for ever, if there are not enough.
+constexpr bool registers_suffice(int threads, int threads_with_few, int few, int many) {
+    return threads_with_few * few + (threads - threads_with_few) * many <= 65536 / threads / 8 * 8 * threads;
+}
+
 #ifndef EMULATED
 #define ON_GPU __device__ __forceinline__
 #define IN_CLUSTERS(blocks) __cluster_dims__(blocks, 1, 1)

@@ -35,6 +35,9 @@ constexpr u32 ROW_PARTS = 0, COLUMN_PARTS = ROW_PARTS + 4 * 2 * ROW_PART, SUM_PA
 constexpr u32 PART = SUM_PARTS + 4 * SUM_PART;
 constexpr u32 INPUTS = (PARTS + 2 * PART + 127) / 128 * 128;
 
+constexpr int FEW = 32, MANY = 112;  // registers of threads that load and store, and of those that work
+static_assert(registers_suffice(THREADS + 128, 128, FEW, MANY));
+
 constexpr u32 MAGNITUDES = 0x7FFF7FFF;
 constexpr int STAGED = 2;  // barriers between the warps that work and the one that stores, of each stage
 
@@ -87,7 +90,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
     meet_cluster<1>();
 
     int step = 0;
-    if (warp >= WARPS) few_registers<40>();
+    if (warp >= WARPS) few_registers<FEW>();
     if (warp >= WARPS && warp < WARPS + 3) {
         const int input = warp - WARPS;  // gate, up or dy
         const u16* from = input == 2 ? dy : h + input * width;
@@ -125,7 +128,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
         }
         if (lane == 0) stores_are_done();
     } else if (warp < WARPS) {
-        many_registers<112>();
+        many_registers<MANY>();
         const int down = warp / 4, right = warp % 4, of_rows = lane / 4, of_features = lane % 4;
         const int my_row = down * 32 + of_rows * 4, my_feature = right * 32 + of_features * 8;
         for (int tile = blockIdx.x; tile < num_tiles; tile += gridDim.x) {

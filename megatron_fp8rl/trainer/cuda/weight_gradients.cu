@@ -36,6 +36,9 @@
 #ifndef PARTS
 #define PARTS 4
 #endif
+#ifndef EARLY
+#define EARLY 0
+#endif
 #ifndef PREFETCH_OUT
 #define PREFETCH_OUT 1
 #endif
@@ -51,6 +54,9 @@ constexpr u32 BARRIERS = 0;             // of each stage, full and empty
 constexpr u32 SCALES = 1024;            // of each stage, g's and x's
 constexpr u32 OPERANDS = SCALES + (STAGES * 1024 + 1023) / 1024 * 1024;
 constexpr u32 SUMS = OPERANDS + STAGES * STAGE;
+
+constexpr int FEW = 56, MANY = 224;  // registers of threads that load and store, and of those that multiply
+static_assert(registers_suffice(384, 128, FEW, MANY));
 
 struct Tiles {  // of a cluster, in turn
     int expert, row, column;  // of the group of tiles
@@ -122,7 +128,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
     meet_cluster<CLUSTER>();
 
     if (group == 0) {
-        few_registers<56>();
+        few_registers<FEW>();
         if (warp == 0) {
             if (lane == 0) {
                 Steps now = {tiles, 0};
@@ -181,7 +187,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             stores_are_done();
         }
     } else {
-        many_registers<224>();
+        many_registers<MANY>();
         const int half = group - 1;
         const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of the first number of this thread
         for (int step = 0; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
@@ -191,16 +197,21 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             for (int i = 0; i < tiles.count; ++i, ++step) {
                 const int s = step % STAGES;
                 barrier_wait(full(s), step / STAGES & 1);
+                const u32 of_row = scales(s) + (half * 64 + row) * 4;
+                float r0, r1;
+                float2 c[16];
+                auto read_scales = [&]() {
+                    r0 = read1(of_row), r1 = read1(of_row + 8 * 4);
+#pragma unroll
+                    for (int j = 0; j < 16; ++j) c[j] = read2(scales(s) + (SIDE + j * 8 + column) * 4);
+                };
+                if (EARLY) read_scales();
                 products_begin(d);
 #pragma unroll
                 for (int p = 0; p < 4; ++p)
                     multiply(d, operands(s) + half * 64 * SIDE + p * 32, operands(s) + TILE + p * 32, p);
                 products_asked();
-                const u32 of_row = scales(s) + (half * 64 + row) * 4;
-                const float r0 = read1(of_row), r1 = read1(of_row + 8 * 4);
-                float2 c[16];
-#pragma unroll
-                for (int j = 0; j < 16; ++j) c[j] = read2(scales(s) + (SIDE + j * 8 + column) * 4);
+                if (!EARLY) read_scales();
                 products_end(d);
                 // To the blocks that load for this one: those of its row, and the others of its column.
                 if (CLUSTER == 1) {
