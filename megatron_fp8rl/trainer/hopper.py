@@ -89,7 +89,7 @@ def swiglu_backward(
 def _weight_gradients(device: int, across: int) -> _Kernel:
     """For clusters of ``across`` blocks beside each other."""
     stages = 4
-    shared_bytes = 1024 + stages * (2 * BLOCK * BLOCK + 1024) + BLOCK * (4 * BLOCK + 32) + 1024
+    shared_bytes = 2 * 1024 + stages * 2 * BLOCK * BLOCK + (stages + 1) * 1024 + BLOCK * (4 * BLOCK + 32)
     options = [f"-DACROSS={across}", f"-DSTAGES={stages}"]
     return _compiled("weight_gradients", "add_weight_gradients", device, options, 384, shared_bytes, across)
 

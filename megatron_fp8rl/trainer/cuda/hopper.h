@@ -8,15 +8,18 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+#ifndef EMULATED
+#define ON_GPU __device__ __forceinline__
+#define IN_CLUSTERS(blocks) __cluster_dims__(blocks, 1, 1)
+#endif
+
 // A block begins with the same number for each of its threads. Those that ask for more wait until others have given as
 // many back: for ever, if there are not enough.
-constexpr bool registers_suffice(int threads, int threads_with_few, int few, int many) {
+ON_GPU constexpr bool registers_suffice(int threads, int threads_with_few, int few, int many) {
     return threads_with_few * few + (threads - threads_with_few) * many <= 65536 / threads / 8 * 8 * threads;
 }
 
 #ifndef EMULATED
-#define ON_GPU __device__ __forceinline__
-#define IN_CLUSTERS(blocks) __cluster_dims__(blocks, 1, 1)
 
 // The dynamic part, from a multiple of BYTES on.
 template <u32 BYTES>
@@ -219,9 +222,9 @@ ON_GPU void products_begin(float (&d)[64]) {
 
 ON_GPU void products_asked() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
+template <int LATER>  // groups asked for after those waited for
 ON_GPU void products_end(float (&d)[64]) {
-    keep(d);
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
     keep(d);
 }
 

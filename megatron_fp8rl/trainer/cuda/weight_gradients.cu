@@ -10,12 +10,14 @@
 // N is a multiple of 128 DOWN, K of 128 ACROSS. Sums of 128 products of the tensor cores are scaled and added up in
 // float32, block after block, and the total is added to what is in memory: no order depends on time.
 //
-// Blocks of threads stay, and take tile after tile of 128 x 128 of out, down GROUP rows before the next column, so that
-// those at work at one time need few operands. DOWN x ACROSS of them, a cluster, work on neighbouring tiles: what those
-// of a row need of g, and those of a column of x, is read once from the cache for all. Two warp groups multiply, each
-// 64 x 128 of a tile; of a third, one warp loads, and one for each half of a tile adds finished sums to memory while the
-// next are made. Loads wait for the cache, not for memory: AHEAD steps before, each of the blocks that share a tile asks
-// for one of its PARTS; and what sums are added to is in the cache when they are.
+// Blocks of threads stay, and take tile after tile of 128 x 128 of out. DOWN x ACROSS of them, a cluster, work on
+// neighbouring tiles: what those of a row need of g, and those of a column of x, is read once from the cache for all.
+// Where sums are long, tiles follow each other down 16 rows before the next column, so that those at work at one time
+// need few operands.
+//
+// Two warp groups multiply, each 64 x 128 of a tile; while tensor cores multiply a block of 128 rows, the products of the
+// last are scaled and added. Of a third group, one warp loads, and one for each half of a tile adds finished sums to
+// memory while the next are made; it has asked for what they are added to when the tile began.
 
 #ifndef DOWN
 #define DOWN 1
@@ -26,68 +28,57 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
-
-#ifndef GROUP
-#define GROUP 8
-#endif
-#ifndef AHEAD
-#define AHEAD 8
-#endif
-#ifndef PARTS
-#define PARTS 4
-#endif
-#ifndef EARLY
-#define EARLY 0
-#endif
-#ifndef PREFETCH_OUT
-#define PREFETCH_OUT 1
+#ifndef PASSES
+#define PASSES 1
 #endif
 
 #include "hopper.h"
 
 constexpr int CLUSTER = DOWN * ACROSS;
 constexpr int SIDE = 128;
-constexpr u32 TILE = SIDE * SIDE;       // bytes of an operand's
-constexpr u32 STAGE = 2 * TILE;         // g's tile and x's
-constexpr u32 LINE = SIDE * 4 + 32;     // between rows of sums, so that no two rows of a store meet in a bank
-constexpr u32 BARRIERS = 0;             // of each stage, full and empty
-constexpr u32 SCALES = 1024;            // of each stage, g's and x's
-constexpr u32 OPERANDS = SCALES + (STAGES * 1024 + 1023) / 1024 * 1024;
+constexpr int SLOTS = STAGES + 1;           // for scales, which are read after the operands
+constexpr u32 TILE = SIDE * SIDE;           // bytes of an operand's
+constexpr u32 STAGE = 2 * TILE;             // g's tile and x's
+constexpr u32 WIDTH = SIDE / PASSES;        // of sums that are stored at a time
+constexpr u32 LINE = WIDTH * 4 + 32;        // between rows of sums, so that no two rows of a store meet in a bank
+constexpr u32 BARRIERS = 0;                 // of each stage, full and empty
+constexpr u32 NOTES = 512;                  // of each slot: what comes next
+constexpr u32 SCALES = 1024;                // of each slot, g's and x's
+constexpr u32 OPERANDS = SCALES + SLOTS * 1024;
 constexpr u32 SUMS = OPERANDS + STAGES * STAGE;
-
-constexpr int FEW = 56, MANY = 224;  // registers of threads that load and store, and of those that multiply
+constexpr int FEW = 40, MANY = 232;  // registers of threads that load and store, and of those that multiply
 static_assert(registers_suffice(384, 128, FEW, MANY));
+constexpr int LONG = 4096;  // rows of an expert
 
-struct Tiles {  // of a cluster, in turn
-    int expert, row, column;  // of the group of tiles
-    int first, count;         // blocks of 128 rows of the expert
-    int index, step;
+enum : u32 { SAME_TILE, NEXT_TILE, NOTHING };  // comes next
 
-    ON_GPU bool find(int experts, int rows, int columns, const int* offsets) {
+struct Steps {  // of a cluster: its tiles in turn, and for each the blocks of 128 rows of its expert
+    const int* offsets;
+    int experts, rows, columns, height;  // of groups of tiles
+    int index, distance;
+    int expert, row, column, first, count, i;
+    bool more;
+
+    ON_GPU void find() {
         const int per_expert = rows * columns;
+        i = 0;
         while (index < experts * per_expert) {
             expert = index / per_expert;
             first = offsets[expert] / SIDE, count = offsets[expert + 1] / SIDE - first;
             if (count) {
-                const int place = index % per_expert, above = place / (GROUP * columns) * GROUP;
-                const int height = rows - above < GROUP ? rows - above : GROUP, inside = place - above * columns;
-                row = above + inside % height, column = inside / height;
-                return true;
+                const int place = index % per_expert, above = place / (height * columns) * height;
+                const int here = rows - above < height ? rows - above : height, inside = place - above * columns;
+                row = above + inside % here, column = inside / here, more = true;
+                return;
             }
             const int left = (expert + 1) * per_expert - index;  // of an expert without a row
-            index += (left + step - 1) / step * step;
+            index += (left + distance - 1) / distance * distance;
         }
-        return false;
+        more = false;
     }
-};
-
-struct Steps {  // of a cluster's tiles, a block of 128 rows each
-    Tiles tiles;
-    int i;
-    bool more;
-
-    ON_GPU void go_on(int experts, int rows, int columns, const int* offsets) {
-        if (++i == tiles.count) tiles.index += tiles.step, i = 0, more = tiles.find(experts, rows, columns, offsets);
+    ON_GPU void next_tile() { index += distance, find(); }
+    ON_GPU void next() {
+        if (++i == count) next_tile();
     }
 };
 
@@ -104,19 +95,17 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                      int experts, int n, int k) {
     const u32 base = shared_memory<1024>();
     const int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rows = n / SIDE / DOWN, columns = k / SIDE / ACROSS;  // of groups of tiles
     const int rank = blockIdx.x % CLUSTER, down = rank / ACROSS, across = rank % ACROSS;
     auto full = [&](int s) { return base + BARRIERS + s * 16; };
     auto empty = [&](int s) { return base + BARRIERS + s * 16 + 8; };
-    auto scales = [&](int s) { return base + SCALES + s * 1024; };
+    auto note = [&](int slot) { return base + NOTES + slot * 4; };
+    auto scales = [&](int slot) { return base + SCALES + slot * 1024; };
     auto operands = [&](int s) { return base + OPERANDS + s * STAGE; };
     auto sums_of = [&](int half) { return base + SUMS + half * 64 * LINE; };
-    Tiles tiles;
-    tiles.index = blockIdx.x / CLUSTER, tiles.step = gridDim.x / CLUSTER;
-    auto sums_at = [&](int half) {
-        const size_t row = (size_t)tiles.expert * n + (tiles.row * DOWN + down) * SIDE + half * 64;
-        return out + row * k + (tiles.column * ACROSS + across) * SIDE;
-    };
+    Steps steps = {offsets, experts, n / SIDE / DOWN, k / SIDE / ACROSS};
+    steps.height = offsets[experts] / experts >= LONG ? 16 : 1;
+    steps.index = blockIdx.x / CLUSTER, steps.distance = gridDim.x / CLUSTER;
+    steps.find();
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
@@ -130,59 +119,46 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
     if (group == 0) {
         few_registers<FEW>();
         if (warp == 0) {
-            if (lane == 0) {
-                Steps now = {tiles, 0};
-                now.more = now.tiles.find(experts, rows, columns, offsets);
-                Steps later = now;
-                auto ask = [&]() {
-                    const int row = later.tiles.row * DOWN + down, column = later.tiles.column * ACROSS + across;
-                    const size_t g_line = (size_t)(later.tiles.first + later.i) * n + row * SIDE;
-                    const size_t x_line = (size_t)(later.tiles.first + later.i) * k + column * SIDE;
-                    const u32 g_part = column % PARTS, x_part = row % PARTS;
-                    prefetch(g + g_line * SIDE + g_part * (TILE / PARTS), TILE / PARTS);
-                    prefetch(x + x_line * SIDE + x_part * (TILE / PARTS), TILE / PARTS);
-                    if (g_part == 0) prefetch(g_scale + g_line, SIDE * 4);
-                    if (x_part == 0) prefetch(x_scale + x_line, SIDE * 4);
-                    later.go_on(experts, rows, columns, offsets);
-                };
-                for (int i = 0; i < AHEAD && later.more; ++i) ask();
-                for (int step = 0; now.more; now.go_on(experts, rows, columns, offsets), ++step) {
-                    if (AHEAD && later.more) ask();
-                    const int row = now.tiles.row * DOWN + down, column = now.tiles.column * ACROSS + across;
-                    const int s = step % STAGES;
-                    const size_t g_line = (size_t)(now.tiles.first + now.i) * n + row * SIDE;
-                    const size_t x_line = (size_t)(now.tiles.first + now.i) * k + column * SIDE;
-                    barrier_wait(empty(s), (step / STAGES & 1) ^ 1);
-                    barrier_expect(full(s), STAGE + 2 * SIDE * 4);
-                    const u32 g_part = across * (TILE / ACROSS), x_part = down * (TILE / DOWN);
-                    if (ACROSS > 1)
-                        load_for(((1 << ACROSS) - 1) << (down * ACROSS), operands(s) + g_part,
-                                 g + g_line * SIDE + g_part, TILE / ACROSS, full(s));
-                    else
-                        load(operands(s), g + g_line * SIDE, TILE, full(s));
-                    if (DOWN > 1)
-                        load_for((1 | 1 << ACROSS) << across, operands(s) + TILE + x_part,
-                                 x + x_line * SIDE + x_part, TILE / DOWN, full(s));
-                    else
-                        load(operands(s) + TILE, x + x_line * SIDE, TILE, full(s));
-                    load(scales(s), g_scale + g_line, SIDE * 4, full(s));
-                    load(scales(s) + SIDE * 4, x_scale + x_line, SIDE * 4, full(s));
-                }
+            for (int step = 0; lane == 0 && steps.more; ++step) {
+                const int s = step % STAGES, slot = step % SLOTS;
+                const int row = (steps.row * DOWN + down) * SIDE, column = (steps.column * ACROSS + across) * SIDE;
+                const size_t g_line = (size_t)(steps.first + steps.i) * n + row;
+                const size_t x_line = (size_t)(steps.first + steps.i) * k + column;
+                const u32 g_part = across * (TILE / ACROSS), x_part = down * (TILE / DOWN);
+                steps.next();
+                barrier_wait(empty(s), (step / STAGES & 1) ^ 1);
+                write1(note(slot), !steps.more ? NOTHING : steps.i ? SAME_TILE : NEXT_TILE);
+                barrier_expect(full(s), STAGE + 2 * SIDE * 4);
+                if (ACROSS > 1)
+                    load_for(((1 << ACROSS) - 1) << (down * ACROSS), operands(s) + g_part, g + g_line * SIDE + g_part,
+                             TILE / ACROSS, full(s));
+                else
+                    load(operands(s), g + g_line * SIDE, TILE, full(s));
+                if (DOWN > 1)
+                    load_for((1 | 1 << ACROSS) << across, operands(s) + TILE + x_part, x + x_line * SIDE + x_part,
+                             TILE / DOWN, full(s));
+                else
+                    load(operands(s) + TILE, x + x_line * SIDE, TILE, full(s));
+                load(scales(slot), g_scale + g_line, SIDE * 4, full(s));
+                load(scales(slot) + SIDE * 4, x_scale + x_line, SIDE * 4, full(s));
             }
             __syncwarp();
         } else if (warp < 3) {
             const int half = warp - 1;
             named_arrive(FREE + half, BOTH);
-            for (; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
-                float* to = sums_at(half) + (size_t)lane * k;
+            for (; steps.more; steps.next_tile()) {
+                const size_t row = (size_t)steps.expert * n + (steps.row * DOWN + down) * SIDE + half * 64 + lane;
+                float* to = out + row * k + (steps.column * ACROSS + across) * SIDE;
                 const u32 from = sums_of(half) + lane * LINE;
-                if (PREFETCH_OUT) prefetch(to, SIDE * 4), prefetch(to + (size_t)32 * k, SIDE * 4);
-                named_wait(READY + half, BOTH);
-                reduce(to, from, SIDE * 4);
-                reduce(to + (size_t)32 * k, from + 32 * LINE, SIDE * 4);
-                stores_are_read();
-                __syncwarp();
-                named_arrive(FREE + half, BOTH);
+                prefetch(to, SIDE * 4), prefetch(to + (size_t)32 * k, SIDE * 4);
+                for (int pass = 0; pass < PASSES; ++pass, to += WIDTH) {
+                    named_wait(READY + half, BOTH);
+                    reduce(to, from, WIDTH * 4);
+                    reduce(to + (size_t)32 * k, from + 32 * LINE, WIDTH * 4);
+                    stores_are_read();
+                    __syncwarp();
+                    named_arrive(FREE + half, BOTH);
+                }
             }
             stores_are_done();
         }
@@ -190,54 +166,83 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
         many_registers<MANY>();
         const int half = group - 1;
         const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of the first number of this thread
-        for (int step = 0; tiles.find(experts, rows, columns, offsets); tiles.index += tiles.step) {
-            float d[64], sum[64];
+        float even[64], odd[64], sum[64];
 #pragma unroll
-            for (int i = 0; i < 64; ++i) sum[i] = 0.0f;
-            for (int i = 0; i < tiles.count; ++i, ++step) {
-                const int s = step % STAGES;
-                barrier_wait(full(s), step / STAGES & 1);
-                const u32 of_row = scales(s) + (half * 64 + row) * 4;
-                float r0, r1;
-                float2 c[16];
-                auto read_scales = [&]() {
-                    r0 = read1(of_row), r1 = read1(of_row + 8 * 4);
+        for (int i = 0; i < 64; ++i) sum[i] = 0.0f;
+        int step = 0;
+        auto begin = [&](float(&d)[64], int step) {
+            const int s = step % STAGES;
+            barrier_wait(full(s), step / STAGES & 1);
+            products_begin(d);
 #pragma unroll
-                    for (int j = 0; j < 16; ++j) c[j] = read2(scales(s) + (SIDE + j * 8 + column) * 4);
-                };
-                if (EARLY) read_scales();
-                products_begin(d);
-#pragma unroll
-                for (int p = 0; p < 4; ++p)
-                    multiply(d, operands(s) + half * 64 * SIDE + p * 32, operands(s) + TILE + p * 32, p);
-                products_asked();
-                if (!EARLY) read_scales();
-                products_end(d);
-                // To the blocks that load for this one: those of its row, and the others of its column.
-                if (CLUSTER == 1) {
-                    if (lane == 0) barrier_arrive(empty(s));
-                } else if (lane < ACROSS) {
-                    barrier_arrive_at(empty(s), down * ACROSS + lane);
-                } else if (lane < ACROSS + DOWN && lane - ACROSS != down) {
-                    barrier_arrive_at(empty(s), (lane - ACROSS) * ACROSS + across);
-                }
-#pragma unroll
-                for (int j = 0; j < 16; ++j) {
-                    sum[j * 4 + 0] += r0 * c[j].x * d[j * 4 + 0];
-                    sum[j * 4 + 1] += r0 * c[j].y * d[j * 4 + 1];
-                    sum[j * 4 + 2] += r1 * c[j].x * d[j * 4 + 2];
-                    sum[j * 4 + 3] += r1 * c[j].y * d[j * 4 + 3];
-                }
+            for (int p = 0; p < 4; ++p)
+                multiply(d, operands(s) + half * 64 * SIDE + p * 32, operands(s) + TILE + p * 32, p);
+            products_asked();
+        };
+        auto comes = [&]() { return as_bits(read1(note(step % SLOTS))); };
+        // Adds the products of this step, which are there, to the sums of a tile, and these to memory after the last.
+        auto add = [&](float(&d)[64], u32 comes) {
+            const int s = step % STAGES, slot = step % SLOTS;
+            // To the blocks that load for this one: those of its row, and the others of its column.
+            if (CLUSTER == 1) {
+                if (lane == 0) barrier_arrive(empty(s));
+            } else if (lane < ACROSS) {
+                barrier_arrive_at(empty(s), down * ACROSS + lane);
+            } else if (lane < ACROSS + DOWN && lane - ACROSS != down) {
+                barrier_arrive_at(empty(s), (lane - ACROSS) * ACROSS + across);
             }
-            const u32 at = sums_of(half) + row * LINE + column * 4;
-            named_wait(FREE + half, BOTH);
+            const u32 of_row = scales(slot) + (half * 64 + row) * 4, of_column = scales(slot) + (SIDE + column) * 4;
+            const float r0 = read1(of_row), r1 = read1(of_row + 8 * 4);
 #pragma unroll
             for (int j = 0; j < 16; ++j) {
-                write2(at + j * 32, sum[j * 4], sum[j * 4 + 1]);
-                write2(at + 8 * LINE + j * 32, sum[j * 4 + 2], sum[j * 4 + 3]);
+                const float2 c = read2(of_column + j * 32);
+                sum[j * 4 + 0] += r0 * c.x * d[j * 4 + 0];
+                sum[j * 4 + 1] += r0 * c.y * d[j * 4 + 1];
+                sum[j * 4 + 2] += r1 * c.x * d[j * 4 + 2];
+                sum[j * 4 + 3] += r1 * c.y * d[j * 4 + 3];
             }
-            visible_to_copies();
-            named_arrive(READY + half, BOTH);
+            if (comes != SAME_TILE) {
+                const u32 at = sums_of(half) + row * LINE + column * 4;
+#pragma unroll
+                for (int pass = 0; pass < PASSES; ++pass) {
+                    named_wait(FREE + half, BOTH);
+#pragma unroll
+                    for (int j = 0; j < 16 / PASSES; ++j) {
+                        const float* x = sum + (pass * (16 / PASSES) + j) * 4;
+                        write2(at + j * 32, x[0], x[1]);
+                        write2(at + 8 * LINE + j * 32, x[2], x[3]);
+                    }
+                    visible_to_copies();
+                    named_arrive(READY + half, BOTH);
+                }
+#pragma unroll
+                for (int i = 0; i < 64; ++i) sum[i] = 0.0f;
+            }
+            ++step;
+        };
+        // Products of a step are made while those of the last are added.
+        if (steps.more) {
+            begin(even, 0);
+            while (true) {
+                const u32 after_even = comes();
+                if (after_even == NOTHING) {
+                    products_end<0>(even);
+                    add(even, NOTHING);
+                    break;
+                }
+                begin(odd, step + 1);
+                products_end<1>(even);
+                add(even, after_even);
+                const u32 after_odd = comes();
+                if (after_odd == NOTHING) {
+                    products_end<0>(odd);
+                    add(odd, NOTHING);
+                    break;
+                }
+                begin(even, step + 1);
+                products_end<1>(odd);
+                add(odd, after_odd);
+            }
         }
         named_wait(FREE + half, BOTH);  // until the last sums have been read
     }
