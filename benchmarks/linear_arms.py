@@ -117,8 +117,8 @@ def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
     import torch
 
     from megatron_fp8rl.fp8 import blockwise
-    from megatron_fp8rl.trainer import dense_gemm, dense_linear
-    from megatron_fp8rl.trainer.expert_kernels import permute_quantize_bytes
+    from megatron_fp8rl.trainer import dense_gemm, dense_linear, grouped_gemm
+    from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize, permute_quantize_bytes
     from megatron_fp8rl.trainer.grouped_gemm import Fp8
 
     require_whole_blocks(shape)
@@ -140,5 +140,10 @@ def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
     columns = [dense_linear._columns(m) for m in made]
     yield "forward", partial(dense_gemm.multiply, dense_linear._rows(made[0]), w), operations, 0
     yield "dgrad", partial(dense_gemm.multiply, dense_linear._rows(made[1]), w_KN), operations, 0
-    yield "wgrad", partial(dense_linear._adder(columns[1], columns[0], tokens), out), operations, 0
+    yield "wgrad", partial(dense_gemm.add_weight_gradient, columns[1], columns[0], out), operations, 0
+    layout = Layout.of(torch.tensor([tokens], device=device()), tokens, [tokens])
+    blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]
+    operands = [Fp8(m.columns, m.column_scales) for m in blocks]
+    grouped = partial(grouped_gemm.add_weight_gradients_fp8, *operands, layout, out.unsqueeze(0))
+    yield "wgrad, grouped kernel", grouped, operations, 0
     yield "forward in BF16, PyTorch", lambda: x @ weight.t(), operations, 0

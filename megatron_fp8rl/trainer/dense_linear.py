@@ -10,8 +10,7 @@ for the product with the weight, columns for the weight gradient. What is kept f
 
 The forward pass of ``mlp`` computes the numbers of two linears with SwiGLU between them; the input of fc2 is never
 written in BF16, and nothing but h is kept between the two. ``expert_kernels.py`` moves and quantizes, for a dense
-layer is one expert; ``dense_gemm.py`` multiplies, and the experts' kernel for weight gradients. On a CPU all are torch,
-with the same roundings.
+layer is one expert; ``dense_gemm.py`` multiplies. On a CPU both are torch, with the same roundings.
 
 Weights are quantized once per optimizer step, and transposed in the same pass over them if gradients are wanted. NaN
 and infinity make the whole block that they are in NaN, and so every number that the block has a part in.
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from megatron_fp8rl.fp8.blockwise import BLOCK, E4M3, Scales
 from megatron_fp8rl.fp8.recipe import Blockwise, Recipe
-from megatron_fp8rl.trainer.dense_gemm import multiply
+from megatron_fp8rl.trainer.dense_gemm import add_weight_gradient, multiply
 from megatron_fp8rl.trainer.expert_kernels import (
     Layout,
     Quantized,
@@ -40,7 +39,7 @@ from megatron_fp8rl.trainer.expert_kernels import (
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from megatron_fp8rl.trainer.grouped_gemm import Fp8, add_weight_gradients_fp8, quantized
+from megatron_fp8rl.trainer.grouped_gemm import Fp8, quantized
 from megatron_fp8rl.trainer.main_grad import add_gradient, no_gradients
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 
@@ -124,9 +123,7 @@ class _Linear(torch.autograd.Function):
         if matrix.block_rows is not None:
             grad_TN = grad_TN[:, matrix.block_rows]
         grad = _quantize(grad_TN, matrix.scales, rows=needs_dx, columns=needs_dw)
-        dw = None
-        if needs_dw:
-            dw = add_gradient(matrix.weight, _adder(_columns(grad), x, ctx.num_tokens), matrix.block_rows)
+        dw = add_gradient(matrix.weight, _adder(_columns(grad), x), matrix.block_rows) if needs_dw else None
         del x
         dx = _multiply(grad, w.transposed(), ctx.num_tokens) if needs_dx else None
         return dx, dw, None, None
@@ -174,9 +171,9 @@ class _Mlp(torch.autograd.Function):
         dh, a = back.dh, back.activation
         del back
         if needs_dw:
-            dw2 = add_gradient(fc2.weight, _adder(dy, _columns(a), num_tokens))
+            dw2 = add_gradient(fc2.weight, _adder(dy, _columns(a)))
             del dy, a
-            dw1 = add_gradient(fc1.weight, _adder(_columns(dh), x, num_tokens))
+            dw1 = add_gradient(fc1.weight, _adder(_columns(dh), x))
             del x
         dx_TH = _multiply(dh, made1.transposed(), num_tokens) if needs_dx else None
         return dx_TH, dw1, dw2, None, None, None
@@ -185,7 +182,8 @@ class _Mlp(torch.autograd.Function):
 @functools.lru_cache(maxsize=8)  # passes of a few lengths take turns
 def _layout(num_tokens: int, device: torch.device) -> Layout:
     """All tokens as those of one expert. Never waits for the device."""
-    return Layout.of(torch.full((1,), num_tokens, dtype=torch.int64, device=device), num_tokens, (num_tokens,))
+    count = torch.full((1,), num_tokens, dtype=torch.int64, device=device)
+    return Layout.of(count, num_tokens, (num_tokens,), in_matrix=True)
 
 
 def _quantize(x_TK: Tensor, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
@@ -206,6 +204,5 @@ def _multiply(x: Quantized, weight: Fp8, num_tokens: int) -> Tensor:
     return multiply(_rows(x), weight)[:num_tokens].detach()
 
 
-def _adder(grad: Fp8, x: Fp8, num_tokens: int) -> Callable[[Tensor], None]:
-    layout = _layout(num_tokens, x.data.device)
-    return lambda out_NK: add_weight_gradients_fp8(grad, x, layout, out_NK.unsqueeze(0))
+def _adder(grad: Fp8, x: Fp8) -> Callable[[Tensor], None]:
+    return lambda out_NK: add_weight_gradient(grad, x, out_NK)

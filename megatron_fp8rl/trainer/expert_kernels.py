@@ -16,7 +16,8 @@ Quantization is ``blockwise.quantize_activation`` along rows, and along the toke
 
 Columns are made for cuda/weight_gradients.cu: of a block of 128 rows, which are of one expert, and a feature a line of
 its 128 numbers, whose eight pieces of 16 bytes lie at piece ^ (feature % 8), as tensor cores read them. So a tile of
-them is one piece of memory.
+them is one piece of memory. DeepGEMM, which multiplies those of dense layers, wants one matrix [K, P], with scales
+[K, P / 128] of strides (1, K): that is what a layout ``in_matrix`` says.
 
 Shapes: T tokens that came in (a token counts once for each of its experts), P rows with padding, E experts,
 K features of what is moved (a multiple of 128), F features of one half of the gated pair ``h_P2F``: gate | up.
@@ -48,9 +49,12 @@ class Layout:
     rows: Tensor  # int32 [P], the token of each row, -1 for padding
     positions: Tensor  # int32 [T], the row of each token, -1 for a token behind the last expert's
     host_counts: tuple[int, ...] | None  # padded_counts, where the host knows them: DeepGEMM's ``ks``
+    in_matrix: bool = False  # columns of the only expert are one matrix
 
     @classmethod
-    def of(cls, tokens_per_expert: Tensor, num_tokens: int, counts: Sequence[int] | None = None) -> Layout:
+    def of(
+        cls, tokens_per_expert: Tensor, num_tokens: int, counts: Sequence[int] | None = None, in_matrix: bool = False
+    ) -> Layout:
         """The layout of ``tokens_per_expert`` (int32 or int64 [E], on the device of the tokens).
 
         Never waits for the device. ``counts`` are the same numbers on the host, if the dispatcher has brought them
@@ -64,7 +68,9 @@ class Layout:
             raise ValueError(f"counts of {len(padded)} experts for tokens_per_expert of {len(tokens_per_expert)}")
         num_rows = max_rows(num_tokens, len(tokens_per_expert)) if padded is None else sum(padded)
         build = _implementation(tokens_per_expert).layout_tensors
-        return cls(num_tokens, num_rows, *build(tokens_per_expert, num_tokens, num_rows), host_counts=padded)
+        if in_matrix and len(tokens_per_expert) != 1:
+            raise ValueError(f"columns of {len(tokens_per_expert)} experts are not one matrix")
+        return cls(num_tokens, num_rows, *build(tokens_per_expert, num_tokens, num_rows), padded, in_matrix)
 
 
 def max_rows(num_tokens: int, num_experts: int) -> int:

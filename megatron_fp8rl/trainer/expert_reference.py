@@ -43,7 +43,10 @@ def quantized(
         scale = _column_major(scale)
     if columns:
         lines, line_scale = quantize_activation(x.view(-1, BLOCK, x.shape[1]).transpose(1, 2), scales)
-        lines, line_scale = swizzled(lines), line_scale[..., 0].contiguous()
+        if layout.in_matrix:
+            lines, line_scale = lines.transpose(0, 1).flatten(1), _column_major(line_scale[..., 0].t())
+        else:
+            lines, line_scale = swizzled(lines), line_scale[..., 0].contiguous()
     return Quantized(data, scale, lines, line_scale, x if bf16 else None)
 
 

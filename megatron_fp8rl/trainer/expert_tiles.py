@@ -219,10 +219,14 @@ def store_rows(
 
 
 @triton.jit
-def store_columns(x, y, row, column, num_columns, data, scales, POW2: tl.constexpr, HARDWARE: tl.constexpr):
+def store_columns(
+    x, y, row, column, num_rows, num_columns, data, scales, IN_MATRIX: tl.constexpr, POW2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
     """Write 128 rows quantized in columns: bytes [num_rows / 128, num_columns, 128], as words; scales of their lines.
 
-    row: the tile's first, int64. What a tile writes is one piece of memory.
+    row: the tile's first, int64. What a tile writes is one piece of memory; but a matrix [num_columns, num_rows] for
+    IN_MATRIX.
     """
     feature = column + tl.arange(0, SIDE)
     m = _largest(_larger(x & _MAGNITUDES, y & _MAGNITUDES, HARDWARE), 0, HARDWARE)
@@ -235,11 +239,15 @@ def store_columns(x, y, row, column, num_columns, data, scales, POW2: tl.constex
         _quotient(low(x), factor, POW2), _quotient(high(x), factor, POW2),
         _quotient(low(y), factor, POW2), _quotient(high(y), factor, POW2), HARDWARE,
     )  # fmt: skip
-    # Four words are a piece of 16 bytes, which lies at piece ^ (feature % 8); the compiler does not see that they stay
-    # beside each other.
-    word = tl.arange(0, SIDE // 4)[None, :] ^ (feature % 8 * 4)[:, None]
-    word = tl.max_contiguous(tl.multiple_of(word, [1, 4]), [1, 4])
-    tl.store(data + line[:, None] * (SIDE // 4) + word, tl.trans(words))
+    if IN_MATRIX:
+        place = feature[:, None].to(tl.int64) * (num_rows // 4) + tl.arange(0, SIDE // 4)[None, :]
+        tl.store(data + row // 4 + place, tl.trans(words))
+    else:
+        # Four words are a piece of 16 bytes, which lies at piece ^ (feature % 8); the compiler does not see that they
+        # stay beside each other.
+        word = tl.arange(0, SIDE // 4)[None, :] ^ (feature % 8 * 4)[:, None]
+        word = tl.max_contiguous(tl.multiple_of(word, [1, 4]), [1, 4])
+        tl.store(data + line[:, None] * (SIDE // 4) + word, tl.trans(words))
 
 
 @triton.jit

@@ -35,6 +35,8 @@ from megatron_fp8rl.trainer.expert_tiles import (
 
 _HARDWARE = os.environ.get("TRITON_INTERPRET") != "1"
 SIDE: tl.constexpr = tl.constexpr(BLOCK)
+_IN_BLOCKS: tl.constexpr = tl.constexpr(1)  # forms of columns; 0: none
+_IN_MATRIX: tl.constexpr = tl.constexpr(2)
 
 
 class _Launch(NamedTuple):
@@ -100,7 +102,10 @@ def _store_tile(
     if ROWS:
         store_rows(x, y, row, column, num_rows, num_columns, data, row_scales, Q, POW2, HARDWARE)
     if COLUMNS:
-        store_columns(x, y, row, column, num_columns, columns_data, column_scales, POW2, HARDWARE)
+        in_matrix: tl.constexpr = COLUMNS == _IN_MATRIX
+        store_columns(
+            x, y, row, column, num_rows, num_columns, columns_data, column_scales, in_matrix, POW2, HARDWARE
+        )
     if BF16:
         store_bf16(x, y, row, column, num_columns, bf16, Q)
 
@@ -253,17 +258,26 @@ def _outputs(
 ) -> Quantized:
     """Memory for the orientations that are wanted."""
     num_rows, num_blocks = layout.num_rows, layout.num_rows // BLOCK
+    data = scales = None
 
     def empty(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    if columns:
+        data = empty(num_columns, num_rows) if layout.in_matrix else empty(num_blocks, num_columns, BLOCK)
+        scales = empty(num_blocks, num_columns, dtype=torch.float32)
+        scales = scales.t() if layout.in_matrix else scales
     return Quantized(
         rows=empty(num_rows, num_columns) if rows else None,
         row_scales=empty(num_columns // BLOCK, num_rows, dtype=torch.float32).t() if rows else None,
-        columns=empty(num_blocks, num_columns, BLOCK) if columns else None,
-        column_scales=empty(num_blocks, num_columns, dtype=torch.float32) if columns else None,
+        columns=data,
+        column_scales=scales,
         bf16=empty(num_rows, num_columns, dtype=torch.bfloat16) if bf16 else None,
     )
+
+
+def _form(columns: bool, layout: Layout) -> int:
+    return 0 if not columns else (_IN_MATRIX if layout.in_matrix else _IN_BLOCKS).value
 
 
 def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
@@ -291,7 +305,7 @@ def _run_quantize(
             _quantize[(x.shape[1] // BLOCK * (layout.num_rows // (4 * how.quads)),)](
                 x, x if probs is None else probs, layout.rows, layout.experts, *_pointers(out, x),
                 layout.num_rows, x.shape[1], GATHER=gather, WEIGHTED=probs is not None,
-                ROWS=rows, COLUMNS=columns, BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
+                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
                 **how.options(columns),
             )  # fmt: skip
     return out
@@ -317,7 +331,7 @@ def swiglu_quantize(
         with torch.cuda.device_of(h_P2F):
             _swiglu_quantize[(width // BLOCK * (layout.num_rows // (4 * how.quads)),)](
                 h_P2F, layout.experts, *_pointers(out, h_P2F), layout.num_rows, width,
-                ROWS=rows, COLUMNS=columns, BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
+                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
                 **how.options(columns),
             )  # fmt: skip
     return out
@@ -333,7 +347,7 @@ def swiglu_backward_quantize(
     activation = _outputs(layout, width, device, False, activation_columns, activation_bf16)
     sums = None if probs is None else torch.empty(width // BLOCK, layout.num_rows, device=device)
     is_fp8 = rows and columns and activation_columns and not (bf16 or activation_bf16)
-    if layout.num_rows and is_fp8 and scales == "pow2" and hopper.is_hopper(device):
+    if layout.num_rows and is_fp8 and not layout.in_matrix and scales == "pow2" and hopper.is_hopper(device):
         hopper.swiglu_backward(
             dy_PF, h_P2F, probs, layout.rows, layout.experts,
             (dh.rows, dh.row_scales, dh.columns, dh.column_scales), (activation.columns, activation.column_scales), sums,
@@ -343,9 +357,9 @@ def swiglu_backward_quantize(
             _swiglu_backward_quantize[(width // BLOCK * (layout.num_rows // BLOCK),)](
                 dy_PF, h_P2F, h_P2F if probs is None else probs, layout.rows, layout.experts,
                 *_pointers(dh, h_P2F), *_pointers(activation, h_P2F)[2:], h_P2F if sums is None else sums,
-                layout.num_rows, width, WEIGHTED=probs is not None, ROWS=rows, COLUMNS=columns, BF16=bf16,
-                A_COLUMNS=activation_columns, A_BF16=activation_bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
-                **_BACKWARD.options(columns),
+                layout.num_rows, width, WEIGHTED=probs is not None, ROWS=rows, COLUMNS=_form(columns, layout),
+                BF16=bf16, A_COLUMNS=_form(activation_columns, layout), A_BF16=activation_bf16, POW2=scales == "pow2",
+                HARDWARE=_HARDWARE, **_BACKWARD.options(columns),
             )  # fmt: skip
     return SwigluGradients(dh, activation, None if sums is None else _of_tokens(sums, layout))
 

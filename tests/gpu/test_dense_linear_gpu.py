@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
-from megatron_fp8rl.fp8.deep_gemm import deep_gemm, has_deep_gemm
+from megatron_fp8rl.fp8.deep_gemm import has_deep_gemm
 from megatron_fp8rl.fp8.recipe import make_recipe
-from megatron_fp8rl.trainer import dense_linear
+from megatron_fp8rl.trainer import dense_gemm, dense_linear, grouped_gemm
 from megatron_fp8rl.trainer.dense_linear import Matrix
-from megatron_fp8rl.trainer.expert_reference import swizzled
+from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize
+from megatron_fp8rl.trainer.grouped_gemm import Fp8
 from megatron_fp8rl.trainer.kernels import has_transformer_engine
 from megatron_fp8rl.trainer.weight_cache import WeightCache
 from tests.helpers.experts import decibels
@@ -135,22 +136,24 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it():
 
 
 @pytest.mark.parametrize("tokens", [128, 1024, 333])
-def test_weight_gradients_are_those_of_deep_gemm_and_are_added(tokens):
-    """fp8_gemm_nt with 1x128 blocks on both sides."""
+def test_weight_gradients_are_those_of_the_grouped_kernel_and_are_added(tokens):
+    """fp8_gemm_nt with 1x128 blocks on both sides, against our kernel with one expert."""
     grad, x = draw(tokens, 2 * FEATURES, seed=3, size=1e-3), draw(tokens, H, seed=2)
-    made = [dense_linear._columns(dense_linear._quantize(m, "pow2", rows=False, columns=True)) for m in (grad, x)]
-    ours, theirs = torch.ones(2, 2 * FEATURES, H, device="cuda")
-    operands = [(swizzled(m.data).transpose(0, 1).flatten(1), m.scale.t()) for m in made]
+    made = [dense_linear._quantize(m, "pow2", rows=False, columns=True) for m in (grad, x)]
+    ours = torch.ones(2 * FEATURES, H, device="cuda")
     for _ in range(2):
-        dense_linear._adder(*made, tokens)(ours)
-        deep_gemm().fp8_gemm_nt(
-            *operands, theirs, c=theirs, recipe=(1, 1, 128), compiled_dims="mn", disable_ue8m0_cast=True
-        )
+        dense_gemm.add_weight_gradient(*map(dense_linear._columns, made), ours)
+    layout = Layout.of(torch.tensor([tokens], device="cuda"), tokens, [tokens])
+    grouped = torch.ones(1, 2 * FEATURES, H, device="cuda")
+    blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]
+    operands = [Fp8(m.columns, m.column_scales) for m in blocks]
+    for _ in range(2):
+        grouped_gemm.add_weight_gradients_fp8(*operands, layout, grouped)
     exact = grad.double().t() @ x.double()
     error = ((ours - 1) / 2 - exact).norm() / exact.norm()
-    print(f"\nwgrad of {tokens} tokens: error {error:.4f}, bits of DeepGEMM: {torch.equal(ours, theirs)}")
+    print(f"\nwgrad of {tokens} tokens: error {error:.4f}, bits of the grouped kernel: {torch.equal(ours, grouped[0])}")
     assert error < 0.06  # two E4M3 operands
-    assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert torch.allclose(ours, grouped[0], rtol=1e-5, atol=1e-6)
 
 
 def test_nothing_waits_for_the_gpu():

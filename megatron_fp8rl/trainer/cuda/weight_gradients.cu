@@ -12,7 +12,7 @@
 //
 // Blocks of threads stay, and take tile after tile of 128 x 128 of out. DOWN x ACROSS of them, a cluster, work on
 // neighbouring tiles: what those of a row need of g, and those of a column of x, is read once from the cache for all.
-// Where sums are long, tiles follow each other down 16 rows before the next column, so that those at work at one time
+// Where experts have LONG rows, tiles follow each other down 16 rows before the next column, so that those at work at one time
 // need few operands.
 //
 // Two warp groups multiply, each 64 x 128 of a tile; while tensor cores multiply a block of 128 rows, the products of the
@@ -28,8 +28,8 @@
 #ifndef STAGES
 #define STAGES 4
 #endif
-#ifndef PASSES
-#define PASSES 1
+#ifndef LONG
+#define LONG 4096  // rows of an expert
 #endif
 
 #include "hopper.h"
@@ -39,8 +39,7 @@ constexpr int SIDE = 128;
 constexpr int SLOTS = STAGES + 1;           // for scales, which are read after the operands
 constexpr u32 TILE = SIDE * SIDE;           // bytes of an operand's
 constexpr u32 STAGE = 2 * TILE;             // g's tile and x's
-constexpr u32 WIDTH = SIDE / PASSES;        // of sums that are stored at a time
-constexpr u32 LINE = WIDTH * 4 + 32;        // between rows of sums, so that no two rows of a store meet in a bank
+constexpr u32 LINE = SIDE * 4 + 32;         // between rows of sums, so that no two rows of a store meet in a bank
 constexpr u32 BARRIERS = 0;                 // of each stage, full and empty
 constexpr u32 NOTES = 512;                  // of each slot: what comes next
 constexpr u32 SCALES = 1024;                // of each slot, g's and x's
@@ -48,7 +47,6 @@ constexpr u32 OPERANDS = SCALES + SLOTS * 1024;
 constexpr u32 SUMS = OPERANDS + STAGES * STAGE;
 constexpr int FEW = 40, MANY = 232;  // registers of threads that load and store, and of those that multiply
 static_assert(registers_suffice(384, 128, FEW, MANY));
-constexpr int LONG = 4096;  // rows of an expert
 
 enum : u32 { SAME_TILE, NEXT_TILE, NOTHING };  // comes next
 
@@ -151,14 +149,12 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                 float* to = out + row * k + (steps.column * ACROSS + across) * SIDE;
                 const u32 from = sums_of(half) + lane * LINE;
                 prefetch(to, SIDE * 4), prefetch(to + (size_t)32 * k, SIDE * 4);
-                for (int pass = 0; pass < PASSES; ++pass, to += WIDTH) {
-                    named_wait(READY + half, BOTH);
-                    reduce(to, from, WIDTH * 4);
-                    reduce(to + (size_t)32 * k, from + 32 * LINE, WIDTH * 4);
-                    stores_are_read();
-                    __syncwarp();
-                    named_arrive(FREE + half, BOTH);
-                }
+                named_wait(READY + half, BOTH);
+                reduce(to, from, SIDE * 4);
+                reduce(to + (size_t)32 * k, from + 32 * LINE, SIDE * 4);
+                stores_are_read();
+                __syncwarp();
+                named_arrive(FREE + half, BOTH);
             }
             stores_are_done();
         }
@@ -203,18 +199,14 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             }
             if (comes != SAME_TILE) {
                 const u32 at = sums_of(half) + row * LINE + column * 4;
+                named_wait(FREE + half, BOTH);
 #pragma unroll
-                for (int pass = 0; pass < PASSES; ++pass) {
-                    named_wait(FREE + half, BOTH);
-#pragma unroll
-                    for (int j = 0; j < 16 / PASSES; ++j) {
-                        const float* x = sum + (pass * (16 / PASSES) + j) * 4;
-                        write2(at + j * 32, x[0], x[1]);
-                        write2(at + 8 * LINE + j * 32, x[2], x[3]);
-                    }
-                    visible_to_copies();
-                    named_arrive(READY + half, BOTH);
+                for (int j = 0; j < 16; ++j) {
+                    write2(at + j * 32, sum[j * 4], sum[j * 4 + 1]);
+                    write2(at + 8 * LINE + j * 32, sum[j * 4 + 2], sum[j * 4 + 3]);
                 }
+                visible_to_copies();
+                named_arrive(READY + half, BOTH);
 #pragma unroll
                 for (int i = 0; i < 64; ++i) sum[i] = 0.0f;
             }

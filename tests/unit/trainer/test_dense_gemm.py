@@ -11,22 +11,29 @@ from tests.tolerances import BF16_ROUNDING
 
 
 class StandIn:
-    """DeepGEMM 2.5 on Hopper: both operands K-major, scales where no copy is needed."""
+    """DeepGEMM 2.5 on Hopper: both operands K-major, scales where no copy is needed, sums in float32 in place."""
 
     def __init__(self):
         self.calls = []
 
-    def fp8_gemm_nt(self, a, b, d, disable_ue8m0_cast=False):
+    def fp8_gemm_nt(self, a, b, d, c=None, recipe=None, compiled_dims="nk", disable_ue8m0_cast=False):
         (left, left_scale), (right, right_scale) = a, b
         (m, k), n = left.shape, right.shape[0]
         assert right.shape[1] == k and d.shape == (m, n) and d.is_contiguous() and k % 128 == 0
         for data in (left, right):
             assert data.dtype == torch.float8_e4m3fn and data.is_contiguous()
         self._check_rows(left_scale, m, k)
-        assert d.dtype == torch.bfloat16
-        assert right_scale.dtype == torch.float32 and right_scale.is_contiguous()
-        assert right_scale.shape == (n // 128, k // 128) and n % 128 == 0
-        d.copy_(dequantize_activation(left, left_scale) @ dequantize_weight(right, right_scale).t())
+        x = dequantize_activation(left, left_scale)
+        if recipe is None:
+            assert c is None and d.dtype == torch.bfloat16 and compiled_dims == "nk"
+            assert right_scale.dtype == torch.float32 and right_scale.is_contiguous()
+            assert right_scale.shape == (n // 128, k // 128) and n % 128 == 0
+            d.copy_(x @ dequantize_weight(right, right_scale).t())
+        else:
+            # A kernel for two operands in 1x128 blocks adds to float32, and only so.
+            assert recipe == (1, 1, 128) and c is d and d.dtype == torch.float32 and compiled_dims == "mn"
+            self._check_rows(right_scale, n, k)
+            d.addmm_(x, dequantize_activation(right, right_scale).t())
         self.calls.append((m, n, k))
 
     @staticmethod
@@ -64,5 +71,7 @@ def test_linear_and_feed_forward_part_call_the_kernels_as_they_want_it(tokens, m
         torch.testing.assert_close(ours, theirs, **BF16_ROUNDING)
     rows = -(-tokens // 128) * 128
     assert stand_in.calls == [
-        (rows, 768, 256), (rows, 768, 256), (rows, 256, 384), (rows, 256, 768), (rows, 384, 256), (rows, 256, 768),
+        (rows, 768, 256), (rows, 768, 256), (rows, 256, 384),
+        (768, 256, rows), (rows, 256, 768),
+        (rows, 384, 256), (256, 384, rows), (768, 256, rows), (rows, 256, 768),
     ]  # fmt: skip

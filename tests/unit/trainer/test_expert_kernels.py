@@ -141,6 +141,41 @@ def test_columns_are_the_rows_of_each_experts_transpose(scales):
         assert torch.equal(found.column_scales[mine].t(), scale)
 
 
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_columns_of_one_expert_may_be_a_matrix(scales):
+    layout, x = Layout.of(torch.tensor([300]), 300, [300], in_matrix=True), random_rows(300, 256)
+    found = expert_kernels.permute_quantize(x, layout, scales, columns=True)
+    data, scale = blockwise.quantize_activation(expected_padded(x, [300], 384).t(), scales)
+    assert torch.equal(found.columns.view(torch.uint8), data.view(torch.uint8)) and found.columns.is_contiguous()
+    assert torch.equal(found.column_scales, scale) and found.column_scales.stride() == (1, 256)
+    with pytest.raises(ValueError, match="columns of 2 experts are not one matrix"):
+        Layout.of(torch.tensor([300, 5]), 305, [300, 5], in_matrix=True)
+
+
+@in_interpreter
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_interpreted_matrices(scales, monkeypatch):
+    use_the_interpreters_exponential(monkeypatch)
+    layout = Layout.of(torch.tensor([200]), 200, [200], in_matrix=True)
+    x, h = random_rows(200, 256), random_gates(256, 128)
+    wanted = dict(rows=True, columns=True, bf16=False)
+    found = expert_kernels.permute_quantize(x, layout, scales, **wanted)
+    assert_equal_matrices(found, expert_reference.permute_quantize(x, layout, scales, probs=None, **wanted))
+    wanted |= dict(activation_columns=True, activation_bf16=False, probs=None)
+    dy = random_rows(256, 128, seed=1)
+    found = expert_kernels.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    expected = expert_reference.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    assert_equal_matrices(found.dh, expected.dh)
+    assert_equal_matrices(found.activation, expected.activation)
+
+
+def assert_equal_matrices(found: Quantized, expected: Quantized) -> None:
+    assert torch.equal(found.columns.view(torch.uint8), expected.columns.view(torch.uint8))
+    assert torch.equal(found.column_scales, expected.column_scales)
+    for ours, theirs in ((found.columns, expected.columns), (found.column_scales, expected.column_scales)):
+        assert ours.shape == theirs.shape and ours.stride() == theirs.stride()
+
+
 @in_interpreter
 @each_case
 def test_interpreted_permutation(counts, scales):

@@ -30,6 +30,8 @@ TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split
 _FORMS = {"ROWS": True, "COLUMNS": False, "BF16": False, "POW2": True, "HARDWARE": True}
 _QUANTIZED = _FORMS | {"GATHER": True, "WEIGHTED": False}
 _BACKWARD = _FORMS | {"WEIGHTED": True, "COLUMNS": True, "A_COLUMNS": True, "A_BF16": False}
+_IN_MATRIX = 2
+_DENSE = {"WEIGHTED": False, "COLUMNS": _IN_MATRIX, "A_COLUMNS": _IN_MATRIX}
 
 
 def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Counter[str], str]:
@@ -60,12 +62,13 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
     [
         ("_quantize", _QUANTIZED, "_QUANTIZE_ROWS", 1, 1),
         ("_quantize", _QUANTIZED | {"COLUMNS": True}, "_QUANTIZE_BOTH", 1, 2),
+        ("_quantize", _QUANTIZED | {"COLUMNS": _IN_MATRIX}, "_QUANTIZE_BOTH", 1, 2),
         ("_swiglu_quantize", _FORMS, "_SWIGLU_ROWS", 2, 1),
         ("_swiglu_backward_quantize", _BACKWARD, "_BACKWARD", 3, 5),
-        ("_swiglu_backward_quantize", _BACKWARD | {"WEIGHTED": False}, "_BACKWARD", 3, 5),
+        ("_swiglu_backward_quantize", _BACKWARD | _DENSE, "_BACKWARD", 3, 5),
         ("_quantize_weights", {"POW2": True, "HARDWARE": True}, {"num_warps": 8}, 1, 1),
     ],
-    ids=["rows", "rows and columns", "swiglu", "swiglu backward", "swiglu backward of dense layers", "weights"],
+    ids=["rows", "rows and columns", "columns in a matrix", "swiglu", "swiglu backward", "swiglu backward of dense layers", "weights"],
 )
 def test_memory_moves_in_vectors_and_registers_suffice(name, constants, launch, numbers, quantized, tmp_path):
     """A tile's numbers are read once, ``quantized`` times their bytes are written, and no byte is moved by itself."""

@@ -52,7 +52,7 @@ def add_weight_gradients(request, tmp_path_factory):
     down, across = request.param
     operand = ["const u8*", "const float*"]
     types = [*operand, *operand, "const int*", "float*", "int", "int", "int"]
-    options = [f"-DDOWN={down}", f"-DACROSS={across}", "-DSTAGES=3"]
+    options = [f"-DDOWN={down}", f"-DACROSS={across}", "-DSTAGES=3", "-DLONG=150"]
     folder = tmp_path_factory.mktemp("kernel")
     return down, across, compiled(
         folder, "weight_gradients.cu", "add_weight_gradients", types, down * across, 384, options
