@@ -16,8 +16,9 @@ Shapes: P = rows of all experts with those that fill them up, E = experts, N, K 
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,16 +32,28 @@ _LONG = 4096  # rows of an expert from which its weight gradients are shared out
 
 
 class _Kernel(NamedTuple):
-    function: torch.cuda._utils._CudaKernel
+    launch: Callable[..., int]  # CUDA's cuLaunchKernel: PyTorch's way to it takes several times as long
+    function: int
     num_blocks: int
     num_threads: int
     shared_bytes: int
 
     def __call__(self, *arguments: Tensor | int) -> None:
         """Run on the current stream of the current device."""
-        self.function((self.num_blocks, 1, 1), (self.num_threads, 1, 1), [*arguments], self.shared_bytes)
+        count = len(arguments)
+        values = (ctypes.c_uint64 * count)(*(x if isinstance(x, int) else x.data_ptr() for x in arguments))
+        first = ctypes.addressof(values)
+        places = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+        size = self.num_blocks, 1, 1, self.num_threads, 1, 1, self.shared_bytes
+        if status := self.launch(self.function, *size, _stream(), places, None):
+            raise RuntimeError(f"CUDA does not start a kernel: cuLaunchKernel answers {status}")
 
 
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+@functools.cache
 def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
@@ -122,4 +135,12 @@ def _compiled(
     )  # fmt: skip
     function.set_shared_memory_config(shared_bytes)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return _Kernel(function, processors // cluster * cluster, num_threads, shared_bytes)
+    launch = launcher(ctypes.CDLL("libcuda.so.1"))
+    return _Kernel(launch, function.func.value, processors // cluster * cluster, num_threads, shared_bytes)
+
+
+def launcher(library: ctypes.CDLL) -> Callable[..., int]:
+    """Its cuLaunchKernel, which takes (function, six sizes, shared bytes, stream, arguments, options)."""
+    launch = library.cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    return launch

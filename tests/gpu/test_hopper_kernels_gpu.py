@@ -59,7 +59,8 @@ def test_the_sums_are_exact_and_every_experts_own(shape, counts, scales):
     for expert, count in enumerate(blocks):
         mine = slice(first, first + count)
         expected = before[expert] + (numbers[0][mine] @ numbers[1][mine].transpose(1, 2)).sum(0)
-        torch.testing.assert_close(ours[expert].double(), expected, rtol=1e-5, atol=1e-4 * float(expected.abs().max()))
+        # Tensor cores add FP8 products in fewer bits than float32 has: 3e-4 of the largest were seen on an H200.
+        torch.testing.assert_close(ours[expert].double(), expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
         alone = before[expert : expert + 1].clone()
         offsets = torch.tensor([0, count * 128], dtype=torch.int32, device="cuda")
         hopper.add_weight_gradients(g[mine], gs[mine], x[mine], xs[mine], offsets, alone)

@@ -22,28 +22,33 @@ DEADLINE_S = 120
 PROGRAM = """
 #include "{emulation}"
 #include "{kernel}"
-extern "C" void run(int blocks, {parameters}) {{ launch<{cluster}, {threads}>(blocks, {name}, {arguments}); }}
+extern "C" int cuLaunchKernel(void* function, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned,
+                              unsigned, void* stream, void** arguments, void** options) {{
+    if (function != (void*)1 || threads != {threads} || stream || options) return 1;
+    launch<{cluster}, {threads}>(blocks, {name}, {arguments});
+    return 0;
+}}
 """
 CLUSTERS = [(1, 1), (1, 2), (2, 1), (2, 2)]  # blocks down and across
 COUNTS = {"one": [130], "many": [256, 0, 1, 600, 0, 100], "few": [0, 0, 300, 0]}
 
 
 def compiled(folder: Path, file: str, name: str, types: list[str], cluster: int, threads: int, options: list[str]):
-    """The kernel as a function of a number of blocks and its own arguments, of ``types`` in C++."""
-    names = [f"x{i}" for i in range(len(types))]
+    """The kernel as a function of a number of blocks and its own arguments, of ``types`` in C++: called as CUDA's is."""
     source = PROGRAM.format(
         emulation=EMULATION, kernel=FOLDER / file, cluster=cluster, threads=threads, name=name,
-        parameters=", ".join(f"{kind} {x}" for kind, x in zip(types, names)), arguments=", ".join(names),
+        arguments=", ".join(f"*({kind}*)arguments[{i}]" for i, kind in enumerate(types)),
     )  # fmt: skip
     (folder / "run.cpp").write_text(source)
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *options]
     subprocess.run([*command, str(folder / "run.cpp"), "-o", str(folder / "run.so")], check=True, timeout=DEADLINE_S)
-    run = ctypes.CDLL(str(folder / "run.so")).run
+    launch = hopper.launcher(ctypes.CDLL(str(folder / "run.so")))
+    return lambda blocks, *arguments: hopper._Kernel(launch, 1, blocks, threads, 0)(*arguments)
 
-    def call(blocks: int, *arguments: torch.Tensor | int) -> None:
-        run(blocks, *(x if isinstance(x, int) else ctypes.c_void_p(x.data_ptr()) for x in arguments))
 
-    return call
+@pytest.fixture(autouse=True)
+def one_stream(monkeypatch):
+    monkeypatch.setattr(hopper, "_stream", lambda: None)
 
 
 @pytest.fixture(scope="module", params=CLUSTERS, ids=lambda size: f"{size[0]} x {size[1]}")
