@@ -70,8 +70,8 @@ def add_weight_gradients(
     device = out_ENK.device
     if not is_hopper(device):
         raise RuntimeError(
-            f"FP8 weight gradients are multiplied on Hopper, not on {torch.cuda.get_device_name(device)}. Choose "
-            "--precision.experts te and --precision.linears te"
+            f"FP8 weight gradients of experts are multiplied on Hopper, not on {torch.cuda.get_device_name(device)}. "
+            "Choose --precision.experts te"
         )
     cluster = _cluster(*out_ENK.shape, g.shape[0] * BLOCK)
     with torch.cuda.device(device):
