@@ -12,8 +12,8 @@
 //
 // Blocks of threads stay, and take tile after tile of 128 x 128 of out. DOWN x ACROSS of them, a cluster, work on
 // neighbouring tiles: what those of a row need of g, and those of a column of x, is read once from the cache for all.
-// Where experts have LONG rows, tiles follow each other down 16 rows before the next column, so that those at work at one time
-// need few operands.
+// Where experts have LONG rows, tiles follow each other down 16 rows before the next column, so that those at work at one
+// time need few operands.
 //
 // Two warp groups multiply, each 64 x 128 of a tile; while tensor cores multiply a block of 128 rows, the products of the
 // last are scaled and added. Of a third group, one warp loads, and one for each half of a tile adds finished sums to
