@@ -20,7 +20,7 @@ from typing import Any
 from megatron_fp8rl.config import FP8_BLOCK, ConfigError, ModelConfig, PrecisionConfig, RunConfig, Violation
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.rollout.plugin import SCALES_VARIABLE, WEIGHT_TRANSFER_BACKEND
-from megatron_fp8rl.rollout.precompile import LINEARS_VARIABLE, linear_sizes
+from megatron_fp8rl.rollout.precompile import LINEARS_VARIABLE, told
 from megatron_fp8rl.weights.names import hf_tensors
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
@@ -182,7 +182,7 @@ def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
         }
         if kernel_backends(cfg).get("linear-backend") == "deep_gemm":
-            environment[LINEARS_VARIABLE] = " ".join(f"{n},{k}" for n, k in linear_sizes(cfg))
+            environment[LINEARS_VARIABLE] = told(cfg)
         if cfg.rollout.batch_invariant:
             environment["VLLM_BATCH_INVARIANT"] = "1"
         if not _has_flashinfer():

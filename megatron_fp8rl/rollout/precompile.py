@@ -31,8 +31,9 @@ from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights.names import hf_tensors
 
 _MODULE = "megatron_fp8rl.rollout.precompile"  # __name__ is another where it is run
-LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # sizes, handed to the engine's server
-DEADLINE_S = 900.0
+LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # seconds to compile, and sizes, handed to the engine's server
+DEADLINE_S = 900.0  # where no engine waits
+_SHARE_OF_START = 0.4  # of the seconds that an engine has to start: to compile
 _MAX_PROCESSES = 16
 _SHARE = 6  # neighbouring numbers of tokens, which often take one kernel
 _POLL_S = 0.5
@@ -190,9 +191,15 @@ def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
 
 
 def ensure_as_told(max_tokens: int) -> None:
-    """:func:`ensure` for the sizes in the environment, if there are any."""
-    if sizes := [_size(text) for text in os.environ.get(LINEARS_VARIABLE, "").split()]:
-        ensure(sizes, max_tokens)
+    """:func:`ensure` what :func:`told` has put into the environment, if there is anything."""
+    if words := os.environ.get(LINEARS_VARIABLE, "").split():
+        ensure([_size(word) for word in words[1:]], max_tokens, deadline_s=float(words[0]))
+
+
+def told(cfg: RunConfig) -> str:
+    """For the server's environment. What is not compiled in time, the engine compiles when it needs it."""
+    sizes = (f"{n},{k}" for n, k in linear_sizes(cfg))
+    return " ".join([f"{_SHARE_OF_START * cfg.rollout.start_deadline_s:g}", *sizes])
 
 
 def _size(text: str) -> Size:

@@ -49,10 +49,18 @@ def test_shares_hold_every_size_once():
     assert all(1 <= tokens <= 8192 for _, _, tokens in items)
 
 
-def test_only_engines_on_deep_gemms_linears_are_told():
+def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     cfg = grpo_qwen3_8b()
     fp8 = replace(cfg, precision=replace(cfg.precision, rollout="blockwise"))
-    assert engine.engine_environment(fp8, cpu=False)[precompile.LINEARS_VARIABLE].split()[0] == "4096,4096"
+    fp8 = replace(fp8, rollout=replace(fp8.rollout, start_deadline_s=100.0))
+    said = engine.engine_environment(fp8, cpu=False)[precompile.LINEARS_VARIABLE]
+    assert said.split()[:2] == ["40", "4096,4096"]
+    asked: list = []
+    monkeypatch.setattr(precompile, "ensure", lambda *words, **more: asked.append((*words, more)))
+    precompile.ensure_as_told(8192)
+    monkeypatch.setenv(precompile.LINEARS_VARIABLE, said)
+    precompile.ensure_as_told(8192)
+    assert asked == [(precompile.linear_sizes(fp8), 8192, {"deadline_s": 40.0})]
     other = replace(fp8, rollout=replace(fp8.rollout, linear_backend="cutlass"))
     bf16 = replace(cfg, precision=replace(cfg.precision, rollout="bf16"))
     for told in (engine.engine_environment(c, cpu=False) for c in (other, bf16)):
