@@ -204,9 +204,9 @@ JOBS = (
     ),
     _benchmark("four_gpus.same_bytes.ep4", "--model qwen3_30b_a3b --layers 4 --placement colocated --trainer-layout "
                "ep4 --engine-layout ep2", 90, 200, num_gpus=4, shortest_s=70, tail_s=15),
-    _test("four_gpus.publish_nccl", _NCCL, 120, 270, "-k", "two_trainers", num_gpus=4),
+    _test("four_gpus.publish_nccl", _NCCL, 180, 300, "-k", "two_trainers", num_gpus=4),
     *(
-        _benchmark(f"four_gpus.publish.{layout}", f"{_PUBLISH} {layout}", 140, 400, num_gpus=4)
+        _benchmark(f"four_gpus.publish.{layout}", f"{_PUBLISH} {layout}", 250, 400, num_gpus=4)
         for layout in ("tp2+tp2", "ep2+ep2", "tp2ep2+ep2", "pp2+tp2")
     ),
     # The host takes the most of its steps, so it shares a GPU with nobody.
