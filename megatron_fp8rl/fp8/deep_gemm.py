@@ -19,7 +19,12 @@ _PACKAGES = ("deep_gemm", "vllm.third_party.deep_gemm")  # in the order in which
 
 def has_deep_gemm() -> bool:
     """Whether DeepGEMM is installed: alone, or within vLLM for CUDA. Imports nothing but the packages around it."""
-    return any(_is_there(name) for name in _PACKAGES)
+    return package() is not None
+
+
+def package() -> str | None:
+    """The copy that vLLM would take."""
+    return next(filter(_is_there, _PACKAGES), None)
 
 
 def _is_there(name: str) -> bool:
@@ -39,14 +44,14 @@ def compiled_folder() -> str:
 
 @functools.cache
 def deep_gemm() -> ModuleType:
-    """DeepGEMM, the copy that vLLM would take. Raises RuntimeError with a remedy when there is none."""
+    """The module of :func:`package`. Raises RuntimeError with a remedy when there is none."""
+    if (name := package()) is None:
+        raise RuntimeError(
+            "DeepGEMM is not installed: vLLM for CUDA brings it. Install vLLM, or choose --precision.experts te"
+        )
     os.environ.setdefault("DG_JIT_CACHE_DIR", compiled_folder())
-    for name in filter(_is_there, _PACKAGES):
-        module = importlib.import_module(name)
-        # Layouts here are aligned to this; DeepGEMM reads the expert of a block of rows off the first of them.
-        if (alignment := module.get_mk_alignment_for_contiguous_layout()) != BLOCK:
-            raise RuntimeError(f"{name} multiplies blocks of {alignment} rows on this GPU; {BLOCK} are expected")
-        return module
-    raise RuntimeError(
-        "DeepGEMM is not installed: vLLM for CUDA brings it. Install vLLM, or choose --precision.experts te"
-    )
+    module = importlib.import_module(name)
+    # Layouts here are aligned to this; DeepGEMM reads the expert of a block of rows off the first of them.
+    if (alignment := module.get_mk_alignment_for_contiguous_layout()) != BLOCK:
+        raise RuntimeError(f"{name} multiplies blocks of {alignment} rows on this GPU; {BLOCK} are expected")
+    return module

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
-from megatron_fp8rl.fp8.deep_gemm import compiled_folder, deep_gemm
+from megatron_fp8rl.fp8.deep_gemm import compiled_folder, deep_gemm, package
 from megatron_fp8rl.fp8.layers import LayerTable
 from megatron_fp8rl.weights.names import hf_tensors
 
@@ -168,7 +168,7 @@ def _identity() -> str:
         ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
         capture_output=True, text=True, timeout=60,
     ).stdout.splitlines()  # fmt: skip
-    origin = importlib.util.find_spec("vllm.third_party.deep_gemm").origin
+    origin = importlib.util.find_spec(package()).origin
     return f"{said[0] if said else 'GPU'}, {hashlib.sha256(Path(origin).read_bytes()).hexdigest()[:12]}"
 
 

@@ -58,7 +58,7 @@ class Layout:
         """The layout of ``tokens_per_expert`` (int32 or int64 [E], on the device of the tokens).
 
         Never waits for the device. ``counts`` are the same numbers on the host, if the dispatcher has brought them
-        there; without them P is an upper bound, and the k-grouped GEMMs, which want numbers, cannot be called.
+        there; without them P is an upper bound, and BF16 weight gradients, which want numbers, cannot be multiplied.
         Tokens beyond the sum of the counts belong to no expert.
         """
         if tokens_per_expert.dim() != 1 or tokens_per_expert.dtype not in (torch.int32, torch.int64):

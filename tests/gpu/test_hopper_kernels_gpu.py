@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
+from functools import partial
 
 import pytest
 import torch
 
+from benchmarks.timing import milliseconds
 from megatron_fp8rl.fp8.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.trainer import hopper
 from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize, swiglu_backward_quantize
@@ -20,6 +21,7 @@ pytestmark = [
     ),
 ]
 
+busy_ms = partial(milliseconds, rounds=7, warm=1, busy=0.75)  # of the GPU, behind other work
 COUNTS = {
     "balanced": [256] * 16,
     "ragged": [300, 0, 1, 640, 0, 129, 127, 5],
@@ -107,30 +109,15 @@ def test_what_is_no_number_stays_with_its_feature():
     assert not out[0, [row for row in range(256) if row != 7]].isnan().any()
 
 
-def milliseconds(call) -> float:
-    """Of the GPU, behind other work."""
-    call()
-    times = []
-    for _ in range(7):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(1_500_000)
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
-
-
 @pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
 def test_weight_gradients_are_faster_than_deep_gemms():
     """Experts of Qwen3-30B-A3B. The bound is so wide that the kernel has to be broken to miss it."""
     for shape in ((1536, 2048), (2048, 768)):
         layout, (g, gs, x, xs) = operands([1024] * 128, *shape)
         out = torch.zeros(128, *shape, device="cuda")
-        ours = milliseconds(lambda: hopper.add_weight_gradients(g, gs, x, xs, layout.offsets, out))
+        ours = busy_ms(lambda: hopper.add_weight_gradients(g, gs, x, xs, layout.offsets, out))
         matrices = in_matrices(g, gs, layout), in_matrices(x, xs, layout)
-        theirs = milliseconds(
+        theirs = busy_ms(
             lambda: deep_gemm().k_grouped_fp8_gemm_nt_contiguous(
                 *matrices, out, layout.host_counts, layout.padded_counts, out
             )
@@ -154,9 +141,9 @@ def test_the_gradient_of_swiglu_is_tritons(counts, weighted, monkeypatch):
     def run():
         return swiglu_backward_quantize(dy, h, layout, "pow2", activation_columns=True, probs=probs)
 
-    ours, ms = run(), milliseconds(run)
+    ours, ms = run(), busy_ms(run)
     monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
-    theirs, tritons_ms = run(), milliseconds(run)
+    theirs, tritons_ms = run(), busy_ms(run)
     print(f"\n{sum(counts)} tokens: {ms:.3f} ms, Triton {tritons_ms:.3f} ms")
     names = [("dh", "rows"), ("dh", "row_scales"), ("dh", "columns"), ("dh", "column_scales")]
     for part, name in [*names, ("activation", "columns"), ("activation", "column_scales")]:

@@ -18,19 +18,8 @@
 // Two warp groups multiply, each 64 x 128 of a tile; while tensor cores multiply a block of 128 rows, the products of the
 // last are scaled and added. Of a third group, one warp loads, and one for each half of a tile adds finished sums to
 // memory while the next are made; it has asked for what they are added to when the tile began.
-
-#ifndef DOWN
-#define DOWN 1
-#endif
-#ifndef ACROSS
-#define ACROSS 1
-#endif
-#ifndef STAGES
-#define STAGES 4
-#endif
-#ifndef LONG
-#define LONG 4096  // rows of an expert
-#endif
+//
+// DOWN, ACROSS, STAGES (of operands that are loaded ahead) and LONG are given to the compiler.
 
 #include "hopper.h"
 
@@ -175,9 +164,8 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                 multiply(d, operands(s) + half * 64 * SIDE + p * 32, operands(s) + TILE + p * 32, p);
             products_asked();
         };
-        auto comes = [&]() { return as_bits(read1(note(step % SLOTS))); };
         // Adds the products of this step, which are there, to the sums of a tile, and these to memory after the last.
-        auto add = [&](float(&d)[64], u32 comes) {
+        auto add = [&](float(&d)[64], u32 after) {
             const int s = step % STAGES, slot = step % SLOTS;
             // To the blocks that load for this one: those of its row, and the others of its column.
             if (CLUSTER == 1) {
@@ -197,7 +185,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                 sum[j * 4 + 2] += r1 * c.x * d[j * 4 + 2];
                 sum[j * 4 + 3] += r1 * c.y * d[j * 4 + 3];
             }
-            if (comes != SAME_TILE) {
+            if (after != SAME_TILE) {
                 const u32 at = sums_of(half) + row * LINE + column * 4;
                 named_wait(FREE + half, BOTH);
 #pragma unroll
@@ -212,28 +200,34 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             }
             ++step;
         };
+        auto comes = [&]() { return as_bits(read1(note(step % SLOTS))); };
         // Products of a step are made while those of the last are added.
+        auto go_on = [&](float(&d)[64], float(&next)[64], u32 after) {
+            begin(next, step + 1);
+            products_end<1>(d);
+            add(d, after);
+        };
+        auto finish = [&](float(&d)[64]) {
+            products_end<0>(d);
+            add(d, NOTHING);
+        };
+        // Written out for both sets of products: where ways with and without products on their way meet, the compiler
+        // waits for all of them.
         if (steps.more) {
             begin(even, 0);
             while (true) {
                 const u32 after_even = comes();
                 if (after_even == NOTHING) {
-                    products_end<0>(even);
-                    add(even, NOTHING);
+                    finish(even);
                     break;
                 }
-                begin(odd, step + 1);
-                products_end<1>(even);
-                add(even, after_even);
+                go_on(even, odd, after_even);
                 const u32 after_odd = comes();
                 if (after_odd == NOTHING) {
-                    products_end<0>(odd);
-                    add(odd, NOTHING);
+                    finish(odd);
                     break;
                 }
-                begin(even, step + 1);
-                products_end<1>(odd);
-                add(odd, after_odd);
+                go_on(odd, even, after_odd);
             }
         }
         named_wait(FREE + half, BOTH);  // until the last sums have been read
