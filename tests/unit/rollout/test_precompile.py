@@ -95,6 +95,12 @@ def test_what_is_compiled_is_not_compiled_again(compile_in, tmp_path, capfd):
     assert "compiling DeepGEMM's kernels of 256x128 to 64, 128x128 to 64 tokens" in capfd.readouterr().out
 
 
+def test_an_engine_starts_where_nobody_tells_the_gpu(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(precompile, "package", lambda: "json")
+    assert precompile._identity().startswith("GPU, ")
+
+
 def test_a_failed_share_is_told_and_tried_again(compile_in, tmp_path, capfd):
     (tmp_path / "fail").touch()
     assert not compile_in([(128, 128)]) and not (tmp_path / "fp8rl.json").exists()
