@@ -59,6 +59,14 @@ ON_GPU u32 largest_of(u32 a, u32 b, u32 c, u32 d) {  // magnitudes in each half
     return larger(larger(a & MAGNITUDES, b & MAGNITUDES), larger(c & MAGNITUDES, d & MAGNITUDES));
 }
 
+template <class At>
+ON_GPU u32 scale_of(At at) {  // of a block, from what quarters of a tile found
+    u32 largest = read_half(at(0));
+#pragma unroll
+    for (int quarter = 1; quarter < 4; ++quarter) largest = larger(largest, read_half(at(quarter)));
+    return scale_bits(largest);
+}
+
 struct Parts {  // of the tile that is worked on
     u32 base;
     ON_GPU u32 row(int quarter, int matrix, int row) {
@@ -231,10 +239,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const int r = my_row + of_features;
-                u32 largest = read_half(parts.row(0, m, r));
-#pragma unroll
-                for (int q = 1; q < 4; ++q) largest = larger(largest, read_half(parts.row(q, m, r)));
-                const u32 scale = scale_bits(largest);
+                const u32 scale = scale_of([&](int quarter) { return parts.row(quarter, m, r); });
                 row_factor[m] = inverse_of(scale) * 0x10001;  // in both halves
                 if (right == 0)
                     dh_row_scales[(size_t)((m * width + feature) / SIDE) * num_rows + row + of_features] =
@@ -244,10 +249,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
 #pragma unroll
             for (int m = 0; m < 3; ++m) {
                 const int f = my_feature + of_rows;
-                u32 largest = read_half(parts.column(0, m, f));
-#pragma unroll
-                for (int q = 1; q < 4; ++q) largest = larger(largest, read_half(parts.column(q, m, f)));
-                const u32 scale = scale_bits(largest);
+                const u32 scale = scale_of([&](int quarter) { return parts.column(quarter, m, f); });
                 column_factor[m] = inverse_of(scale);
                 if (down == 0) {
                     float* scales = m < 2 ? dh_column_scales + (block * 2 + m) * width : a_column_scales + block * width;
