@@ -253,8 +253,8 @@ def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
     and data parallel ones, and for experts expert tensor and expert data parallel ones. Nothing under other recipes.
     """
     plain, expert = [], []
-    for _, module in named_linears(chunks, parallel):
-        if module.history is not None:
+    for module in (module for chunk in chunks for module in chunk.modules()):  # without names, which take long to make
+        if isinstance(module, QuantizableLinear) and module.history is not None:
             (expert if isinstance(module, GroupedLinear) else plain).append(module.history)
 
     def reducer(*groups: dist.ProcessGroup) -> Callable[[Tensor], None]:
