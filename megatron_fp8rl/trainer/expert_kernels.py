@@ -50,6 +50,7 @@ class Layout:
     positions: Tensor  # int32 [T], the row of each token, -1 for a token behind the last expert's
     host_counts: tuple[int, ...] | None  # padded_counts, where the host knows them: DeepGEMM's ``ks``
     in_matrix: bool = False  # columns of the only expert are one matrix
+    has_all_tokens: bool = False  # whether the host knows that each token has a row
 
     @classmethod
     def of(
@@ -70,7 +71,8 @@ class Layout:
         build = _implementation(tokens_per_expert).layout_tensors
         if in_matrix and len(tokens_per_expert) != 1:
             raise ValueError(f"columns of {len(tokens_per_expert)} experts are not one matrix")
-        return cls(num_tokens, num_rows, *build(tokens_per_expert, num_tokens, num_rows), padded, in_matrix)
+        has_all = counts is not None and sum(counts) == num_tokens
+        return cls(num_tokens, num_rows, *build(tokens_per_expert, num_tokens, num_rows), padded, in_matrix, has_all)
 
 
 def max_rows(num_tokens: int, num_experts: int) -> int:

@@ -47,6 +47,7 @@ from megatron_fp8rl.trainer.grouped_gemm import (
     add_weight_gradients_fp8,
     multiply,
     multiply_fp8,
+    multiply_fp8_to_tokens,
     quantized,
 )
 from megatron_fp8rl.trainer.main_grad import is_fused
@@ -147,10 +148,16 @@ class _Call:
     def multiply(self, x: Quantized, weights: _Weights, *, transposed: bool = False) -> Tensor:
         """BF16 [P, N]: x times each expert's matrix, or times its transpose."""
         if self.scales is None:
-            matrices = weights.bf16_ENK.transpose(1, 2) if transposed else weights.bf16_ENK
-            return multiply(x.bf16, matrices, self.layout)
-        matrices = weights.fp8_transposed() if transposed else weights.fp8
-        return multiply_fp8(Fp8(x.rows, x.row_scales), matrices, self.layout, torch.bfloat16)
+            return multiply(x.bf16, weights.bf16(transposed), self.layout)
+        return multiply_fp8(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, torch.bfloat16)
+
+    def multiply_to_tokens(
+        self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        """BF16 [T, N]: the same for each token, times ``probs``."""
+        if self.scales is None:
+            return unpermute(self.multiply(x, weights, transposed=transposed), self.layout, probs)
+        return multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, probs)
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -172,9 +179,9 @@ class _GroupedExperts(torch.autograd.Function):
             # What is saved for backward is kept until that has returned; this is free when it has been read.
             ctx.linears, ctx.x, ctx.h = (fc1, fc2), x, h_P2F
             ctx.save_for_backward(probs_T)
-        y_PH = call.multiply(swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False)), fc2)
+        a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
         del x, h_P2F
-        return unpermute(y_PH, layout, probs_T if call.weighs else None)
+        return call.multiply_to_tokens(a, fc2, probs_T if call.weighs else None)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:
@@ -204,9 +211,7 @@ class _GroupedExperts(torch.autograd.Function):
             del dy, a
             dw1 = _add_to_gradients(ctx.halves[0], num_edges, lambda out: _add_products(dh, x, call, out))
             del x
-        dx_PH = call.multiply(dh, fc1, transposed=True) if needs_dx else None
-        del dh
-        dx_TH = unpermute(dx_PH, layout) if needs_dx else None
+        dx_TH = call.multiply_to_tokens(dh, fc1, transposed=True) if needs_dx else None
         return dx_TH, dprobs, None, None, *dw1, *dw2
 
 
@@ -231,15 +236,18 @@ class _Weights:
         matrices_ENK = stacked(weights)
         if matrices_ENK is None:
             matrices_ENK = torch.stack([weight.detach() for weight in weights])
-        self.bf16_ENK = matrices_ENK if scales is None else None
-        self.fp8 = None if scales is None else quantized(matrices_ENK, scales)
+        self._bf16_ENK = matrices_ENK if scales is None else None
+        self._fp8 = None if scales is None else quantized(matrices_ENK, scales)
         self._transposed: Fp8 | None = None
 
-    def fp8_transposed(self) -> Fp8:
-        """For the input gradient; made by the first backward pass, when activations begin to go."""
-        if self._transposed is None:
-            self._transposed = self.fp8.transposed()
-        return self._transposed
+    def bf16(self, transposed: bool) -> Tensor:
+        return self._bf16_ENK.transpose(1, 2) if transposed else self._bf16_ENK
+
+    def fp8(self, transposed: bool) -> Fp8:
+        """``transposed``, for the input gradient, is made by the first backward pass, when activations begin to go."""
+        if transposed and self._transposed is None:
+            self._transposed = self._fp8.transposed()
+        return self._transposed if transposed else self._fp8
 
 
 def _weights(weights: Sequence[Tensor], call: _Call, cache: WeightCache) -> _Weights:

@@ -3,6 +3,7 @@
     product             kernel                                operands                        result
     y  = x W^T          m_grouped_*_gemm_nt_contiguous        x in rows, W in rows            BF16 [P, N]
     dx = g W            m_grouped_*_gemm_nt_contiguous        g in rows, W transposed         BF16 [P, K]
+    to tokens (FP8)     cuda/products.cu                      either of these                 BF16 [T, N] or [T, K]
     dW += g^T x (FP8)   cuda/weight_gradients.cu              g, x in columns                 FP32 [E, N, K]
     dW += g^T x (BF16)  k_grouped_bf16_gemm_tn_contiguous     g, x in rows                    FP32 [E, N, K]
 
@@ -34,7 +35,7 @@ from megatron_fp8rl.fp8.blockwise import (
 )
 from megatron_fp8rl.fp8.deep_gemm import deep_gemm
 from megatron_fp8rl.trainer import hopper
-from megatron_fp8rl.trainer.expert_kernels import Layout
+from megatron_fp8rl.trainer.expert_kernels import Layout, unpermute
 from megatron_fp8rl.trainer.expert_reference import swizzled
 
 
@@ -83,6 +84,17 @@ def multiply_fp8(x: Fp8, weights: Fp8, layout: Layout, dtype: torch.dtype) -> Te
     deep_gemm().m_grouped_fp8_gemm_nt_contiguous(
         tuple(x), tuple(weights), out, layout.experts, disable_ue8m0_cast=True
     )
+    return out
+
+
+def multiply_fp8_to_tokens(x: Fp8, weights: Fp8, layout: Layout, probs: Tensor | None = None) -> Tensor:
+    """BF16 [T, N]: what :func:`multiply_fp8` and ``expert_kernels.unpermute`` make, bit for bit."""
+    if not hopper.is_hopper(x.data.device):
+        return unpermute(multiply_fp8(x, weights, layout, torch.bfloat16), layout, probs)
+    create = torch.empty if layout.has_all_tokens else torch.zeros
+    out = create(layout.num_tokens, weights.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
+    if layout.num_rows:
+        hopper.multiply_rows(*x, *weights, layout.offsets, layout.experts, out, layout.rows, probs)
     return out
 
 

@@ -5,6 +5,9 @@
                            copies that still read it: where experts have 128 rows or fewer, tiles of the result are
                            wrong, and others each time. It also waits with every tile until its sums are in memory,
                            where ours multiplies on. What ours adds, in what order, is what DeepGEMM should.
+    multiply_rows          y = x W^T of each expert, every row written to its token's place and weighted there. The bits
+                           are DeepGEMM's, which writes all rows, with those that fill experts up: another kernel has to
+                           copy them.
     swiglu_backward        expert_kernels.swiglu_backward_quantize where rows and columns are wanted in FP8 with
                            power-of-two scales. What Triton makes of it waits for memory while it computes.
 
@@ -28,6 +31,7 @@ from torch import Tensor
 from megatron_fp8rl.fp8.blockwise import BLOCK
 
 _FOLDER = Path(__file__).with_name("cuda")
+_WIDTH = 192  # columns of a tile of multiply_rows
 _LONG = 4096  # rows of an expert from which its weight gradients are shared out otherwise
 
 
@@ -38,15 +42,48 @@ class _Kernel(NamedTuple):
     num_threads: int
     shared_bytes: int
 
-    def __call__(self, *arguments: Tensor | int) -> None:
-        """Run on the current stream of the current device."""
-        count = len(arguments)
-        values = (ctypes.c_uint64 * count)(*(x if isinstance(x, int) else x.data_ptr() for x in arguments))
-        first = ctypes.addressof(values)
-        places = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+    def __call__(self, *arguments: Tensor | int | _Map | None) -> None:
+        """Run on the current stream of the current device. None: no memory."""
+        values = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
+        begin = ctypes.addressof(values)
+        places = (ctypes.c_void_p * len(arguments))(
+            *(x.address if isinstance(x, _Map) else begin + 8 * i for i, x in enumerate(arguments))
+        )
         size = self.num_blocks, 1, 1, self.num_threads, 1, 1, self.shared_bytes
         if status := self.launch(self.function, *size, _stream(), places, None):
             raise RuntimeError(f"CUDA does not start a kernel: cuLaunchKernel answers {status}")
+
+
+class _Map(NamedTuple):
+    """How copies find a matrix of bytes: CUDA's CUtensorMap, which a kernel is given whole."""
+
+    address: int
+    memory: ctypes.Array  # which contains it
+
+
+def _word(argument: Tensor | int | _Map | None) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return argument if isinstance(argument, int) else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _map_of(address: int, num_rows: int, num_columns: int, tile_rows: int) -> _Map:
+    """Of a matrix that is copied in tiles of ``tile_rows`` lines of 128 bytes, swizzled for tensor cores."""
+    memory = (ctypes.c_uint8 * 192)()
+    place = -(-ctypes.addressof(memory) // 64) * 64
+    sizes, stride = (ctypes.c_uint64 * 2)(num_columns, num_rows), (ctypes.c_uint64 * 1)(num_columns)
+    tile, steps = (ctypes.c_uint32 * 2)(BLOCK, tile_rows), (ctypes.c_uint32 * 2)(1, 1)
+    bytes_type, plain, swizzle_128, fetch_256, zeros = 0, 0, 3, 3, 0  # in the driver's enumerations
+    status = _encoder()(
+        place, bytes_type, 2, address, sizes, stride, tile, steps, plain, swizzle_128, fetch_256, zeros
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(
+            f"CUDA does not describe a matrix [{num_rows}, {num_columns}] at {address:#x} to its copies: "
+            f"cuTensorMapEncodeTiled answers {status}"
+        )
+    return _Map(place, memory)
 
 
 def _stream() -> int:
@@ -76,6 +113,33 @@ def add_weight_gradients(
     cluster = _cluster(*out_ENK.shape, g.shape[0] * BLOCK)
     with torch.cuda.device(device):
         _weight_gradients(device.index, *cluster)(g, g_scale, x, x_scale, offsets, out_ENK, *out_ENK.shape)
+
+
+def multiply_rows(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    rows: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> None:
+    """Write x times its expert's W^T to ``out`` BF16: [P, N], or with ``rows`` [T, N], each row at its token's place.
+
+    x float8_e4m3fn [P, K] with float32 scales [P, K/128] of strides (1, P); w [E, N, K] with scales [E, N/128, K/128],
+    whose last two dimensions may be transposed. ``offsets`` int32 [E + 1], ``experts`` and ``rows`` int32 [P] are those
+    of a layout (expert_kernels.py); ``probs`` float32 [T] multiply the rounded results. Places of tokens without a row
+    are left as they are.
+    """
+    (num_experts, num_columns, depth), num_rows = w.shape, len(x)
+    with torch.cuda.device_of(x):
+        _multiply_rows(x.device.index)(
+            _map_of(x.data_ptr(), num_rows, depth, BLOCK), x_scale,
+            _map_of(w.data_ptr(), num_experts * num_columns, depth, _WIDTH // 2), w_scale,
+            offsets, experts, rows, probs, out, num_experts, num_rows, num_columns, depth, *w_scale.stride()[1:],
+        )  # fmt: skip
 
 
 def swiglu_backward(
@@ -119,6 +183,13 @@ def _weight_gradients(device: int, down: int, across: int) -> _Kernel:
 
 
 @functools.cache
+def _multiply_rows(device: int) -> _Kernel:
+    stages = 4
+    shared_bytes = 4 * 1024 + stages * (BLOCK + _WIDTH) * BLOCK + BLOCK * (2 * _WIDTH + 16)
+    return _compiled("products", "multiply_rows", device, [f"-DSTAGES={stages}"], 384, shared_bytes, 2)
+
+
+@functools.cache
 def _swiglu_backward(device: int, weighted: bool) -> _Kernel:
     parts, stages = 4 * 2 * 256 + 4 * 3 * 256 + 4 * 512, 2 * 3 * BLOCK * (2 * BLOCK + 16)
     options = [f"-DWEIGHTED={int(weighted)}"]
@@ -135,8 +206,25 @@ def _compiled(
     )  # fmt: skip
     function.set_shared_memory_config(shared_bytes)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    launch = launcher(ctypes.CDLL("libcuda.so.1"))
-    return _Kernel(launch, function.func.value, processors // cluster * cluster, num_threads, shared_bytes)
+    return _Kernel(launcher(_driver()), function.func.value, processors // cluster * cluster, num_threads, shared_bytes)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _encoder() -> Callable[..., int]:
+    return encoder(_driver())
+
+
+def encoder(library: ctypes.CDLL) -> Callable[..., int]:
+    """Its cuTensorMapEncodeTiled."""
+    encode = library.cuTensorMapEncodeTiled
+    words, pointer = ctypes.c_uint32, ctypes.c_void_p
+    encode.argtypes = [pointer, words, words, pointer, *[pointer] * 4, *[words] * 4]
+    return encode
 
 
 def launcher(library: ctypes.CDLL) -> Callable[..., int]:

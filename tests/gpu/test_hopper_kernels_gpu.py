@@ -10,8 +10,15 @@ import torch
 from benchmarks.timing import milliseconds
 from megatron_fp8rl.fp8.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.trainer import hopper
-from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize, swiglu_backward_quantize
+from megatron_fp8rl.trainer.expert_kernels import (
+    Layout,
+    permute_quantize,
+    quantize_rows_columns,
+    swiglu_backward_quantize,
+    unpermute,
+)
 from megatron_fp8rl.trainer.expert_reference import swizzled
+from megatron_fp8rl.trainer.grouped_gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens, quantized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -124,6 +131,48 @@ def test_weight_gradients_are_faster_than_deep_gemms():
         )
         print(f"\nweight gradients of 128 x {shape}: {ours:.3f} ms, DeepGEMM {theirs:.3f} ms")
         assert ours < 1.1 * theirs
+
+
+def products(counts, shape, scales="pow2"):
+    """The layout, padded tokens [P, K] in rows, and weights [E, N, K]."""
+    layout = Layout.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(layout.num_rows, shape[1], device="cuda", generator=generator).bfloat16()
+    weights = torch.randn(len(counts), *shape, device="cuda", generator=generator).bfloat16() / 16
+    made = quantize_rows_columns(x, layout, scales, columns=False)
+    return layout, Fp8(made.rows, made.row_scales), quantized(weights, scales)
+
+
+@pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("shape", [(128, 256), (384, 512), (2048, 768)])
+def test_rows_have_the_bits_of_deep_gemms(shape, counts, scales):
+    layout, x, w = products(counts, shape, scales)
+    probs = torch.rand(layout.num_tokens, device="cuda")
+    for weights in (w, Fp8(w.data.transpose(1, 2).contiguous(), w.scale.transpose(1, 2)).transposed()):
+        theirs = multiply_fp8(x, weights, layout, torch.bfloat16)
+        ours = torch.full_like(theirs, torch.nan)
+        if layout.num_rows:
+            hopper.multiply_rows(*x, *weights, layout.offsets, layout.experts, ours)
+        assert torch.equal(ours, theirs)
+        for p in (probs, None):
+            found = multiply_fp8_to_tokens(x, weights, layout, p)
+            assert torch.equal(found, unpermute(theirs, layout, p))
+
+
+@pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
+@pytest.mark.parametrize("shape", [(1536, 2048), (2048, 768), (768, 2048), (2048, 1536)])
+def test_products_to_tokens_are_faster_than_deep_gemms_and_a_copy(shape):
+    """Experts of Qwen3-30B-A3B. The bound is so wide that the kernel has to be broken to miss it."""
+    layout, x, w = products([1000] * 128, shape)
+    out = torch.empty(layout.num_rows, shape[0], dtype=torch.bfloat16, device="cuda")
+    to_rows = busy_ms(lambda: hopper.multiply_rows(*x, *w, layout.offsets, layout.experts, out))
+    theirs_to_rows = busy_ms(lambda: multiply_fp8(x, w, layout, torch.bfloat16))
+    ours = busy_ms(lambda: multiply_fp8_to_tokens(x, w, layout))
+    theirs = busy_ms(lambda: unpermute(multiply_fp8(x, w, layout, torch.bfloat16), layout))
+    print(f"\n{shape}: {ours:.3f} ms, DeepGEMM {theirs:.3f} ms; padded {to_rows:.3f} and {theirs_to_rows:.3f} ms")
+    assert ours < 1.1 * theirs
 
 
 @pytest.mark.parametrize("weighted", [True, False])

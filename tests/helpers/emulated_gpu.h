@@ -5,6 +5,7 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -18,6 +19,7 @@
 #define __restrict__
 #define __launch_bounds__(threads, blocks)
 #define IN_CLUSTERS(blocks)
+#define IN_PLACE
 
 struct float2 {
     float x, y;
@@ -60,6 +62,8 @@ struct Copy {
     uint32_t to;
     const void* from;
     uint32_t bytes, barrier;
+    uint64_t pitch = 0;        // between lines of 128 bytes, which are swizzled; 0: one piece
+    uint32_t outside = 0;      // bytes at the end that are zeros, behind the last line of a matrix
 };
 struct Cluster {
     std::mutex mutex;
@@ -90,7 +94,11 @@ struct Cluster {
             const Copy copy = copies.back();
             copies.pop_back();
             for (int block : copy.blocks) {
-                std::memcpy(blocks.at(block).memory.data() + copy.to, copy.from, copy.bytes);
+                uint8_t* to = blocks.at(block).memory.data() + copy.to;
+                const uint8_t* from = (const uint8_t*)copy.from;
+                for (uint32_t i = 0; copy.pitch && i < copy.bytes; ++i)
+                    to[i ^ (i >> 7 & 7) << 4] = i < copy.bytes - copy.outside ? from[i / 128 * copy.pitch + i % 128] : 0;
+                if (!copy.pitch) std::memcpy(to, from, copy.bytes);
                 Barrier& barrier = blocks[block].barriers.at(copy.barrier);
                 barrier.bytes -= copy.bytes;
                 barrier.settle();
@@ -110,8 +118,8 @@ static thread_local std::vector<Store> stores;
 
 static Block& mine() { return cluster->blocks[place]; }
 static float* numbers(uint32_t at) { return (float*)(mine().memory.data() + at); }
-static void require(bool holds) {
-    if (!holds) std::abort();
+static void require(bool holds, int line = __builtin_LINE()) {
+    if (!holds) std::fprintf(stderr, "emulated_gpu.h:%d does not hold\n", line), std::abort();
 }
 
 template <uint32_t BYTES>
@@ -150,6 +158,33 @@ static void load_for(uint32_t mask, uint32_t to, const void* from, uint32_t byte
 }
 static void load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     load_for(1 << place, to, from, bytes, barrier);
+}
+enum { ADDRESS, COLUMNS, ROWS, PITCH, TILE_ROWS };  // words of a map here
+template <class Map>
+static void load_tile_for(uint32_t mask, uint32_t to, const Map& map, int column, int row, uint32_t barrier) {
+    const auto& words = map.words;
+    require(to % 1024 == 0 && column + 128 <= (int)words[COLUMNS]);
+    std::vector<int> blocks;
+    for (int block = 0; block < 16; ++block)
+        if (mask >> block & 1) blocks.push_back(block);
+    const void* from = (const uint8_t*)words[ADDRESS] + row * words[PITCH] + column;
+    std::lock_guard lock(cluster->mutex);
+    const int tile = words[TILE_ROWS], outside = std::clamp<int>(row + tile - (int)words[ROWS], 0, tile);
+    cluster->copies.push_back({blocks, to, from, tile * 128u, barrier, words[PITCH], outside * 128u});
+    cluster->changed.notify_all();
+}
+template <class Map>
+static void load_tile(uint32_t to, const Map& map, int column, int row, uint32_t barrier) {
+    load_tile_for(1 << place, to, map, column, row, barrier);
+}
+extern "C" int cuTensorMapEncodeTiled(uint64_t* map, uint32_t type, uint32_t dimensions, uint64_t address,
+                                      const uint64_t* sizes, const uint64_t* strides, const uint32_t* tile,
+                                      const uint32_t* steps, uint32_t, uint32_t swizzle, uint32_t, uint32_t) {
+    const bool fits = (uintptr_t)map % 64 == 0 && !type && dimensions == 2 && swizzle == 3 && tile[0] == 128;
+    if (!fits || address % 16 || strides[0] % 16 || steps[0] != 1 || steps[1] != 1) return 1;
+    map[ADDRESS] = address, map[COLUMNS] = sizes[0], map[ROWS] = sizes[1], map[PITCH] = strides[0];
+    map[TILE_ROWS] = tile[1];
+    return 0;
 }
 static void store_later(void* to, uint32_t from, uint32_t bytes, bool adds) {
     require(from % 16 == 0 && bytes % 16 == 0 && (uintptr_t)to % 16 == 0);
@@ -237,10 +272,11 @@ static uint32_t bf16_product(uint32_t a, uint32_t b) {
 static uint32_t larger(uint32_t a, uint32_t b) {
     return std::max(a & 0xFFFF, b & 0xFFFF) | std::max(a & 0xFFFF0000, b & 0xFFFF0000);
 }
-static void products_begin(float (&)[64]) {}
+template <int NUMBERS>
+static void products_begin(float (&)[NUMBERS]) {}
 static void products_asked() {}
-template <int LATER>
-static void products_end(float (&)[64]) { __syncwarp(); }  // threads of a warp go together
+template <int LATER, int NUMBERS>
+static void products_end(float (&)[NUMBERS]) { __syncwarp(); }  // threads of a warp go together
 
 static float e4m3(uint8_t bits) {
     const int exponent = bits >> 3 & 15;
@@ -274,9 +310,10 @@ static float element(uint32_t matrix, int line, int term) {
     const uint32_t at = matrix + line / 8 * 1024 + line % 8 * 128 + term;
     return e4m3_numbers()[mine().memory[at ^ (at >> 7 & 7) << 4]];
 }
-static void multiply(float (&d)[64], uint32_t a, uint32_t b, int adds) {
+template <int NUMBERS>
+static void multiply(float (&d)[NUMBERS], uint32_t a, uint32_t b, int adds) {
     const int lane = threadIdx.x % 32, row = threadIdx.x / 32 % 4 * 16 + lane / 4, column = lane % 4 * 2;
-    for (int j = 0; j < 64; ++j) {
+    for (int j = 0; j < NUMBERS; ++j) {
         float sum = adds ? d[j] : 0.0f;
         for (int term = 0; term < 32; ++term)
             sum += element(a, row + (j & 2) * 4, term) * element(b, column + j / 4 * 8 + (j & 1), term);

@@ -11,7 +11,12 @@ typedef unsigned long long u64;
 #ifndef EMULATED
 #define ON_GPU __device__ __forceinline__
 #define IN_CLUSTERS(blocks) __cluster_dims__(blocks, 1, 1)
+#define IN_PLACE __grid_constant__  // an argument whose address copies may take
 #endif
+
+struct alignas(64) TensorMap {  // of a matrix of bytes: what CUDA's driver writes
+    u64 words[16];
+};
 
 // A block begins with the same number for each of its threads. Those that ask for more wait until others have given as
 // many back: for ever, if there are not enough.
@@ -94,6 +99,20 @@ ON_GPU void load_for(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrie
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
         ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)blocks) : "memory");
+}
+
+// The tile of a matrix that begins in a column and a row, in lines of 128 bytes, swizzled as descriptor() says; its map
+// tells how many lines.
+ON_GPU void load_tile(u32 to, const TensorMap& from, int column, int row, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+                 ::"r"(to), "l"(&from), "r"(column), "r"(row), "r"(barrier) : "memory");
+}
+
+ON_GPU void load_tile_for(u32 blocks, u32 to, const TensorMap& from, int column, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1, {%2, %3}], [%4], %5;"
+        ::"r"(to), "l"(&from), "r"(column), "r"(row), "r"(barrier), "h"((u16)blocks) : "memory");
 }
 
 ON_GPU void prefetch(const void* from, u32 bytes) {  // to the cache that all blocks share
@@ -208,22 +227,24 @@ ON_GPU u32 e4m3_bytes(float a, float b, float c, float d) {  // a in the lowest 
     return y;
 }
 
-// Tensor cores: each warp group multiplies 64 lines by 128.
+// Tensor cores: each warp group multiplies 64 lines by 128 or 192.
 
-ON_GPU void keep(float (&d)[64]) {  // where the compiler does not see the tensor cores write
+template <int NUMBERS>
+ON_GPU void keep(float (&d)[NUMBERS]) {  // where the compiler does not see the tensor cores write
 #pragma unroll
-    for (int j = 0; j < 64; ++j) asm volatile("" : "+f"(d[j])::"memory");
+    for (int j = 0; j < NUMBERS; ++j) asm volatile("" : "+f"(d[j])::"memory");
 }
 
-ON_GPU void products_begin(float (&d)[64]) {
+template <int NUMBERS>
+ON_GPU void products_begin(float (&d)[NUMBERS]) {
     keep(d);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
 ON_GPU void products_asked() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-template <int LATER>  // groups asked for after those waited for
-ON_GPU void products_end(float (&d)[64]) {
+template <int LATER, int NUMBERS>  // LATER: groups asked for after those waited for
+ON_GPU void products_end(float (&d)[NUMBERS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
     keep(d);
 }
@@ -236,7 +257,7 @@ ON_GPU u64 descriptor(u32 at) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 
-// d, 64 x 128 of a warp group, plus or instead the product of 32 terms of 64 lines at a and 128 lines at b.
+// d, of a warp group, plus or instead the product of 32 terms of 64 lines at a and as many lines at b as d has columns.
 ON_GPU void multiply(float (&d)[64], u32 a, u32 b, int adds) {
     asm volatile(
         "{\n"
@@ -256,4 +277,34 @@ ON_GPU void multiply(float (&d)[64], u32 a, u32 b, int adds) {
         : D16(0), D16(16), D16(32), D16(48)
         : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
 }
+
+ON_GPU void multiply(float (&d)[96], u32 a, u32 b, int adds) {
+    asm volatile(
+        "{\n"
+        ".reg .pred adds;\n"
+        "setp.ne.b32 adds, %98, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, "
+        "%8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, "
+        "%24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, "
+        "%40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, "
+        "%56, %57, %58, %59, %60, %61, %62, %63, "
+        "%64, %65, %66, %67, %68, %69, %70, %71, "
+        "%72, %73, %74, %75, %76, %77, %78, %79, "
+        "%80, %81, %82, %83, %84, %85, %86, %87, "
+        "%88, %89, %90, %91, %92, %93, %94, %95 "
+        "}, %96, %97, adds, 1, 1;\n"
+        "}\n"
+        : D16(0), D16(16), D16(32), D16(48), D16(64), D16(80)
+        : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
+}
 #endif
+
+ON_GPU int my_warp() { return of_lane(threadIdx.x / 32, 0); }  // one number for 32 threads, as the compiler then knows
+
+ON_GPU u32 weighted(u32 pair, float factor) {  // BF16 numbers, and the products rounded
+    return bf16_pair(as_float(pair << 16) * factor, as_float(pair & 0xFFFF0000) * factor);
+}

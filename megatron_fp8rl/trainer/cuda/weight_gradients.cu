@@ -81,7 +81,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                      const float* __restrict__ x_scale, const int* __restrict__ offsets, float* __restrict__ out,
                      int experts, int n, int k) {
     const u32 base = shared_memory<1024>();
-    const int group = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = my_warp(), group = warp / 4, lane = threadIdx.x % 32;
     const int rank = blockIdx.x % CLUSTER, down = rank / ACROSS, across = rank % ACROSS;
     auto full = [&](int s) { return base + BARRIERS + s * 16; };
     auto empty = [&](int s) { return base + BARRIERS + s * 16 + 8; };

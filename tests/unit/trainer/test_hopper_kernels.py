@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fp8rl.fp8.blockwise import quantize_weight
 from megatron_fp8rl.trainer import expert_reference, hopper
-from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize
+from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize, unpermute
+from megatron_fp8rl.trainer.grouped_gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens
 from megatron_fp8rl.trainer.expert_reference import swizzled
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -42,8 +44,8 @@ def compiled(folder: Path, file: str, name: str, types: list[str], cluster: int,
     (folder / "run.cpp").write_text(source)
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *options]
     subprocess.run([*command, str(folder / "run.cpp"), "-o", str(folder / "run.so")], check=True, timeout=DEADLINE_S)
-    launch = hopper.launcher(ctypes.CDLL(str(folder / "run.so")))
-    return lambda blocks, *arguments: hopper._Kernel(launch, 1, blocks, threads, 0)(*arguments)
+    library = ctypes.CDLL(str(folder / "run.so"))
+    return lambda blocks: hopper._Kernel(hopper.launcher(library), 1, blocks, threads, 0), hopper.encoder(library)
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +61,8 @@ def add_weight_gradients(request, tmp_path_factory):
     types = [*operand, *operand, "const int*", "float*", "int", "int", "int"]
     options = [f"-DDOWN={down}", f"-DACROSS={across}", "-DSTAGES=3", "-DLONG=150"]
     folder = tmp_path_factory.mktemp("kernel")
-    return down, across, compiled(
-        folder, "weight_gradients.cu", "add_weight_gradients", types, down * across, 384, options
-    )
+    name = "add_weight_gradients"
+    return down, across, compiled(folder, "weight_gradients.cu", name, types, down * across, 384, options)[0]
 
 
 @pytest.mark.parametrize("counts, groups", [("one", 1), ("many", 1), ("few", 2)])
@@ -80,9 +81,68 @@ def test_weight_gradients_of_every_expert_are_added(add_weight_gradients, counts
     sums = torch.stack([products[begin:end].sum(0) for begin, end in zip(ends, ends[1:])])
     expected = out.double() + sums
     operands = [tensor for m in made for tensor in (m.columns, m.column_scales)]
-    run(groups * down * across, *operands, layout.offsets, out, *out.shape)
+    run(groups * down * across)(*operands, layout.offsets, out, *out.shape)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(out[layout.padded_counts == 0], expected.float()[layout.padded_counts == 0])
+
+
+@pytest.fixture(scope="module")
+def multiply_rows(tmp_path_factory):
+    """(the kernel, what describes matrices to it)."""
+    types = ["const TensorMap", "const float*"] * 2 + ["const int*"] * 3 + ["const float*", "u16*"] + ["int"] * 6
+    folder = tmp_path_factory.mktemp("kernel")
+    return compiled(folder, "products.cu", "multiply_rows", types, 2, 384, ["-DSTAGES=3"])
+
+
+@pytest.mark.parametrize(
+    "counts, num_columns, weighted, exact",
+    [("many", 256, True, True), ("one", 384, True, True), ("few", 128, False, False)],
+)
+def test_rows_are_multiplied_by_their_experts_weights_and_written_to_their_tokens(
+    multiply_rows, monkeypatch, counts, num_columns, weighted, exact
+):
+    """``exact``: the host knows the counts. With transposed scales; or to all rows of the layout."""
+    kernel, encode = multiply_rows
+    monkeypatch.setattr(hopper, "_multiply_rows", lambda device: kernel(4))
+    monkeypatch.setattr(hopper, "_encoder", lambda: encode)
+    counts, depth = COUNTS[counts], 256
+    layout = Layout.of(torch.tensor(counts), sum(counts), counts if exact else None)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(sum(counts), depth, generator=generator).bfloat16()
+    made = permute_quantize(tokens, layout, "pow2")
+    weights = torch.randn(len(counts) * depth, num_columns, generator=generator) / 16
+    data, scale = (x.view(len(counts), -1, x.shape[1]) for x in quantize_weight(weights.bfloat16(), "pow2"))
+    w = Fp8(data, scale).transposed()
+    probs = torch.rand(layout.num_tokens, generator=generator) if weighted else None
+    operands = made.rows, made.row_scales, *w, layout.offsets, layout.experts
+    to_tokens = torch.full((layout.num_tokens, num_columns), torch.nan).bfloat16()
+    hopper.multiply_rows(*operands, to_tokens, layout.rows, probs)
+    to_rows = torch.full((layout.num_rows, num_columns), torch.nan).bfloat16()
+    hopper.multiply_rows(*operands, to_rows)
+
+    end = int(layout.offsets[-1])
+    alone = Layout.of(torch.tensor(counts), sum(counts), counts)
+    expected = multiply_fp8(Fp8(made.rows[:end], made.row_scales[:end]), w, alone, torch.bfloat16)
+    close = dict(rtol=1e-2, atol=1e-2)  # sums round to BF16, and are in another order
+    torch.testing.assert_close(to_rows[:end], expected, **close)
+    assert to_rows[end:].isnan().all(), "rows behind the last expert are left alone"
+    torch.testing.assert_close(to_tokens, unpermute(expected, alone, probs), **close)
+    assert torch.equal(to_tokens, unpermute(to_rows[:end], alone, probs)), "the same bits, each at its place"
+
+
+@pytest.mark.parametrize("counts, has_all", [([100, 28], True), ([100, 20], False), (None, False)])
+def test_tokens_without_a_row_are_zeros(monkeypatch, counts, has_all):
+    """Memory is cleared where the host does not know that every token has a row, which the kernel writes."""
+    layout = Layout.of(torch.tensor(counts or [100, 28]), 128, counts)
+    assert layout.has_all_tokens == has_all
+    made = permute_quantize(torch.ones(128, 256).bfloat16(), layout, "pow2")
+    w = Fp8(torch.zeros(2, 128, 256).to(torch.float8_e4m3fn), torch.ones(2, 1, 2))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(7))
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(hopper, "multiply_rows", lambda *arguments: None)
+    out = multiply_fp8_to_tokens(Fp8(made.rows, made.row_scales), w, layout)
+    assert out.shape == (128, 128) and (out == (7 if has_all else 0)).all()
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["weighted", "of dense layers"])
@@ -91,7 +151,7 @@ def swiglu_backward(request, tmp_path_factory):
     types = ["const u16*"] * 2 + ["const float*"] + ["const int*"] * 2 + ["u8*", "float*"] * 3 + ["float*", "int", "int"]
     options = [f"-DWEIGHTED={int(request.param)}"]
     folder = tmp_path_factory.mktemp("kernel")
-    return request.param, compiled(folder, "swiglu_backward.cu", "swiglu_backward", types, 1, 640, options)
+    return request.param, compiled(folder, "swiglu_backward.cu", "swiglu_backward", types, 1, 640, options)[0]
 
 
 @pytest.mark.parametrize("counts, exact", [("one", True), ("few", False)])
@@ -117,7 +177,7 @@ def test_the_gradient_of_swiglu_is_torchs_in_bytes(swiglu_backward, counts, exac
         dh += [torch.zeros(num_rows // 128, features, 128, dtype=torch.uint8)]
         dh += [torch.zeros(num_rows // 128, features)]
     sums = torch.zeros(width // 128, num_rows)
-    run(2, dy, h, probs, layout.rows, layout.experts, *dh, sums, num_rows, width)
+    run(2)(dy, h, probs, layout.rows, layout.experts, *dh, sums, num_rows, width)
 
     of_dh, of_activation = expected.dh, expected.activation
     wanted = [of_dh.rows, of_dh.row_scales, of_dh.columns, of_dh.column_scales]
