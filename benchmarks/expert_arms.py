@@ -215,6 +215,10 @@ def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str
         num_operations = 2 * layout.num_tokens * inner * outer
         x8 = grouped_gemm.Fp8(q.rows, q.row_scales)
         yield f"{name}, fp8", partial(grouped_gemm.multiply_fp8, x8, w8, layout, torch.bfloat16), num_operations
+        if name in ("fc2", "fc1 dgrad"):  # what experts do: results at their tokens' places
+            probs = torch.rand(layout.num_tokens, device=device()) if name == "fc2" else None
+            call = partial(grouped_gemm.multiply_fp8_to_tokens, x8, w8, layout, probs)
+            yield f"{name} to tokens, fp8", call, num_operations
         yield f"{name}, bf16", partial(grouped_gemm.multiply, x, w, layout), num_operations
     for name, rows, columns in (("fc1 wgrad", 2 * width, hidden), ("fc2 wgrad", hidden, width)):
         grad, x = (torch.randn(layout.num_rows, n, device=device()).bfloat16() for n in (rows, columns))

@@ -108,6 +108,7 @@ def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
     """Bytes that a grouped arm moves between its products, forward and backward, without the products' own.
 
     Weights, where they are FP8: 2 bytes of each are read and one is written, which is read and written transposed.
+    Results of FP8 products are written to their tokens' places at once, those of BF16 products are copied there.
     """
     from megatron_fp8rl.trainer import expert_kernels as kernels
 
@@ -116,13 +117,14 @@ def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
     fp8, columns = trainer != "bf16", trainer != "bf16" and wgrad == "fp8"
     operand = dict(rows=fp8, columns=columns, bf16=not columns)
     size = (shape.tokens, num_rows, shape.width)
-    weights = 3 * shape.experts * shape.hidden * shape.width * (2 + 1 + 1 + 1) if fp8 else 0
-    return weights + (
+    if fp8:
+        others = 3 * shape.experts * shape.hidden * shape.width * (2 + 1 + 1 + 1)
+    else:
+        others = sum(kernels.unpermute_bytes(shape.tokens, shape.hidden, probs=probs) for probs in (True, False))
+    return others + (
         2 * kernels.permute_quantize_bytes(shape.tokens, num_rows, shape.hidden, **operand)
         + kernels.swiglu_quantize_bytes(*size, rows=fp8, bf16=not fp8)
-        + kernels.unpermute_bytes(shape.tokens, shape.hidden, probs=True)
         + kernels.swiglu_backward_bytes(*size, activation_columns=columns, activation_bf16=not columns, **operand)
-        + kernels.unpermute_bytes(shape.tokens, shape.hidden)
     )
 
 
