@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.grpo_rows import KEYS, draw, num_steps_of, numbers, section, step_line
+from benchmarks.grpo_rows import KEYS, draw, num_steps_of, numbers, section, step_line, warm_start_name
 from benchmarks.process_tree import ProcessTree
 from benchmarks.results import FOLDER, Results, Row, device_name, failure_in, locked, num_gpus, run_logged
 from megatron_fp8rl.cli import config_functions
@@ -196,7 +196,7 @@ def keep(run: Run, options: argparse.Namespace, results: Results) -> None:
         return
     results.add(
         {"config": run.config, "layout": run.layout, "precision": run.precision, "seed": run.seed}
-        | {"num_steps": wanted}
+        | {"num_steps": wanted, "warm_start": warm_start_name(warm_start_dir(run).parent)}
         | numbers(data)
         | {
             "device": device_name(),

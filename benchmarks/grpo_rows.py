@@ -6,8 +6,10 @@ on any machine.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import statistics
+import string
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,30 @@ def numbers(run: RunData) -> Row:
     }
 
 
+def warm_start_name(folder: Path) -> str | None:
+    """A name that no other training has: its record, which contains times, hashed. None without one."""
+    record_of_steps = folder / "metrics.jsonl"
+    if not record_of_steps.exists():
+        return None
+    return hashlib.sha256(record_of_steps.read_bytes()).hexdigest()[:12]
+
+
+def warm_starts(rows: Sequence[Row]) -> list[str]:
+    """A letter for each row: those of one configuration with the same letter started from the same weights.
+
+    A row without the name of its warm start had that of the rows which the same command made on the same machine.
+    """
+    letters: dict[str, list[str]] = {}
+    found = []
+    for row in rows:
+        name = row.get("warm_start") or f"{row['command']} {row['machine']} {row['date']}"
+        names = letters.setdefault(row["config"], [])
+        if name not in names:
+            names.append(name)
+        found.append(string.ascii_uppercase[names.index(name) % 26])
+    return found
+
+
 def curves(run: RunData) -> dict[str, Any]:
     """By step: what was learned, how far the ends disagree, seconds of phases; None where a step has no number."""
     steps = [record for record in run.records if record["step"] > 0]
@@ -108,7 +134,7 @@ def step_line(step: Row, num_steps: int) -> str:
 def tables(rows: Sequence[Row]) -> str:
     """Markdown: what was learned and how fast, then the seconds of a step by phase."""
     learned, seconds = [], []
-    for row in rows:
+    for row, start in zip(rows, warm_starts(rows), strict=True):
         head = {"run": f"{row['config']}, {row['layout']}, {row['precision']}, seed {row['seed']}"}
         rewards, held_out = (
             f"{_shown(row[f'{name}_start'], '.3f')} to {_shown(row[f'{name}_end'], '.3f')}"
@@ -117,6 +143,7 @@ def tables(rows: Sequence[Row]) -> str:
         learned.append(
             head
             | {
+                "warm start": start,
                 "steps": f"{row['steps']}" + (f" of {row['num_steps']}" if row["steps"] < row["num_steps"] else ""),
                 f"reward, first {_ENDS} to last {_ENDS} steps": rewards,
                 "held-out pass rate": held_out,
@@ -144,7 +171,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Reward, mismatch, seconds by phase and tokens per second of all runs."""
     from megatron_fp8rl.observe.style import CYCLE, finish, new_figure, styled
 
-    labels = [f"{row['config']} {row['layout']} {row['precision']}" for row in rows]
+    starts = zip(rows, warm_starts(rows), strict=True)
+    labels = [f"{row['config']} {row['layout']} {row['precision']}, start {start}" for row, start in starts]
     first = dict(reversed(list(zip(labels, rows, strict=True))))  # of each label, for what is one number of a run
     kinds = list(dict.fromkeys(labels))
     colors = {kind: CYCLE[i % len(CYCLE)] for i, kind in enumerate(kinds)}
@@ -186,7 +214,8 @@ def _curve(axis: Any, row: Row, name: str, how: dict[str, Any]) -> None:
 def section(rows: Sequence[Row], plot: Path) -> str:
     """The section of docs/measured.md, which lies beside the plot."""
     notes = (
-        "Same warm start, problems and seeds within a configuration; s/step is the sum of its phases' medians, without "
+        "Same problems and seeds within a configuration, and the same weights to start from where the letter of the warm "
+        "start is the same; s/step is the sum of its phases' medians, without "
         "evaluations and checkpoints. colocated: one GPU for both ends; sleep: the same, "
         "taking turns in memory; separate: 2 GPUs for the trainer, 2 for one engine. Steps: those that a run "
         "whose time was over has finished, of those that were wanted. KV tokens: the context that the "

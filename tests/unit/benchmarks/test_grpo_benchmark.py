@@ -69,9 +69,9 @@ def test_numbers_come_from_the_records_of_finished_runs(tmp_path):
 
 def test_a_row_tells_of_how_many_steps_a_run_is(tmp_path):
     short = _row(_finished(tmp_path, "bf16", [0.25] * 3), num_steps=25)
-    assert "| small_qwen3, colocated, bf16, seed 3 | 3 of 25 | 0.250 to 0.250 |" in grpo_rows.tables([short])
+    assert "| small_qwen3, colocated, bf16, seed 3 | A | 3 of 25 | 0.250 to 0.250 |" in grpo_rows.tables([short])
     none = _row(_finished(tmp_path, "fp8", []), num_steps=25)
-    assert none["reward_end"] is None and "| 0 of 25 | - to - |" in grpo_rows.tables([none])
+    assert none["reward_end"] is None and "| A | 0 of 25 | - to - |" in grpo_rows.tables([none])
 
 
 def test_section_and_plot_are_made_of_rows_alone(tmp_path):
@@ -81,9 +81,20 @@ def test_section_and_plot_are_made_of_rows_alone(tmp_path):
     plot = tmp_path / "docs" / "plot.png"
     assert grpo.main(["--table", "--folder", str(tmp_path / "elsewhere"), "--plot", str(plot)]) == 0
     text = (tmp_path / "docs" / "measured.md").read_text()
-    assert "](plot.png)" in text and "fp8, seed 3 | 4 | 0.250 to 0.250" in text
+    assert "](plot.png)" in text and "fp8, seed 3 | A | 4 | 0.250 to 0.250" in text
     assert text.count("Measured 2026-11-22 on 1 NVIDIA H200: `python -m x`") == 1
     assert plot.stat().st_size > 10_000
+
+
+def test_runs_with_the_same_letter_started_from_the_same_weights(tmp_path):
+    run = _finished(tmp_path, "bf16", [0.5])
+    name = grpo_rows.warm_start_name(run.run_dir)
+    assert name and name != grpo_rows.warm_start_name(_finished(tmp_path, "fp8", [0.25]).run_dir)
+    assert grpo_rows.warm_start_name(tmp_path) is None
+    older = _row(run, warm_start=None)
+    rows = [older, older | {"precision": "fp8"}, older | {"command": "another"}, older | {"warm_start": name}]
+    rows += [rows[-1] | {"precision": "fp8"}, older | {"config": "small_qwen3_moe", "warm_start": name}]
+    assert grpo_rows.warm_starts(rows) == ["A", "A", "B", "C", "C", "A"]
 
 
 def test_the_difference_of_a_run_is_its_mean_and_its_largest(tmp_path):
