@@ -163,8 +163,8 @@ JOBS = (
             ("many", "256,131072,2048,512"),
         )
     ),
-    _benchmark("experts.layers", "--layers 4", 120, 300, shortest_s=90, tail_s=40),
-    _benchmark("linears.layers", "--layers 4", 100, 300, shortest_s=80, tail_s=40),
+    _benchmark("experts.layers", "--layers 4", 200, 420, shortest_s=110, tail_s=70),
+    _benchmark("linears.layers", "--layers 4", 180, 420, shortest_s=100, tail_s=70),
     _benchmark("experts.sweep", "--sweep", 150, 400, shortest_s=90, tail_s=40),  # for fp8/auto_kernels.py
     _benchmark("linears.sweep", "--sweep", 150, 400, shortest_s=90, tail_s=40),
     _benchmark("linears.alone", "", 150, 400, shortest_s=90, tail_s=40),

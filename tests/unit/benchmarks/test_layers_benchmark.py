@@ -45,20 +45,29 @@ def test_experts_with_fused_swiglu_are_the_same_function():
 
 
 def test_a_row_for_each_arm_that_has_none_and_an_error_for_one_that_fails(monkeypatch):
-    def fake(cfg, parallel, rounds):
+    def fake(what, cfg, rounds):
         if cfg.precision.trainer == "blockwise":
             raise RuntimeError("no memory")
-        assert cfg.model.vocab_size == layers.VOCABULARY and cfg.model.num_layers == 2 and rounds == 3
-        return {"ms": 2.0}
+        assert cfg.model.num_layers == 2 and rounds == 3
+        assert (cfg.model.vocab_size == layers.VOCABULARY) == (what == "layers")
+        return {"ms": 2.0} if what == "layers" else {"vocabulary": cfg.model.vocab_size}
 
-    monkeypatch.setattr(layers, "measure_layers", fake)
-    monkeypatch.setattr(layers, "measure_steps", lambda cfg, parallel: {"vocabulary": cfg.model.vocab_size})
+    monkeypatch.setattr(layers, "apart", fake)
     options = argparse.Namespace(layers=2, rounds=3, budget=Budget(60), is_known=lambda row: row["arm"] == "known")
     found = list(layers.measure("tiny_moe", {"te bf16": BF16, "known": BF16, "grouped fp8": FP8}, options))
     assert [row["arm"] for row in found] == ["te bf16", "grouped fp8"]
     assert found[0]["ms"] == 2.0 and found[0]["vocabulary"] == MODELS["tiny_moe"]().vocab_size
     assert found[0]["pattern"] == "balanced"
-    assert found[1]["error"] == "RuntimeError: no memory" and found[1]["layers"] == 2
+    assert found[1]["error"] == "no memory" and found[1]["layers"] == 2
+
+
+def test_a_process_of_its_own_brings_a_row_or_says_why_not(monkeypatch):
+    cfg = replace(layers.run_of("tiny_moe", 1, BF16, tokens=2 * layers.LENGTH), name="small")
+    with pytest.raises(RuntimeError, match="RuntimeError: world_size .1. is not divisible"):
+        layers.apart("layers", replace(cfg, parallel=replace(cfg.parallel, expert=3)), 1)
+    monkeypatch.setattr(layers, "_LIMIT_S", 0.5)
+    with pytest.raises(RuntimeError, match="layers of small took more than 0 s"):
+        layers.apart("layers", cfg, 1)
 
 
 def test_every_arm_is_told_against_bf16_of_the_same_layers():
