@@ -165,10 +165,19 @@ def wanted_steps(run: Run, options: argparse.Namespace) -> int:
     return options.steps or config_functions()[run.config]().num_steps
 
 
+def identity(run: Run) -> Row:
+    """What tells the run's row from all others."""
+    names = {name: getattr(run, name) for name in ("config", "layout", "precision", "seed")}
+    return names | {"warm_start": warm_start_name(warm_start_dir(run).parent)}
+
+
 def row_of(run: Run, results: Results) -> Row | None:
-    """What is kept of the run."""
-    key = results.key({"config": run.config, "layout": run.layout, "precision": run.precision, "seed": run.seed})
-    return next((row for row in results.rows() if results.key(row) == key), None)
+    """What is kept of the run, from the warm start that is here; where there is none, from any, complete ones first."""
+    wanted = identity(run)
+    if wanted["warm_start"] is None:
+        del wanted["warm_start"]
+    found = [row for row in results.rows() if wanted.items() <= {name: row.get(name) for name in wanted}.items()]
+    return max(found, key=lambda row: row["is_done"], default=None)
 
 
 def is_there(run: Run, options: argparse.Namespace, results: Results) -> bool:
@@ -195,8 +204,8 @@ def keep(run: Run, options: argparse.Namespace, results: Results) -> None:
         print(f"{run.config} {run.name}: its row of {before['steps']} steps stays; this run has {steps}", flush=True)
         return
     results.add(
-        {"config": run.config, "layout": run.layout, "precision": run.precision, "seed": run.seed}
-        | {"num_steps": wanted, "warm_start": warm_start_name(warm_start_dir(run).parent)}
+        identity(run)
+        | {"num_steps": wanted}
         | numbers(data)
         | {
             "device": device_name(),

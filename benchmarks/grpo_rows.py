@@ -20,7 +20,7 @@ from benchmarks.rollout_speed import read_log
 from megatron_fp8rl.observe.metrics import PHASES
 from megatron_fp8rl.observe.run_data import RunData
 
-KEYS = ("config", "layout", "precision", "seed")
+KEYS = ("config", "layout", "precision", "seed", "warm_start")
 _WARM_STEPS = 2  # at the start: kernels compile and allocators grow
 _ENDS = 5  # steps that count as a run's start and end
 _EQUAL = 1e-8  # nats; below float32's rounding of a log-probability
@@ -135,7 +135,8 @@ def tables(rows: Sequence[Row]) -> str:
     """Markdown: what was learned and how fast, then the seconds of a step by phase."""
     learned, seconds = [], []
     for row, start in zip(rows, warm_starts(rows), strict=True):
-        head = {"run": f"{row['config']}, {row['layout']}, {row['precision']}, seed {row['seed']}"}
+        run = f"{row['config']}, {row['layout']}, {row['precision']}, seed {row['seed']}"
+        head = {"run": run, "warm start": start}
         rewards, held_out = (
             f"{_shown(row[f'{name}_start'], '.3f')} to {_shown(row[f'{name}_end'], '.3f')}"
             for name in ("reward", "held_out")
@@ -143,7 +144,6 @@ def tables(rows: Sequence[Row]) -> str:
         learned.append(
             head
             | {
-                "warm start": start,
                 "steps": f"{row['steps']}" + (f" of {row['num_steps']}" if row["steps"] < row["num_steps"] else ""),
                 f"reward, first {_ENDS} to last {_ENDS} steps": rewards,
                 "held-out pass rate": held_out,
@@ -184,6 +184,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             how = {"color": colors[label], "label": label if row is first[label] else ""}
             _curve(reward, row, "reward", how)
             _curve(mismatch, row, "abs_logprob_diff", how)
+        low, high = reward.get_ylim()
+        reward.set_ylim(low - 0.06 * len(kinds) * (high - low), high)  # the legend's place
         finish(reward, "Reward")
         finish(mismatch, "Mean |old - rollout|", y=f"nats, log scale above {_EQUAL:.0e}", legend=False)
         lefts = dict.fromkeys(kinds, 0.0)

@@ -97,6 +97,20 @@ def test_runs_with_the_same_letter_started_from_the_same_weights(tmp_path):
     assert grpo_rows.warm_starts(rows) == ["A", "A", "B", "C", "C", "A"]
 
 
+def test_a_run_is_there_if_it_is_complete_from_the_warm_start_that_is_there(tmp_path):
+    run = _finished(tmp_path, "bf16", [0.5])
+    results = Results(tmp_path / "grpo.jsonl", grpo_rows.KEYS)
+    for steps, name in ((1, "another"), (2, "yet another")):
+        results.add(_row(run, warm_start=name) | {"steps": steps, "is_done": steps == 2})
+    assert grpo.row_of(run, results)["steps"] == 2  # there is none here
+    warm_start = grpo.warm_start_dir(run).parent
+    warm_start.mkdir(parents=True)
+    (warm_start / "metrics.jsonl").write_text("{}")
+    assert grpo.row_of(run, results) is None
+    results.add(_row(run) | grpo.identity(run) | {"steps": 3})
+    assert grpo.row_of(run, results)["steps"] == 3 and len(results.rows()) == 3
+
+
 def test_the_difference_of_a_run_is_its_mean_and_its_largest(tmp_path):
     run = _finished(tmp_path, "fp8_invariant", [])
     key = "mismatch/abs_logprob_diff"
