@@ -186,7 +186,8 @@ def _weight_gradients(device: int, down: int, across: int) -> _Kernel:
 def _multiply_rows(device: int) -> _Kernel:
     stages = 4
     shared_bytes = 4 * 1024 + stages * (BLOCK + _WIDTH) * BLOCK + BLOCK * (2 * _WIDTH + 16)
-    return _compiled("products", "multiply_rows", device, [f"-DSTAGES={stages}"], 384, shared_bytes, 2)
+    options = [f"-DSTAGES={stages}", f"-DWIDTH={_WIDTH}"]
+    return _compiled("products", "multiply_rows", device, options, 384, shared_bytes, 2)
 
 
 @functools.cache

@@ -58,8 +58,7 @@ struct Block {
     uint32_t exchanged[1024];  // between the threads of a warp
 };
 struct Copy {
-    std::vector<int> blocks;
-    uint32_t to;
+    uint32_t blocks, to;  // blocks: a bit for each of the cluster
     const void* from;
     uint32_t bytes, barrier;
     uint64_t pitch = 0;        // between lines of 128 bytes, which are swizzled; 0: one piece
@@ -84,6 +83,12 @@ struct Cluster {
         }
     }
 
+    void ask(const Copy& copy) {
+        std::lock_guard lock(mutex);
+        copies.push_back(copy);
+        changed.notify_all();
+    }
+
     void copy_all() {
         std::mt19937 random(1);
         std::unique_lock lock(mutex);
@@ -93,7 +98,8 @@ struct Cluster {
             std::swap(copies[random() % copies.size()], copies.back());
             const Copy copy = copies.back();
             copies.pop_back();
-            for (int block : copy.blocks) {
+            for (int block = 0; block < 16; ++block) {
+                if (!(copy.blocks >> block & 1)) continue;
                 uint8_t* to = blocks.at(block).memory.data() + copy.to;
                 const uint8_t* from = (const uint8_t*)copy.from;
                 for (uint32_t i = 0; copy.pitch && i < copy.bytes; ++i)
@@ -147,31 +153,21 @@ static void arrive(uint32_t barrier, int block, long bytes) {
 static void barrier_expect(uint32_t barrier, uint32_t bytes) { arrive(barrier, place, bytes); }
 static void barrier_arrive(uint32_t barrier) { arrive(barrier, place, 0); }
 static void barrier_arrive_at(uint32_t barrier, uint32_t block) { arrive(barrier, block, 0); }
-static void load_for(uint32_t mask, uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+static void load_for(uint32_t blocks, uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     require(to % 16 == 0 && bytes % 16 == 0 && (uintptr_t)from % 16 == 0);
-    std::vector<int> blocks;
-    for (int block = 0; block < 16; ++block)
-        if (mask >> block & 1) blocks.push_back(block);
-    std::lock_guard lock(cluster->mutex);
-    cluster->copies.push_back({blocks, to, from, bytes, barrier});
-    cluster->changed.notify_all();
+    cluster->ask({blocks, to, from, bytes, barrier});
 }
 static void load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
     load_for(1 << place, to, from, bytes, barrier);
 }
 enum { ADDRESS, COLUMNS, ROWS, PITCH, TILE_ROWS };  // words of a map here
 template <class Map>
-static void load_tile_for(uint32_t mask, uint32_t to, const Map& map, int column, int row, uint32_t barrier) {
+static void load_tile_for(uint32_t blocks, uint32_t to, const Map& map, int column, int row, uint32_t barrier) {
     const auto& words = map.words;
     require(to % 1024 == 0 && column + 128 <= (int)words[COLUMNS]);
-    std::vector<int> blocks;
-    for (int block = 0; block < 16; ++block)
-        if (mask >> block & 1) blocks.push_back(block);
     const void* from = (const uint8_t*)words[ADDRESS] + row * words[PITCH] + column;
-    std::lock_guard lock(cluster->mutex);
     const int tile = words[TILE_ROWS], outside = std::clamp<int>(row + tile - (int)words[ROWS], 0, tile);
-    cluster->copies.push_back({blocks, to, from, tile * 128u, barrier, words[PITCH], outside * 128u});
-    cluster->changed.notify_all();
+    cluster->ask({blocks, to, from, tile * 128u, barrier, words[PITCH], outside * 128u});
 }
 template <class Map>
 static void load_tile(uint32_t to, const Map& map, int column, int row, uint32_t barrier) {

@@ -257,49 +257,35 @@ ON_GPU u64 descriptor(u32 at) {
 #define D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define D16(i) D4(i), D4(i + 4), D4(i + 8), D4(i + 12)
 
+#define NUMBERS_64 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+    "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+    "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NUMBERS_96 \
+    NUMBERS_64 ", " \
+    "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
+    "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+
+// COLUMNS of d, whose NUMBERS a thread has; A, B and ADDS: names of the arguments behind them.
+#define MULTIPLY(COLUMNS, NUMBERS, A, B, ADDS) \
+    "{\n" \
+    ".reg .pred adds;\n" \
+    "setp.ne.b32 adds, " ADDS ", 0;\n" \
+    "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" NUMBERS "}, " A ", " B ", adds, 1, 1;\n" \
+    "}\n"
+
 // d, of a warp group, plus or instead the product of 32 terms of 64 lines at a and as many lines at b as d has columns.
 ON_GPU void multiply(float (&d)[64], u32 a, u32 b, int adds) {
-    asm volatile(
-        "{\n"
-        ".reg .pred adds;\n"
-        "setp.ne.b32 adds, %66, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63 "
-        "}, %64, %65, adds, 1, 1;\n"
-        "}\n"
-        : D16(0), D16(16), D16(32), D16(48)
-        : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
+    asm volatile(MULTIPLY("128", NUMBERS_64, "%64", "%65", "%66")
+                 : D16(0), D16(16), D16(32), D16(48)
+                 : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
 }
 
 ON_GPU void multiply(float (&d)[96], u32 a, u32 b, int adds) {
-    asm volatile(
-        "{\n"
-        ".reg .pred adds;\n"
-        "setp.ne.b32 adds, %98, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n192k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, "
-        "%8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, "
-        "%24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, "
-        "%40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, "
-        "%56, %57, %58, %59, %60, %61, %62, %63, "
-        "%64, %65, %66, %67, %68, %69, %70, %71, "
-        "%72, %73, %74, %75, %76, %77, %78, %79, "
-        "%80, %81, %82, %83, %84, %85, %86, %87, "
-        "%88, %89, %90, %91, %92, %93, %94, %95 "
-        "}, %96, %97, adds, 1, 1;\n"
-        "}\n"
-        : D16(0), D16(16), D16(32), D16(48), D16(64), D16(80)
-        : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
+    asm volatile(MULTIPLY("192", NUMBERS_96, "%96", "%97", "%98")
+                 : D16(0), D16(16), D16(32), D16(48), D16(64), D16(80)
+                 : "l"(descriptor(a)), "l"(descriptor(b)), "r"(adds));
 }
 #endif
 

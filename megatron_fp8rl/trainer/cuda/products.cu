@@ -13,22 +13,22 @@
 // N and K are multiples of 128. Sums of 128 products of the tensor cores are scaled and added up in float32, block after
 // block: a row has the same bits whatever rows are beside it.
 //
-// Blocks of threads stay, and take tile after tile of 128 x 192 of out. Two of them, a cluster, work on tiles one below
+// Blocks of threads stay, and take tile after tile of 128 x WIDTH of out. Two of them, a cluster, work on tiles one below
 // the other: of the same expert's weights each reads a half for both. Tiles follow each other down HEIGHT pairs before
 // the next columns, so that those at work at one time need few operands.
 //
-// Two warp groups multiply, each 64 x 192 of a tile: while one adds products up, or rounds its sums, tensor cores work for
+// Two warp groups multiply, each 64 x WIDTH of a tile: while one adds products up, or rounds its sums, tensor cores work for
 // the other. Of a third group, one warp loads, and one for each half of a tile writes its rows to memory, each to its
 // token's place, while the next tile is multiplied.
 //
-// STAGES (of operands that are loaded ahead) are given to the compiler.
+// STAGES (of operands that are loaded ahead) and WIDTH (192) are given to the compiler.
 
 #include "hopper.h"
 
 constexpr int CLUSTER = 2;
 constexpr int HEIGHT = 8;
 constexpr int SIDE = 128;
-constexpr int WIDTH = 192;
+static_assert(WIDTH == 192, "a step's scales are those of three times 64 columns");
 constexpr int NUMBERS = WIDTH / 2;          // of a thread, of its half of a tile
 constexpr u32 X_TILE = SIDE * SIDE;         // bytes
 constexpr u32 W_TILE = WIDTH * SIDE;

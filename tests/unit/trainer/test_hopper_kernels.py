@@ -13,8 +13,8 @@ import torch
 from megatron_fp8rl.fp8.blockwise import quantize_weight
 from megatron_fp8rl.trainer import expert_reference, hopper
 from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize, unpermute
-from megatron_fp8rl.trainer.grouped_gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens
 from megatron_fp8rl.trainer.expert_reference import swizzled
+from megatron_fp8rl.trainer.grouped_gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
@@ -91,7 +91,8 @@ def multiply_rows(tmp_path_factory):
     """(the kernel, what describes matrices to it)."""
     types = ["const TensorMap", "const float*"] * 2 + ["const int*"] * 3 + ["const float*", "u16*"] + ["int"] * 6
     folder = tmp_path_factory.mktemp("kernel")
-    return compiled(folder, "products.cu", "multiply_rows", types, 2, 384, ["-DSTAGES=3"])
+    options = ["-DSTAGES=3", f"-DWIDTH={hopper._WIDTH}"]
+    return compiled(folder, "products.cu", "multiply_rows", types, 2, 384, options)
 
 
 @pytest.mark.parametrize(
