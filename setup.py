@@ -26,7 +26,7 @@ class BuildWithMeasuredRows(build_py):
         super().run()
         if self.editable_mode:
             return  # the working tree is the package, and has its docs
-        target = Path(self.build_lib, "megatron_fp8rl", "doctor", "rows")
+        target = Path(self.build_lib, "megatron_fp8rl", "preflight", "rows")
         for name in ("experts.jsonl", "linears.jsonl"):
             if (rows := ROOT / "docs" / "measured" / name).is_file():
                 target.mkdir(parents=True, exist_ok=True)
@@ -41,12 +41,12 @@ setup(
     packages=find_packages(
         include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools", "launch", "launch.*"]
     ),
-    package_data={"megatron_fp8rl.trainer": ["cuda/*"]},
+    package_data={"megatron_fp8rl.kernels.cuda": ["*"]},
     cmdclass={"build_py": BuildWithMeasuredRows},
     install_requires=PINS["core"],
     extras_require={name: extra(name) for name in PINS["extras"]},
     entry_points={
         "console_scripts": ["megatron-fp8rl = megatron_fp8rl.__main__:main"],
-        "vllm.general_plugins": ["megatron_fp8rl = megatron_fp8rl.rollout.plugin:register"],
+        "vllm.general_plugins": ["megatron_fp8rl = megatron_fp8rl.rollout.vllm_plugin.plugin:register"],
     },
 )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megatron_fp8rl.weights.plan import Transfer
+    from megatron_fp8rl.weight_sync.plan import Transfer
 
 _DIGEST_BYTES = 2 << 30  # of tensors that wait to be digested together
 NOT_BLOCKS = "the trainer's part is not made of whole 128x128 blocks: it is gathered before it is quantized"
@@ -58,7 +58,7 @@ class Waiting:
     wrong: set[str] = field(default_factory=set)
 
     def add(self, transfer: Transfer, tensors: dict[str, Tensor]) -> None:
-        from megatron_fp8rl.weights.plan import scale_range
+        from megatron_fp8rl.weight_sync.plan import scale_range
 
         for rank, kept in enumerate(transfer.slices):
             if kept is None:
@@ -83,7 +83,7 @@ class Waiting:
 
 def digests_as_held(tensors: Sequence[Tensor]) -> list[str]:
     """Digests as an engine worker takes them of the same tensors."""
-    from megatron_fp8rl.weights.digest import prepare_digests
+    from megatron_fp8rl.weight_sync.digest import prepare_digests
 
     return prepare_digests(tensors)()
 
@@ -121,8 +121,8 @@ def transformer_engine(scales: str, device: torch.device) -> TransformerEngine |
 
 def groups(cfg: RunConfig) -> Iterator[tuple[str, list[Transfer]]]:
     """The transfers of each Megatron parameter, in the layout of ``cfg``."""
-    from megatron_fp8rl.fp8.layers import LayerTable
-    from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
+    from megatron_fp8rl.precision.layer_table import LayerTable
+    from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
 
     table = LayerTable.build(cfg.model, cfg.precision)
     layouts = TrainerLayout.from_config(cfg.parallel), EngineLayout.from_config(cfg.rollout)
@@ -143,8 +143,8 @@ def compare(
     ``held``: by replica, what its workers report. ``te``: see :class:`TransformerEngine`; None leaves it out.
     """
     from benchmarks.light_policy import _draw
-    from megatron_fp8rl.fp8.blockwise import quantize_weight
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.kernels.blockwise import quantize_weight
+    from megatron_fp8rl.names import registry as names
 
     tally, waiting = Tally(), Waiting(held)
     for index, (name, transfers) in enumerate(groups(cfg)):
@@ -175,7 +175,7 @@ def _compare_with_definition(
 ) -> None:
     import torch
 
-    from megatron_fp8rl.fp8.blockwise import quantize_weight_in_torch
+    from megatron_fp8rl.kernels.blockwise import quantize_weight_in_torch
 
     expected, expected_scale = quantize_weight_in_torch(tensor, scales)
     tally.fp8 += 1
@@ -190,7 +190,7 @@ def _compare_with_te(
     tally: Tally, cfg: RunConfig, te: Callable, full: Tensor, transfers: list[Transfer], ours: dict
 ) -> None:
     """Every trainer rank's own parameter, quantized by Transformer Engine, against our whole tensors."""
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.names import registry as names
 
     name, model = transfers[0].mcore_name, cfg.model
     num_shards = cfg.parallel.expert_tensor if names.is_expert(name) else cfg.parallel.tensor

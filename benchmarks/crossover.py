@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import Row
-from megatron_fp8rl.doctor.measured import NOISE, is_bf16, span
+from megatron_fp8rl.preflight.measured import NOISE, is_bf16, span
 
 SWEEP = tuple(128 * 4**power for power in range(6))  # 128 to 131,072
 _MIN_COUNTS = 3  # numbers of tokens of one shape that make a sweep
@@ -97,7 +97,7 @@ def plot(
 ) -> None:  # fmt: skip
     """Speeds of all arms: bars over Transformer Engine's BF16, for each (name, milliseconds) that has it; below, for
     each (name, sweep) curves over the fastest BF16 arm. Writes nothing when there is neither."""
-    from megatron_fp8rl.observe import style
+    from megatron_fp8rl.report import style
 
     bars = [(name, ms) for name, ms in bars if ms.get("te bf16")]
     heights = [0.6 + 0.75 * len(bars)] * bool(bars) + [3.0] * len(curves)
@@ -117,7 +117,7 @@ def plot(
 
 
 def _bars(axes: Any, bars: Sequence[tuple[str, Mapping[str, float]]], colors: Mapping[str, str]) -> None:
-    from megatron_fp8rl.observe import style
+    from megatron_fp8rl.report import style
 
     height = 0.8 / len(colors)
     for index, (arm, color) in enumerate(colors.items()):
@@ -135,7 +135,7 @@ def _bars(axes: Any, bars: Sequence[tuple[str, Mapping[str, float]]], colors: Ma
 def _curves(axes: Any, name: str, sweep: Sweep, colors: Mapping[str, str], unit: str) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    from megatron_fp8rl.observe import style
+    from megatron_fp8rl.report import style
 
     best = {tokens: min(own) for tokens, ms in sweep.ms.items() if (own := [ms[arm] for arm in ms if is_bf16(arm)])}
     for arm, color in colors.items():

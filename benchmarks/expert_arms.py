@@ -14,8 +14,8 @@ from benchmarks.timing import Call, device
 if TYPE_CHECKING:
     import torch
 
-    from megatron_fp8rl.fp8.blockwise import Scales
-    from megatron_fp8rl.trainer.expert_kernels import Layout
+    from megatron_fp8rl.kernels.blockwise import Scales
+    from megatron_fp8rl.kernels.fused_moe import Layout
 
 TE_RECIPES = ("bf16", "blockwise", "delayed", "tensorwise")
 OURS = {  # (trainer's precision, operands of weight gradients)
@@ -99,7 +99,7 @@ def _grouped(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callab
     """The library's GroupedExperts, the router's weights included."""
     import torch
 
-    from megatron_fp8rl.trainer.weight_cache import WeightCache
+    from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 
     module = build_grouped(arm, len(counts), hidden, width)
     on_host, probs = torch.tensor(list(counts)), torch.rand(sum(counts), device=device()).requires_grad_()
@@ -122,9 +122,9 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_fp8rl.config import PrecisionConfig
-    from megatron_fp8rl.fp8.recipe import make_recipe
-    from megatron_fp8rl.trainer.experts import GroupedExperts
-    from megatron_fp8rl.trainer.linears import GroupedLinear
+    from megatron_fp8rl.precision.recipes import make_recipe
+    from megatron_fp8rl.trainer.model.experts import GroupedExperts
+    from megatron_fp8rl.trainer.model.linear import GroupedLinear
 
     trainer, wgrad = OURS[arm]
     config = TransformerConfig(
@@ -148,7 +148,7 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
     give_gradient_buffers(list(module.parameters())[::-1])
     for parameter in module.parameters():
         parameter.grad_added_to_main_grad = False  # Transformer Engine would copy a gradient that nobody reads
-        parameter.gradients_ready = lambda parameters: None  # as trainer/optimizer.py does without overlap
+        parameter.gradients_ready = lambda parameters: None  # as trainer/optimizer/optimizer.py does without overlap
     return module
 
 
@@ -165,8 +165,8 @@ def movement_calls(layout: Layout, hidden: int, width: int, scales: Scales) -> I
     """(name, call, bytes that it has to move) of each kernel around the products, forward and backward."""
     import torch
 
-    from megatron_fp8rl.trainer import expert_kernels as kernels
-    from megatron_fp8rl.trainer.grouped_gemm import quantized
+    from megatron_fp8rl.kernels import fused_moe as kernels
+    from megatron_fp8rl.kernels.grouped_gemm import quantized
 
     num_tokens, num_rows = layout.num_tokens, layout.num_rows
 
@@ -198,7 +198,7 @@ def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str
     """(name, call, floating-point operations on tokens) of each grouped product, in FP8 and in BF16."""
     import torch
 
-    from megatron_fp8rl.trainer import expert_kernels, grouped_gemm
+    from megatron_fp8rl.kernels import fused_moe, grouped_gemm
 
     num_experts = len(layout.padded_counts)
     for name, inner, outer in (
@@ -208,7 +208,7 @@ def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str
         ("fc1 dgrad", 2 * width, hidden),
     ):
         x = torch.randn(layout.num_rows, inner, device=device()).bfloat16()
-        q = expert_kernels.quantize_rows_columns(x, layout, "pow2", columns=False)
+        q = fused_moe.quantize_rows_columns(x, layout, "pow2", columns=False)
         w = torch.randn(num_experts, outer, inner, device=device()).bfloat16()
         scales = torch.ones(num_experts, outer // 128, inner // 128, device=device())
         w8 = grouped_gemm.Fp8(w.to(torch.float8_e4m3fn), scales)
@@ -222,7 +222,7 @@ def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str
         yield f"{name}, bf16", partial(grouped_gemm.multiply, x, w, layout), num_operations
     for name, rows, columns in (("fc1 wgrad", 2 * width, hidden), ("fc2 wgrad", hidden, width)):
         grad, x = (torch.randn(layout.num_rows, n, device=device()).bfloat16() for n in (rows, columns))
-        quantized = (expert_kernels.quantize_rows_columns(m, layout, "pow2", rows=False) for m in (grad, x))
+        quantized = (fused_moe.quantize_rows_columns(m, layout, "pow2", rows=False) for m in (grad, x))
         operands = [grouped_gemm.Fp8(q.columns, q.column_scales) for q in quantized]
         out = torch.zeros(num_experts, rows, columns, device=device())
         num_operations = 2 * layout.num_tokens * rows * columns

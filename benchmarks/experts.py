@@ -37,9 +37,9 @@ from benchmarks.expert_arms import ARMS, OURS, experts, movement_calls, product_
 from benchmarks.results import FOLDER, Results, Row, require_gpus
 from benchmarks.timing import Budget, device, measure_ceilings, milliseconds, passes, runnable
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.doctor import measured
-from megatron_fp8rl.fp8.products import Experts as Shape
-from megatron_fp8rl.fp8.products import experts_of
+from megatron_fp8rl.precision.matmul_shapes import Experts as Shape
+from megatron_fp8rl.precision.matmul_shapes import experts_of
+from megatron_fp8rl.preflight import measured
 
 KEYS = ("measured", "experts", "tokens", "hidden", "width", "pattern", "arm", "what", "layers", "device")
 PATTERNS = ("balanced", "equal", "skewed", "half empty", "one has all")
@@ -110,7 +110,7 @@ def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
     Weights, where they are FP8: 2 bytes of each are read and one is written, which is read and written transposed.
     Results of FP8 products are written to their tokens' places at once, those of BF16 products are copied there.
     """
-    from megatron_fp8rl.trainer import expert_kernels as kernels
+    from megatron_fp8rl.kernels import fused_moe as kernels
 
     num_rows = sum(-(-count // 128) * 128 for count in counts)
     trainer, wgrad = OURS[arm]
@@ -173,7 +173,7 @@ def measure_kernels(
     """A row for each kernel by itself that has none yet."""
     import torch
 
-    from megatron_fp8rl.trainer.expert_kernels import Layout
+    from megatron_fp8rl.kernels.fused_moe import Layout
 
     counts = token_counts(pattern, shape.tokens, shape.experts)
     on_device = torch.tensor(counts, device=device())

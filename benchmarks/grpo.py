@@ -38,7 +38,7 @@ from benchmarks.grpo_rows import KEYS, draw, num_steps_of, numbers, section, ste
 from benchmarks.process_tree import ProcessTree
 from benchmarks.results import FOLDER, Results, Row, device_name, failure_in, locked, num_gpus, run_logged
 from megatron_fp8rl.cli import config_functions
-from megatron_fp8rl.observe.run_data import RunData
+from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.stop import SAVED
 
 PRECISIONS = {

@@ -18,7 +18,7 @@ from benchmarks import record
 from benchmarks.results import Row
 from benchmarks.rollout_speed import read_log
 from megatron_fp8rl.observe.metrics import PHASES
-from megatron_fp8rl.observe.run_data import RunData
+from megatron_fp8rl.report.run_data import RunData
 
 KEYS = ("config", "layout", "precision", "seed", "warm_start")
 _WARM_STEPS = 2  # at the start: kernels compile and allocators grow
@@ -169,7 +169,7 @@ def _shown(value: float | None, form: str) -> str:
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Reward, mismatch, seconds by phase and tokens per second of all runs."""
-    from megatron_fp8rl.observe.style import CYCLE, finish, new_figure, styled
+    from megatron_fp8rl.report.style import CYCLE, finish, new_figure, styled
 
     starts = zip(rows, warm_starts(rows), strict=True)
     labels = [f"{row['config']} {row['layout']} {row['precision']}, start {start}" for row, start in starts]
@@ -207,7 +207,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _curve(axis: Any, row: Row, name: str, how: dict[str, Any]) -> None:
     """One line of a row over its steps, without those that have no number."""
-    from megatron_fp8rl.observe.style import curve
+    from megatron_fp8rl.report.style import curve
 
     points = [(s, v) for s, v in zip(row["curves"]["step"], row["curves"][name], strict=True) if v is not None]
     curve(axis, [step for step, _ in points], [value for _, value in points], **how)

@@ -76,8 +76,8 @@ def random_chunks(cfg: RunConfig, parallel: Parallel) -> list[DistributedDataPar
     import torch
     from megatron.core.utils import get_model_config
 
-    from megatron_fp8rl.trainer.model import build_chunks, named_global_parameters
-    from megatron_fp8rl.trainer.optimizer import wrap_chunks
+    from megatron_fp8rl.trainer.model.build import build_chunks, named_global_parameters
+    from megatron_fp8rl.trainer.optimizer.optimizer import wrap_chunks
 
     models = build_chunks(replace(cfg, model=replace(cfg.model, hf_path="filled below")), parallel)
     for model in models:
@@ -110,7 +110,7 @@ def _fuse_swiglu(model: torch.nn.Module) -> None:
     from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
     from megatron.core.utils import get_model_config
 
-    from megatron_fp8rl.trainer.layers import Experts
+    from megatron_fp8rl.trainer.model.layers import Experts
 
     torch._dynamo.config.suppress_errors = True  # without a compiler: PyTorch's kernels, as before
     get_model_config(model).bias_activation_fusion = True  # of dense layers whose kernels are not DeepGEMM
@@ -139,7 +139,7 @@ def random_batch(cfg: RunConfig, tokens: int, length: int) -> TrainBatch:
 def passes(forward: Forward, chunks: Sequence[DistributedDataParallel], batch: TrainBatch) -> None:
     """Forward and backward as of a step's first microbatch, for which weights are quantized; gradients add up."""
     from megatron_fp8rl.algo.loss import sft_loss
-    from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
+    from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 
     forget_quantized_weights()
     forward.gradients(chunks, batch, sft_loss)
@@ -149,7 +149,7 @@ def passes(forward: Forward, chunks: Sequence[DistributedDataParallel], batch: T
 def busiest_expert(chunks: Sequence[DistributedDataParallel], row: Row) -> Iterator[None]:
     """Passes of the block put ``busiest`` into the row: the largest number of tokens of an expert over the mean of its
     layer, in the worst layer. Nothing without experts."""
-    from megatron_fp8rl.trainer.routing import Router
+    from megatron_fp8rl.trainer.model.router import Router
 
     found = []
 
@@ -196,7 +196,7 @@ def _peak(row: Row, name: str) -> Iterator[None]:
 def measure_layers(cfg: RunConfig, parallel: Parallel, rounds: int, *, length: int = LENGTH) -> Row:
     """Forward and backward alone; ``cfg`` brings the vocabulary."""
     from megatron_fp8rl.trainer.forward import Forward
-    from megatron_fp8rl.trainer.model import finish_fp8_step
+    from megatron_fp8rl.trainer.model.build import finish_fp8_step
 
     row: Row = {}
     chunks, forward = random_chunks(cfg, parallel), Forward(cfg, parallel)
@@ -212,7 +212,7 @@ def measure_layers(cfg: RunConfig, parallel: Parallel, rounds: int, *, length: i
 
 def measure_steps(cfg: RunConfig, parallel: Parallel, *, length: int = LENGTH) -> Row:
     """Whole training steps of one microbatch."""
-    from megatron_fp8rl.trainer.optimizer import Optimizer
+    from megatron_fp8rl.trainer.optimizer.optimizer import Optimizer
     from megatron_fp8rl.trainer.policy import Policy
 
     row: Row = {}

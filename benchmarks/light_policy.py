@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.names.table import Weight, split_indices
-from megatron_fp8rl.weights.plan import TrainerLayout
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.table import Weight, split_indices
+from megatron_fp8rl.weight_sync.plan import TrainerLayout
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -58,13 +58,13 @@ def light_policy(cfg: RunConfig, parallel: Parallel) -> LightPolicy:
     """
     layout = TrainerLayout.from_config(cfg.parallel)
     tensors = {}
-    for name, weight in names.weights(cfg.model).items():
+    for name, weight in registry.weights(cfg.model).items():
         if not _is_held(weight, cfg.model, layout, parallel):
             continue
-        expert = names.is_expert(name)
+        expert = registry.is_expert(name)
         size, rank = (parallel.etp_size, parallel.etp_rank) if expert else (parallel.tp_size, parallel.tp_rank)
         whole = _draw(weight, cfg, parallel.device)
-        piece = names.shard(name, whole, cfg.model, size, rank)
+        piece = registry.shard(name, whole, cfg.model, size, rank)
         tensors[name] = piece if piece is whole else piece.clone()  # a view would keep the whole in memory
     return LightPolicy(cfg=cfg, parallel=parallel, tensors=tensors)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.timing import Call, device
 from megatron_fp8rl.config import FP8_BLOCK, PrecisionConfig
-from megatron_fp8rl.fp8.products import Linear as Shape
+from megatron_fp8rl.precision.matmul_shapes import Linear as Shape
 
 TE_RECIPES = ("bf16", "blockwise", "delayed")
 OURS = ("ours te bf16", "ours te blockwise", "ours deep_gemm")
@@ -74,9 +74,9 @@ def _ours(arm: str, shape: Shape) -> Call:
     """The trainer's linears."""
     import torch
 
-    from megatron_fp8rl.fp8.recipe import make_recipe
-    from megatron_fp8rl.trainer import dense_linear
-    from megatron_fp8rl.trainer.weight_cache import WeightCache
+    from megatron_fp8rl.precision.recipes import make_recipe
+    from megatron_fp8rl.trainer.model import linear_deep_gemm
+    from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 
     numbers = [torch.randn(size, device=device()) / size[1] ** 0.5 for size in _matrices(shape)]
     weights = [torch.nn.Parameter(matrix.bfloat16()) for matrix in numbers]
@@ -89,10 +89,10 @@ def _ours(arm: str, shape: Shape) -> Call:
 
     def linear(weight: Any) -> Call:
         if arm.startswith("ours te"):
-            from megatron_fp8rl.trainer.te_linear import te_linear
+            from megatron_fp8rl.trainer.model.linear_te import te_linear
 
             return lambda x: te_linear(x, [weight], recipe)
-        return lambda x: dense_linear.linear(x, dense_linear.Matrix(weight, recipe.scales, WeightCache()))
+        return lambda x: linear_deep_gemm.linear(x, linear_deep_gemm.Matrix(weight, recipe.scales, WeightCache()))
 
     def run(x: Any) -> Any:
         for weight in weights:
@@ -101,7 +101,7 @@ def _ours(arm: str, shape: Shape) -> Call:
             return linear(weights[0])(x)
         if arm != "ours deep_gemm":
             return _between(*map(linear, weights), x)
-        return dense_linear.mlp(x, *(dense_linear.Matrix(weight, recipe.scales, WeightCache()) for weight in weights))
+        return linear_deep_gemm.mlp(x, *(linear_deep_gemm.Matrix(weight, recipe.scales, WeightCache()) for weight in weights))
 
     return run
 
@@ -116,16 +116,16 @@ def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
     """(name, call, operations, bytes that it has to move or 0) of each kernel of a linear on DeepGEMM."""
     import torch
 
-    from megatron_fp8rl.fp8 import blockwise
-    from megatron_fp8rl.trainer import dense_gemm, dense_linear, grouped_gemm
-    from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize, permute_quantize_bytes
-    from megatron_fp8rl.trainer.grouped_gemm import Fp8
+    from megatron_fp8rl.kernels import blockwise, dense_gemm, grouped_gemm
+    from megatron_fp8rl.kernels.fused_moe import Layout, permute_quantize, permute_quantize_bytes
+    from megatron_fp8rl.kernels.grouped_gemm import Fp8
+    from megatron_fp8rl.trainer.model import linear_deep_gemm
 
     require_whole_blocks(shape)
     tokens = shape.tokens
     x, grad = (torch.randn(tokens, n, device=device()).bfloat16() for n in (shape.columns, shape.rows))
     weight = torch.randn(shape.rows, shape.columns, device=device()).bfloat16()
-    made = [dense_linear._quantize(m, "pow2", rows=True, columns=True) for m in (x, grad)]
+    made = [linear_deep_gemm._quantize(m, "pow2", rows=True, columns=True) for m in (x, grad)]
     w = Fp8(*blockwise.quantize_weight(weight, "pow2"))
     back = Fp8(*(part.unsqueeze(0) for part in w)).transposed()
     w_KN = Fp8(back.data[0], back.scale[0].contiguous())
@@ -133,13 +133,13 @@ def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
     both, rows_alone = dict(rows=True, columns=True), dict(rows=True, columns=False)
     for what, options in (("rows and columns", both), ("rows", rows_alone)):
         num_bytes = permute_quantize_bytes(tokens, tokens, shape.columns, **options)
-        yield f"quantize {what}", partial(dense_linear._quantize, x, "pow2", **options), 0, num_bytes
+        yield f"quantize {what}", partial(linear_deep_gemm._quantize, x, "pow2", **options), 0, num_bytes
     yield "quantize the weight", partial(blockwise.quantize_weight, weight, "pow2"), 0, 3 * numbers
     yield "transpose the weight", Fp8(*(part.unsqueeze(0) for part in w)).transposed, 0, 2 * numbers
     operations = 2 * tokens * numbers
-    columns = [dense_linear._columns(m) for m in made]
-    yield "forward", partial(dense_gemm.multiply, dense_linear._rows(made[0]), w), operations, 0
-    yield "dgrad", partial(dense_gemm.multiply, dense_linear._rows(made[1]), w_KN), operations, 0
+    columns = [linear_deep_gemm._columns(m) for m in made]
+    yield "forward", partial(dense_gemm.multiply, linear_deep_gemm._rows(made[0]), w), operations, 0
+    yield "dgrad", partial(dense_gemm.multiply, linear_deep_gemm._rows(made[1]), w_KN), operations, 0
     yield "wgrad", partial(dense_gemm.add_weight_gradient, columns[1], columns[0], out), operations, 0
     layout = Layout.of(torch.tensor([tokens], device=device()), tokens, [tokens])
     blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]

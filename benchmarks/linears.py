@@ -9,8 +9,8 @@
 
 Linears alone: forward and backward of one linear, or of a feed-forward part (gate, up, down and SwiGLU between them),
 with all quantization (weights too, in every call) and FP32 gradient accumulation. ``te`` is Transformer Engine's own
-module; ``ours te`` are its kernels as the trainer calls them (trainer/te_linear.py), ``ours deep_gemm`` is
-trainer/dense_linear.py, ``ours deep_gemm, apart`` the same linears with SwiGLU by PyTorch. In the same run one large
+module; ``ours te`` are its kernels as the trainer calls them (trainer/model/linear_te.py), ``ours deep_gemm`` is
+trainer/model/linear_deep_gemm.py, ``ours deep_gemm, apart`` the same linears with SwiGLU by PyTorch. In the same run one large
 product and a copy give the GPU's ceilings, and each kernel of DeepGEMM's path is timed by itself. ``--sweep`` measures
 one shape from 128 to 131,072 tokens, and tells from how many on which kernels are faster.
 
@@ -36,9 +36,9 @@ from benchmarks.linear_arms import APART, ARMS, calls, kernel_calls
 from benchmarks.results import FOLDER, Results, Row, require_gpus
 from benchmarks.timing import Budget, measure_ceilings, milliseconds, passes, runnable
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.doctor import measured, pays
-from megatron_fp8rl.fp8.products import Linear as Shape
-from megatron_fp8rl.fp8.products import linears_of
+from megatron_fp8rl.precision.matmul_shapes import Linear as Shape
+from megatron_fp8rl.precision.matmul_shapes import linears_of
+from megatron_fp8rl.preflight import measured, pays
 
 KEYS = ("measured", "what", "tokens", "rows", "columns", "arm", "layers", "device")
 PLOT = Path("docs/linears.png")

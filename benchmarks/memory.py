@@ -35,9 +35,9 @@ from benchmarks.results import FOLDER, Results, Row, num_gpus
 from benchmarks.synthetic import Language
 from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.doctor import trainer_memory
-from megatron_fp8rl.doctor.hardware import GIB, GPUS, Gpu
-from megatron_fp8rl.doctor.memory import TIGHT, Estimate
+from megatron_fp8rl.preflight import trainer_memory
+from megatron_fp8rl.preflight.hardware import GIB, GPUS, Gpu
+from megatron_fp8rl.preflight.memory import TIGHT, Estimate
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -134,8 +134,8 @@ def build(cfg: RunConfig, parallel: Parallel) -> Policy:
     """A policy as :meth:`Policy.build` makes it, with weights drawn on the device: a host takes minutes for them."""
     import torch
 
-    from megatron_fp8rl.trainer.model import build_chunks, named_global_parameters
-    from megatron_fp8rl.trainer.optimizer import Optimizer, wrap_chunks
+    from megatron_fp8rl.trainer.model.build import build_chunks, named_global_parameters
+    from megatron_fp8rl.trainer.optimizer.optimizer import Optimizer, wrap_chunks
     from megatron_fp8rl.trainer.policy import Policy
 
     models = build_chunks(replace(cfg, model=replace(cfg.model, hf_path="drawn below")), parallel)
@@ -216,7 +216,7 @@ class _Watch:
         return sft_loss(*arguments)
 
     def _observed_step(self, lr: float) -> float:
-        from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
+        from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 
         self.peak, self.before_step = self._meter.peak(), self._meter.allocated()
         forget_quantized_weights()  # as the step itself does, at its end

@@ -187,7 +187,7 @@ class WarmTrainer:
 
     def publish(self, cfg: RunConfig, fleet: Fleet) -> None:
         """Send the weights to the engine of ``cfg``, in its precision, with proof that they have arrived."""
-        from megatron_fp8rl.weights.export import WeightExporter
+        from megatron_fp8rl.weight_sync.publish import WeightExporter
 
         self.policy.cfg = cfg
         switch_precision(self.policy, cfg.precision)

@@ -30,7 +30,7 @@ from megatron_fp8rl import cli
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 
 if TYPE_CHECKING:
-    from megatron_fp8rl.observe.operations import Difference
+    from megatron_fp8rl.diagnose.operations import Difference
     from megatron_fp8rl.trainer.policy import Policy
 
 _EQUAL_DB = -999.0  # stands for minus infinity, which JSON does not have
@@ -95,11 +95,11 @@ def differences(
 ) -> tuple[list[Difference], dict[str, dict[str, float]]]:
     """(one entry per operation; by layer the share of tokens with other experts in the trainer, total and own)."""
     from megatron_fp8rl.data.model_dir import write_model_dir
-    from megatron_fp8rl.observe.operations import compare, share_of_other_experts
+    from megatron_fp8rl.diagnose.operations import compare, share_of_other_experts
+    from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
     from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.rollout.probe import record_prefill
-    from megatron_fp8rl.trainer.probe import TrainerProbe
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.rollout.vllm_plugin.probe import record_prefill
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     prompt = prompt_of(cfg, options)
     with single_rank(cfg) as parallel:
@@ -171,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not num_gpus() and cfg.model.hidden_size > 1024:
         print(f"benchmarks.probe of {cfg.name} needs a GPU; tiny_qwen3_moe runs without one", file=sys.stderr)
         return 2
-    from megatron_fp8rl.observe.operations import first_beyond_rounding, first_different, table
+    from megatron_fp8rl.diagnose.operations import first_beyond_rounding, first_different, table
 
     started = time.perf_counter()
     rows, other_experts = differences(cfg, options)

@@ -127,7 +127,7 @@ def publish_rounds(case: Case) -> Row | None:
     from megatron_fp8rl.data.model_dir import write_model_dir
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     cfg = run_config(case)
     with ExitStack() as stack:

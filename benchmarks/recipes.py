@@ -154,7 +154,7 @@ def kind_of(name: str) -> str | None:
 
 def signal_to_noise(exact: dict[str, Any], rounded: dict[str, Any]) -> dict[str, list[float]]:
     """20 log10(|g| / |g' - g|) by kind of matrix, a list over layers; experts count as one matrix."""
-    from megatron_fp8rl.observe.operations import decibels
+    from megatron_fp8rl.diagnose.operations import decibels
 
     together: dict[tuple[str, int], list[str]] = defaultdict(list)
     for name in exact:
@@ -207,7 +207,7 @@ def measure(name: str, options: argparse.Namespace, results: Results, common: Ro
 
 def deviation(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
     """(largest difference of the averaged curves over the second half, mean loss of the last steps)."""
-    from megatron_fp8rl.observe.style import moving_average
+    from megatron_fp8rl.report.style import moving_average
 
     width = min(_SMOOTH, len(losses))
     ours, theirs = moving_average(losses, width), moving_average(reference, width)
@@ -244,7 +244,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def plot(rows: Sequence[Row], path: Path) -> None:
     """For each model: the curves, their distance from BF16, and the noise of gradients by layer."""
-    from megatron_fp8rl.observe import style
+    from megatron_fp8rl.report import style
 
     curves = [r for r in rows if r["measured"] == "loss"]
     models = list(dict.fromkeys(r["model"] for r in curves))

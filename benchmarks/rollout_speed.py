@@ -5,7 +5,7 @@
     python -m benchmarks.rollout_speed --model qwen3_8b --precision fp8 --batch-invariant --compile off --shape short
     python -m benchmarks.rollout_speed --model qwen3_8b --engine vllm     the baseline: vLLM's offline API
 
-Engines start as a run starts them (rollout/fleet.py, rollout/engine.py), on dummy weights, and are asked as a run asks
+Engines start as a run starts them (rollout/fleet.py, rollout/vllm_args.py), on dummy weights, and are asked as a run asks
 them: over HTTP, a seed per request, log-probabilities of the sampled tokens. One engine serves all shapes of a
 combination of kernels. What was measured is not measured again unless ``--again`` says so; the table is made of all
 rows in ``--results``. Variables VLLM_* of the environment reach the engines and become part of a row's key.
@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks import record, vllm_alone
 from benchmarks.results import FOLDER, Results, Row, copy_bandwidth, num_gpus, peak_bandwidth, require_gpus
 from benchmarks.roofline import SHAPES, Shape, roofline
-from megatron_fp8rl import config_check
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
-from megatron_fp8rl.rollout.engine import quantization_config
+from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.rollout.vllm_args import quantization_config
 from model_configs import qwen3, tiny
 
 if TYPE_CHECKING:
@@ -236,7 +236,7 @@ def speeds(cell: Cell, name: str, shape: Shape, seconds: float, bandwidth: float
 
 def num_kernels() -> int:
     """Kernels that DeepGEMM has compiled on this machine, which it keeps; also those of programs beside this one."""
-    from megatron_fp8rl.fp8.deep_gemm import compiled_folder
+    from megatron_fp8rl.kernels.deep_gemm import compiled_folder
 
     return sum(1 for _ in Path(compiled_folder()).glob("cache/*/kernel.cubin"))
 
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if time.monotonic() - started > options.budget_s - options.cell_s:
             print(f"SKIPPED {cell.name}: {options.budget_s:.0f} s are nearly over; run the same command again")
             continue
-        if mistakes := config_check.check(run_config(cell, list(wanted.values()))):
+        if mistakes := rules.check(run_config(cell, list(wanted.values()))):
             print(f"SKIPPED {cell.name}: no run may have it: {'; '.join(map(str, mistakes))}")
             continue
         if cell.engine == "vllm":

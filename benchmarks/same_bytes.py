@@ -5,7 +5,7 @@
 
 Random models in the full width of the published ones. For every tensor, without looking at what was sent:
 
-    definition   fp8/blockwise.py in plain torch, on the whole Hugging Face tensor
+    definition   kernels/blockwise.py in plain torch, on the whole Hugging Face tensor
     ours         the kernel that the exporter calls, on the whole tensor
     trainer      Transformer Engine's Float8BlockQuantizer on each trainer rank's own parameter: fused, sharded
     engine       digests of what its kernels hold after a publication from all trainer ranks, slice by slice
@@ -88,7 +88,7 @@ def run_case(cfg: RunConfig, parallel: Parallel) -> tuple[Tally, float]:
     from benchmarks.light_policy import light_policy
     from megatron_fp8rl.data.model_dir import write_model_dir
     from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     held, seconds = None, 0.0
     with ExitStack() as stack:

@@ -116,8 +116,8 @@ def runnable(arms: Sequence[str]) -> list[str]:
 
     Exits with status 2 when there is none.
     """
-    from megatron_fp8rl.fp8.deep_gemm import has_deep_gemm
-    from megatron_fp8rl.trainer.kernels import has_transformer_engine
+    from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
+    from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 
     has = {"Transformer Engine": has_transformer_engine(), "DeepGEMM": has_deep_gemm()}
     needs = {arm: "Transformer Engine" if arm.startswith(("te ", "ours te ")) else "DeepGEMM" for arm in arms}

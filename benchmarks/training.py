@@ -96,7 +96,7 @@ def switch_precision(policy: Policy, precision: PrecisionConfig, history: Sequen
     Delayed scaling starts without a past; ``history`` are batches whose magnitudes it shall remember. They are run
     forward and backward, and no weight changes.
     """
-    from megatron_fp8rl.trainer.model import apply_precision
+    from megatron_fp8rl.trainer.model.build import apply_precision
 
     policy.cfg = replace(policy.cfg, precision=precision)
     apply_precision(policy.models, policy.cfg, policy.parallel)
@@ -118,7 +118,7 @@ def gradients(policy: Policy, batch: TrainBatch) -> None:
 
 
 def _finish_step(policy: Policy) -> None:
-    from megatron_fp8rl.trainer.model import finish_fp8_step
+    from megatron_fp8rl.trainer.model.build import finish_fp8_step
 
     finish_fp8_step(policy.chunks, policy.parallel)
 

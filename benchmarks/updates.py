@@ -106,15 +106,15 @@ def write_checkpoint(cfg: RunConfig, policy: LightPolicy, model_dir: Path, folde
     """The FP8 checkpoint of a policy on one rank, beside the tokenizer of ``model_dir``."""
     from safetensors.torch import save_file
 
-    from megatron_fp8rl.fp8.blockwise import quantize_weight_in_torch
-    from megatron_fp8rl.fp8.layers import LayerTable
-    from megatron_fp8rl.rollout.engine import quantization_config
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.kernels.blockwise import quantize_weight_in_torch
+    from megatron_fp8rl.names import registry
+    from megatron_fp8rl.precision.layer_table import LayerTable
+    from megatron_fp8rl.rollout.vllm_args import quantization_config
 
     table = LayerTable.build(cfg.model, cfg.precision)
     content = {}
     for name, parameter in policy.named_tensors():
-        for hf_name, tensor in names.to_hf(name, parameter, cfg.model):
+        for hf_name, tensor in registry.to_hf(name, parameter, cfg.model):
             tensor = tensor.cpu()
             if table.rollout_fp8(hf_name):
                 data, scale = quantize_weight_in_torch(tensor, cfg.precision.scales)
@@ -132,7 +132,7 @@ def write_checkpoint(cfg: RunConfig, policy: LightPolicy, model_dir: Path, folde
 
 def start_loading(cfg: RunConfig, folder: Path) -> Fleet:
     """An engine as a run starts it, but on the weights in ``folder``; not waited for."""
-    from megatron_fp8rl.rollout import engine
+    from megatron_fp8rl.rollout import vllm_args as engine
     from megatron_fp8rl.rollout.fleet import Fleet
 
     arguments, asked = engine.engine_arguments, threading.Event()
@@ -195,9 +195,9 @@ def run_case(case: Case, parallel: Parallel) -> Row:
     from megatron_fp8rl.data.model_dir import write_model_dir
     from megatron_fp8rl.rollout.client import EngineError
     from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.weights.export import WeightExporter
-    from megatron_fp8rl.weights.transport import TransportError
-    from megatron_fp8rl.weights.verify import WeightMismatch
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
+    from megatron_fp8rl.weight_sync.transport import TransportError
+    from megatron_fp8rl.weight_sync.verify import WeightMismatch
 
     cfg = run_config(case)
     weights = {seed: light_policy(replace(cfg, seed=seed), parallel) for seed in (1, 2)}

@@ -25,7 +25,7 @@ from checkpoint_tools import hf_folder
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.megatron_folder import is_megatron
 from checkpoint_tools.views import TensorInfo, View, open_view, strip_rows
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 
 Kind = Literal["missing", "extra", "shape", "type", "values"]
 
@@ -165,7 +165,7 @@ def run(options: Options) -> int:
         raise CheckpointError(options.a, "--by_key compares two distributed checkpoints")
     model = None
     if options.hf_config is not None:
-        model = names.from_hf_config(hf_folder.read_config(options.hf_config), keep_mtp=True, fp8_weights=True)
+        model = registry.from_hf_config(hf_folder.read_config(options.hf_config), keep_mtp=True, fp8_weights=True)
     a, b = (
         open_view(path, dequantize=options.dequantize, by_key=options.by_key, model=model)
         for path in (options.a, options.b)

@@ -22,8 +22,8 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.safetensors_file import Entry, Files, read_header
 from checkpoint_tools.strips import strips
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.fp8.blockwise import dequantize_weight
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.kernels.blockwise import dequantize_weight
+from megatron_fp8rl.names import registry
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -60,7 +60,7 @@ class HfFolder:
         path = Path(path)
         config = read_config(path)
         try:
-            model = names.from_hf_config(config, keep_mtp=keep_mtp is not False, fp8_weights=True)
+            model = registry.from_hf_config(config, keep_mtp=keep_mtp is not False, fp8_weights=True)
         except ValueError as error:
             raise CheckpointError(path, str(error)) from error
         entries, problems, unreadable = read_entries(path)
@@ -72,7 +72,7 @@ class HfFolder:
         problems += wrong
         if problems:
             raise CheckpointError(path, problems)
-        wanted = {name for base in names.hf_tensors(model) for name in (base, base + SCALE)}
+        wanted = {name for base in registry.hf_tensors(model) for name in (base, base + SCALE)}
         kept = {name: entry for name, entry in entries.items() if name in wanted}
         head = entries["lm_head.weight"] if model.tie_embeddings and "lm_head.weight" in left_out else None
         return cls(path, config, model, kept, left_out, digests.read(path), head)
@@ -237,13 +237,13 @@ def _missing_numbers(shards: Sequence[str], listed: dict[str, str]) -> list[str]
 
 def _has_mtp(stored: Iterable[str], model: ModelConfig) -> bool:
     """Whether any tensor of the multi-token prediction layers is there."""
-    mtp = names.hf_tensors(model).keys() - names.hf_tensors(replace(model, num_mtp_layers=0)).keys()
+    mtp = registry.hf_tensors(model).keys() - registry.hf_tensors(replace(model, num_mtp_layers=0)).keys()
     return not mtp.isdisjoint(stored)
 
 
 def _compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str]) -> tuple[dict[str, str], list[str]]:
     """(tensors to leave out and why, problems) of a folder's tensors against the name table."""
-    expected = names.hf_tensors(model)
+    expected = registry.hf_tensors(model)
     missing = [name for name in expected if name not in entries and name not in unreadable]
     left_out: dict[str, str] = {}
     problems = []
@@ -251,7 +251,7 @@ def _compare(entries: dict[str, Entry], model: ModelConfig, unreadable: set[str]
         base = name.removesuffix(SCALE)
         if base in expected:
             continue
-        reason = names.reason_to_skip(base, model)
+        reason = registry.reason_to_skip(base, model)
         if reason is not None:
             left_out[name] = reason
             continue

@@ -27,11 +27,11 @@ from checkpoint_tools.report import say_converted
 from checkpoint_tools.strips import strips
 from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import FP8_BLOCK, PrecisionConfig
-from megatron_fp8rl.fp8.blockwise import Scales, quantize_weight
-from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.rollout.engine import quantization_config
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.plan import EngineLayout, PlanError, TrainerLayout, Transfer, plan
+from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.rollout.vllm_args import quantization_config
+from megatron_fp8rl.weight_sync.plan import EngineLayout, PlanError, TrainerLayout, Transfer, plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +174,7 @@ class ToFp8:
 
 def _config(source: HfFolder, precision: PrecisionConfig) -> dict[str, Any]:
     """The source's config.json, completed for engines, with the modules that are not FP8."""
-    config = names.to_hf_config(source.model) | source.config | {"dtype": "bfloat16"}
+    config = registry.to_hf_config(source.model) | source.config | {"dtype": "bfloat16"}
     if source.model.num_mtp_layers == 0 and config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0  # engines would look for their weights
     return config | {"quantization_config": quantization_config(source.model, precision)}

@@ -30,8 +30,8 @@ from checkpoint_tools.strips import Segment, clip, is_finite, segments, strips
 from checkpoint_tools.torch_dist import Piece, PieceReader, StoredTensor, append, write_metadata
 from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.names.table import Weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.table import Weight
 
 DType = Literal["keep", "bfloat16", "float32"]
 _COMMON_STATE = "common_state/shard_0_1"  # where Megatron-Core looks for what is not a tensor
@@ -57,7 +57,7 @@ def run(options: Options) -> int:
         said.left_out(source.left_out)
         said.checked(source, check_files(source.files, options))
         said.volume = convert(source, options.target, options, dtype=options.dtype)
-        said.num_tensors = len(names.hf_tensors(source.model))
+        said.num_tensors = len(registry.hf_tensors(source.model))
         said.has_tokenizer = has_tokenizer(side_files(source.path))
     return 0
 
@@ -70,7 +70,7 @@ def convert(source: HfFolder, target: Path, work: WorkOptions, *, dtype: DType =
     source.require_tied_head(work.memory_bytes)
     dtypes = _dtypes(source, dtype)
     job = ToMegatron(source, Path(), dtypes, work.memory_bytes)
-    sizes = {name: _num_bytes(weight, job.dtype_of(weight)) for name, weight in names.weights(source.model).items()}
+    sizes = {name: _num_bytes(weight, job.dtype_of(weight)) for name, weight in registry.weights(source.model).items()}
     buckets = fill_buckets(sizes.items())
     decides = {
         "command": "hf_to_megatron",
@@ -91,7 +91,7 @@ def convert(source: HfFolder, target: Path, work: WorkOptions, *, dtype: DType =
 def _dtypes(source: HfFolder, dtype: DType) -> dict[str, torch.dtype]:
     """Type of each key's tensor: one that holds all that is stacked in it exactly."""
     found: dict[str, torch.dtype] = {}
-    for weight in names.weights(source.model).values():
+    for weight in registry.weights(source.model).values():
         key = place(weight, source.model).key
         for name, _ in weight.parts:
             kept = source.dtype(name)
@@ -131,7 +131,7 @@ class ToMegatron:
         objects: dict[str, Piece] = {}
         with open(self.partial / file, "wb") as stream:
             for name in bucket.names:
-                weight = names.weights(self.model)[name]
+                weight = registry.weights(self.model)[name]
                 found = place(weight, self.model)
                 pieces[name] = []
                 for first, rows in self._strips(weight, running):
@@ -183,7 +183,7 @@ class ToMegatron:
         # The digests say more than the CRC-32 of the archives.
         reader, again = PieceReader(self.partial, check_crc=False), digests.Running(self.partial / file)
         for name, found in pieces.items():
-            weight = names.weights(self.model)[name]
+            weight = registry.weights(self.model)[name]
             whole, stacked = segments(weight, self.model), len(place(weight, self.model).index)
             for piece in found:
                 first, num_rows = piece.offsets[stacked], piece.sizes[stacked]
@@ -205,7 +205,7 @@ def _complete(output: Output, source: HfFolder, job: ToMegatron, num_buckets: in
     tensors: dict[str, StoredTensor] = {}
     for record in records:
         for name, found in record["pieces"].items():
-            weight = names.weights(source.model)[name]
+            weight = registry.weights(source.model)[name]
             where = place(weight, source.model)
             shape, known = (*where.sizes, *weight.shape), tensors.get(where.key)
             pieces = tuple(Piece.from_json(piece) for piece in found)

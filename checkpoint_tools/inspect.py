@@ -27,8 +27,8 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.megatron_folder import is_megatron, model_of, resolve
 from checkpoint_tools.torch_dist import problems_of, read_metadata
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.doctor.parameters import count
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.preflight.parameters import count
 
 _GIB = 1 << 30
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -96,7 +96,7 @@ def _read_hf(path: Path) -> Contents:
     model, notes = None, []
     config = hf_folder.read_config(path)
     try:
-        said = names.from_hf_config(config, keep_mtp=True, fp8_weights=True)
+        said = registry.from_hf_config(config, keep_mtp=True, fp8_weights=True)
     except ValueError as error:
         notes.append(f"names and shapes are not checked: {error}")
     else:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.weights.names.table import Weight
+from megatron_fp8rl.names.table import Weight
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")

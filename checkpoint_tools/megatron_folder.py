@@ -25,8 +25,8 @@ from checkpoint_tools.torch_dist import METADATA, Piece, PieceReader, StoredTens
 from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE as STATE
 from megatron_fp8rl.data.checkpoint_dir import latest
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.names.table import Weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.table import Weight
 
 _PREFIXES = ("", "model.", "module.")  # of keys, as different programs save them
 _MODEL_KEYS = ("embedding.", "decoder.", "output_layer.", "mtp.")
@@ -190,7 +190,7 @@ def _find(
     prefix = next((p for p in _PREFIXES if f"{p}embedding.word_embeddings.weight" in tensors), "")
     found: dict[str, tuple[Place, StoredTensor]] = {}
     problems = []
-    for name, weight in names.weights(model).items():
+    for name, weight in registry.weights(model).items():
         candidates = [Place(prefix + p.key, p.index, p.sizes) for p in places(weight, model)]
         place = next((p for p in candidates if p.key in tensors), None)
         if place is None:

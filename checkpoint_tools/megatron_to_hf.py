@@ -30,8 +30,8 @@ from checkpoint_tools.strips import clip, is_finite, segments, strips
 from checkpoint_tools.torch_dist import METADATA
 from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run_buckets
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.names.table import Weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.table import Weight
 
 _LINKS = ".source"  # in the partial folder
 _MODEL_DIR = "model"  # of a run: config.json and tokenizer that its engines started with
@@ -61,7 +61,7 @@ def run(options: Options) -> int:
     with say_converted(path, options.target) as said:
         config_dir = find_config_dir(path, options.hf_config)
         said.volume = convert(source, options.target, options, config_dir, options.dtype, options.shard_gb)
-        said.num_tensors = len(names.hf_tensors(source.model))
+        said.num_tensors = len(registry.hf_tensors(source.model))
         said.has_tokenizer = config_dir is not None and has_tokenizer(side_files(config_dir))
     return 0
 
@@ -79,10 +79,10 @@ def convert(
     ``config_dir`` has config.json and tokenizer. Raises CheckpointError as :func:`output_folder` does, and when a piece
     or a tensor is damaged.
     """
-    weights = names.weights(source.model)
+    weights = registry.weights(source.model)
     types = {name: _dtype_of(weight, source, dtype) for name, weight in weights.items()}
     where = {hf_name: (types[w.name], shape) for w in weights.values() for hf_name, shape in _parts(w).items()}
-    tensors = {name: where[name] for name in names.hf_tensors(source.model)}
+    tensors = {name: where[name] for name in registry.hf_tensors(source.model)}
     sizes = [
         (w.name, sum(torch.Size(s).numel() for s in _parts(w).values()) * types[w.name].itemsize)
         for w in weights.values()
@@ -157,7 +157,7 @@ class ToHf:
         self.not_finite.clear()
         written = digests.Running(self.source.path)
         for name in bucket.names:
-            self._write(names.weights(self.source.model)[name], written)
+            self._write(registry.weights(self.source.model)[name], written)
         self.writer.verify(written.done)
         self.source.reader.forget()
         return {"digests": written.done, "not_finite": list(self.not_finite)}
@@ -193,7 +193,7 @@ def find_config_dir(path: Path, given: Path | None = None) -> Path | None:
 
 
 def _architecture(folder: Path) -> ModelConfig:
-    return names.from_hf_config(read_config(folder), fp8_weights=True)
+    return registry.from_hf_config(read_config(folder), fp8_weights=True)
 
 
 def _config(model: ModelConfig, config_dir: Path | None, dtypes: set[torch.dtype]) -> Mapping[str, Any]:
@@ -202,7 +202,7 @@ def _config(model: ModelConfig, config_dir: Path | None, dtypes: set[torch.dtype
     if config_dir is not None:
         config = read_config(config_dir)
         config.pop("quantization_config", None)
-        theirs = names.from_hf_config(config, keep_mtp=model.num_mtp_layers > 0)
+        theirs = registry.from_hf_config(config, keep_mtp=model.num_mtp_layers > 0)
         theirs, ours = _architecture_only(theirs), _architecture_only(model)
         wrong = [f.name for f in fields(model) if getattr(theirs, f.name) != getattr(ours, f.name)]
         if wrong:
@@ -211,7 +211,7 @@ def _config(model: ModelConfig, config_dir: Path | None, dtypes: set[torch.dtype
         if model.num_mtp_layers == 0 and config.get("num_nextn_predict_layers"):
             config["num_nextn_predict_layers"] = 0  # engines would look for their weights
     widest = torch.bfloat16 if torch.bfloat16 in dtypes else next(iter(dtypes))
-    return {**(config or names.to_hf_config(model)), "dtype": str(widest).removeprefix("torch.")}
+    return {**(config or registry.to_hf_config(model)), "dtype": str(widest).removeprefix("torch.")}
 
 
 def _architecture_only(model: ModelConfig) -> ModelConfig:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.weights.names import slicing
-from megatron_fp8rl.weights.names.table import Weight
+from megatron_fp8rl.names import slicing
+from megatron_fp8rl.names.table import Weight
 
 # A strip, what it is made of, its bytes on the way to a file, and FP8 blocks in float32 while they are scaled.
 BYTES_PER_ELEMENT = 24

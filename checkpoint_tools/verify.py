@@ -27,9 +27,9 @@ from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron
 from checkpoint_tools.strips import clip, segments, strips
 from checkpoint_tools.work import Bucket, Progress, WorkOptions, fill_buckets, results
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.fp8.blockwise import Scales, quantize_weight
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.names.table import Weight
+from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.table import Weight
 
 _MAX_NAMED = 20
 _FLOAT32_BYTES = 4
@@ -91,7 +91,7 @@ def _same_architecture(source: HfFolder, converted: HfFolder | MegatronFolder) -
     """The source as the conversion saw it: without multi-token prediction layers when they were left out."""
     if source.model.num_mtp_layers != converted.model.num_mtp_layers:
         source = HfFolder.open(source.path, keep_mtp=converted.model.num_mtp_layers > 0)
-    ours, theirs = names.hf_tensors(source.model), names.hf_tensors(converted.model)
+    ours, theirs = registry.hf_tensors(source.model), registry.hf_tensors(converted.model)
     if ours != theirs:
         odd = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         raise CheckpointError(converted.path, [f"{n}: {theirs.get(n)} instead of {ours.get(n)}" for n in odd])
@@ -100,7 +100,7 @@ def _same_architecture(source: HfFolder, converted: HfFolder | MegatronFolder) -
 
 def compare_tensors(source: HfFolder, converted: HfFolder | MegatronFolder, work: WorkOptions) -> tuple[list[str], int]:
     """(names of the tensors that differ, how many were compared)."""
-    weights = names.weights(source.model)
+    weights = registry.weights(source.model)
     sizes = ((name, 2 * torch.Size(weight.shape).numel()) for name, weight in weights.items())
     buckets = fill_buckets(sizes)
     job = Comparison(source, converted, work.memory_bytes, _scale_kind(converted))
@@ -111,7 +111,7 @@ def compare_tensors(source: HfFolder, converted: HfFolder | MegatronFolder, work
             wrong += found["wrong"]
             num_tensors += found["num_tensors"]
             progress.advance(bucket.num_bytes)
-    order = list(names.hf_tensors(source.model))
+    order = list(registry.hf_tensors(source.model))
     return sorted(wrong, key=lambda name: order.index(name.removesuffix(SCALE))), num_tensors
 
 
@@ -137,7 +137,7 @@ class Comparison:
         """{names of the tensors that differ, how many were compared}"""
         wanted, found = digests.Running(self.source.path), digests.Running(self.converted.path)
         for name in bucket.names:
-            weight = names.weights(self.source.model)[name]
+            weight = registry.weights(self.source.model)[name]
             sides = self._megatron if isinstance(self.converted, MegatronFolder) else self._hf
             for hf_name, first, num_rows, expected, rows in sides(weight):
                 wanted.add(hf_name, first, expected, num_rows)
@@ -189,7 +189,7 @@ def _no_logits(options: Options, source: HfFolder, converted: HfFolder | Megatro
         if _scale_kind(converted) is not None:
             return "FP8 rounds; equal bytes of what the source rounds to are the proof"
         return "two Hugging Face folders run through the same code; their digests are the proof"
-    needed = sum(torch.Size(shape).numel() for shape in names.hf_tensors(source.model).values()) * _FLOAT32_BYTES
+    needed = sum(torch.Size(shape).numel() for shape in registry.hf_tensors(source.model).values()) * _FLOAT32_BYTES
     available = _available_bytes()
     if options.logits == "auto" and 1.5 * needed > available:
         return (

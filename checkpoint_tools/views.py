@@ -24,9 +24,9 @@ from checkpoint_tools.megatron_folder import MegatronFolder, is_megatron, model_
 from checkpoint_tools.safetensors_file import Entry, Files
 from checkpoint_tools.torch_dist import PieceReader, StoredTensor, problems_of, read_metadata
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.fp8.blockwise import dequantize_weight
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.names.table import Weight
+from megatron_fp8rl.kernels.blockwise import dequantize_weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.table import Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class MegatronView:
     _parts: dict[str, tuple[Weight, int]] = field(default_factory=dict, repr=False)  # (Megatron weight, part)
 
     def __post_init__(self) -> None:
-        for weight in names.weights(self.folder.model).values():
+        for weight in registry.weights(self.folder.model).values():
             self._parts |= {name: (weight, part) for part, (name, _) in enumerate(weight.parts)}
             self._parts |= dict.fromkeys(weight.copies, (weight, 0))
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout, with_scorers
 from launch.spec import JobSpec, Kind, Role, endpoint_file, nodes_in_words
-from megatron_fp8rl import config_check, doctor
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.preflight import doctor, rules
 
 TRAINING_JOBS = ("train", "rl", "sft")
 REMOTE = ("--rollout.placement", "remote")  # the engines are where agents started them
@@ -95,7 +95,7 @@ def preflight(request: Request) -> tuple[list[str], list[str]]:
     if cfg.data.score_servers > 0:  # which the job starts, whereas the program by itself could not
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, score_servers=0))
     if cluster.gpu is None:
-        return problems + _answered(cluster, map(str, config_check.check(cfg, accelerator="cpu"))), warnings
+        return problems + _answered(cluster, map(str, rules.check(cfg, accelerator="cpu"))), warnings
     options = doctor.DoctorOptions(gpu=cluster.gpu, gpus_per_node=max(1, cluster.gpus_per_node))
     diagnosis = doctor.diagnose(cfg, options, config_name=request.config_name, overrides=request.overrides)
     for finding in diagnosis.findings:

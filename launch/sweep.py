@@ -248,7 +248,7 @@ def write_table(folder: str | Path) -> str:
 def _row(run_dir: Path) -> dict[str, str]:
     """What one run has come to: its state, and its numbers as far as there are any."""
     from megatron_fp8rl.observe.display import interval_text
-    from megatron_fp8rl.observe.run_data import RunData
+    from megatron_fp8rl.report.run_data import RunData
 
     run = RunData(run_dir)
     found = {"state": _state(run)}

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megatron_fp8rl import cli, doctor, evaluate
+from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.preflight import doctor
 from megatron_fp8rl.stop import StopRequest, run_ranks
 
 
@@ -65,7 +66,7 @@ def _eval(invocation: cli.Invocation) -> int:
 
 
 def _study(invocation: cli.Invocation) -> int:
-    from megatron_fp8rl import study
+    from megatron_fp8rl.report import study
 
     study_dir = study.run(invocation.cfg, invocation.config_name, invocation.overrides, invocation.options.seeds)
     print((study_dir / "study.md").read_text())
@@ -73,7 +74,7 @@ def _study(invocation: cli.Invocation) -> int:
 
 
 def _report(invocation: cli.Invocation) -> int:
-    from megatron_fp8rl.observe.report import write_report
+    from megatron_fp8rl.report.run_report import write_report
 
     try:
         print(write_report(Path(invocation.options.run_dir)))

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any
 
-from megatron_fp8rl import config_check
 from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.preflight import rules
 
 _PROGRAM = "python -m megatron_fp8rl"
 _CONFIGS_PACKAGE = "model_configs"
@@ -106,7 +106,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
     else:
         raise UsageError(f"{name} needs a CONFIG. {_known_configs()}")
     cfg, options, overrides = _parse_words(command, load_config(target), rest, target)
-    violations = [] if command.judges_config else config_check.check(cfg)
+    violations = [] if command.judges_config else rules.check(cfg)
     if violations:
         raise ConfigError(violations)
     return Invocation(command=name, config_name=target, cfg=cfg, options=options, overrides=overrides, dry_run=dry_run)

@@ -146,7 +146,7 @@ class PrecisionConfig:
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # of the trainer; fp8: FP8 linears hold no BF16. fp32 is for tests
     kernels: Literal["auto", "emulated", "te"] = "auto"  # auto: Transformer Engine on a GPU, emulated without one
     linears: Literal["auto", "te", "deep_gemm"] = "auto"  # kernels of FP8 linears but experts'; te: as kernels says
-    experts: Literal["auto", "te", "deep_gemm"] = "auto"  # of the experts. auto, of both: see fp8/auto_kernels.py
+    experts: Literal["auto", "te", "deep_gemm"] = "auto"  # of the experts. auto, of both: see precision/auto_kernels.py
     expert_wgrad: Literal["fp8", "bf16"] = "fp8"  # operands of the experts' weight gradients under deep_gemm
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's outputs come from the engine's own kernel
 

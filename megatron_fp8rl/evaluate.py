@@ -178,7 +178,7 @@ def _publish(
     import torch
 
     from megatron_fp8rl.trainer.frozen import FrozenPolicy
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     policy = FrozenPolicy.build(cfg, parallel)
     scales = policy.kv_scales(prompts[: cfg.rollout.prompts_per_step])
@@ -262,7 +262,7 @@ def _finish(
 ) -> None:
     """Write the result, the problems and the report; print the table."""
     from megatron_fp8rl.observe.observer import write_json
-    from megatron_fp8rl.observe.report import write_report
+    from megatron_fp8rl.report.run_report import write_report
 
     cfg, folder = evaluation.cfg, evaluation.folder
     summary = {

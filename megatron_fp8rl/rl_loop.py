@@ -18,6 +18,7 @@ from typing import Any
 from megatron_fp8rl.algo.advantages import to_samples
 from megatron_fp8rl.algo.loss import grpo_loss
 from megatron_fp8rl.algo.mismatch import mismatch_metrics
+from megatron_fp8rl.colocation import Residency
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.data.prompts import PromptStream
@@ -25,19 +26,18 @@ from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.remote_scoring import build_scorer
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
-from megatron_fp8rl.residency import Residency
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.stop import StopRequest
 from megatron_fp8rl.trainer import checkpoint
-from megatron_fp8rl.trainer.kernels import fused_kernels
+from megatron_fp8rl.trainer.fused_kernels import fused_kernels
 from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import RolloutGroup
-from megatron_fp8rl.weights.export import WeightExporter
-from megatron_fp8rl.weights.save import save_hf
+from megatron_fp8rl.weight_sync.publish import WeightExporter
+from megatron_fp8rl.weight_sync.save_hf import save_hf
 
 CHECKPOINTS, FINAL_HF = "checkpoints", "hf"
 

@@ -28,7 +28,7 @@ from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import Sample
-from megatron_fp8rl.weights.save import save_hf
+from megatron_fp8rl.weight_sync.save_hf import save_hf
 
 WARM_START, HF, CHECKPOINTS = "warm_start", "hf", "checkpoints"
 EVALUATE_EVERY = 50

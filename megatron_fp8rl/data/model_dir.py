@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.tokenizer import load_tokenizer
-from megatron_fp8rl.weights.names import to_hf_config
+from megatron_fp8rl.names.registry import to_hf_config
 
 
 def model_dir(cfg: RunConfig) -> Path:

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.envs.scoring import START_DEADLINE_S, CompletionScorer, Score, ScorePool, ScorePoolError
-from megatron_fp8rl.rollout import access
-from megatron_fp8rl.rollout.endpoint import Endpoint, scorer_path
+from megatron_fp8rl.net import auth
+from megatron_fp8rl.net.endpoint import Endpoint, scorer_path
 from megatron_fp8rl.types import Prompt
 
 _log = logging.getLogger(__name__)
@@ -218,7 +218,7 @@ class _Server:
             if self._is_closed:
                 raise _NotSentError("is asked nothing more")
             connection.sock.settimeout(deadline_s)
-            connection.request(method, path, body, access.headers(endpoint.token))
+            connection.request(method, path, body, auth.headers(endpoint.token))
             response = connection.getresponse()
             return response.status, json.loads(response.read())
         finally:

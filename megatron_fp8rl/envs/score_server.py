@@ -37,9 +37,9 @@ from typing import Any
 
 from megatron_fp8rl import cli
 from megatron_fp8rl.envs.scoring import CompletionScorer, ScorePool, ScorePoolError
-from megatron_fp8rl.rollout import access
-from megatron_fp8rl.rollout.address import own_address
-from megatron_fp8rl.rollout.endpoint import Endpoint, scorer_name
+from megatron_fp8rl.net import auth
+from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.endpoint import Endpoint, scorer_name
 from megatron_fp8rl.types import Prompt
 
 _POLL_S = 0.2
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the workers inherit it
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, _leave)
-    name, token = scorer_name(known.server), access.new_token()
+    name, token = scorer_name(known.server), auth.new_token()
     with ScorePool.build(cfg.data) as pool, serving(pool, own_address(), token) as url:
         endpoint = Endpoint.announce(known.endpoint, name=name, url=url, pid=os.getpid(), token=token)
         try:
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: there are thousands of requests in a step."""
 
     def _may_pass(self) -> bool:
-        if access.may_pass(self.headers.get("Authorization", "").encode(), self.server.token):
+        if auth.may_pass(self.headers.get("Authorization", "").encode(), self.server.token):
             return True
         self.rfile.read(min(self._length(), _REFUSED_BYTES))
         self._answer(HTTPStatus.UNAUTHORIZED, {"error": "the token of this score server is missing or wrong"})

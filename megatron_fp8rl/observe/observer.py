@@ -221,7 +221,7 @@ class Observer:
         write_json(self.run_dir / "failure.json", failure)
 
     def _write_report(self) -> None:
-        from megatron_fp8rl.observe.report import write_report  # matplotlib, needed at the end only
+        from megatron_fp8rl.report.run_report import write_report  # matplotlib, needed at the end only
 
         try:
             self._display.message(f"report: {write_report(self.run_dir)}")

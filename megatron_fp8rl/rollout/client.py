@@ -25,7 +25,7 @@ from typing import Any, Literal
 import aiohttp
 
 from megatron_fp8rl.config import RolloutConfig
-from megatron_fp8rl.rollout import access
+from megatron_fp8rl.net import auth
 from megatron_fp8rl.rollout.completions import GENERATE_PATH, PartialCompletion, read_choice, read_prompt_logprobs
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.types import Completion, KVScales
@@ -268,13 +268,13 @@ class EngineClient:
         await self.collective_rpc("abandon_update")
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
-        """What each worker holds: see :meth:`megatron_fp8rl.rollout.worker.WorkerExtension.weight_digests`."""
+        """What each worker holds: see :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.weight_digests`."""
         return await self.collective_rpc("weight_digests", names=names)
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
         """Scales of the FP8 KV cache, between :meth:`finish_update` and :meth:`resume`; what each worker holds then.
 
-        See :meth:`megatron_fp8rl.rollout.worker.WorkerExtension.set_kv_scales`.
+        See :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.set_kv_scales`.
         """
         self._kv_scales = scales
         return await self.collective_rpc("set_kv_scales", scales={str(layer): row for layer, row in scales.items()})
@@ -340,7 +340,7 @@ class EngineClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None),
-                headers=access.headers(self.replica.token),
+                headers=auth.headers(self.replica.token),
             )
         async with self._session.request(verb, self.replica.url + path, json=body) as response:
             content = await response.read()

@@ -1,7 +1,7 @@
 """Completions under way: the pieces that an engine returns, joined into a :class:`~megatron_fp8rl.types.Completion`.
 
 In: answers to requests that sample. Out: completions with version spans. Pure. Trainer rank 0 reads and joins answers;
-the replica's server writes them (``rollout/generate_route.py``).
+the replica's server writes them (``rollout/vllm_plugin/generate_route.py``).
 
 An answer is JSON in which rows of numbers are base64 of little-endian int32 (tokens) and float32 (log-probabilities),
 so that a server spends no time per token on it, and each log-probability arrives as it was computed.

@@ -29,9 +29,9 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.rollout import engine, placement
+from megatron_fp8rl.net.endpoint import replica_name
+from megatron_fp8rl.rollout import placement, vllm_args
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, EngineError, Sampling, Tag
-from megatron_fp8rl.rollout.endpoint import replica_name
 from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, knock
 from megatron_fp8rl.rollout.server_process import TERM_GRACE_S
 
@@ -85,7 +85,7 @@ class Fleet:
             cpu = not torch.cuda.is_available()
             gpus: list[str] = []
             if not cpu:
-                engine.require_backends(cfg)
+                vllm_args.require_backends(cfg)
                 local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
                 gpus = placement.assign(cfg, placement.visible_gpus(), local_ranks=local_ranks)
             fleet = cls(cfg, hf_dir, LocalReplicas(cfg, Path(hf_dir), run_dir / "logs", gpus, cpu=cpu))
@@ -109,7 +109,7 @@ class Fleet:
     def kernels(self) -> dict[str, str]:
         """What the engines' logs say of their kernels: {"linear": ..., "moe": ..., "attention": ...}, as far as named."""
         try:
-            return engine.chosen_kernels(self.clients[0].replica.log_path.read_text(errors="replace"))
+            return vllm_args.chosen_kernels(self.clients[0].replica.log_path.read_text(errors="replace"))
         except (IndexError, OSError):  # no replica at the moment, or a log on another host
             return {}
 

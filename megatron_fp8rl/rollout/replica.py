@@ -33,9 +33,10 @@ import torch
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
-from megatron_fp8rl.rollout import access, engine
-from megatron_fp8rl.rollout.address import own_address
-from megatron_fp8rl.rollout.endpoint import Endpoint, replica_name
+from megatron_fp8rl.net import auth
+from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.endpoint import Endpoint, replica_name
+from megatron_fp8rl.rollout import vllm_args
 from megatron_fp8rl.rollout.server_process import start_server, stop
 
 _POLL_S = 0.2
@@ -67,8 +68,8 @@ def main(argv: list[str]) -> int:
     has_server = known.node_rank == 0
     cpu = not torch.cuda.is_available()
     if not cpu:
-        engine.require_backends(cfg)
-    token, host = access.new_token(), own_address()
+        vllm_args.require_backends(cfg)
+    token, host = auth.new_token(), own_address()
     if known.nnodes > 1:
         # Where the parts send each other what to do. vLLM would ask for the route to a public name server.
         os.environ.setdefault("VLLM_HOST_IP", host)
@@ -138,7 +139,7 @@ def _wait_until_ready(
 def _is_healthy(url: str, token: str) -> bool:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5.0)
     try:
-        connection.request("GET", "/health", headers=access.headers(token))
+        connection.request("GET", "/health", headers=auth.headers(token))
         return connection.getresponse().status == http.client.OK
     except OSError:
         return False

@@ -23,9 +23,9 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.rollout.access import new_token
-from megatron_fp8rl.rollout.address import LOOPBACK
-from megatron_fp8rl.rollout.endpoint import Endpoint, endpoint_path, replica_name
+from megatron_fp8rl.net.address import LOOPBACK
+from megatron_fp8rl.net.auth import new_token
+from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path, replica_name
 from megatron_fp8rl.rollout.server_process import kill_group, shared_memory_of, start_server, stop
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from typing import IO, Any
 
 import megatron_fp8rl
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.rollout import engine
-from megatron_fp8rl.rollout.access import TOKEN_VARIABLE
+from megatron_fp8rl.net.auth import TOKEN_VARIABLE
+from megatron_fp8rl.rollout import vllm_args
 
 TERM_GRACE_S = 5.0
 # Set by torchrun for the trainer's own process group; an engine that inherits them believes to be one of its ranks.
@@ -47,11 +47,11 @@ def start_server(
     ``gpus`` is its ``CUDA_VISIBLE_DEVICES``, None for that of this process. Without ``log`` it writes where this process
     does. ``more`` are further options of vLLM.
     """
-    arguments = engine.engine_arguments(cfg, hf_dir, cpu=cpu) | more
+    arguments = vllm_args.engine_arguments(cfg, hf_dir, cpu=cpu) | more
     with socket.socket() as sock:
         sock.bind((host, 0))
         process = subprocess.Popen(
-            engine.server_command(arguments, listen_fd=sock.fileno()),
+            vllm_args.server_command(arguments, listen_fd=sock.fileno()),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT if log is not None else None,
@@ -74,7 +74,7 @@ def _environment(cfg: RunConfig, token: str, gpus: str | None, *, cpu: bool) -> 
     inherited = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = package_root if not inherited else f"{package_root}{os.pathsep}{inherited}"
     environment[TOKEN_VARIABLE] = token
-    return environment | engine.engine_environment(cfg, cpu=cpu)
+    return environment | vllm_args.engine_environment(cfg, cpu=cpu)
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -4,6 +4,6 @@ Importing the package makes Megatron-Core run on CPUs when there is no GPU; that
 is imported anywhere.
 """
 
-from megatron_fp8rl.trainer import cpu_backend
+from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
-cpu_backend.install()
+megatron_on_cpu.install()

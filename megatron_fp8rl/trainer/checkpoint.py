@@ -32,9 +32,9 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_fp8rl.data.checkpoint_dir import PARTIAL_PREFIX, STATE_FILE, complete, latest, missing_part
-from megatron_fp8rl.fp8.primary import is_fp8, plain
+from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
+from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.policy import Policy
-from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
 
 _FORMAT = 1
 

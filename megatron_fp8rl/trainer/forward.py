@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
-from megatron_fp8rl.trainer.pack_plan import PackedSequences, upload
+from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, upload
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import Microbatch, TrainBatch
 

@@ -15,7 +15,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.trainer import kv_scales
 from megatron_fp8rl.trainer.forward import Forward
-from megatron_fp8rl.trainer.model import build_chunks, load_hf, named_global_tensors
+from megatron_fp8rl.trainer.model.build import build_chunks, load_hf, named_global_tensors
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import KVScales, Prompt
 

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_fp8rl.trainer.attention import PackedAttention
+from megatron_fp8rl.trainer.model.attention import PackedAttention
 from megatron_fp8rl.types import KVScales, Prompt, Sample
 
 MARGIN = 2.0

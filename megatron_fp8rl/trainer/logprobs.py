@@ -130,9 +130,9 @@ def _kernels(logits_nV: Tensor):
     """The module of Triton kernels, where these logits are for them; None: torch does it."""
     if logits_nV.dtype != torch.bfloat16 or not (logits_nV.is_cuda or _INTERPRETED):
         return None
-    from megatron_fp8rl.trainer import logprob_triton  # imports Triton
+    from megatron_fp8rl.kernels.triton import log_softmax  # imports Triton
 
-    return logprob_triton
+    return log_softmax
 
 
 def _owned(targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:

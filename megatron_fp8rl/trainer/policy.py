@@ -20,17 +20,17 @@ from torch import Tensor
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.trainer import kv_scales
 from megatron_fp8rl.trainer.forward import Forward, LossFn, MicrobatchResult, is_token
-from megatron_fp8rl.trainer.model import (
+from megatron_fp8rl.trainer.model.build import (
     build_chunks,
     finish_fp8_step,
     load_hf,
     named_global_parameters,
     named_global_tensors,
 )
-from megatron_fp8rl.trainer.offload import Offload
-from megatron_fp8rl.trainer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
+from megatron_fp8rl.trainer.optimizer.fp8_params import quantize_parameters
+from megatron_fp8rl.trainer.optimizer.offload import Offload
+from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.trainer.primary_weights import quantize_parameters
 from megatron_fp8rl.types import KVScales, Microbatch, TrainBatch
 
 

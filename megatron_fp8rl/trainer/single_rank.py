@@ -13,7 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig
-from megatron_fp8rl.trainer.model import build_chunks, load_hf
+from megatron_fp8rl.trainer.model.build import build_chunks, load_hf
 from megatron_fp8rl.trainer.parallel import Parallel
 
 

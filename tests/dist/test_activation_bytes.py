@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.doctor.activations import Tokens, layer_bytes
+from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
 from tests.helpers.dist import run_ranks
 
 _TOKENS = 256
@@ -39,9 +39,9 @@ def _saved_bytes(cfg: RunConfig) -> int:
     """Runs on a rank: bytes of all storages that one layer's graph refers to, parameters left out."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    from megatron_fp8rl.trainer.attention import PackedAttention
-    from megatron_fp8rl.trainer.linears import RMSNorm
-    from megatron_fp8rl.trainer.model import build_chunks
+    from megatron_fp8rl.trainer.model.attention import PackedAttention
+    from megatron_fp8rl.trainer.model.linear import RMSNorm
+    from megatron_fp8rl.trainer.model.build import build_chunks
     from megatron_fp8rl.trainer.parallel import Parallel
     from tests.helpers import fake_te
 

@@ -24,12 +24,12 @@ def code_for(path: str) -> str:
 
 def registered() -> tuple[str, dict]:
     """Register the family of the page in this process; (model type, options of the page's test case)."""
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.names import registry
 
     namespace: dict = {"CASES": {}}
-    exec(code_for("megatron_fp8rl/weights/names/seed_oss.py"), namespace)
-    exec(code_for("tests/unit/weights/test_family_tables.py"), namespace)
-    names.FAMILIES["seed_oss"] = namespace["SEED_OSS"]
+    exec(code_for("megatron_fp8rl/names/seed_oss.py"), namespace)
+    exec(code_for("tests/unit/names/test_family_tables.py"), namespace)
+    registry.FAMILIES["seed_oss"] = namespace["SEED_OSS"]
     return namespace["CASES"]["seed_oss"]
 
 
@@ -38,24 +38,24 @@ def convert_and_compare(folder: str) -> dict:
     from safetensors.torch import load_file
     from transformers import AutoConfig
 
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.names import registry
 
     family, options = registered()
     sizes = dict(
         vocab_size=131, hidden_size=48, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=1, head_dim=20, max_position_embeddings=64,
     )  # fmt: skip
-    model = names.from_hf_config(AutoConfig.for_model(family, **sizes | options).to_dict())
+    model = registry.from_hf_config(AutoConfig.for_model(family, **sizes | options).to_dict())
     expected = reference_logits(model, folder)
     saved = json.loads((Path(folder) / "config.json").read_text())
     tensors = load_file(Path(folder) / "model.safetensors")
     back: dict[str, torch.Tensor] = {}
-    for name in names.mcore_names(model):
-        back |= dict(names.to_hf(name, names.from_hf(name, tensors.__getitem__, model), model))
+    for name in registry.mcore_names(model):
+        back |= dict(registry.to_hf(name, registry.from_hf(name, tensors.__getitem__, model), model))
     logits = trainer_logits(model, dict(world_size=1), folder)
     return {
         "qkv_bias": model.qkv_bias,
-        "same_config": names.from_hf_config(saved) == model,
+        "same_config": registry.from_hf_config(saved) == model,
         "same_tensors": back.keys() == tensors.keys() and all(torch.equal(back[n], t) for n, t in tensors.items()),
         "expected": expected,
         "logits": logits,

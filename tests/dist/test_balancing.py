@@ -48,7 +48,7 @@ def _balancing_gradient(cfg, samples):
     from megatron_fp8rl.trainer.forward import Forward
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
-    from megatron_fp8rl.trainer.routing import Router
+    from megatron_fp8rl.trainer.model.router import Router
 
     parallel, gradients, seen = Parallel.init(cfg.parallel, deadline_s=60), [], []
     for coefficient in (0.0, AUX.moe_aux_loss_coef):

@@ -82,7 +82,7 @@ def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:
     """Keys that a model asks for and a converted folder lacks, and the reverse, by Megatron-Core's own strict load."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megatron_fp8rl.trainer.model import _unwrap, build_chunks
+    from megatron_fp8rl.trainer.model.build import _unwrap, build_chunks
     from megatron_fp8rl.trainer.parallel import Parallel
 
     found = {}
@@ -128,7 +128,7 @@ RUNS = {
 @pytest.mark.parametrize("run", RUNS)
 def test_the_newest_checkpoint_of_a_run_becomes_a_hugging_face_checkpoint(run, tmp_path):
     from checkpoint_tools import megatron_to_hf
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.names import registry
     from tests.helpers.checkpoints import read_tensors
 
     cfg = RUNS[run]
@@ -138,9 +138,9 @@ def test_the_newest_checkpoint_of_a_run_becomes_a_hugging_face_checkpoint(run, t
     assert megatron_to_hf.run(options) == 0
     found = read_tensors(target)
     expected = full_weights(cfg.model, ranks)
-    assert set(found) == set(names.hf_tensors(cfg.model))
-    for name in names.mcore_names(cfg.model):
-        assert torch.equal(names.from_hf(name, found.__getitem__, cfg.model), expected[name]), name
+    assert set(found) == set(registry.hf_tensors(cfg.model))
+    for name in registry.mcore_names(cfg.model):
+        assert torch.equal(registry.from_hf(name, found.__getitem__, cfg.model), expected[name]), name
 
 
 def _load(model: ModelConfig, folder: str) -> None:

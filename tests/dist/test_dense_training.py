@@ -37,7 +37,8 @@ def _config(model: str, layout: dict, precision: dict | None = None, **optim):
 
 def _train_twice(cfg) -> list:
     """Runs on a rank: (metrics, old log-probabilities, weights) with the linears' kernels, and with DeepGEMM's."""
-    from megatron_fp8rl.trainer import dense_gemm, dense_linear
+    from megatron_fp8rl.kernels import dense_gemm
+    from megatron_fp8rl.trainer.model import linear_deep_gemm
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -53,7 +54,7 @@ def _train_twice(cfg) -> list:
 
             patch.setattr(module, name, counted)
 
-        for module, name in ((dense_linear, "linear"), (dense_linear, "mlp"), (dense_gemm, "multiply")):
+        for module, name in ((linear_deep_gemm, "linear"), (linear_deep_gemm, "mlp"), (dense_gemm, "multiply")):
             count(module, name)
         for kind in ("te", "deep_gemm"):
             policy = Policy.build(replace(cfg, precision=replace(cfg.precision, linears=kind)), parallel)

@@ -19,12 +19,12 @@ from megatron_fp8rl.config import (
     RouterConfig,
     RunConfig,
 )
-from megatron_fp8rl.fp8.blockwise import quantize_weight
-from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.rollout.wire import BucketInfo, read_file, unpack
+from megatron_fp8rl.kernels.blockwise import quantize_weight
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.weight_sync.wire import BucketInfo, read_file, unpack
 from megatron_fp8rl.types import PublishReport
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.digest import combine, digests, widened
+from megatron_fp8rl.names import registry as names
+from megatron_fp8rl.weight_sync.digest import combine, digests, widened
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import continue_training, full_weights, run_config, weight_pieces
 
@@ -157,7 +157,7 @@ def build(cfg: RunConfig):
 
 def publish(kind: str, layout: dict[str, int]) -> tuple[PublishReport, dict[str, torch.Tensor], list[str]]:
     """Runs on a rank: (report, what the engine holds, calls that the engine saw); the engine lives on rank 0."""
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     cfg = config(kind, layout)
     policy = build(cfg)
@@ -220,7 +220,7 @@ def expected_wire(cfg: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str,
 
 def train_and_publish(cfg: RunConfig):
     """Runs on a rank: (what the engine holds before and after an update, checksums, the weights after it)."""
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     policy = build(cfg)
     engine = Engine(cfg)
@@ -246,7 +246,7 @@ def test_a_publication_carries_the_current_parameters():
 
 def fail(kind_of_failure: str):
     """Runs on a rank: (type and text of the error that publish raised, whether a second engine call came after)."""
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     cfg = config("moe", dict(world_size=2, tensor=2, expert=2))
     policy = build(cfg)
@@ -310,7 +310,7 @@ def test_all_ranks_raise_the_same_error(kind, error, texts):
 
 def save(kind: str, layout: dict[str, int], folder: Path, tokenizer: Path):
     """Runs on a rank: save twice over, in shards and whole; this rank's pieces of the weights."""
-    from megatron_fp8rl.weights.export import save_hf
+    from megatron_fp8rl.weight_sync.publish import save_hf
 
     policy = build(config(kind, layout))
     save_hf(policy, folder / "sharded", tokenizer, max_shard_bytes=300_000)

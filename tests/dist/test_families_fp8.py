@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
-from megatron_fp8rl.fp8 import blockwise
-from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.precision.layer_table import LayerTable
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS
 from tests.helpers.logits import reference_logits, sequences, trainer_logits, unpacked

@@ -9,7 +9,7 @@ import torch
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig
 from megatron_fp8rl.data.tokenizer import character_tokenizer
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS
 from tests.helpers.training import run_config
@@ -33,13 +33,13 @@ def _checkpoint(model: ModelConfig, folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import save_file
 
     generator = torch.Generator().manual_seed(4)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in names.hf_tensors(model).items()}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in registry.hf_tensors(model).items()}
     for name, tensor in tensors.items():
         if not name.endswith("e_score_correction_bias"):
             tensors[name] = tensor.bfloat16()
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(names.to_hf_config(model)))
+    (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
     return tensors
 
 
@@ -47,7 +47,7 @@ def _load_and_save(layout: dict, folder: str) -> None:
     """On a rank: read every family that fits the layout, in the layout, and write it again. Several shards each."""
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
-    from megatron_fp8rl.weights.save import save_hf
+    from megatron_fp8rl.weight_sync.save_hf import save_hf
 
     parallel = Parallel.init(ParallelConfig(**layout), deadline_s=60)
     for kind, model in _fitting(layout).items():
@@ -72,4 +72,4 @@ def test_what_is_loaded_is_saved_bit_for_bit(layout, tmp_path):
         for name, tensor in expected[kind].items():
             assert found[name].dtype == tensor.dtype, f"{kind}: {name}"
             assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), f"{kind}: {name}"
-        assert names.from_hf_config(json.loads((folder / "config.json").read_text())) == model
+        assert registry.from_hf_config(json.loads((folder / "config.json").read_text())) == model

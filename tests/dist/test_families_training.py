@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from tests.helpers.dist import run_ranks
 from tests.helpers.families import MODELS
 from tests.helpers.logits import reference_logits
@@ -68,7 +68,7 @@ def _gradients(policy) -> dict[str, tuple[int, torch.Tensor]]:
     return {
         name: (ranks[name], parameter.main_grad.clone())
         for name, parameter in policy.named_parameters()
-        if whole[names.is_expert(name)]
+        if whole[registry.is_expert(name)]
     }
 
 

@@ -34,7 +34,7 @@ def _config(name: str, layout: dict, **optim):
 
 def _train_twice(cfg) -> list:
     """Runs on a rank: (metrics, old log-probabilities, weights) with the linears' kernels, and with grouped ones."""
-    from megatron_fp8rl.trainer import experts
+    from megatron_fp8rl.trainer.model import experts
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 

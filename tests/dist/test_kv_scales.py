@@ -39,10 +39,10 @@ def _save_reference(folder: str) -> torch.Tensor:
     """Save a checkpoint whose padding would have values far larger than all tokens; [layers, 3] by transformers."""
     import transformers
 
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.names import registry
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**names.to_hf_config(DENSE))
+    config = transformers.AutoConfig.for_model(**registry.to_hf_config(DENSE))
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     amax = measure_attention(model, DENSE.num_layers)
     with torch.no_grad():

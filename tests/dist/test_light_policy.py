@@ -9,9 +9,9 @@ import torch
 
 from benchmarks.light_policy import light_policy
 from megatron_fp8rl.config import ParallelConfig
-from megatron_fp8rl.trainer.model import build_chunks, named_global_tensors
+from megatron_fp8rl.trainer.model.build import build_chunks, named_global_tensors
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from tests.dist.test_export import MODELS, config
 from tests.helpers.dist import run_ranks
 
@@ -46,8 +46,8 @@ def test_every_rank_holds_the_pieces_of_its_model(kind, layout):
         tied = {"output_layer.weight"} if MODELS[kind].tie_embeddings else set()
         assert drawn == {name: found for name, found in built.items() if name not in tied}
         for name, piece in pieces.items():
-            size, rank = (etp, etp_rank) if names.is_expert(name) else (tp, tp_rank)
-            assert torch.equal(piece, names.shard(name, whole[name], MODELS[kind], size, rank)), name
+            size, rank = (etp, etp_rank) if registry.is_expert(name) else (tp, tp_rank)
+            assert torch.equal(piece, registry.shard(name, whole[name], MODELS[kind], size, rank)), name
 
 
 def test_an_update_changes_every_number_in_place():

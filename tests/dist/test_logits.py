@@ -86,7 +86,7 @@ def test_random_weights_do_not_depend_on_the_layout():
 
 
 def _weight_sums(model: ModelConfig, layout: dict) -> dict[str, float]:
-    from megatron_fp8rl.trainer.model import build_chunks, named_global_parameters
+    from megatron_fp8rl.trainer.model.build import build_chunks, named_global_parameters
     from megatron_fp8rl.trainer.parallel import Parallel
 
     cfg = RunConfig(name="init", model=model, parallel=ParallelConfig(**layout), seed=5)
@@ -96,7 +96,7 @@ def _weight_sums(model: ModelConfig, layout: dict) -> dict[str, float]:
 
 
 def _load_broken(model: ModelConfig, folder: str, how: str) -> str:
-    from megatron_fp8rl.trainer.model import _open_checkpoint, build_chunks, load_hf
+    from megatron_fp8rl.trainer.model.build import _open_checkpoint, build_chunks, load_hf
     from megatron_fp8rl.trainer.parallel import Parallel
 
     cfg = RunConfig(name="broken", model=model)

@@ -13,7 +13,7 @@ import torch
 
 from megatron_fp8rl.config import AlgoConfig, OptimConfig
 from megatron_fp8rl.types import TrainBatch
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import (
     DENSE,
@@ -84,7 +84,7 @@ def _assert_same_weights(model, ranks, expected):
     if model.tie_embeddings:  # the last of several stages holds a copy
         copy = weights.pop("output_layer.weight", wanted["embedding.word_embeddings.weight"])
         assert torch.equal(copy, weights["embedding.word_embeddings.weight"])
-    assert weights.keys() == wanted.keys() == set(names.mcore_names(model))
+    assert weights.keys() == wanted.keys() == set(registry.mcore_names(model))
     for name, weight in weights.items():
         torch.testing.assert_close(weight, wanted[name], **LAYOUT_WEIGHTS, msg=name)
 
@@ -192,10 +192,10 @@ def _save_random_model(model, folder):
     generator = torch.Generator().manual_seed(3)
     tensors = {
         name: torch.randn(shape, generator=generator) * 0.1 + (1.0 if len(shape) == 1 else 0.0)
-        for name, shape in names.hf_tensors(model).items()
+        for name, shape in registry.hf_tensors(model).items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(names.to_hf_config(model)))
+    (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
     return AutoModelForCausalLM.from_pretrained(
         folder, config=AutoConfig.from_pretrained(folder), dtype=torch.float32, attn_implementation="eager"
     )
@@ -268,7 +268,7 @@ def test_reference_model_stays_where_the_policy_started():
 
 
 def _fails_with(cfg, breakage):
-    from megatron_fp8rl.trainer.optimizer import NonFiniteError
+    from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -323,7 +323,7 @@ def test_weight_decay_spares_norms():
 
 
 def test_learning_rate():
-    from megatron_fp8rl.trainer.optimizer import learning_rate
+    from megatron_fp8rl.trainer.optimizer.optimizer import learning_rate
 
     def rates(**options):
         optim = OptimConfig(lr=8.0, **options)

@@ -45,12 +45,13 @@ class _StandIns:
     """Transformer Engine's kernels and tensors on this rank, and the policies that were built with them."""
 
     def __init__(self, cfg):
-        from megatron_fp8rl.trainer import model, primary_weights
+        from megatron_fp8rl.trainer.model import build as model
+        from megatron_fp8rl.trainer.optimizer import fp8_params
         from megatron_fp8rl.trainer.parallel import Parallel
         from tests.helpers import fake_fp8_tensor, fake_te
 
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(primary_weights, "_MASTERS_AT_A_TIME", 2**17)  # two groups or more, as of a large model
+        self.patch.setattr(fp8_params, "_MASTERS_AT_A_TIME", 2**17)  # two groups or more, as of a large model
         fake_te.install(self.patch)
         fake_fp8_tensor.install(self.patch)
         self.patch.setattr(model, "choose_kernels", lambda *_: "te")
@@ -65,9 +66,9 @@ class _StandIns:
 
 def _values(policy) -> dict[str, torch.Tensor]:
     """What a pass multiplies by: values of FP8 weights, parameters otherwise, on this rank."""
-    from megatron_fp8rl.fp8.blockwise import dequantize_weight, quantize_weight
-    from megatron_fp8rl.fp8.primary import fp8_weight, is_fp8
-    from megatron_fp8rl.trainer.model import named_linears
+    from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
+    from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
+    from megatron_fp8rl.trainer.model.build import named_linears
 
     found = {name: None if is_fp8(p) else p.detach().clone() for name, p in policy.named_parameters()}
     for names, linear in named_linears(policy.models, policy.parallel):
@@ -137,12 +138,12 @@ def _assert_same_metrics(found, expected):
 
 
 def test_masters_are_rounded_some_at_a_time(monkeypatch):
-    from megatron_fp8rl.trainer import primary_weights
+    from megatron_fp8rl.trainer.optimizer import fp8_params
 
-    monkeypatch.setattr(primary_weights, "_MASTERS_AT_A_TIME", 8)
-    groups = [list(range(10))[some] for some in primary_weights._groups([3, 5, 1, 20, 8, 2, 2, 4, 1, 1])]
+    monkeypatch.setattr(fp8_params, "_MASTERS_AT_A_TIME", 8)
+    groups = [list(range(10))[some] for some in fp8_params._groups([3, 5, 1, 20, 8, 2, 2, 4, 1, 1])]
     assert groups == [[0, 1], [2], [3], [4], [5, 6, 7], [8, 9]]
-    assert not list(primary_weights._groups([]))
+    assert not list(fp8_params._groups([]))
 
 
 def _checkpoints(cfg, folder):
@@ -184,7 +185,7 @@ def test_checkpoints_go_both_ways_and_resume_exactly(cfg, tmp_path):
 
 
 def _go_away_and_come_back(cfg):
-    from megatron_fp8rl.fp8.primary import is_fp8
+    from megatron_fp8rl.kernels.fp8_parameter import is_fp8
 
     stand_ins = _StandIns(cfg)
     policy, other = stand_ins.policy(cfg), stand_ins.policy(replace(cfg, optim=replace(cfg.optim, offload=())))

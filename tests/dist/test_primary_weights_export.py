@@ -17,11 +17,11 @@ from test_shards import Fleet as ShardFleet
 from test_shards import Replica
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.fp8.blockwise import quantize_weight
-from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.rollout.wire import PlanInputs
+from megatron_fp8rl.kernels.blockwise import quantize_weight
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.weight_sync.wire import PlanInputs
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.fake_fp8_tensor import Fp8Tensor
 
@@ -67,14 +67,14 @@ def _policy(cfg: RunConfig, *, is_fp8: bool) -> _Policy:
     table = LayerTable.build(cfg.model, cfg.precision)
     for name, tensor in built.named_tensors():
         value = _as_powers(tensor.detach()) if tensor.ndim == 2 else tensor.detach().clone()
-        in_fp8 = is_fp8 and all(map(table.trainer_fp8, names.hf_names_of(name, cfg.model)))
+        in_fp8 = is_fp8 and all(map(table.trainer_fp8, registry.hf_names_of(name, cfg.model)))
         tensors[name] = _halved(value) if in_fp8 else value
     return _Policy(cfg, built.parallel, tensors)
 
 
 def _publish(cfg: RunConfig, is_fp8: bool, nan: str = "") -> dict[str, torch.Tensor]:
     """Runs on a rank: what the only engine worker holds, on rank 0."""
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     policy = _policy(cfg, is_fp8=is_fp8)
     if nan and policy.parallel.rank == policy.parallel.world_size - 1:
@@ -139,8 +139,8 @@ def test_parts_that_cut_blocks_are_refused_by_name():
 def _saved_pieces(cfg: RunConfig, is_fp8: bool) -> dict[str, torch.Tensor]:
     """What save_hf writes, without the tokenizer."""
     from megatron_fp8rl.config import PrecisionConfig
-    from megatron_fp8rl.weights.gather import Gather
-    from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
+    from megatron_fp8rl.weight_sync.gather import Gather
+    from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
 
     policy = _policy(cfg, is_fp8=is_fp8)
     table = LayerTable.build(cfg.model, PrecisionConfig(trainer="bf16", rollout="bf16"))

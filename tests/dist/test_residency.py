@@ -31,7 +31,7 @@ class FakeFleet:
 
 
 def _build(cfg, fails_at=None):
-    from megatron_fp8rl.residency import Residency
+    from megatron_fp8rl.colocation import Residency
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -75,7 +75,7 @@ def test_nothing_moves_unless_asked_for():
 
 
 def _failing(cfg, fails_at):
-    from megatron_fp8rl.residency import ResidencyError
+    from megatron_fp8rl.colocation import ResidencyError
 
     policy, events, residency = _build(cfg, fails_at)
     with pytest.raises(ResidencyError, match="on trainer rank 0: TimeoutError: rollout-0 did not answer"):

@@ -36,7 +36,7 @@ class Changing(Fleet):
 
 def publish_through_changes(cfg: RunConfig):
     """Runs on a rank: on rank 0 the reports, the calls to three replicas, and what they hold at last."""
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     policy = build(cfg)
     members = [Member(cfg) for _ in range(3)]

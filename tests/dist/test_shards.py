@@ -16,8 +16,8 @@ import torch
 from test_export import Fleet, build, config, digests_of, layout_name, publish, report_of, timeless
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.rollout.fabric import Fabric, Place, open_fabric, open_store
-from megatron_fp8rl.rollout.wire import PlanInputs
+from megatron_fp8rl.weight_sync.transports.base import Fabric, Place, open_fabric, open_store
+from megatron_fp8rl.weight_sync.wire import PlanInputs
 from megatron_fp8rl.types import PublishReport
 from tests.helpers.dist import run_ranks
 
@@ -128,7 +128,7 @@ def shard_config(kind: str, transport: str, layout: dict[str, int], engine: dict
 
 def exporter_of(cfg: RunConfig):
     """Runs on a rank: (exporter, replicas on rank 0)."""
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     policy = build(cfg)
     replicas = [Replica(cfg) for _ in range(cfg.rollout.num_replicas)]

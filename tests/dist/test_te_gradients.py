@@ -17,7 +17,7 @@ PRECISIONS = {
 
 def _train_twice(cfg) -> list:
     """Runs on a rank: (metrics, weights) on emulated kernels, then on Transformer Engine's, and the latter's calls."""
-    from megatron_fp8rl.trainer import model
+    from megatron_fp8rl.trainer.model import build as model
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
     from tests.helpers import fake_te

@@ -18,9 +18,9 @@ PROMPT = [(7 * i) % 50 + 3 for i in range(45)]
 def _probe(cfg: RunConfig) -> tuple:
     """Runs on a rank: (recorded, replayed on the recorded inputs, log-probabilities unwatched, and watched)."""
     from megatron_fp8rl.trainer.forward import Forward
-    from megatron_fp8rl.trainer.model import build_chunks
+    from megatron_fp8rl.trainer.model.build import build_chunks
     from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.probe import TrainerProbe
+    from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
     from tests.helpers.training import make_batch
 
     parallel = Parallel.init(cfg.parallel, deadline_s=60)

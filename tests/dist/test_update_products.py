@@ -27,12 +27,12 @@ MODELS = {"dense": replace(DENSE, hidden_size=128, head_dim=32), "moe": MOE}
 
 def _te_linear():
     """The module as it was imported last: its package remembers the one before."""
-    return importlib.import_module("megatron_fp8rl.trainer.te_linear")
+    return importlib.import_module("megatron_fp8rl.trainer.model.linear_te")
 
 
 def _inputs_in_e5m2(patch) -> None:
-    from megatron_fp8rl.fp8.blockwise import E5M2
-    from megatron_fp8rl.fp8.recipe import INPUT
+    from megatron_fp8rl.kernels.blockwise import E5M2
+    from megatron_fp8rl.precision.recipes import INPUT
 
     te_linear = _te_linear()
     quantize = te_linear._quantize_tokens
@@ -77,7 +77,7 @@ def _scale_too_large_by_two(patch) -> None:
 
 
 def _weights_of_the_last_update(patch) -> None:
-    from megatron_fp8rl.trainer import optimizer
+    from megatron_fp8rl.trainer.optimizer import optimizer
 
     patch.setattr(optimizer, "forget_quantized_weights", lambda: None)
 
@@ -99,14 +99,14 @@ def _limit(name: str) -> float:
 def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list[dict[str, float]]:
     """On a rank: by product, the least decibels of any linear in two updates on the stand-in, which ``change`` may have
     made wrong."""
-    from megatron_fp8rl.trainer import model
+    from megatron_fp8rl.trainer.model import build
     from megatron_fp8rl.trainer.policy import Policy
     from tests.helpers import fake_te, products
 
     cfg = run_config(model=MODELS[kind], optim=OptimConfig(lr=2e-2, eps=1e-2), max_tokens=48)
     with pytest.MonkeyPatch.context() as patch:
         fake_te.install(patch)
-        patch.setattr(model, "choose_kernels", lambda *_: "te")
+        patch.setattr(build, "choose_kernels", lambda *_: "te")
         policy = Policy.build(replace(cfg, precision=RECIPES[name]), parallel)
         if change is not None:
             change(patch)

@@ -10,8 +10,8 @@ from tests.tolerances import LAYOUT_WEIGHTS
 
 def _weighing_in_sums(cfg, num_updates):
     """Runs on a rank: ``train`` with the switch of ``rollout.moe_backend = deep_gemm`` on a GPU."""
-    from megatron_fp8rl.trainer import combine
-    from megatron_fp8rl.trainer.dispatch import ExpertLayer
+    from megatron_fp8rl.kernels import combine
+    from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer
 
     calls, switch, add = [], ExpertLayer.weigh_in_sum, combine._sum
     ExpertLayer.weigh_in_sum = lambda layer, wanted: switch(layer, True)

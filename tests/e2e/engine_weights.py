@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.tokenizer import character_tokenizer
-from megatron_fp8rl.fp8 import blockwise
-from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.names.registry import hf_tensors, to_hf_config
+from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout.fleet import Fleet
-from megatron_fp8rl.rollout.wire import BucketInfo
-from megatron_fp8rl.weights.names import hf_tensors, to_hf_config
+from megatron_fp8rl.weight_sync.wire import BucketInfo
 
 
 def write_hf_dir(cfg: RunConfig, path: Path) -> Path:

@@ -1,6 +1,6 @@
 """vLLM engines inside test processes: forked from one process that has imported vLLM, which takes 12 s, once.
 
-An engine here is vLLM's own LLM in the calling process, configured by ``rollout/engine.py``, with a client that has the
+An engine here is vLLM's own LLM in the calling process, configured by ``rollout/vllm_args.py``, with a client that has the
 methods of ``EngineClient``; what is left out is HTTP.
 """
 
@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.fp8.blockwise import quantize_weight
-from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.kernels.blockwise import quantize_weight
+from megatron_fp8rl.names import registry as names
+from megatron_fp8rl.precision.layer_table import LayerTable
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in the calling process
@@ -48,9 +48,9 @@ PRELOAD = [
     "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3_moe",
-    "megatron_fp8rl.rollout.cpu_kernels",
-    "megatron_fp8rl.rollout.worker",
-    "megatron_fp8rl.weights.export",
+    "megatron_fp8rl.rollout.vllm_plugin.cpu_layers",
+    "megatron_fp8rl.rollout.vllm_plugin.worker",
+    "megatron_fp8rl.weight_sync.publish",
 ]
 PROMPTS = [list(range(3, 3 + n)) for n in (5, 17, 40)]
 
@@ -143,7 +143,7 @@ def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path
     """The FP8 checkpoint of ``tensors`` as any producer of FP8 checkpoints writes it, straight from the layer table."""
     from safetensors.torch import save_file
 
-    from megatron_fp8rl.rollout.engine import quantization_config
+    from megatron_fp8rl.rollout.vllm_args import quantization_config
 
     table = LayerTable.build(cfg.model, cfg.precision)
     content = {}
@@ -163,8 +163,8 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
     """An engine as the fleet starts it (``dummy``), or one that loads the checkpoint in ``folder`` (``auto``)."""
     from vllm import LLM
 
-    from megatron_fp8rl.rollout import plugin
-    from megatron_fp8rl.rollout.engine import engine_arguments
+    from megatron_fp8rl.rollout.vllm_args import engine_arguments
+    from megatron_fp8rl.rollout.vllm_plugin import plugin
 
     plugin.register()
     arguments = engine_arguments(cfg, folder, cpu=True)

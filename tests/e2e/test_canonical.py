@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_fp8rl.fp8 import blockwise
+from megatron_fp8rl.kernels import blockwise
 
 fp8_utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.fp8_utils")
 

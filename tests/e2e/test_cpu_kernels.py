@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron_fp8rl.fp8 import blockwise
+from megatron_fp8rl.kernels import blockwise
 
-cpu_kernels = pytest.importorskip("megatron_fp8rl.rollout.cpu_kernels")
+cpu_kernels = pytest.importorskip("megatron_fp8rl.rollout.vllm_plugin.cpu_layers")
 
 NUM_EXPERTS, TOP_K, HIDDEN, FFN = 8, 2, 256, 128
 

@@ -19,8 +19,8 @@ from megatron_fp8rl.config import (
     RouterConfig,
     RunConfig,
 )
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.export import WeightExporter
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 LLAMA = ModelConfig(
@@ -86,9 +86,9 @@ CASES = [(family, "bf16") for family in MODELS] + [(family, "blockwise") for fam
 def random_weights(model: ModelConfig) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint, of sizes that leave nothing without effect on the logits."""
     generator = torch.Generator().manual_seed(1)
-    dtypes = {part: w.dtype for w in names.weights(model).values() for part, _ in w.parts}
+    dtypes = {part: w.dtype for w in registry.weights(model).values() for part, _ in w.parts}
     tensors = {}
-    for name, shape in names.hf_tensors(model).items():
+    for name, shape in registry.hf_tensors(model).items():
         scale = shape[-1] ** -0.5 if len(shape) == 2 else 0.2
         tensor = torch.randn(shape, generator=generator) * scale + (1.0 if "norm" in name else 0.0)
         tensors[name] = tensor.to(getattr(torch, dtypes[name]))
@@ -122,7 +122,7 @@ def reference_logprobs(model: ModelConfig, folder: Path) -> torch.Tensor:
 
     folder.mkdir()
     save_file(random_weights(model), folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(names.to_hf_config(model)))
+    (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation="eager").eval()
     scored = []
     for prompt in inprocess.PROMPTS:

@@ -17,9 +17,9 @@ from inprocess import policy_of, random_weights
 from test_remote_replicas import START_S, other_host, remote_cfg, sample, wait_for, words  # noqa: F401
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.rollout.endpoint import Endpoint, endpoint_path
+from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path
 from megatron_fp8rl.rollout.fleet import Fleet
-from megatron_fp8rl.weights.export import WeightExporter
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 PROMPT = list(range(20, 40))

@@ -11,8 +11,8 @@ from test_engine_families import DEEPSEEK, MIXTRAL
 from test_online_update import DENSE, MOE
 
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.export import WeightExporter
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 
 EDGES = PrecisionConfig(bf16_first_layers=1)
 CASES = {
@@ -33,7 +33,7 @@ def load_and_update(case: str, folder: Path) -> dict:
     rollout = RolloutConfig(max_prompt_tokens=64, max_completion_tokens=64, update_deadline_s=120.0)
     cfg = RunConfig(name=case, model=model, precision=precision, rollout=rollout)
     weights = inprocess.random_weights(cfg, 3)
-    source = write_folder(folder / "hf", weights, names.to_hf_config(model))
+    source = write_folder(folder / "hf", weights, registry.to_hf_config(model))
     options = hf_to_fp8.Options(
         source=source,
         target=folder / "fp8",

@@ -16,8 +16,8 @@ import torch
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.types import KVScales, Prompt
-from megatron_fp8rl.weights.export import WeightExporter
-from megatron_fp8rl.weights.verify import KVScaleMismatch
+from megatron_fp8rl.weight_sync.publish import WeightExporter
+from megatron_fp8rl.weight_sync.verify import KVScaleMismatch
 from tests.helpers.dist import run_ranks
 from tests.tolerances import KV_CACHE_LOGPROB_MEAN
 
@@ -121,7 +121,7 @@ def test_scales_come_and_go_with_publications(found):
 
 
 def test_an_engine_that_holds_other_scales_is_named():
-    from megatron_fp8rl.weights.verify import verify_kv_scales
+    from megatron_fp8rl.weight_sync.verify import verify_kv_scales
 
     sent = {0: (1.0, 2.0, 3.0), 1: (4.0, 5.0, 6.0)}
     right = {"rank": 0, "scales": {"0": [1.0, 2.0, 3.0], "1": [4.0, 5.0, 6.0]}}

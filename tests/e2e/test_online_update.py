@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.weights.export import Engines, WeightExporter
-from megatron_fp8rl.weights.transport import SharedMemoryTransport
-from megatron_fp8rl.weights.verify import WeightMismatch
+from megatron_fp8rl.weight_sync.publish import Engines, WeightExporter
+from megatron_fp8rl.weight_sync.transport import SharedMemoryTransport
+from megatron_fp8rl.weight_sync.verify import WeightMismatch
 
 DENSE = ModelConfig(
     family="qwen3",

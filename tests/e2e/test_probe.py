@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from engine_weights import publish, random_weights
-from tests.helpers.dist import run_ranks
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.observe.operations import (
+from megatron_fp8rl.diagnose.operations import (
     compare,
     first_beyond_rounding,
     operation_names,
@@ -19,7 +18,8 @@ from megatron_fp8rl.observe.operations import (
     table,
 )
 from megatron_fp8rl.rollout.client import EngineError
-from megatron_fp8rl.rollout.probe import load_probe, record_prefill
+from megatron_fp8rl.rollout.vllm_plugin.probe import load_probe, record_prefill
+from tests.helpers.dist import run_ranks
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(45)]
 DAMAGED = {  # a weight of the checkpoint -> the operation that multiplies by it
@@ -32,9 +32,9 @@ DAMAGED = {  # a weight of the checkpoint -> the operation that multiplies by it
 
 def trainer_side(cfg: RunConfig, weights: dict[str, torch.Tensor], recording: Path) -> dict[str, tuple]:
     """Runs on a trainer rank: the probe of every damage, on one model."""
-    from megatron_fp8rl.trainer.model import build_chunks, load_hf
+    from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
+    from megatron_fp8rl.trainer.model.build import build_chunks, load_hf
     from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.probe import TrainerProbe
 
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     chunks = build_chunks(cfg, parallel)

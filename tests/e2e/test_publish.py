@@ -14,9 +14,9 @@ from conftest import write_hf_dir
 from inprocess import policy_of, random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
-from megatron_fp8rl.weights.export import Engines, WeightExporter
-from megatron_fp8rl.weights.engines import NoReplicaError
-from megatron_fp8rl.weights.transport import GlooTransport
+from megatron_fp8rl.weight_sync.engines import NoReplicaError
+from megatron_fp8rl.weight_sync.publish import Engines, WeightExporter
+from megatron_fp8rl.weight_sync.transport import GlooTransport
 
 PROMPT = list(range(20, 40))
 

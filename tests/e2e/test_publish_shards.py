@@ -8,7 +8,7 @@ from engine_weights import write_hf_dir
 from inprocess import policy_of, random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
-from megatron_fp8rl.weights.export import WeightExporter
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 
 PROMPT = list(range(20, 40))
 

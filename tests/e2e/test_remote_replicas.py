@@ -21,11 +21,11 @@ from engine_weights import write_hf_dir
 from inprocess import policy_of, random_weights, set_weights
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path
 from megatron_fp8rl.rollout.client import EngineDeadlineError
 from megatron_fp8rl.rollout.completions import GENERATE_PATH
-from megatron_fp8rl.rollout.endpoint import Endpoint, endpoint_path
 from megatron_fp8rl.rollout.fleet import Fleet
-from megatron_fp8rl.weights.export import WeightExporter
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 from model_configs.tiny import tiny_qwen3_moe
 
 PROMPT = list(range(20, 40))

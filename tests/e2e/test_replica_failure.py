@@ -20,7 +20,7 @@ from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import Groups, RolloutStream
 from megatron_fp8rl.types import Prompt
-from megatron_fp8rl.weights.export import WeightExporter
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 
 NUM_STEPS = 4
 BACK_S = 200.0

@@ -8,11 +8,11 @@ import types
 import pytest
 import torch
 
-from megatron_fp8rl.trainer import fused_attention
-from megatron_fp8rl.trainer.attention import PackedAttention
-from megatron_fp8rl.trainer.kernels import has_transformer_engine
-from megatron_fp8rl.trainer.pack_plan import PackedSequences, plan_pack
-from megatron_fp8rl.trainer.rotary import Rotary
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+from megatron_fp8rl.trainer.model import attention_te
+from megatron_fp8rl.trainer.model.attention import PackedAttention
+from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, plan_pack
+from megatron_fp8rl.trainer.model.rotary import Rotary
 from tests.tolerances import FUSED_ATTENTION_DECIBELS
 
 pytestmark = [
@@ -75,8 +75,8 @@ def test_output_and_gradients(heads, cp_size):
         if segments.key_rows is not None:
             k, v = k[segments.key_rows], v[segments.key_rows]
         q = inputs[0][own] if cp_size > 1 else inputs[0]
-        assert fused_attention.supports(q, k, v, segments)
-        outputs.append(fused_attention.attend(q, k, v, segments, scale))
+        assert attention_te.supports(q, k, v, segments)
+        outputs.append(attention_te.attend(q, k, v, segments, scale))
     order = torch.cat(rows)
     out = torch.cat(outputs)
     grads = torch.autograd.grad(out, inputs, grad[order])
@@ -142,8 +142,8 @@ def test_deterministic_gradients_are_the_same_bits_again():
         runs = []
         for _ in range(3):
             inputs = [x.clone().requires_grad_() for x in (query, key, value)]
-            assert fused_attention.supports(*inputs, segments)
-            out = fused_attention.attend(*inputs, segments, 128**-0.5)
+            assert attention_te.supports(*inputs, segments)
+            out = attention_te.attend(*inputs, segments, 128**-0.5)
             runs.append([out, *torch.autograd.grad(out, inputs, grad)])
     finally:
         torch.use_deterministic_algorithms(False)
@@ -154,7 +154,7 @@ def test_shapes_without_a_kernel_are_attended_in_batches():
     """float32 has no fused kernel: the same layer, by PyTorch."""
     *inputs, _ = _tensors(HEADS["gqa64"], sum(LENGTHS))
     segments = plan_pack(LENGTHS, 1, 0, torch.device("cuda")).segments
-    assert not fused_attention.supports(*(x.float() for x in inputs), segments)
+    assert not attention_te.supports(*(x.float() for x in inputs), segments)
     out = _layer(64)(*(x.float() for x in inputs), packed_seq_params=_packed(LENGTHS, "cuda"))
     cpu = _layer(64)(*(x.float().cpu() for x in inputs), packed_seq_params=_packed(LENGTHS, "cpu"))
     assert _decibels(out.cpu(), cpu) > FUSED_ATTENTION_DECIBELS
@@ -180,12 +180,12 @@ def test_speed(capsys):
         return events[0].elapsed_time(events[1]) / 5
 
     fused_ms = milliseconds()
-    supports = fused_attention.supports
-    fused_attention.supports = lambda *args: False
+    supports = attention_te.supports
+    attention_te.supports = lambda *args: False
     try:
         batched_ms = milliseconds()
     finally:
-        fused_attention.supports = supports
+        attention_te.supports = supports
     forward = sum(2 * n * n * 32 * 128 for n in lengths)  # two products over half of the pairs
     with capsys.disabled():
         print(

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
-from megatron_fp8rl.fp8.deep_gemm import has_deep_gemm
-from megatron_fp8rl.fp8.recipe import make_recipe
-from megatron_fp8rl.trainer import dense_gemm, dense_linear, grouped_gemm
-from megatron_fp8rl.trainer.dense_linear import Matrix
-from megatron_fp8rl.trainer.expert_kernels import Layout, permute_quantize
-from megatron_fp8rl.trainer.grouped_gemm import Fp8
-from megatron_fp8rl.trainer.kernels import has_transformer_engine
-from megatron_fp8rl.trainer.weight_cache import WeightCache
+from megatron_fp8rl.kernels import dense_gemm, grouped_gemm
+from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
+from megatron_fp8rl.kernels.fused_moe import Layout, permute_quantize
+from megatron_fp8rl.kernels.grouped_gemm import Fp8
+from megatron_fp8rl.precision.recipes import make_recipe
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+from megatron_fp8rl.trainer.model import linear_deep_gemm
+from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from tests.helpers.experts import decibels
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS, TE_DECIBELS_FP32_SCALES
@@ -61,12 +62,12 @@ def run(kind: str, x, fc1: Matrix, fc2: Matrix, grads: dict) -> dict:
     """Output and gradients of one linear, or of a feed-forward part."""
     x = x.detach().requires_grad_()
     if kind == "linear":
-        return products(dense_linear.linear(x, fc1), [x, fc1.weight], grads[2 * FEATURES].to(x.device))
-    return products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grads[H].to(x.device))
+        return products(linear_deep_gemm.linear(x, fc1), [x, fc1.weight], grads[2 * FEATURES].to(x.device))
+    return products(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grads[H].to(x.device))
 
 
 def run_on_te(kind: str, x, fc1: Matrix, fc2: Matrix, grads: dict) -> dict:
-    from megatron_fp8rl.trainer.te_linear import te_linear
+    from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     recipe, x = make_recipe(PrecisionConfig(scales=fc1.scales)), x.detach().requires_grad_()
     h = te_linear(x, [fc1.weight], recipe)
@@ -113,7 +114,7 @@ def test_the_forward_pass_is_that_of_the_engine():
     from vllm.model_executor.layers.quantization.utils import fp8_utils
     from vllm.utils.deep_gemm import fp8_gemm_nt
 
-    from megatron_fp8rl.fp8 import blockwise
+    from megatron_fp8rl.kernels import blockwise
 
     fc1, _ = matrices()
     x = draw(300, H, seed=2)
@@ -122,14 +123,14 @@ def test_the_forward_pass_is_that_of_the_engine():
     weight = blockwise.quantize_weight(fc1.weight.detach(), "pow2")
     fp8_gemm_nt((data, scale), weight, out, is_deep_gemm_e8m0_used=True)
     with torch.no_grad():
-        assert torch.equal(dense_linear.linear(x, fc1), out)
+        assert torch.equal(linear_deep_gemm.linear(x, fc1), out)
 
 
 def test_a_row_has_the_same_bits_whatever_is_beside_it():
     fc1, fc2 = matrices()
     x = draw(1000, H, seed=2)
     with torch.no_grad():
-        for compute in (lambda x: dense_linear.linear(x, fc1), lambda x: dense_linear.mlp(x, fc1, fc2)):
+        for compute in (lambda x: linear_deep_gemm.linear(x, fc1), lambda x: linear_deep_gemm.mlp(x, fc1, fc2)):
             whole = compute(x)
             for kept in (slice(0, 1), slice(3, 10), slice(0, 999), slice(500, 756)):
                 assert torch.equal(compute(x[kept]), whole[kept]), kept
@@ -139,10 +140,10 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it():
 def test_weight_gradients_are_those_of_the_grouped_kernel_and_are_added(tokens):
     """fp8_gemm_nt with 1x128 blocks on both sides, against our kernel with one expert."""
     grad, x = draw(tokens, 2 * FEATURES, seed=3, size=1e-3), draw(tokens, H, seed=2)
-    made = [dense_linear._quantize(m, "pow2", rows=False, columns=True) for m in (grad, x)]
+    made = [linear_deep_gemm._quantize(m, "pow2", rows=False, columns=True) for m in (grad, x)]
     ours = torch.ones(2 * FEATURES, H, device="cuda")
     for _ in range(2):
-        dense_gemm.add_weight_gradient(*map(dense_linear._columns, made), ours)
+        dense_gemm.add_weight_gradient(*map(linear_deep_gemm._columns, made), ours)
     layout = Layout.of(torch.tensor([tokens], device="cuda"), tokens, [tokens])
     grouped = torch.ones(1, 2 * FEATURES, H, device="cuda")
     blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]
@@ -164,11 +165,11 @@ def test_nothing_waits_for_the_gpu():
     x, grad = draw(333, H, seed=2).requires_grad_(), draw(333, H, seed=3, size=1e-3)
 
     def step() -> None:
-        torch.autograd.grad(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+        torch.autograd.grad(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
 
     step()  # compiles, and quantizes weights
     torch.cuda.synchronize()
-    dense_linear._layout.cache_clear()
+    linear_deep_gemm._layout.cache_clear()
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.trainer.kernels import has_transformer_engine
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import LAYOUT_FLOAT32
 
@@ -17,8 +17,8 @@ pytestmark = [
 
 
 def test_updates_are_those_without_it(monkeypatch):
-    from megatron_fp8rl.trainer import model
-    from megatron_fp8rl.trainer.dispatch import has_fused_permutation
+    from megatron_fp8rl.trainer.model import build
+    from megatron_fp8rl.trainer.model.dispatcher import has_fused_permutation
     from megatron_fp8rl.trainer.policy import Policy
 
     cfg = run_config()  # parameters in FP32
@@ -27,7 +27,7 @@ def test_updates_are_those_without_it(monkeypatch):
     with alone(cfg) as parallel:
         assert has_fused_permutation(parallel.device)
         for fused in (True, False):
-            monkeypatch.setattr(model, "has_fused_permutation", lambda device: fused)
+            monkeypatch.setattr(build, "has_fused_permutation", lambda device: fused)
             policy = Policy.build(cfg, parallel)
             assert policy.models[0].config.moe_permute_fusion is fused
             metrics, logprobs = continue_training(policy, 2)

@@ -25,7 +25,7 @@ def _case(num_heads: int, num_groups: int, head_dim: int):
 
 
 def _segments():
-    from megatron_fp8rl.trainer.pack_plan import plan_pack
+    from megatron_fp8rl.trainer.model.packed_sequences import plan_pack
 
     return plan_pack(LENGTHS, 1, 0, torch.device("cuda")).segments
 
@@ -72,11 +72,11 @@ def _decibels(found: torch.Tensor, reference: torch.Tensor) -> float:
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 8, 128), (8, 2, 64)], ids=str)
 def test_packed_sequences_have_the_bits_of_decoding(heads):
     """Bits for heads of 128 features; narrower ones, which a configuration is refused, differ by rounding."""
-    from megatron_fp8rl.trainer import fused_attention
+    from megatron_fp8rl.trainer.model import attention_te
 
     query, key, value = _case(*heads)
     scale = heads[2] ** -0.5
-    packed = fused_attention.attend(query, key, value, _segments(), scale, like_engine=True)
+    packed = attention_te.attend(query, key, value, _segments(), scale, like_engine=True)
     decoded = _decoded(query, key, value, scale)
     print(f"\n{heads}: decoding {_decibels(packed, decoded):.1f} dB, equal {(packed == decoded).float().mean():.4%}")
     if heads[2] == 128:
@@ -87,13 +87,13 @@ def test_packed_sequences_have_the_bits_of_decoding(heads):
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (8, 2, 64)], ids=str)
 def test_gradients_continue_from_the_engines_outputs(heads):
-    from megatron_fp8rl.trainer import fused_attention
+    from megatron_fp8rl.trainer.model import attention_te
 
     tensors = [x.requires_grad_() for x in _case(*heads)]
     grad = torch.randn(tensors[0].shape, device="cuda").bfloat16()
     outputs, gradients = [], []
     for like_engine in (False, True):
-        out = fused_attention.attend(*tensors, _segments(), heads[2] ** -0.5, like_engine=like_engine)
+        out = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, like_engine=like_engine)
         outputs.append(out.detach())
         gradients.append(torch.autograd.grad(out, tensors, grad))
     apart = [_decibels(b, a) for a, b in zip(*gradients)]

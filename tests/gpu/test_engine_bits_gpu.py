@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.fp8.deep_gemm import has_deep_gemm
-from megatron_fp8rl.trainer.kernels import has_transformer_engine
+from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from tests.helpers.experts import build_experts
 from tests.tolerances import ROUTER_WEIGHTS_FLOAT32
 
@@ -26,19 +26,19 @@ def _randn(*shape: int, seed: int) -> torch.Tensor:
 def test_the_norm_has_the_bits_of_a_batch_invariant_engine(shape):
     from vllm.model_executor.layers.batch_invariant import rms_norm_batch_invariant
 
-    from megatron_fp8rl.trainer import engine_triton
+    from megatron_fp8rl.kernels.triton import batch_invariant
 
     x, weight = (3 * _randn(*shape, seed=0)).bfloat16(), (1 + _randn(shape[1], seed=1) / 4).bfloat16()
-    found, _ = engine_triton.rms_norm(x, weight, 1e-6)
+    found, _ = batch_invariant.rms_norm(x, weight, 1e-6)
     assert torch.equal(found, rms_norm_batch_invariant(x, weight, 1e-6))
-    assert torch.equal(found[:5], engine_triton.rms_norm(x[:5].contiguous(), weight, 1e-6)[0])
+    assert torch.equal(found[:5], batch_invariant.rms_norm(x[:5].contiguous(), weight, 1e-6)[0])
 
 
 def test_the_engines_norm_behind_a_residual_sum_does_not_depend_on_the_batch(monkeypatch):
     from vllm.model_executor.layers import layernorm
 
-    from megatron_fp8rl.rollout import invariant_norm
-    from megatron_fp8rl.trainer import engine_triton
+    from megatron_fp8rl.kernels.triton import batch_invariant
+    from megatron_fp8rl.rollout.vllm_plugin import invariant_norm
 
     monkeypatch.setattr(layernorm, "rms_norm_batch_invariant", layernorm.rms_norm_batch_invariant)
     invariant_norm.register()
@@ -47,14 +47,14 @@ def test_the_engines_norm_behind_a_residual_sum_does_not_depend_on_the_batch(mon
     few, many = (layernorm.rms_norm_batch_invariant(x[:n], weight, 1e-6, residual=stream[:n]) for n in (100, 4000))
     assert torch.equal(few[0], many[0][:100]) and torch.equal(few[1], many[1][:100])
     assert torch.equal(many[1], x + stream)
-    assert torch.equal(many[0], engine_triton.rms_norm(x + stream, weight, 1e-6)[0])
+    assert torch.equal(many[0], batch_invariant.rms_norm(x + stream, weight, 1e-6)[0])
 
 
 def test_norms_on_transformer_engine_round_as_the_engines():
     """Sums in another order move a number to the next one once in some thousands; two roundings move many."""
     import vllm._custom_ops as ops
 
-    from megatron_fp8rl.trainer.te_norm import te_rms_norm
+    from megatron_fp8rl.trainer.model.norm import te_rms_norm
 
     x, weight = (3 * _randn(500, 2048, seed=0)).bfloat16(), (1 + _randn(2048, seed=1) / 4).bfloat16()
     engines = torch.empty_like(x)
@@ -71,12 +71,12 @@ def test_router_and_choice_are_those_of_the_engine(experts, width):
     from vllm.model_executor.layers.batch_invariant import matmul_persistent
 
     from megatron_fp8rl.config import RouterConfig
-    from megatron_fp8rl.trainer import engine_triton
-    from megatron_fp8rl.trainer.routing import _engines_weights, choose_experts
+    from megatron_fp8rl.kernels.triton import batch_invariant
+    from megatron_fp8rl.trainer.model.router import _engines_weights, choose_experts
 
     num_tokens, top_k = 5000, experts // 4 if experts < 32 else 8
     x, weight = _randn(num_tokens, width, seed=0).bfloat16(), (_randn(experts, width, seed=1) / width**0.5).bfloat16()
-    logits = engine_triton.linear(x, weight)
+    logits = batch_invariant.linear(x, weight)
     assert torch.equal(logits, matmul_persistent(x, weight.t()))
     theirs = torch.empty(num_tokens, top_k, device="cuda")
     ids = torch.empty(num_tokens, top_k, dtype=torch.int32, device="cuda")
@@ -94,7 +94,7 @@ def engines_layer(x, logits, w1_ENK, w2_ENK, top_k):
     from vllm.model_executor.layers.quantization.utils import fp8_utils
     from vllm.utils.deep_gemm import m_grouped_fp8_gemm_nt_contiguous
 
-    from megatron_fp8rl.fp8.blockwise import quantize_weight
+    from megatron_fp8rl.kernels.blockwise import quantize_weight
 
     num_experts = len(w1_ENK)
     fp8 = []
@@ -124,8 +124,8 @@ def trainers_layer(x, logits, module, top_k, *, weighs):
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     from megatron_fp8rl.config import RouterConfig
-    from megatron_fp8rl.trainer.combine import add_up
-    from megatron_fp8rl.trainer.routing import _engines_weights, choose_experts
+    from megatron_fp8rl.kernels.combine import add_up
+    from megatron_fp8rl.trainer.model.router import _engines_weights, choose_experts
 
     weights_TK, experts_TK = choose_experts(logits.float(), top_k, RouterConfig(), None)
     weights_TK = _engines_weights(logits.float(), weights_TK, experts_TK, RouterConfig())
@@ -145,13 +145,13 @@ def trainers_layer(x, logits, module, top_k, *, weighs):
 @pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")
 @pytest.mark.parametrize("kernels", ["deep_gemm", "te"])
 def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
-    from megatron_fp8rl.trainer import engine_triton
+    from megatron_fp8rl.kernels.triton import batch_invariant
 
     num_tokens, num_experts, top_k, hidden, features = 300, 128, 8, 1024, 256
     module = build_experts(num_experts, hidden, features, PrecisionConfig(experts=kernels), kernels="te")
     w1, w2 = (torch.stack([w.detach() for w in each.weights]) for each in (module.linear_fc1, module.linear_fc2))
     x = _randn(num_tokens, hidden, seed=0).bfloat16()
-    logits = engine_triton.linear(x, (_randn(num_experts, hidden, seed=1) / hidden**0.5).bfloat16())
+    logits = batch_invariant.linear(x, (_randn(num_experts, hidden, seed=1) / hidden**0.5).bfloat16())
     theirs, *_ = engines_layer(x, logits, w1, w2, top_k)
     with torch.no_grad():
         ours, _ = trainers_layer(x, logits, module, top_k, weighs=False)

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_fp8rl.fp8 import blockwise
-from megatron_fp8rl.trainer import expert_kernels, expert_reference, grouped_gemm, swiglu_triton
-from megatron_fp8rl.trainer.expert_kernels import Layout, Quantized
+from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch, grouped_gemm
+from megatron_fp8rl.kernels.fused_moe import Layout, Quantized
+from megatron_fp8rl.kernels.triton import swiglu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -83,17 +83,17 @@ def test_permutation(kind, scales):
     x, probs = random_rows(layout.num_tokens, 1024), torch.rand(layout.num_tokens, device="cuda")
     wanted = dict(rows=True, columns=True, bf16=True)
     for weights in (None, probs):
-        found = expert_kernels.permute_quantize(x, layout, scales, probs=weights, **wanted)
-        assert_equal(found, expert_reference.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
-    rows_alone = expert_kernels.permute_quantize(x, layout, scales)
-    assert_equal(rows_alone, expert_reference.permute_quantize(
+        found = fused_moe.permute_quantize(x, layout, scales, probs=weights, **wanted)
+        assert_equal(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
+    rows_alone = fused_moe.permute_quantize(x, layout, scales)
+    assert_equal(rows_alone, fused_moe_torch.permute_quantize(
         x, layout, scales, rows=True, columns=False, bf16=False, probs=None), layout)  # fmt: skip
     y = random_rows(layout.num_rows, 1024, seed=1)
-    again = expert_kernels.quantize_rows_columns(y, layout, scales)
-    assert_equal(again, expert_reference.quantize_rows_columns(y, layout, scales, rows=True, columns=True), layout)
+    again = fused_moe.quantize_rows_columns(y, layout, scales)
+    assert_equal(again, fused_moe_torch.quantize_rows_columns(y, layout, scales, rows=True, columns=True), layout)
     for weights in (None, probs):
-        out = expert_kernels.unpermute(y, layout, weights)
-        assert torch.equal(out, expert_reference.unpermute(y, layout, weights))
+        out = fused_moe.unpermute(y, layout, weights)
+        assert torch.equal(out, fused_moe_torch.unpermute(y, layout, weights))
 
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
@@ -103,23 +103,23 @@ def test_swiglu(kind, scales):
     layout = layout_of(counts_of(kind, 20_000), exact=kind != "skewed")
     h = random_rows(layout.num_rows, 1536, octaves=6)
     h[layout.experts < 0] = torch.nan
-    found = expert_kernels.swiglu_quantize(h, layout, scales, columns=True, bf16=True)
+    found = fused_moe.swiglu_quantize(h, layout, scales, columns=True, bf16=True)
     valid = (layout.experts >= 0)[:, None]
-    assert_nearly_equal(found.bf16, expert_reference.swiglu(torch.where(valid, h, 0.0)), layout)
+    assert_nearly_equal(found.bf16, fused_moe_torch.swiglu(torch.where(valid, h, 0.0)), layout)
     made_of = dict(rows=True, columns=True, bf16=True)
-    assert_equal(found, expert_reference.quantized(found.bf16, layout, scales, **made_of), layout)
+    assert_equal(found, fused_moe_torch.quantized(found.bf16, layout, scales, **made_of), layout)
 
     dy, probs = random_rows(layout.num_rows, 768, seed=2), torch.rand(layout.num_tokens, device="cuda")
     dy[layout.experts < 0] = torch.nan
     wanted = made_of | dict(activation_columns=True, activation_bf16=True)
     for weights in (None, probs):
-        found = expert_kernels.swiglu_backward_quantize(dy, h.clone(), layout, scales, probs=weights, **wanted)
-        expected = expert_reference.swiglu_backward_quantize(dy, h, layout, scales, probs=weights, **wanted)
+        found = fused_moe.swiglu_backward_quantize(dy, h.clone(), layout, scales, probs=weights, **wanted)
+        expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, probs=weights, **wanted)
         assert_nearly_equal(found.dh.bf16, expected.dh.bf16, layout)
         assert_nearly_equal(found.activation.bf16, expected.activation.bf16, layout)
-        assert_equal(found.dh, expert_reference.quantized(found.dh.bf16, layout, scales, **made_of), layout)
+        assert_equal(found.dh, fused_moe_torch.quantized(found.dh.bf16, layout, scales, **made_of), layout)
         of_activation = dict(columns=True, bf16=True)
-        again = expert_reference.quantized(found.activation.bf16, layout, scales, **of_activation)
+        again = fused_moe_torch.quantized(found.activation.bf16, layout, scales, **of_activation)
         assert_equal(found.activation, again, layout)
         if weights is not None:
             largest = float(expected.dprobs.abs().max())
@@ -144,7 +144,7 @@ def test_forward_bytes_are_those_of_the_engines_kernel():
     h = random_rows(8192, 1536, octaves=6)
     data = torch.empty(8192, 768, dtype=torch.float8_e4m3fn, device="cuda")
     data, scale = fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor(input=h, output=data, use_ue8m0=True)
-    found = expert_kernels.swiglu_quantize(h, layout, "pow2")
+    found = fused_moe.swiglu_quantize(h, layout, "pow2")
     assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8))
     is_zero = (found.rows.float().view(8192, 6, 128) == 0).all(-1)  # whose scale means nothing
     assert torch.equal(found.row_scales[~is_zero], scale[~is_zero])
@@ -164,7 +164,7 @@ def test_swiglu_between_linears_has_the_bits_of_torch():
     cases += [random_rows(rows, 2 * width, octaves=6) for rows, width in ((4099, 768), (37, 1000), (5, 3))]
     for h in cases:
         gate, up = h.chunk(2, dim=1)
-        assert_same_bits(swiglu_triton.swiglu(h), F.silu(gate) * up)
+        assert_same_bits(swiglu.swiglu(h), F.silu(gate) * up)
 
 
 def test_gradients_between_linears_are_those_of_float64():
@@ -172,7 +172,7 @@ def test_gradients_between_linears_are_those_of_float64():
     exact = h.detach().double().requires_grad_()
     gate, up = exact.chunk(2, dim=1)
     (expected,) = torch.autograd.grad(F.silu(gate) * up, exact, dy.double())
-    (found,) = torch.autograd.grad(swiglu_triton.swiglu(h), h, dy)
+    (found,) = torch.autograd.grad(swiglu.swiglu(h), h, dy)
     # Half a unit of BF16's last place; terms of the slope cancel near gate -1.28, to float32's error.
     size = torch.cat([dy * up.detach(), dy * gate.detach()], 1).abs()
     assert ((found - expected).abs() <= 2**-8 * 1.01 * expected.abs() + 1e-5 * size).all()
@@ -182,7 +182,7 @@ def test_gradients_between_linears_are_those_of_float64():
 def test_the_routers_weight_behind_linears(rows, width):
     y, dy = random_rows(rows, width).requires_grad_(), random_rows(rows, width, seed=1)
     probs = torch.rand(rows, device="cuda").requires_grad_()
-    found, expected = swiglu_triton.weighted(y, probs), (y * probs[:, None]).to(y.dtype)
+    found, expected = swiglu.weighted(y, probs), (y * probs[:, None]).to(y.dtype)
     assert_same_bits(found, expected)
     of_y, of_probs = torch.autograd.grad(found, (y, probs), dy)
     assert_same_bits(of_y, torch.autograd.grad(expected, y, dy)[0])
@@ -201,8 +201,8 @@ def test_one_pass_between_linears_is_faster_than_torch():
         return F.silu(gate) * up
 
     arms = {
-        "SwiGLU": (swiglu_triton.swiglu, torch_swiglu, (h,), da),
-        "weighted": (swiglu_triton.weighted, lambda y, probs: (y * probs[:, None]).to(y.dtype), (y, probs), dy),
+        "SwiGLU": (swiglu.swiglu, torch_swiglu, (h,), da),
+        "weighted": (swiglu.weighted, lambda y, probs: (y * probs[:, None]).to(y.dtype), (y, probs), dy),
     }
     for name, (ours, theirs, inputs, grad) in arms.items():
         ms = []

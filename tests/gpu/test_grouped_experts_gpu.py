@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
-from megatron_fp8rl.fp8.deep_gemm import deep_gemm, has_deep_gemm
-from megatron_fp8rl.trainer.grouped_gemm import Fp8
-from megatron_fp8rl.trainer.kernels import has_transformer_engine
+from megatron_fp8rl.kernels.deep_gemm import deep_gemm, has_deep_gemm
+from megatron_fp8rl.kernels.grouped_gemm import Fp8
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from tests.helpers.experts import (
     build_experts,
     decibels,
@@ -102,7 +102,7 @@ def test_the_forward_pass_is_that_of_the_engine():
     """vLLM's own quantizers around the grouped product, as its DeepGEMM experts call them."""
     from vllm.model_executor.layers.quantization.utils import fp8_utils
 
-    from megatron_fp8rl.fp8 import blockwise
+    from megatron_fp8rl.kernels import blockwise
 
     counts = COUNTS["ragged"]
     module = build("fp8")

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from benchmarks.timing import milliseconds
-from megatron_fp8rl.fp8.deep_gemm import deep_gemm, has_deep_gemm
-from megatron_fp8rl.trainer import hopper
-from megatron_fp8rl.trainer.expert_kernels import (
+from megatron_fp8rl.kernels.cuda import hopper
+from megatron_fp8rl.kernels.deep_gemm import deep_gemm, has_deep_gemm
+from megatron_fp8rl.kernels.fused_moe import (
     Layout,
     permute_quantize,
     quantize_rows_columns,
     swiglu_backward_quantize,
     unpermute,
 )
-from megatron_fp8rl.trainer.expert_reference import swizzled
-from megatron_fp8rl.trainer.grouped_gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens, quantized
+from megatron_fp8rl.kernels.fused_moe_torch import swizzled
+from megatron_fp8rl.kernels.grouped_gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens, quantized
 
 pytestmark = [
     pytest.mark.gpu,

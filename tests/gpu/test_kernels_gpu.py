@@ -11,8 +11,8 @@ import time
 import pytest
 import torch
 
-from megatron_fp8rl.fp8 import blockwise
-from megatron_fp8rl.weights import digest
+from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.weight_sync import digest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SCALES = ("pow2", "fp32")
@@ -74,7 +74,7 @@ def test_every_bf16_number(scales):
 
 @pytest.mark.parametrize("scales", SCALES)
 def test_many_strided_matrices_into_one_buffer(scales):
-    from megatron_fp8rl.fp8 import kernels
+    from megatron_fp8rl.kernels.triton import quantize
 
     fused = heavy_tailed(3072, 4096, dtype=torch.bfloat16, seed=2)
     weights = [*fused.split([1024, 512, 1536]), fused[:, 1024:2048], fused[:, 3:1000], fused.t()[:256, :300]]
@@ -87,7 +87,7 @@ def test_many_strided_matrices_into_one_buffer(scales):
         shape = [-(-n // 128) for n in weight.shape]
         scale.append(buffer[end : end + 4 * math.prod(shape)].view(torch.float32).view(shape))
         end += -(-4 * math.prod(shape) // 64) * 64
-    kernels.quantize_weights_into(weights, data, scale, scales)
+    quantize.quantize_weights_into(weights, data, scale, scales)
     for matrix in zip(weights, data, scale):
         assert_equals_definition(matrix[0], scales, *matrix[1:])
     assert not buffer[end:].any()
@@ -154,7 +154,7 @@ def copy_speed() -> float:
 
 
 def test_speed(capsys):
-    from megatron_fp8rl.fp8 import kernels
+    from megatron_fp8rl.kernels.triton import quantize
 
     copy = copy_speed()
     lines = [f"copy: {copy / 1e9:.0f} GB/s read and written"]
@@ -170,7 +170,7 @@ def test_speed(capsys):
             ("16384^2", [large], ([large_data], [large_scale])),
         ):
             moved = 3 * sum(w.numel() for w in weights)
-            speed = moved / seconds(kernels.prepare_weights_into(weights, *outs, scales))
+            speed = moved / seconds(quantize.prepare_weights_into(weights, *outs, scales))
             speeds[f"quantize {name}, {scales}"] = speed
     held = [*experts, *scale, large]
     speeds["digest"] = sum(t.nbytes for t in held) / seconds(digest.prepare_digests(held))

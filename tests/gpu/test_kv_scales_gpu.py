@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.names import registry
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion, KVScales
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.export import WeightExporter
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 from model_configs.tiny import tiny_qwen3
 from tests.e2e.engine_weights import random_weights, write_hf_dir
 from tests.e2e.inprocess import policy_of
@@ -68,7 +68,7 @@ class _Reference:
     def __init__(self, cfg: RunConfig, weights: dict[str, Tensor]):
         import transformers
 
-        config = transformers.AutoConfig.for_model(**names.to_hf_config(cfg.model))
+        config = transformers.AutoConfig.for_model(**registry.to_hf_config(cfg.model))
         self._model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
         self._model.load_state_dict(weights, strict=not cfg.model.tie_embeddings)
         self._model.cuda()

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, PrecisionConfig, RouterConfig, RunConfig
-from megatron_fp8rl.doctor import trainer_memory
-from megatron_fp8rl.doctor.hardware import GPUS
-from megatron_fp8rl.fp8.blockwise import quantize_weight_in_torch
-from megatron_fp8rl.fp8.primary import fp8_weight, is_fp8
-from megatron_fp8rl.trainer.kernels import has_transformer_engine
+from megatron_fp8rl.kernels.blockwise import quantize_weight_in_torch
+from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
+from megatron_fp8rl.preflight import trainer_memory
+from megatron_fp8rl.preflight.hardware import GPUS
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from tests.helpers.training import alone, continue_training, make_batch, make_loss, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
@@ -143,8 +143,8 @@ def test_checkpoints_go_both_ways(saved, loaded, tmp_path):
 
 
 def test_what_is_published_are_the_bytes():
-    from megatron_fp8rl.rollout.wire import PlanInputs
-    from megatron_fp8rl.weights.gather import Gather
+    from megatron_fp8rl.weight_sync.gather import Gather
+    from megatron_fp8rl.weight_sync.wire import PlanInputs
 
     cfg = _cfg(DENSE, "fp8")
     with alone(cfg) as parallel:

@@ -51,7 +51,7 @@ def _sample(fleet: Fleet) -> list:
 def test_direct_updates_equal_reloads(kind, tmp_path):
     from benchmarks.light_policy import light_policy
     from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     started = time.monotonic()
     parallel = Parallel.init(ParallelConfig())

@@ -101,7 +101,7 @@ def _timed(what: str, call) -> None:
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_sleeping_changes_memory_and_nothing_else(kind, fleets, parallel):
     from benchmarks.light_policy import light_policy
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     fleet = fleets[kind]
     cfg, client = fleet.cfg, fleet.clients[0]

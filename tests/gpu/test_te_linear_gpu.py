@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.fp8 import blockwise
-from megatron_fp8rl.fp8.recipe import AmaxHistory, finish_step, make_recipe, quantized_linear
-from megatron_fp8rl.trainer.kernels import has_transformer_engine
-from megatron_fp8rl.trainer.weight_cache import WeightCache, forget_quantized_weights
+from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.precision.recipes import AmaxHistory, finish_step, make_recipe, quantized_linear
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
 from tests.tolerances import TE_DECIBELS, TE_DECIBELS_FP32_SCALES
 
 pytestmark = [
@@ -78,14 +78,14 @@ def _decibels(found: list, reference: list) -> list[float]:
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_forward_and_gradients(name, shape):
-    from megatron_fp8rl.trainer.te_linear import te_linear
+    from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     recipe = make_recipe(RECIPES[name])
     x, weights, splits, grad = _case(shape)
     histories = [AmaxHistory(2, len(weights), torch.device("cuda")) for _ in range(2)]
     emulated = quantized_linear(x, weights, recipe, splits=splits, history=histories[0])
     emulated = _products(emulated, x, weights, grad)
-    found = te_linear(x, weights, recipe, splits=splits, history=histories[1])
+    found = linear_te(x, weights, recipe, splits=splits, history=histories[1])
     found = _products(found, x, weights, grad)
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(found, emulated, strict=True))
     assert torch.equal(histories[0].current, histories[1].current)
@@ -106,7 +106,7 @@ def test_forward_and_gradients(name, shape):
 @pytest.mark.parametrize("fmt", [blockwise.E4M3, blockwise.E5M2], ids=["e4m3", "e5m2"])
 def test_tensorwise_bytes_are_those_of_the_emulation(fmt):
     """For largest magnitudes of every BF16 mantissa: a scale's last bit decides what lies between two FP8 numbers."""
-    from megatron_fp8rl.trainer import te_linear
+    from megatron_fp8rl.trainer.model import linear_te
 
     recipe = make_recipe(RECIPES["tensorwise e5m2"])
     amax_E = (torch.arange(0x4080, 0x4100, dtype=torch.int32, device="cuda") << 16).view(torch.float32)  # 4 to 8
@@ -114,8 +114,8 @@ def test_tensorwise_bytes_are_those_of_the_emulation(fmt):
     matrices = [drawn.clamp(-amax, amax) for amax in amax_E.tolist()]
     for matrix, amax in zip(matrices, amax_E, strict=True):
         matrix[0, 0] = amax
-    quantizers, _ = te_linear._quantizers(recipe, fmt, len(matrices), columns=False, is_weight=False)
-    made = te_linear.tex.multi_tensor_quantize(matrices, quantizers)
+    quantizers, _ = linear_te._quantizers(recipe, fmt, len(matrices), columns=False, is_weight=False)
+    made = linear_te.tex.multi_tensor_quantize(matrices, quantizers)
     scale_E = recipe.scale(amax_E, fmt)
     assert torch.equal(torch.cat([part._scale_inv.flatten() for part in made]), scale_E.reciprocal())
     for part, matrix, scale in zip(made, matrices, scale_E, strict=True):
@@ -124,15 +124,15 @@ def test_tensorwise_bytes_are_those_of_the_emulation(fmt):
 
 @pytest.mark.parametrize("shape", [(256, 384), (336, 144), (128, 2048)])
 def test_pow2_bytes_are_those_of_fp8_blockwise(shape):
-    from megatron_fp8rl.fp8.blockwise import E4M3
-    from megatron_fp8rl.trainer import te_linear
+    from megatron_fp8rl.kernels.blockwise import E4M3
+    from megatron_fp8rl.trainer.model import linear_te
 
     matrix = _case("dense")[0].detach().flatten()[: shape[0] * shape[1]].view(shape).contiguous()
     matrix[:128, :128] = 0
     recipe = make_recipe(RECIPES["blockwise pow2"])
     for is_weight in (True, False):
-        (quantizer,), _ = te_linear._quantizers(recipe, E4M3, 1, columns=True, is_weight=is_weight)
-        (made,) = te_linear.tex.multi_tensor_quantize([matrix], [quantizer])
+        (quantizer,), _ = linear_te._quantizers(recipe, E4M3, 1, columns=True, is_weight=is_weight)
+        (made,) = linear_te.tex.multi_tensor_quantize([matrix], [quantizer])
         for data, scales, source in (
             (made._rowwise_data, made._rowwise_scale_inv, matrix),
             (made._columnwise_data, made._columnwise_scale_inv, matrix.t().contiguous()),
@@ -151,18 +151,18 @@ def test_pow2_bytes_are_those_of_fp8_blockwise(shape):
 @pytest.mark.parametrize("name", ["blockwise pow2", "tensorwise", "delayed e5m2", "bf16"])
 @pytest.mark.parametrize("shape", ["ragged", "experts", "no tokens"])
 def test_weight_gradients_are_added_to_main_grad(name, shape):
-    from megatron_fp8rl.trainer.te_linear import te_linear
+    from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     recipe = make_recipe(RECIPES[name])
     x, weights, splits, grad = _case(shape)
     history = AmaxHistory(2, len(weights), torch.device("cuda"))
     exact = _exact(x, weights, splits, grad)
-    separate = _products(te_linear(x, weights, recipe, splits=splits, history=history), x, weights, grad)
+    separate = _products(linear_te(x, weights, recipe, splits=splits, history=history), x, weights, grad)
     for weight in weights:
         weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape, device="cuda"), False
     cache = WeightCache()
     for _ in range(2):
-        _products(te_linear(x, weights, recipe, splits=splits, history=history, cache=cache), x, weights, grad)
+        _products(linear_te(x, weights, recipe, splits=splits, history=history, cache=cache), x, weights, grad)
     size = max(float(dw.abs().max()) for dw in exact[2:])
     for weight, dw in zip(weights, separate[2:]):
         assert weight.grad_added_to_main_grad
@@ -171,22 +171,22 @@ def test_weight_gradients_are_added_to_main_grad(name, shape):
 
 
 def test_an_order_of_rows_changes_the_blocks_and_nothing_else():
-    from megatron_fp8rl.trainer.te_linear import te_linear
+    from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     recipe = make_recipe(RECIPES["blockwise pow2"])
     x, weights, _, grad = _case("ragged")
     order = torch.randperm(weights[0].shape[0], device="cuda")
     y = quantized_linear(x, (weights[0][order],), recipe)[:, order.argsort()]
     emulated = _products(y, x, weights, grad)
-    found = _products(te_linear(x, weights, recipe, block_rows=order), x, weights, grad)
+    found = _products(linear_te(x, weights, recipe, block_rows=order), x, weights, grad)
     assert min(_decibels(found, emulated)) > TE_DECIBELS
     weights[0].main_grad, weights[0].grad_added_to_main_grad = torch.zeros_like(weights[0], dtype=torch.float32), False
-    _products(te_linear(x, weights, recipe, block_rows=order), x, weights, grad)
+    _products(linear_te(x, weights, recipe, block_rows=order), x, weights, grad)
     assert torch.allclose(weights[0].main_grad.bfloat16(), found[2], rtol=2**-7, atol=1e-6)
 
 
 def test_delayed_scaling_over_steps():
-    from megatron_fp8rl.trainer.te_linear import te_linear
+    from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     recipe = make_recipe(replace(RECIPES["delayed e5m2"], amax_history_len=3))
     _, _, splits, _ = _case("experts")
@@ -199,9 +199,9 @@ def test_delayed_scaling_over_steps():
                 splits = [200, 100, 16, 129, 1, 578]
             before = histories[1].current.clone()
             with torch.no_grad():
-                te_linear(x * 5, weights, recipe, splits=splits, history=histories[1], cache=cache)
+                linear_te(x * 5, weights, recipe, splits=splits, history=histories[1], cache=cache)
             assert torch.equal(before, histories[1].current)
-            found = te_linear(x, weights, recipe, splits=splits, history=histories[1], cache=cache)
+            found = linear_te(x, weights, recipe, splits=splits, history=histories[1], cache=cache)
             found = _products(found, x, weights, grad)
             emulated = quantized_linear(x, weights, recipe, splits=splits, history=histories[0])
             emulated = _products(emulated, x, weights, grad)
@@ -215,7 +215,7 @@ def test_delayed_scaling_over_steps():
 
 @pytest.mark.parametrize("shape", [(37, 4096), (4, 5, 8, 128), (1000, 96)])
 def test_the_norm_rounds_once(shape):
-    from megatron_fp8rl.trainer.te_norm import te_rms_norm
+    from megatron_fp8rl.trainer.model.norm import te_rms_norm
 
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(shape, generator=generator, device="cuda").bfloat16().requires_grad_()
@@ -235,7 +235,7 @@ def test_the_norm_rounds_once(shape):
 
 def test_speed_of_a_layer():
     """Prints TFLOP/s of forward and backward; says nothing about what they should be."""
-    from megatron_fp8rl.trainer.te_linear import te_linear
+    from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     num_tokens, num_rows, num_columns = 8192, 8192, 4096
     for name in ("blockwise pow2", "tensorwise", "delayed e5m2", "bf16"):
@@ -247,7 +247,7 @@ def test_speed_of_a_layer():
         history, cache = AmaxHistory(2, 1, torch.device("cuda")), WeightCache()
 
         def run():
-            y = te_linear(x, [weight], recipe, history=history, cache=cache)  # noqa: B023
+            y = linear_te(x, [weight], recipe, history=history, cache=cache)  # noqa: B023
             torch.autograd.grad(y, [x, weight], grad)  # noqa: B023
 
         run()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RunConfig
-from megatron_fp8rl.trainer.kernels import has_transformer_engine
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from tests.helpers import products
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import TE_DECIBELS, TE_DECIBELS_FP32_SCALES, TINY_BF16_LOSS, TINY_FP8_LOSS

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from checkpoint_tools.hf_folder import read_entries
 from checkpoint_tools.safetensors_file import Files
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 
 
 def save_with_transformers(model: ModelConfig, folder: Path, dtype: torch.dtype, max_shard_size: str = "5GB") -> Path:
@@ -20,7 +20,7 @@ def save_with_transformers(model: ModelConfig, folder: Path, dtype: torch.dtype,
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**names.to_hf_config(model))
+    config = transformers.AutoConfig.for_model(**registry.to_hf_config(model))
     reference = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in (*reference.parameters(), *reference.buffers()):
@@ -33,7 +33,7 @@ def random_tensors(model: ModelConfig, dtype: torch.dtype = torch.bfloat16, seed
     """Tensors of a checkpoint; copies of one Megatron parameter are equal."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for weight in names.weights(model).values():
+    for weight in registry.weights(model).values():
         for name, shape in weight.parts:
             tensors[name] = torch.randn(shape, generator=generator).to(dtype)
         tensors |= {copy: tensors[weight.parts[0][0]].clone() for copy in weight.copies}

@@ -14,11 +14,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.fp8.recipe import make_recipe
-from megatron_fp8rl.trainer.experts import GroupedExperts
-from megatron_fp8rl.trainer.layers import Experts
-from megatron_fp8rl.trainer.linears import GroupedLinear
-from megatron_fp8rl.trainer.weight_cache import WeightCache
+from megatron_fp8rl.precision.recipes import make_recipe
+from megatron_fp8rl.trainer.model.experts import GroupedExperts
+from megatron_fp8rl.trainer.model.layers import Experts
+from megatron_fp8rl.trainer.model.linear import GroupedLinear
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 
 _ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp8rl.fp8.blockwise import dequantize_weight, quantize_weight
+from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
 
 aten = torch.ops.aten
 calls = {"cast": 0, "gathered": 0}

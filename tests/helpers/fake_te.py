@@ -1,7 +1,7 @@
 """A stand-in for the part of Transformer Engine that the trainer calls, in plain torch on a CPU.
 
 It checks how it is called as the real one does on Hopper: usages that a product needs, sizes in multiples of 16, lists
-of equal length, contiguous outputs. The numbers it quantizes to are those of ``fp8/blockwise.py``.
+of equal length, contiguous outputs. The numbers it quantizes to are those of ``kernels/blockwise.py``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.fp8.blockwise import E4M3, E5M2, float32_copy, round_blocks_, round_to_grid_
+from megatron_fp8rl.kernels.blockwise import E4M3, E5M2, float32_copy, round_blocks_, round_to_grid_
 
 
 class DType(enum.Enum):

@@ -20,10 +20,10 @@ def reference_logits(model: ModelConfig, folder: str) -> list[list[torch.Tensor]
     """Save random weights as a Hugging Face checkpoint; transformers' logits of each sequence alone."""
     import transformers
 
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.names import registry
 
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(**names.to_hf_config(model))
+    config = transformers.AutoConfig.for_model(**registry.to_hf_config(model))
     config._attn_implementation = "eager"
     reference = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
@@ -75,7 +75,7 @@ def trainer_logits(
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from megatron_fp8rl.trainer.model import build_chunks, load_hf
+    from megatron_fp8rl.trainer.model.build import build_chunks, load_hf
     from megatron_fp8rl.trainer.parallel import Parallel
 
     cfg = float32_run(model, layout, trainer)

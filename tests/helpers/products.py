@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.fp8.recipe import AmaxHistory, Recipe, make_recipe, quantized_linear
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, make_recipe, quantized_linear
 from tests.helpers.training import continue_training
 
 PRODUCTS = ("y", "dx", "dW")
@@ -56,7 +56,7 @@ class _Watch(torch.autograd.Function):
 @contextmanager
 def _watched() -> Iterator[list[_Call]]:
     """The calls of passes with gradients, while they are made."""
-    from megatron_fp8rl.trainer import linears
+    from megatron_fp8rl.trainer.model import linear as linears
 
     calls, original = [], linears._on_transformer_engine
 
@@ -82,14 +82,14 @@ def of_an_update(policy, precision=None) -> dict[str, tuple[float, float, float]
     Asserts that these linears are those of the layer table, and that delayed scaling recorded the same magnitudes.
     Linears without tokens are left out.
     """
-    from megatron_fp8rl.trainer.linears import GroupedLinear
-    from megatron_fp8rl.trainer.model import named_linears
+    from megatron_fp8rl.trainer.model.build import named_linears
+    from megatron_fp8rl.trainer.model.linear import GroupedLinear
 
     linears = {linear: name for (name, *_), linear in named_linears(policy.models, policy.parallel)}
     recipe = make_recipe(precision or policy.cfg.precision)
     table = LayerTable.build(policy.cfg.model, policy.cfg.precision)
     recipes = {
-        linear: recipe if table.trainer_fp8(names.hf_names_of(name, policy.cfg.model)[0]) else None
+        linear: recipe if table.trainer_fp8(registry.hf_names_of(name, policy.cfg.model)[0]) else None
         for linear, name in linears.items()
     }
     found, step = {}, policy.optimizer.step
@@ -134,7 +134,7 @@ def _decibels(linear, calls: list[_Call], recipe: Recipe | None) -> tuple[float,
 
 def _emulated(call: _Call, recipe: Recipe | None) -> tuple[Tensor, Tensor, list[Tensor], AmaxHistory | None]:
     """y, dx, dW of each weight and what delayed scaling records."""
-    from megatron_fp8rl.trainer import linears
+    from megatron_fp8rl.trainer.model import linear as linears
 
     history = None
     if call.history is not None:

@@ -171,22 +171,22 @@ def continue_training(
 
 
 def weight_pieces(policy) -> dict[str, tuple[int, Tensor]]:
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.names import registry
 
     parallel = policy.parallel
     return {
-        name: (parallel.etp_rank if names.is_expert(name) else parallel.tp_rank, parameter.detach().clone())
+        name: (parallel.etp_rank if registry.is_expert(name) else parallel.tp_rank, parameter.detach().clone())
         for name, parameter in policy.named_parameters()
     }
 
 
 def full_weights(model: ModelConfig, ranks: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     """Whole tensors by global name; raises when two ranks that hold the same piece differ in a bit."""
-    from megatron_fp8rl.weights import names
+    from megatron_fp8rl.names import registry
 
     found: dict[str, dict[int, Tensor]] = {}
     for pieces in ranks:
         for name, (index, piece) in pieces.items():
             known = found.setdefault(name, {}).setdefault(index, piece)
             assert torch.equal(known, piece), f"{name}: replicas of piece {index} differ"
-    return {name: names.unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in found.items()}
+    return {name: registry.unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in found.items()}

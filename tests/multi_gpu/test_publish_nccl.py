@@ -87,7 +87,7 @@ def _publish_all(num_trainers: int, engines: list[dict[str, int]]) -> list[str]:
     """Runs on a trainer rank: a line for each combination."""
     from benchmarks.light_policy import light_policy
     from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.weights.export import WeightExporter
+    from megatron_fp8rl.weight_sync.publish import WeightExporter
     from tests.e2e.engine_weights import write_hf_dir
 
     rank = int(os.environ["RANK"])

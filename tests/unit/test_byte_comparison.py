@@ -10,9 +10,9 @@ import torch
 from benchmarks import byte_comparison, same_bytes
 from benchmarks.light_policy import _draw
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.fp8.blockwise import quantize_weight
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.plan import scale_range
+from megatron_fp8rl.kernels.blockwise import quantize_weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.weight_sync.plan import scale_range
 from model_configs import tiny
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def held_by_an_engine(cfg: RunConfig) -> list[list[dict]]:
     """What the workers of one replica report when everything is right."""
     workers = [{"rank": rank, "digests": {}} for rank in reversed(range(cfg.rollout.tensor))]
     for name, transfers in byte_comparison.groups(cfg):
-        whole = dict(names.to_hf(name, _draw(names.weight(name, cfg.model), cfg, CPU), cfg.model))
+        whole = dict(registry.to_hf(name, _draw(registry.weight(name, cfg.model), cfg, CPU), cfg.model))
         for transfer in transfers:
             tensors = {transfer.name: whole[transfer.name]}
             if transfer.is_fp8:
@@ -69,7 +69,7 @@ def test_everything_is_the_same_in_every_layout(trainer):
     found = compare(cfg, held_by_an_engine(cfg))
     num_fp8 = 2 * (4 + 3 * cfg.model.num_experts)
     assert found.fp8 == found.equal_to_definition == found.equal_to_te == num_fp8
-    assert found.tensors == found.equal_in_engine == len(names.hf_tensors(cfg.model))
+    assert found.tensors == found.equal_in_engine == len(registry.hf_tensors(cfg.model))
     assert not found.exceptions
 
 

@@ -167,7 +167,7 @@ def test_help_lists_commands_configurations_and_field_comments(capsys):
 
 def test_configuration_needs_no_torch():
     program = (
-        "import sys, megatron_fp8rl.config, megatron_fp8rl.cli as cli, megatron_fp8rl.config_check\n"
+        "import sys, megatron_fp8rl.config, megatron_fp8rl.cli as cli, megatron_fp8rl.preflight.rules\n"
         "rl = cli.Command(name='rl', summary='', run=lambda _: 0)\n"
         "assert cli.main([rl], ['rl', 'tiny_qwen3_moe', '--dry-run', '--seed', '5']) == 0\n"
         "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'numpy'} & set(sys.modules)\n"

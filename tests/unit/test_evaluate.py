@@ -15,7 +15,7 @@ from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.evaluate import EvalOptions
 from megatron_fp8rl.observe.groups import evaluation_metrics
 from megatron_fp8rl.observe.metrics import check_keys, meaning
-from megatron_fp8rl.observe.report import write_report
+from megatron_fp8rl.report.run_report import write_report
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 from model_configs.tiny import tiny_qwen3_moe
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl import cli, config_check
+from megatron_fp8rl import cli
 from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import load_tokenizer
-from megatron_fp8rl.doctor import diagnose, parameters
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.preflight import parameters, rules
+from megatron_fp8rl.preflight.doctor import diagnose
 from model_configs import deepseek, llama, mixtral, qwen3, small
 
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
@@ -85,7 +86,7 @@ RUNS = [name for name in cli.config_functions() if name.startswith("grpo_")]
 @pytest.mark.parametrize("name", MODELS)
 def test_dimensions_are_the_published_ones(name):
     make, published, *_ = MODELS[name]
-    assert names.from_hf_config(published) == replace(make(), hf_path=None)
+    assert registry.from_hf_config(published) == replace(make(), hf_path=None)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -112,7 +113,7 @@ def test_deepseek_total_is_the_sum_of_its_parts():
 def test_counts_are_sums_over_the_checkpoints_tensors(name):
     """The quick algebra against the table that conversions use, tensor by tensor."""
     model = replace(MODELS[name][0](), num_layers=5)
-    listed = sum(math.prod(shape) for shape in names.hf_tensors(model).values())
+    listed = sum(math.prod(shape) for shape in registry.hf_tensors(model).values())
     assert parameters.count(model).total == listed
 
 
@@ -121,7 +122,7 @@ def test_counts_are_sums_over_the_checkpoints_tensors(name):
 def test_runs_have_no_mistakes(name, accelerator):
     cfg = cli.config_functions()[name]()
     assert cfg.name == name
-    assert config_check.check(cfg, accelerator=accelerator) == []
+    assert rules.check(cfg, accelerator=accelerator) == []
 
 
 GPUS = {
@@ -169,7 +170,7 @@ def test_half_billion_models_are_what_they_say():
 @pytest.mark.parametrize("function", SMALL)
 def test_half_billion_models_fit_one_gpu_with_their_engine(function):
     cfg = function()
-    assert config_check.check(cfg, accelerator="hopper") == [] and config_check.check(cfg, accelerator="cpu") == []
+    assert rules.check(cfg, accelerator="hopper") == [] and rules.check(cfg, accelerator="cpu") == []
     found = diagnose(cfg)
     assert "on 1 H200" in function.__doc__ and cfg.parallel.world_size == cfg.rollout.num_replicas == 1
     assert cfg.rollout.placement == "colocated"

@@ -11,10 +11,10 @@ import torch
 
 from benchmarks import light_policy, updates
 from benchmarks.jobs import JOBS
-from megatron_fp8rl import config_check
 from megatron_fp8rl.data.model_dir import write_model_dir
-from megatron_fp8rl.rollout import engine
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.rollout import vllm_args
 
 
 def test_every_linear_for_dense_models_and_every_choice_for_experts():
@@ -34,7 +34,7 @@ def test_jobs_measure_configurations_that_runs_may_have():
     cases = [case for job in jobs for case in updates.plan_cases(updates.parse(job.arguments))]
     assert len(cases) == len(jobs) == 5
     for case in cases:
-        assert config_check.check(updates.run_config(case), accelerator="hopper") == [], case
+        assert rules.check(updates.run_config(case), accelerator="hopper") == [], case
 
 
 def test_answers_differ_by_their_worst_token():
@@ -63,12 +63,12 @@ def test_the_checkpoint_is_whole_and_names_what_is_not_fp8(tmp_path, monkeypatch
     policy = light_policy.light_policy(cfg, parallel)
     folder = updates.write_checkpoint(cfg, policy, write_model_dir(cfg), Path("weights"))
     content = load_file(folder / "model.safetensors")
-    assert {name for name in content if not name.endswith("_scale_inv")} == set(names.hf_tensors(cfg.model))
+    assert {name for name in content if not name.endswith("_scale_inv")} == set(registry.hf_tensors(cfg.model))
     fp8 = {name for name, tensor in content.items() if tensor.dtype == torch.float8_e4m3fn}
     assert fp8 == {name.removesuffix("_scale_inv") for name in content if name.endswith("_scale_inv")}
     written = json.loads((folder / "config.json").read_text())["quantization_config"]
-    assert written == engine.quantization_config(cfg.model, cfg.precision)
-    assert {name.removesuffix(".weight") for name in names.hf_tensors(cfg.model)} - {
+    assert written == vllm_args.quantization_config(cfg.model, cfg.precision)
+    assert {name.removesuffix(".weight") for name in registry.hf_tensors(cfg.model)} - {
         name.removesuffix(".weight") for name in fp8
     } >= set(written["modules_to_not_convert"])
 

@@ -9,14 +9,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from megatron_fp8rl.algo.pass_at_k import (
-    accuracy,
-    design_effect,
-    pass_at_k,
-    pass_at_ks,
-    powers_of_two,
-    wilson,
-)
+from megatron_fp8rl.algo.pass_at_k import accuracy, design_effect, pass_at_k, pass_at_ks, powers_of_two, wilson
 
 
 def test_it_is_the_share_of_subsets_with_a_passing_completion():

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks import grpo, grpo_rows, record
 from benchmarks.results import Results
-from megatron_fp8rl import config_check
 from megatron_fp8rl.cli import parse_overrides
+from megatron_fp8rl.preflight import rules
 from model_configs import small
 
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
@@ -29,7 +29,7 @@ def test_every_arm_is_a_run_without_mistakes(function, precision, layout):
     cfg = function()
     words = [*grpo.PRECISIONS[precision], *grpo.layout_overrides(layout, is_moe=cfg.model.is_moe)]
     cfg = parse_overrides(cfg, words)
-    assert config_check.check(cfg, accelerator="hopper") == []
+    assert rules.check(cfg, accelerator="hopper") == []
     assert cfg.rollout.placement == ("separate" if layout == "separate" else "colocated")
     used = cfg.parallel.world_size + (cfg.rollout.tensor if layout == "separate" else 0)
     assert used == grpo.gpus_of(layout)

@@ -29,7 +29,7 @@ def test_layers_are_timed_alone_and_in_whole_steps(monkeypatch, precision):
 
 
 def test_experts_with_fused_swiglu_are_the_same_function():
-    from megatron_fp8rl.trainer.layers import Experts
+    from megatron_fp8rl.trainer.model.layers import Experts
 
     cfg = layers.run_of("small_moe", 1, BF16, tokens=256)
     with single_rank(cfg) as parallel:

@@ -10,8 +10,8 @@ import pytest
 from benchmarks import memory
 from benchmarks.results import num_gpus
 from benchmarks.training import single_rank
-from megatron_fp8rl import config_check
-from megatron_fp8rl.doctor.hardware import GIB, GPUS
+from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.preflight.hardware import GIB, GPUS
 
 H200 = GPUS["h200"]
 
@@ -48,7 +48,7 @@ def test_every_default_cell_is_a_valid_run_that_fits_an_h200():
     }
     for cell in cells:
         cfg = cell.run_config()
-        assert not config_check.check(cfg)
+        assert not rules.check(cfg)
         estimate = memory.predict(cfg, H200, H200.memory_bytes)
         assert {part.name for part in estimate.parts} == set(memory.PARTS)
         assert 0.3 < estimate.share < 0.7

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import publish
-from megatron_fp8rl.fp8.layers import LayerTable
+from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.types import PublishReport
-from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
+from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
 
 
 @pytest.mark.parametrize(

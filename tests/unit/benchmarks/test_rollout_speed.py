@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks import rollout_speed as speed
 from benchmarks.results import Results
-from megatron_fp8rl import config_check
+from megatron_fp8rl.preflight import rules
 from model_configs import qwen3
 
 
@@ -51,7 +51,7 @@ def test_batch_invariant_engines_are_cells_of_their_own_and_never_compiled():
     (plain,) = speed.plan_cells(speed.parse([*words, "off"]))
     assert invariant.name == f"{plain.name}-invariant" and not invariant.compile
     cfg = speed.run_config(invariant, [speed.SHAPES["short"]])
-    assert cfg.rollout.batch_invariant and config_check.check(cfg, accelerator="hopper") == []
+    assert cfg.rollout.batch_invariant and rules.check(cfg, accelerator="hopper") == []
     row = {**vars(invariant), "environment": {}, "device": "x", "shape": "short", "error": "why"}
     (shown,) = speed.table([row])
     assert shown["asked: linear / experts / attention"] == "auto / auto / auto, no compile, batch-invariant"
@@ -100,4 +100,4 @@ def test_engines_that_are_measured_are_engines_that_runs_may_have(model, linear)
     words = ["--model", model, "--linear", linear, "--moe", "auto", "deep_gemm", "--compile", "on", "off"]
     for cell in speed.plan_cells(speed.parse(words)):
         cfg = speed.run_config(cell, list(speed.SHAPES.values()))
-        assert config_check.check(cfg, accelerator="hopper") == [], cell
+        assert rules.check(cfg, accelerator="hopper") == [], cell

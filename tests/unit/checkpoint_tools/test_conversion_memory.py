@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from tests.helpers.checkpoints import random_tensors, write_folder
 
 MAX_MEMORY_MIB = 64  # the least that the tools take
@@ -52,7 +52,7 @@ def test_peak_memory_does_not_depend_on_the_checkpoint(tmp_path):
     size_mib = sum(tensor.nbytes for tensor in tensors.values()) >> 20
     largest_mib = max(tensor.nbytes for tensor in tensors.values()) >> 20
     assert size_mib > 4 * MAX_MEMORY_MIB and largest_mib > MAX_MEMORY_MIB + SLACK_MIB
-    write_folder(tmp_path / "hf", tensors, names.to_hf_config(MODEL), num_files=1)
+    write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL), num_files=1)
     del tensors
     commands = [
         ("hf_to_megatron", "hf", "megatron"),

@@ -15,12 +15,12 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.work import WorkOptions
 from megatron_fp8rl.config import MlaConfig, ModelConfig, RouterConfig
-from megatron_fp8rl.fp8.blockwise import dequantize_weight
-from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.weights import names
-from megatron_fp8rl.weights.digest import digests
-from megatron_fp8rl.weights.gather import Gather
-from megatron_fp8rl.weights.plan import EngineLayout, TrainerLayout, plan
+from megatron_fp8rl.kernels.blockwise import dequantize_weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.weight_sync.digest import digests
+from megatron_fp8rl.weight_sync.gather import Gather
+from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
 from tests.helpers.checkpoints import random_tensors, read_tensors, write_folder
 
 _COMMON = dict(num_layers=3, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=131)
@@ -49,7 +49,7 @@ MODELS = {
 def quantized(model: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloat16, **options) -> tuple[Path, dict]:
     """(FP8 folder, tensors that it was made of)"""
     tensors = random_tensors(model, dtype)
-    source = write_folder(folder / "hf", tensors, names.to_hf_config(model))
+    source = write_folder(folder / "hf", tensors, registry.to_hf_config(model))
     chosen = hf_to_fp8.Options(source=source, target=folder / "fp8", workers=1, shard_gb=0.0005, **options)
     hf_to_fp8.convert(HfFolder.open(source), folder / "fp8", chosen)
     return folder / "fp8", tensors
@@ -58,7 +58,7 @@ def quantized(model: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloa
 def published(model: ModelConfig, tensors: dict, options: hf_to_fp8.Options) -> dict[str, torch.Tensor]:
     """What the exporter of one trainer rank hands to the transport, by name."""
     planned = plan(model, LayerTable.build(model, options.precision), TrainerLayout(), EngineLayout())
-    parameters = {name: names.from_hf(name, tensors.__getitem__, model) for name in names.mcore_names(model)}
+    parameters = {name: registry.from_hf(name, tensors.__getitem__, model) for name in registry.mcore_names(model)}
     cpu = torch.device("cpu")
     gather = Gather(planned, model, parameters, scales=options.scales, rank=0, group=None, device=cpu)
     sent: dict[str, torch.Tensor] = {}
@@ -142,15 +142,15 @@ def test_verify_proves_fp8_and_names_a_changed_block(scales, tmp_path, capsys):
 def test_verify_names_what_differs_after_a_conversion(tmp_path, capsys):
     model = MODELS["llama"]
     tensors = random_tensors(model)
-    source = write_folder(tmp_path / "hf", tensors, names.to_hf_config(model))
+    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(model))
     hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", WorkOptions(workers=1))
     words = ["verify", str(tmp_path / "other"), str(tmp_path / "megatron"), "--workers", "1", "--logits", "no"]
     changed = tensors | {"model.layers.2.self_attn.k_proj.weight": tensors["model.layers.1.self_attn.k_proj.weight"]}
-    write_folder(tmp_path / "other", changed, names.to_hf_config(model))
+    write_folder(tmp_path / "other", changed, registry.to_hf_config(model))
     assert program.main(words) == 1
     assert capsys.readouterr().out.splitlines()[0] == "different: model.layers.2.self_attn.k_proj.weight"
     wider = replace(model, vocab_size=132)
-    write_folder(tmp_path / "wider", random_tensors(wider), names.to_hf_config(wider))
+    write_folder(tmp_path / "wider", random_tensors(wider), registry.to_hf_config(wider))
     with pytest.raises(CheckpointError, match=r"model.embed_tokens.weight: \(131, 256\) instead of \(132, 256\)"):
         verify.run(verify.Options(source=tmp_path / "wider", converted=tmp_path / "megatron"))
 
@@ -161,7 +161,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path):
     for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
         bad = tensors | {name: tensors[name].clone()}
         bad[name].view(-1)[130] = float("inf")
-        source = write_folder(tmp_path / name / "hf", bad, names.to_hf_config(model))
+        source = write_folder(tmp_path / name / "hf", bad, registry.to_hf_config(model))
         options = hf_to_fp8.Options(source=source, target=tmp_path / name / "fp8", workers=1)
         with pytest.raises(CheckpointError, match=f"{name}: holds NaN or infinity"):
             hf_to_fp8.convert(HfFolder.open(source), options.target, options)

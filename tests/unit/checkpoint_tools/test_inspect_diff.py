@@ -18,8 +18,8 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.keys import place
 from checkpoint_tools.views import HfView, MegatronView, open_view
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.fp8.blockwise import quantize_weight
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.kernels.blockwise import quantize_weight
+from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 
 MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
@@ -30,13 +30,13 @@ def random_tensors(model: ModelConfig = MODEL) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {
         name: torch.randn(shape, generator=generator).to(torch.bfloat16)
-        for name, shape in names.hf_tensors(model).items()
+        for name, shape in registry.hf_tensors(model).items()
     }
 
 
 def write_hf(folder: Path, tensors: dict[str, torch.Tensor], model: ModelConfig = MODEL, shards: int = 2) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(names.to_hf_config(model)))
+    (folder / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder
@@ -54,8 +54,8 @@ def write_hf(folder: Path, tensors: dict[str, torch.Tensor], model: ModelConfig 
 def write_megatron(folder: Path, tensors: dict[str, torch.Tensor], model: ModelConfig = MODEL) -> Path:
     """A distributed checkpoint as Megatron-Core lays it out, layers and experts stacked, by torch's own writer."""
     stacked: dict[str, torch.Tensor] = {}
-    for name, weight in names.weights(model).items():
-        full = names.from_hf(name, tensors.__getitem__, model)
+    for name, weight in registry.weights(model).items():
+        full = registry.from_hf(name, tensors.__getitem__, model)
         where = place(weight, model)
         stacked.setdefault(where.key, torch.zeros(*where.sizes, *full.shape, dtype=full.dtype))[where.index] = full
     moments = {f"optimizer.state.exp_avg.{key}": tensor.float() for key, tensor in stacked.items()}
@@ -254,7 +254,7 @@ def test_exit_status_and_text(tmp_path, hf, tensors, other, capsys):
         name = sorted(stored)[3]
         stored[name] = stored[name] + 1
         save_file(stored, file)
-        (copy / "config.json").write_text(json.dumps(names.to_hf_config(replace(MODEL, rope_theta=5.0))))
+        (copy / "config.json").write_text(json.dumps(registry.to_hf_config(replace(MODEL, rope_theta=5.0))))
     status = program.main(["diff", str(hf), str(copy)])
     text = capsys.readouterr().out
     if other == "same":

@@ -19,7 +19,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.megatron_folder import MegatronFolder
 from checkpoint_tools.work import Bucket, Progress, WorkOptions, fill_buckets
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
 from tests.helpers.processes import DEADLINE_S, until
@@ -30,7 +30,7 @@ MODEL = replace(tiny_qwen3_moe().model, num_experts=4, vocab_size=100)
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "hf", random_tensors(MODEL), names.to_hf_config(MODEL))
+    return write_folder(tmp_path / "hf", random_tensors(MODEL), registry.to_hf_config(MODEL))
 
 
 @pytest.fixture(autouse=True)

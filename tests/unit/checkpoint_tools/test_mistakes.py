@@ -18,7 +18,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.torch_dist import append
 from checkpoint_tools.work import WorkOptions
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import random_tensors, read_tensors, save_with_transformers, write_folder
 from tests.helpers.families import MODELS
@@ -29,7 +29,7 @@ HERE = WorkOptions(workers=1)
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "hf", random_tensors(MODEL), names.to_hf_config(MODEL))
+    return write_folder(tmp_path / "hf", random_tensors(MODEL), registry.to_hf_config(MODEL))
 
 
 def refused(capsys, *words: object) -> str:
@@ -91,7 +91,7 @@ def test_a_stored_head_is_left_out_only_if_it_is_the_embedding(equal, tmp_path):
     head = tensors["model.embed_tokens.weight"].clone()
     if not equal:
         head[-1, -1] += 1
-    source = HfFolder.open(write_folder(tmp_path / "hf", tensors | {"lm_head.weight": head}, names.to_hf_config(tied)))
+    source = HfFolder.open(write_folder(tmp_path / "hf", tensors | {"lm_head.weight": head}, registry.to_hf_config(tied)))
     if equal:
         hf_to_megatron.convert(source, tmp_path / "megatron", HERE)
         return
@@ -102,7 +102,7 @@ def test_a_stored_head_is_left_out_only_if_it_is_the_embedding(equal, tmp_path):
 def test_numbers_that_are_not_finite_are_kept_and_said(tmp_path, capsys):
     name, tensors = "model.layers.1.self_attn.k_proj.weight", random_tensors(MODEL)
     tensors[name][3, 5] = float("nan")
-    source = write_folder(tmp_path / "hf", tensors, names.to_hf_config(MODEL))
+    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL))
     for words in (["hf_to_megatron", source, tmp_path / "m"], ["megatron_to_hf", tmp_path / "m", tmp_path / "back"]):
         assert program.main([*map(str, words), "--workers", "1"]) == 0
         assert f"{words[0]}: warning: 1 tensors hold NaN or infinity: {name}\n" in capsys.readouterr().err
@@ -112,7 +112,7 @@ def test_numbers_that_are_not_finite_are_kept_and_said(tmp_path, capsys):
 def test_large_numbers_are_not_taken_for_infinity(tmp_path, capsys):
     tensors = random_tensors(MODEL)
     tensors["model.norm.weight"].fill_(torch.finfo(torch.bfloat16).max)  # a sum of them overflows
-    source = write_folder(tmp_path / "hf", tensors, names.to_hf_config(MODEL))
+    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL))
     assert program.main(["hf_to_megatron", str(source), str(tmp_path / "m"), "--workers", "1"]) == 0
     assert "warning" not in capsys.readouterr().err
 
@@ -146,7 +146,7 @@ def test_logits_of_experts_whose_rows_are_no_multiple_of_16_bytes(tmp_path):
 
 def test_a_single_file_may_have_an_index(tmp_path):
     tensors = random_tensors(MODEL)
-    source = write_folder(tmp_path / "hf", tensors, names.to_hf_config(MODEL))
+    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL))
     for file in source.glob("model*"):
         file.unlink()
     save_file(tensors, source / "model.safetensors")
@@ -161,6 +161,6 @@ def test_a_config_of_another_model_is_refused_by_the_fields_that_differ(source, 
     state = json.loads((megatron / "state.json").read_text())
     del state["files"]["config.json"]
     (megatron / "state.json").write_text(json.dumps(state))
-    (megatron / "config.json").write_text(json.dumps(names.to_hf_config(replace(MODEL, rope_theta=5.0))))
+    (megatron / "config.json").write_text(json.dumps(registry.to_hf_config(replace(MODEL, rope_theta=5.0))))
     said = refused(capsys, "megatron_to_hf", megatron, tmp_path / "back")
     assert f"is of another model: rope_theta is 5.0 instead of {MODEL.rope_theta}. Name its own by --hf_config" in said

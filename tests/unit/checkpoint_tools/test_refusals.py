@@ -21,7 +21,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.hf_folder import HfFolder
 from checkpoint_tools.megatron_folder import MegatronFolder
 from checkpoint_tools.work import WorkOptions
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import assert_same_tensors, random_tensors, read_tensors, write_folder
 
@@ -36,7 +36,7 @@ INDEX = "model.safetensors.index.json"
 def healthy(tmp_path_factory) -> Path:
     """hf (two files), megatron, and back (with digests)."""
     folder = tmp_path_factory.mktemp("healthy")
-    source = write_folder(folder / "hf", random_tensors(MODEL), names.to_hf_config(MODEL))
+    source = write_folder(folder / "hf", random_tensors(MODEL), registry.to_hf_config(MODEL))
     hf_to_megatron.convert(HfFolder.open(source), folder / "megatron", HERE)
     megatron_to_hf.convert(MegatronFolder.open(folder / "megatron"), folder / "back", HERE, folder / "megatron")
     return folder
@@ -318,7 +318,7 @@ def test_matrices_that_an_engine_cannot_hold_are_refused(copy, tmp_path, capsys)
 
 def test_a_matrix_that_no_degree_helps_is_refused_with_what_does(tmp_path, capsys):
     odd = replace(MODEL, moe_ffn_hidden_size=200)
-    source = write_folder(tmp_path / "hf", random_tensors(odd), names.to_hf_config(odd))
+    source = write_folder(tmp_path / "hf", random_tensors(odd), registry.to_hf_config(odd))
     assert program.main(["hf_to_fp8", str(source), str(tmp_path / "fp8"), "--workers", "1"]) == 2
     said = capsys.readouterr().err
     assert "experts.0.gate_proj.weight: an engine rank keeps 200 of axis 0" in said

@@ -17,8 +17,8 @@ from checkpoint_tools.hf_folder import HfFolder, side_files
 from checkpoint_tools.megatron_folder import MegatronFolder
 from checkpoint_tools.work import WorkOptions
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.fp8.blockwise import quantize_weight
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.kernels.blockwise import quantize_weight
+from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.checkpoints import (
     assert_same_tensors,
@@ -76,11 +76,11 @@ def test_transformers_loads_what_came_back(tmp_path):
 def test_megatron_tensors_are_those_of_the_name_table(tmp_path):
     """Strips put together are what the name table builds from whole tensors."""
     tensors = random_tensors(TINY)
-    source = write_folder(tmp_path / "hf", tensors, names.to_hf_config(TINY))
+    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(TINY))
     hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", HERE)
     converted = MegatronFolder.open(tmp_path / "megatron")
-    for name, weight in names.weights(TINY).items():
-        expected = names.from_hf(name, tensors.__getitem__, TINY)
+    for name, weight in registry.weights(TINY).items():
+        expected = registry.from_hf(name, tensors.__getitem__, TINY)
         assert torch.equal(converted.rows(weight, 0, weight.shape[0]), expected), name
         middle = weight.shape[0] // 3, weight.shape[0] // 2
         assert torch.equal(converted.rows(weight, *middle), expected[slice(*middle)]), name
@@ -116,7 +116,7 @@ def test_official_fp8_checkpoints_are_read(scale_dtype, tmp_path):
             for column in range(scale.shape[1]):
                 block = slice(128 * row, 128 * (row + 1)), slice(128 * column, 128 * (column + 1))
                 expected[name][block] = (data[block].float() * scale[row, column].float()).bfloat16()
-    config = names.to_hf_config(TINY) | {
+    config = registry.to_hf_config(TINY) | {
         "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     }
     back = there_and_back(write_folder(tmp_path / "hf", stored, config), tmp_path)
@@ -127,7 +127,7 @@ def test_official_fp8_checkpoints_are_read(scale_dtype, tmp_path):
 @pytest.mark.parametrize("keep", [False, True])
 def test_prediction_layers_are_kept_or_left_out_by_choice(keep, tmp_path):
     tensors = random_tensors(MTP)
-    source = write_folder(tmp_path / "hf", tensors, names.to_hf_config(MTP))
+    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MTP))
     folder = HfFolder.open(source, keep_mtp=keep)
     extra = {name for name in tensors if name.startswith("model.layers.3.")}
     assert set(folder.left_out) == (set() if keep else extra)
@@ -140,7 +140,7 @@ def test_prediction_layers_are_kept_or_left_out_by_choice(keep, tmp_path):
 def test_prediction_layers_that_only_config_json_has_are_not_missed(family, tmp_path, capsys):
     """transformers saves a fine-tuned model without them, and leaves their number in config.json."""
     model = FAMILIES[family]
-    config = names.to_hf_config(model) | {"num_nextn_predict_layers": 1}
+    config = registry.to_hf_config(model) | {"num_nextn_predict_layers": 1}
     tensors = random_tensors(model)
     source = write_folder(tmp_path / "hf", tensors, config)
     back = there_and_back(source, tmp_path)
@@ -160,7 +160,7 @@ def test_prediction_layers_that_only_config_json_has_are_not_missed(family, tmp_
 def test_tokenizer_and_other_files_travel_along(tmp_path):
     from megatron_fp8rl.data.tokenizer import character_tokenizer
 
-    source = write_folder(tmp_path / "hf", random_tensors(TINY), names.to_hf_config(TINY))
+    source = write_folder(tmp_path / "hf", random_tensors(TINY), registry.to_hf_config(TINY))
     character_tokenizer().save_pretrained(source)
     (source / "generation_config.json").write_text('{"top_k": 7}')
     back = there_and_back(source, tmp_path)
@@ -173,7 +173,7 @@ def test_digests_are_those_of_the_bytes(tmp_path):
     import hashlib
 
     tensors = random_tensors(TINY)
-    source = write_folder(tmp_path / "hf", tensors, names.to_hf_config(TINY))
+    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(TINY))
     back = there_and_back(source, tmp_path)
     recorded = digests.read(back)
     assert recorded == digests.read(tmp_path / "megatron")
@@ -182,7 +182,7 @@ def test_digests_are_those_of_the_bytes(tmp_path):
 
 
 def test_a_run_may_remove_the_checkpoint_that_is_being_converted(tmp_path, monkeypatch):
-    source = write_folder(tmp_path / "hf", random_tensors(TINY), names.to_hf_config(TINY))
+    source = write_folder(tmp_path / "hf", random_tensors(TINY), registry.to_hf_config(TINY))
     checkpoint = tmp_path / "run" / "checkpoints" / "step_00000003"
     hf_to_megatron.convert(HfFolder.open(source), checkpoint, HERE)
     convert_bucket = megatron_to_hf.ToHf.run
@@ -199,7 +199,7 @@ def test_a_run_may_remove_the_checkpoint_that_is_being_converted(tmp_path, monke
 
 def test_several_workers_do_what_one_does(tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_tools.work.BUCKET_BYTES", 100_000)
-    source = write_folder(tmp_path / "hf", random_tensors(TINY), names.to_hf_config(TINY))
+    source = write_folder(tmp_path / "hf", random_tensors(TINY), registry.to_hf_config(TINY))
     work = WorkOptions(workers=2, max_memory="64M")
     hf_to_megatron.convert(HfFolder.open(source), tmp_path / "megatron", work)
     megatron_to_hf.convert(MegatronFolder.open(tmp_path / "megatron"), tmp_path / "back", work, tmp_path / "megatron")

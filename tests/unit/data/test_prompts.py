@@ -7,13 +7,7 @@ from collections import Counter
 import pytest
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.data.prompts import (
-    PromptStream,
-    PromptTooLongError,
-    TooFewProblemsError,
-    apportion,
-    is_held_out,
-)
+from megatron_fp8rl.data.prompts import PromptStream, PromptTooLongError, TooFewProblemsError, apportion, is_held_out
 from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import UnknownCharacterError, character_tokenizer, decode, encode
 from megatron_fp8rl.envs.base import EnvironmentSpecError, build_environment

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-
 from dataclasses import replace
 
 from megatron_fp8rl import cli

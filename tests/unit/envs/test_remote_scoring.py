@@ -26,8 +26,8 @@ from megatron_fp8rl.envs import remote_scoring
 from megatron_fp8rl.envs.remote_scoring import RemoteScorePool, build_scorer
 from megatron_fp8rl.envs.score_server import serving
 from megatron_fp8rl.envs.scoring import CompletionScorer, ScorePool, ScorePoolError
-from megatron_fp8rl.rollout import access
-from megatron_fp8rl.rollout.endpoint import Endpoint, scorer_path
+from megatron_fp8rl.net import auth
+from megatron_fp8rl.net.endpoint import Endpoint, scorer_path
 from megatron_fp8rl.types import Prompt
 from tests.helpers.processes import is_running, until
 
@@ -97,10 +97,10 @@ def test_only_the_token_of_the_file_is_let_in(tmp_path):
         body = json.dumps({"prompt": {}, "text": "3"})
         refused = {"error": "the token of this score server is missing or wrong"}
         assert request(known, "POST", "/score", body, {}) == (401, refused)
-        assert request(known, "GET", "/health", None, access.headers("guess")) == (401, refused)
-        assert request(known, "GET", "/health", None, access.headers("secret")) == (200, {})
-        assert request(known, "GET", "/", None, access.headers("secret"))[0] == 404
-        status, answer = request(known, "POST", "/score", body, access.headers("secret"))
+        assert request(known, "GET", "/health", None, auth.headers("guess")) == (401, refused)
+        assert request(known, "GET", "/health", None, auth.headers("secret")) == (200, {})
+        assert request(known, "GET", "/", None, auth.headers("secret"))[0] == 404
+        status, answer = request(known, "POST", "/score", body, auth.headers("secret"))
         assert status == 400 and "token_ids" in answer["error"]
         replace(known, token="another").write(path)
         with asking(path, wait_s=WAIT_S) as pool, pytest.raises(ScorePoolError) as caught:

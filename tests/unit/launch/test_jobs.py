@@ -13,8 +13,8 @@ import pytest
 from launch import jobs
 from launch.cluster import Cluster, Tunnel
 from launch.plan import Plan, Request
-from megatron_fp8rl.cli import UsageError, parse
 from megatron_fp8rl.__main__ import COMMANDS
+from megatron_fp8rl.cli import UsageError, parse
 
 ROOT = Path(__file__).parents[3]
 

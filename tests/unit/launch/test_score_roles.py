@@ -18,7 +18,7 @@ from launch.layout import Layout, Place, with_scorers
 from launch.plan import plan_training
 from launch.spec import JobSpec, Role, endpoint_file
 from megatron_fp8rl import cli
-from megatron_fp8rl.rollout.endpoint import scorer_name, scorer_path
+from megatron_fp8rl.net.endpoint import scorer_name, scorer_path
 
 SERVERS = "--data.score_servers"
 

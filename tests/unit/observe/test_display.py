@@ -5,14 +5,7 @@ import sys
 
 import pytest
 
-from megatron_fp8rl.observe.display import (
-    LiveDisplay,
-    PlainDisplay,
-    duration,
-    make_display,
-    phase_times,
-    sparkline,
-)
+from megatron_fp8rl.observe.display import LiveDisplay, PlainDisplay, duration, make_display, phase_times, sparkline
 
 METRICS = {
     "reward/score/mean": 0.5,

@@ -9,12 +9,12 @@ from html.parser import HTMLParser
 import pytest
 from observed_run import make_config, make_groups, make_report, observe_run
 
-from megatron_fp8rl.observe.compare import compare_runs
 from megatron_fp8rl.observe.metrics import UnknownMetricError
 from megatron_fp8rl.observe.observer import Observer
 from megatron_fp8rl.observe.records import read_json_lines, read_steps
-from megatron_fp8rl.observe.report import write_report
 from megatron_fp8rl.observe.spans import add_seconds, span
+from megatron_fp8rl.report.compare import compare_runs
+from megatron_fp8rl.report.run_report import write_report
 from megatron_fp8rl.types import PublishReport
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_fp8rl.rollout.copies import Copies
+from megatron_fp8rl.weight_sync.copies import Copies
 
 
 def test_stacked_experts_are_one_copy():

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from megatron_fp8rl.config import ConfigError, PrecisionConfig
-from megatron_fp8rl.fp8.layers import LayerTable
-from megatron_fp8rl.rollout import engine
-from megatron_fp8rl.weights.names import hf_tensors
+from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.rollout import vllm_args
 from model_configs.tiny import tiny_qwen3, tiny_qwen3_moe
 
 PRECISIONS = {
@@ -25,7 +25,7 @@ PRECISIONS = {
 @pytest.mark.parametrize("cfg", [tiny_qwen3(), tiny_qwen3_moe()], ids=lambda cfg: cfg.name)
 def test_exceptions_are_the_complement_of_the_layer_table(cfg, precision):
     table = LayerTable.build(cfg.model, precision)
-    listed = set(engine.modules_not_converted(cfg.model, precision))
+    listed = set(vllm_args.modules_not_converted(cfg.model, precision))
     for name, shape in hf_tensors(cfg.model).items():
         if len(shape) == 2:
             assert (name.removesuffix(".weight") in listed) != table.rollout_fp8(name), name
@@ -36,37 +36,37 @@ def test_exceptions_are_the_complement_of_the_layer_table(cfg, precision):
 
 def test_a_bf16_engine_is_quantized_on_a_cpu_in_name_only():
     cfg = replace(tiny_qwen3_moe(), precision=PRECISIONS["bf16"])
-    on_cpu = engine.engine_arguments(cfg, "model", cpu=True)["hf-overrides"]["quantization_config"]
+    on_cpu = vllm_args.engine_arguments(cfg, "model", cpu=True)["hf-overrides"]["quantization_config"]
     assert len(on_cpu["modules_to_not_convert"]) == sum(len(shape) == 2 for shape in hf_tensors(cfg.model).values())
-    assert "hf-overrides" not in engine.engine_arguments(cfg, "model", cpu=False)
+    assert "hf-overrides" not in vllm_args.engine_arguments(cfg, "model", cpu=False)
 
 
 def test_kv_cache_on_a_cpu_holds_every_sequence():
     cfg = tiny_qwen3_moe()
     cfg = replace(cfg, rollout=replace(cfg.rollout, kv_cache_bytes=None, max_num_sequences=10))
     block_bytes = 128 * (2 * 2 * 2 * 128 * 2)  # tokens * (layers, key and value, heads, head size, BF16)
-    assert engine.kv_cache_bytes(cfg, cpu=True) == 11 * block_bytes  # 40 tokens fit into one block
-    assert engine.kv_cache_bytes(cfg, cpu=False) is None
+    assert vllm_args.kv_cache_bytes(cfg, cpu=True) == 11 * block_bytes  # 40 tokens fit into one block
+    assert vllm_args.kv_cache_bytes(cfg, cpu=False) is None
     fixed = replace(cfg, rollout=replace(cfg.rollout, kv_cache_bytes=1 << 20))
-    assert engine.kv_cache_bytes(fixed, cpu=True) == 1 << 20
+    assert vllm_args.kv_cache_bytes(fixed, cpu=True) == 1 << 20
 
 
 def test_command_line():
-    command = engine.server_command({"a-b": 3, "flag": True, "off": False, "none": None, "j": {"x": [1]}}, listen_fd=7)
-    assert command[1:5] == ["-m", "megatron_fp8rl.rollout.server", "--listen-fd=7", f"--parent-pid={os.getpid()}"]
+    command = vllm_args.server_command({"a-b": 3, "flag": True, "off": False, "none": None, "j": {"x": [1]}}, listen_fd=7)
+    assert command[1:5] == ["-m", "megatron_fp8rl.rollout.vllm_plugin.server", "--listen-fd=7", f"--parent-pid={os.getpid()}"]
     assert command[5:] == ["--a-b", "3", "--flag", "--j", json.dumps({"x": [1]})]
 
 
 @pytest.mark.parametrize(("scales", "lever"), [("pow2", "1"), ("fp32", "0")])
 def test_scale_kind_reaches_every_kernel(scales, lever):
     cfg = replace(tiny_qwen3_moe(), precision=PrecisionConfig(scales=scales))
-    environment = engine.engine_environment(cfg, cpu=False)
+    environment = vllm_args.engine_environment(cfg, cpu=False)
     assert environment["MEGATRON_FP8RL_SCALES"] == scales
     assert environment["VLLM_USE_DEEP_GEMM_E8M0"] == lever
 
 
 def gpu_arguments(cfg, **rollout):
-    return engine.engine_arguments(replace(cfg, rollout=replace(cfg.rollout, **rollout)), "model", cpu=False)
+    return vllm_args.engine_arguments(replace(cfg, rollout=replace(cfg.rollout, **rollout)), "model", cpu=False)
 
 
 def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
@@ -79,7 +79,7 @@ def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
     names = [named[key] for key in ("linear-backend", "moe-backend", "attention-backend")]
     assert names == ["cutlass", "deep_gemm", "TRITON_ATTN"]
     assert "linear-backend" not in gpu_arguments(replace(moe, precision=PRECISIONS["bf16"]))
-    on_cpu = engine.engine_arguments(moe, "model", cpu=True)
+    on_cpu = vllm_args.engine_arguments(moe, "model", cpu=True)
     assert not {"linear-backend", "moe-backend", "attention-backend", "enable-sleep-mode"} & on_cpu.keys()
 
 
@@ -111,7 +111,7 @@ def test_vllm_takes_every_option():
     arguments = gpu_arguments(
         cfg, sleep_level=1, tensor=2, expert=2, torch_compile=False, enforce_eager=False, attention_backend="FLASH_ATTN"
     )
-    words = engine.server_command(arguments, listen_fd=3)[5:]
+    words = vllm_args.server_command(arguments, listen_fd=3)[5:]
     parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(words)
     assert parsed.enable_sleep_mode and parsed.enable_expert_parallel
     assert (parsed.linear_backend, parsed.moe_backend) == ("deep_gemm", "triton")
@@ -122,16 +122,16 @@ def test_vllm_takes_every_option():
 
 
 def test_deep_gemm_is_compiled_when_it_is_used(monkeypatch):
-    monkeypatch.setattr(engine, "_has_flashinfer", lambda: False)
+    monkeypatch.setattr(vllm_args, "_has_flashinfer", lambda: False)
     cfg = tiny_qwen3_moe()
-    environment = engine.engine_environment(cfg, cpu=False)
+    environment = vllm_args.engine_environment(cfg, cpu=False)
     assert environment["VLLM_DEEP_GEMM_WARMUP"] == "skip" and environment["VLLM_USE_DEEP_GEMM"] == "1"
     assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "0" and environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-    monkeypatch.setattr(engine, "_has_flashinfer", lambda: True)
+    monkeypatch.setattr(vllm_args, "_has_flashinfer", lambda: True)
     experts = replace(cfg, rollout=replace(cfg.rollout, moe_backend="deep_gemm"))
-    environment = engine.engine_environment(experts, cpu=False)
+    environment = vllm_args.engine_environment(experts, cpu=False)
     assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "1" and "VLLM_USE_FLASHINFER_SAMPLER" not in environment
-    assert not {"VLLM_USE_DEEP_GEMM", "VLLM_DEEP_GEMM_WARMUP"} & engine.engine_environment(cfg, cpu=True).keys()
+    assert not {"VLLM_USE_DEEP_GEMM", "VLLM_DEEP_GEMM_WARMUP"} & vllm_args.engine_environment(cfg, cpu=True).keys()
 
 
 @pytest.mark.parametrize(("records", "runner"), [(False, "1"), (True, "0")])
@@ -139,16 +139,16 @@ def test_seeds_are_drawn_in_one_kernel_unless_routers_are_recorded(records, runn
     """The runner that records what routers chose is the one that loops over requests."""
     cfg = tiny_qwen3_moe()
     cfg = replace(cfg, rollout=replace(cfg.rollout, record_routed_experts=records))
-    assert engine.engine_environment(cfg, cpu=False)["VLLM_USE_V2_MODEL_RUNNER"] == runner
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in engine.engine_environment(cfg, cpu=True)
+    assert vllm_args.engine_environment(cfg, cpu=False)["VLLM_USE_V2_MODEL_RUNNER"] == runner
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in vllm_args.engine_environment(cfg, cpu=True)
 
 
 def test_a_kernel_that_is_not_installed_is_refused():
     cfg = tiny_qwen3_moe()
     cfg = replace(cfg, rollout=replace(cfg.rollout, attention_backend="FLASHINFER"))
-    engine.require_backends(cfg, has_flashinfer=True)
+    vllm_args.require_backends(cfg, has_flashinfer=True)
     with pytest.raises(ConfigError, match="--rollout.attention_backend = 'FLASHINFER': the package flashinfer"):
-        engine.require_backends(cfg, has_flashinfer=False)
+        vllm_args.require_backends(cfg, has_flashinfer=False)
 
 
 def test_kernels_are_read_from_the_log():
@@ -159,5 +159,5 @@ def test_kernels_are_read_from_the_log():
     INFO [__init__.py:600] Selected DeepGemmFp8BlockScaledMMKernel for Fp8LinearMethod
     """
     expected = {"linear": "DeepGemmFp8BlockScaledMMKernel", "moe": "TRITON", "attention": "FLASH_ATTN"}
-    assert engine.chosen_kernels(log) == expected
-    assert engine.chosen_kernels("INFO nothing of the kind") == {}
+    assert vllm_args.chosen_kernels(log) == expected
+    assert vllm_args.chosen_kernels("INFO nothing of the kind") == {}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_fp8rl.weights.digest import digests, widened
+from megatron_fp8rl.weight_sync.digest import digests, widened
 
-worker = pytest.importorskip("megatron_fp8rl.rollout.worker")
+worker = pytest.importorskip("megatron_fp8rl.rollout.vllm_plugin.worker")
 
 
 class Norm(nn.Module):

@@ -8,7 +8,7 @@ def test_they_are_accepted_where_scales_are_powers_of_two(rounds, monkeypatch):
     from vllm.model_executor.layers.fused_moe.experts import triton_deep_gemm_moe as module
     from vllm.utils import deep_gemm
 
-    from megatron_fp8rl.rollout import invariant_experts
+    from megatron_fp8rl.rollout.vllm_plugin import invariant_experts
 
     experts = module.TritonOrDeepGemmExperts
     monkeypatch.setattr(experts, "_supports_batch_invariance", staticmethod(lambda: False))

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_fp8rl.rollout import invariant_norm
+from megatron_fp8rl.rollout.vllm_plugin import invariant_norm
 
 
 def test_the_sum_is_rounded_and_then_normalized(monkeypatch):

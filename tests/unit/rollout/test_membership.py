@@ -12,11 +12,11 @@ import pytest
 from test_stream import Client, Fleet, Numbers, Ranks, Scorer, numbers
 
 from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.auth import TOKEN_VARIABLE, RequireToken, headers
+from megatron_fp8rl.net.endpoint import Endpoint
 from megatron_fp8rl.rollout import fleet as fleet_module
-from megatron_fp8rl.rollout.access import TOKEN_VARIABLE, RequireToken, headers
-from megatron_fp8rl.rollout.address import own_address
 from megatron_fp8rl.rollout.client import EngineDeadError
-from megatron_fp8rl.rollout.endpoint import Endpoint
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.rollout.stream import RolloutStream
 from model_configs.tiny import tiny_qwen3_moe

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.rollout import engine, precompile
+from megatron_fp8rl.rollout import deep_gemm_warmup, vllm_args
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
 
 # In place of a process that multiplies: notes its share; share 0 fails while there is a file "fail".
@@ -30,19 +30,19 @@ with open(folder / "log", "a") as log:
 def test_sizes_are_those_of_vllms_fused_linears():
     dense = grpo_qwen3_8b()
     dense = replace(dense, rollout=replace(dense.rollout, tensor=1))
-    assert precompile.linear_sizes(dense) == [(4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096)]
+    assert deep_gemm_warmup.linear_sizes(dense) == [(4096, 4096), (4096, 12288), (6144, 4096), (24576, 4096)]
     halves = replace(dense, rollout=replace(dense.rollout, tensor=2))
-    assert precompile.linear_sizes(halves) == [(3072, 4096), (4096, 2048), (4096, 6144), (12288, 4096)]
+    assert deep_gemm_warmup.linear_sizes(halves) == [(3072, 4096), (4096, 2048), (4096, 6144), (12288, 4096)]
     experts = grpo_qwen3_30b_a3b()
     wide = replace(experts, rollout=replace(experts.rollout, tensor=1, expert=1))
-    assert precompile.linear_sizes(wide) == [(2048, 4096), (5120, 2048)]
+    assert deep_gemm_warmup.linear_sizes(wide) == [(2048, 4096), (5120, 2048)]
     shared = replace(experts, rollout=replace(experts.rollout, tensor=8, expert=8))
-    assert precompile.linear_sizes(shared) == [(768, 2048), (2048, 512)]  # four KV heads on eight ranks
+    assert deep_gemm_warmup.linear_sizes(shared) == [(768, 2048), (2048, 512)]  # four KV heads on eight ranks
 
 
 def test_shares_hold_every_size_once():
     sizes = [(6144, 4096), (4096, 4096)]
-    dealt = precompile.shares(sizes, 8192, 132, 16)
+    dealt = deep_gemm_warmup.shares(sizes, 8192, 132, 16)
     items = [item for share in dealt for item in share]
     assert len(items) == len(set(items)) and max(map(len, dealt)) - min(map(len, dealt)) <= 6
     assert {item[:2] for item in items} == set(sizes) and {item[2] for item in items} >= {1, 64, 256, 8192}
@@ -53,19 +53,19 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     cfg = grpo_qwen3_8b()
     fp8 = replace(cfg, precision=replace(cfg.precision, rollout="blockwise"))
     fp8 = replace(fp8, rollout=replace(fp8.rollout, start_deadline_s=100.0))
-    said = engine.engine_environment(fp8, cpu=False)[precompile.LINEARS_VARIABLE]
+    said = vllm_args.engine_environment(fp8, cpu=False)[deep_gemm_warmup.LINEARS_VARIABLE]
     assert said.split()[:2] == ["40", "4096,4096"]
     asked: list = []
-    monkeypatch.setattr(precompile, "ensure", lambda *words, **more: asked.append((*words, more)))
-    precompile.ensure_as_told(8192)
-    monkeypatch.setenv(precompile.LINEARS_VARIABLE, said)
-    precompile.ensure_as_told(8192)
-    assert asked == [(precompile.linear_sizes(fp8), 8192, {"deadline_s": 40.0})]
+    monkeypatch.setattr(deep_gemm_warmup, "ensure", lambda *words, **more: asked.append((*words, more)))
+    deep_gemm_warmup.ensure_as_told(8192)
+    monkeypatch.setenv(deep_gemm_warmup.LINEARS_VARIABLE, said)
+    deep_gemm_warmup.ensure_as_told(8192)
+    assert asked == [(deep_gemm_warmup.linear_sizes(fp8), 8192, {"deadline_s": 40.0})]
     other = replace(fp8, rollout=replace(fp8.rollout, linear_backend="cutlass"))
     bf16 = replace(cfg, precision=replace(cfg.precision, rollout="bf16"))
-    for told in (engine.engine_environment(c, cpu=False) for c in (other, bf16)):
-        assert precompile.LINEARS_VARIABLE not in told
-    assert precompile.LINEARS_VARIABLE not in engine.engine_environment(fp8, cpu=True)
+    for told in (vllm_args.engine_environment(c, cpu=False) for c in (other, bf16)):
+        assert deep_gemm_warmup.LINEARS_VARIABLE not in told
+    assert deep_gemm_warmup.LINEARS_VARIABLE not in vllm_args.engine_environment(fp8, cpu=True)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def compile_in(tmp_path, monkeypatch):
 
     def run(sizes, **options) -> bool:
         settings = dict(folder=tmp_path, identity="a GPU", deadline_s=60.0) | options
-        return precompile.ensure(
+        return deep_gemm_warmup.ensure(
             sizes, 64, command=lambda words: [sys.executable, "-c", STAND_IN, str(tmp_path), *words], **settings
         )
 
@@ -97,8 +97,8 @@ def test_what_is_compiled_is_not_compiled_again(compile_in, tmp_path, capfd):
 
 def test_an_engine_starts_where_nobody_tells_the_gpu(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(precompile, "package", lambda: "json")
-    assert precompile._identity().startswith("GPU, ")
+    monkeypatch.setattr(deep_gemm_warmup, "package", lambda: "json")
+    assert deep_gemm_warmup._identity().startswith("GPU, ")
 
 
 def test_a_failed_share_is_told_and_tried_again(compile_in, tmp_path, capfd):
@@ -123,7 +123,7 @@ def test_slow_processes_end_at_the_deadline(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     began = time.monotonic()
     sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
-    done = precompile.ensure(
+    done = deep_gemm_warmup.ensure(
         [(128, 128)], 64, folder=tmp_path, identity="a GPU", command=lambda words: sleep, deadline_s=1.0
     )
     assert not done and time.monotonic() - began < 20 and "2 of 2 processes" in capfd.readouterr().err

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl.rollout.endpoint import Endpoint
+from megatron_fp8rl.net.endpoint import Endpoint
 from tests.helpers.processes import DEADLINE_S, is_running, until
 
 # A replica with a server that answers at once and does nothing, below an agent that can be killed.

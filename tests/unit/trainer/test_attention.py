@@ -6,9 +6,9 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_fp8rl.trainer.attention import PackedAttention
-from megatron_fp8rl.trainer.pack_plan import plan_pack
-from megatron_fp8rl.trainer.rotary import Rotary, rotary_table
+from megatron_fp8rl.trainer.model.attention import PackedAttention
+from megatron_fp8rl.trainer.model.packed_sequences import plan_pack
+from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
 from tests.tolerances import ATTENTION_FLOAT32
 
 HEADS, GROUPS, DIM, THETA = 4, 2, 16, 10_000.0

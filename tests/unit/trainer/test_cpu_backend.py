@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 import torch
 
-from megatron_fp8rl.trainer import cpu_backend
+from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing is replaced")
 
@@ -43,6 +43,6 @@ def test_other_releases_are_refused(version, refused, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     if refused:
         with pytest.raises(RuntimeError, match=f"megatron-core {version} is installed.*Install the pinned release"):
-            cpu_backend._check_version()
+            megatron_on_cpu._check_version()
     else:
-        cpu_backend._check_version()
+        megatron_on_cpu._check_version()

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.fp8.recipe import make_recipe, quantized_linear
-from megatron_fp8rl.trainer import dense_linear
-from megatron_fp8rl.trainer.dense_linear import Matrix, can_multiply
-from megatron_fp8rl.trainer.weight_cache import WeightCache, forget_quantized_weights
+from megatron_fp8rl.precision.recipes import make_recipe, quantized_linear
+from megatron_fp8rl.trainer.model import linear_deep_gemm
+from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix, can_multiply
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
 from tests.helpers.experts import decibels
 from tests.helpers.interpreter import assert_passes_interpreted, starts_interpreter
 
@@ -63,7 +63,7 @@ def exact_linear(x, weight, grad) -> dict:
 def test_a_linear_is_that_of_the_recipe(tokens, scales):
     ours, grad = matrix(N, K, scales), draw(tokens, N, seed=3, size=1e-3)
     x, recipe = draw(tokens, K, seed=2).requires_grad_(), make_recipe(PrecisionConfig(scales=scales))
-    found = products(dense_linear.linear(x, ours), [x, ours.weight], grad)
+    found = products(linear_deep_gemm.linear(x, ours), [x, ours.weight], grad)
     reference = products(quantized_linear(x, (ours.weight,), recipe), [x, ours.weight], grad)
     assert_as_close(found, reference, exact_linear(x, ours.weight, grad))
     assert torch.equal(found["dx"], reference["dx"])
@@ -78,7 +78,7 @@ def test_an_order_of_rows_changes_the_blocks_and_nothing_else(is_fused):
     reference = products(y, [x, ours.weight], grad)
     if is_fused:
         give_buffer(ours.weight, 0.0)
-    found = products(dense_linear.linear(x, ours), [x, ours.weight], grad)
+    found = products(linear_deep_gemm.linear(x, ours), [x, ours.weight], grad)
     if is_fused:
         found["dW1"] = ours.weight.main_grad.bfloat16()
     assert_as_close(found, reference, exact_linear(x, ours.weight, grad))
@@ -101,7 +101,7 @@ def test_a_feed_forward_part_is_that_of_two_linears(tokens, scales):
     fc1, fc2 = matrix(2 * FEATURES, K, scales, seed=4), matrix(K, FEATURES, scales, seed=5)
     x, grad = draw(tokens, K, seed=2).requires_grad_(), draw(tokens, K, seed=3, size=1e-3)
     inputs = [x, fc1.weight, fc2.weight]
-    found = products(dense_linear.mlp(x, fc1, fc2), inputs, grad)
+    found = products(linear_deep_gemm.mlp(x, fc1, fc2), inputs, grad)
     recipe = make_recipe(PrecisionConfig(scales=scales))
     reference = products(plain_mlp(*inputs, recipe), inputs, grad)
     assert_as_close(found, reference, exact_mlp(*inputs, grad))
@@ -111,13 +111,13 @@ def test_a_feed_forward_part_is_that_of_two_linears(tokens, scales):
 def test_weight_gradients_are_added_to_main_grad_and_to_nothing_else(dtype, monkeypatch):
     fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
     x, grad = draw(130, K, seed=2).requires_grad_(), draw(130, K, seed=3, size=1e-3)
-    once = products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    once = products(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
     for part in (fc1, fc2):
         give_buffer(part.weight, 2.0, dtype)
     if dtype == torch.float32:
         monkeypatch.setattr(torch, "zeros", None)  # what a buffer of another type would need
     for _ in range(2):
-        products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+        products(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
     for part, key in ((fc1, "dW1"), (fc2, "dW2")):
         assert part.weight.grad_added_to_main_grad
         tolerance = 2**-6 if dtype == torch.bfloat16 else 1e-6  # numbers near 2, added twice
@@ -129,51 +129,51 @@ def test_no_token_at_all():
     fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
     x = torch.zeros(0, K).bfloat16().requires_grad_()
     for y, inputs in (
-        (dense_linear.linear(x, fc1), [x, fc1.weight]),
-        (dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight]),
+        (linear_deep_gemm.linear(x, fc1), [x, fc1.weight]),
+        (linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight]),
     ):
         found = products(y, inputs, y.detach())
         assert len(found["y"]) == 0 and found["dx"].shape == x.shape
         assert not any(found[key].any() for key in found if key.startswith("dW"))
     give_buffer(fc1.weight, 3.0)
-    dense_linear.linear(x, fc1).sum().backward()
+    linear_deep_gemm.linear(x, fc1).sum().backward()
     assert (fc1.weight.main_grad == 3).all() and fc1.weight.grad_added_to_main_grad
 
 
 def test_weights_are_quantized_once_until_they_change(monkeypatch):
-    quantize, made = dense_linear.quantized, []
-    monkeypatch.setattr(dense_linear, "quantized", lambda *args: made.append(1) or quantize(*args))
+    quantize, made = linear_deep_gemm.quantized, []
+    monkeypatch.setattr(linear_deep_gemm, "quantized", lambda *args: made.append(1) or quantize(*args))
     ours, recipe = matrix(N, K, "pow2"), make_recipe(PrecisionConfig())
     x = draw(5, K, seed=2).requires_grad_()
     for _ in range(2):
-        dense_linear.linear(x, ours).sum().backward()
+        linear_deep_gemm.linear(x, ours).sum().backward()
     assert len(made) == 1
     with torch.no_grad():
         ours.weight.mul_(1.5)
     forget_quantized_weights()
-    assert torch.equal(dense_linear.linear(x, ours), quantized_linear(x, (ours.weight,), recipe))
+    assert torch.equal(linear_deep_gemm.linear(x, ours), quantized_linear(x, (ours.weight,), recipe))
     assert len(made) == 2
 
 
 def test_what_is_kept_for_backward_is_fp8_and_h():
     fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
-    y = dense_linear.mlp(draw(200, K, seed=2).requires_grad_(), fc1, fc2)
+    y = linear_deep_gemm.mlp(draw(200, K, seed=2).requires_grad_(), fc1, fc2)
     kept = y.grad_fn
     assert not kept.saved_tensors and tuple(kept.h.shape) == (256, 2 * FEATURES)
     assert kept.x.data.dtype == torch.float8_e4m3fn and kept.x.data.shape == (K, 256)
     y.sum().backward()
     assert kept.x is None and kept.made is None
     with torch.no_grad():
-        assert dense_linear.mlp(draw(200, K, seed=2), fc1, fc2).grad_fn is None
+        assert linear_deep_gemm.mlp(draw(200, K, seed=2), fc1, fc2).grad_fn is None
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recomputing_changes_nothing(use_reentrant):
     fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
     x, grad = draw(203, K, seed=2).requires_grad_(), draw(203, K, seed=3, size=1e-3)
-    expected = products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    expected = products(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
     again = torch.utils.checkpoint.checkpoint(
-        lambda x: dense_linear.mlp(x, fc1, fc2), x, use_reentrant=use_reentrant
+        lambda x: linear_deep_gemm.mlp(x, fc1, fc2), x, use_reentrant=use_reentrant
     )
     assert torch.equal(again, expected["y"])
     again.backward(grad)
@@ -184,19 +184,19 @@ def test_recomputing_changes_nothing(use_reentrant):
 def test_only_what_wants_a_gradient_gets_one():
     fc1, fc2 = matrix(2 * FEATURES, K, "pow2", seed=4), matrix(K, FEATURES, "pow2", seed=5)
     x, grad = draw(203, K, seed=2).requires_grad_(), draw(203, K, seed=3, size=1e-3)
-    expected = products(dense_linear.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
-    y = dense_linear.mlp(x.detach(), fc1, fc2)
+    expected = products(linear_deep_gemm.mlp(x, fc1, fc2), [x, fc1.weight, fc2.weight], grad)
+    y = linear_deep_gemm.mlp(x.detach(), fc1, fc2)
     dw = torch.autograd.grad(y, [fc1.weight, fc2.weight], grad)
     assert torch.equal(dw[0], expected["dW1"]) and torch.equal(dw[1], expected["dW2"])
     fc1.weight.requires_grad_(False), fc2.weight.requires_grad_(False)
-    assert torch.equal(torch.autograd.grad(dense_linear.mlp(x, fc1, fc2), x, grad)[0], expected["dx"])
+    assert torch.equal(torch.autograd.grad(linear_deep_gemm.mlp(x, fc1, fc2), x, grad)[0], expected["dx"])
 
 
 def test_outputs_may_be_written_into():
     """Megatron-Core adds a bias or a residual in place here and there; autograd forbids it for views."""
     ours = matrix(N, K, "pow2")
     x = draw(203, K, seed=2).requires_grad_()
-    y = dense_linear.linear(x, ours)
+    y = linear_deep_gemm.linear(x, ours)
     expected = y.detach() + 1
     y += 1
     assert torch.equal(y, expected) and y.is_contiguous()
@@ -208,7 +208,7 @@ def test_what_is_not_finite_shows_in_its_own_row(value):
     ours = matrix(N, K, "pow2")
     x = draw(203, K, seed=2)
     x[50, 7] = value
-    is_bad = ~torch.isfinite(dense_linear.linear(x, ours)).all(dim=1)
+    is_bad = ~torch.isfinite(linear_deep_gemm.linear(x, ours)).all(dim=1)
     assert is_bad.nonzero().flatten().tolist() == [50]
 
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.fp8 import blockwise
-from megatron_fp8rl.trainer import experts as experts_module
-from megatron_fp8rl.trainer import grouped_gemm
-from megatron_fp8rl.trainer.experts import stacked
-from megatron_fp8rl.trainer.weight_cache import forget_quantized_weights
+from megatron_fp8rl.kernels import blockwise, grouped_gemm
+from megatron_fp8rl.trainer.model import experts as experts_module
+from megatron_fp8rl.trainer.model.experts import stacked
+from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from tests.helpers.experts import (
     build_experts,
     decibels,

@@ -6,9 +6,15 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig, RunConfig
-from megatron_fp8rl.fp8 import auto_kernels, deep_gemm
-from megatron_fp8rl.trainer import kernels
-from megatron_fp8rl.trainer.kernels import choose_expert_kernels, choose_kernels, choose_linear_kernels, fused_kernels
+from megatron_fp8rl.kernels import deep_gemm
+from megatron_fp8rl.precision import auto_kernels
+from megatron_fp8rl.trainer import fused_kernels as kernels
+from megatron_fp8rl.trainer.fused_kernels import (
+    choose_expert_kernels,
+    choose_kernels,
+    choose_linear_kernels,
+    fused_kernels,
+)
 from model_configs.qwen3 import grpo_qwen3_30b_a3b
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from megatron_fp8rl.trainer.linears import RMSNorm
+from megatron_fp8rl.trainer.model.linear import RMSNorm
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

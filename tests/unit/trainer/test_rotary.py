@@ -8,8 +8,8 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, RopeScaling, RouterConfig
-from megatron_fp8rl.trainer.rotary import Rotary, rotary_table, softmax_scale
-from megatron_fp8rl.weights import names
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table, softmax_scale
 from tests.tolerances import ROTARY_FREQUENCY, ROTARY_TABLE
 
 _SIZES = dict(
@@ -36,7 +36,7 @@ def _deepseek(**scaling) -> ModelConfig:
 def _hf_rotary_module(model: ModelConfig):
     kind = {"llama": "llama.modeling_llama.Llama", "deepseek_v3": "deepseek_v3.modeling_deepseek_v3.DeepseekV3"}
     path, _, name = f"transformers.models.{kind[model.family]}RotaryEmbedding".rpartition(".")
-    config = transformers.AutoConfig.for_model(**names.to_hf_config(model))
+    config = transformers.AutoConfig.for_model(**registry.to_hf_config(model))
     return getattr(__import__(path, fromlist=[name]), name)(config), config
 
 

@@ -11,7 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_fp8rl.config import RouterConfig
-from megatron_fp8rl.trainer.routing import Router, choose_experts
+from megatron_fp8rl.trainer.model.router import Router, choose_experts
 from tests.tolerances import ROUTER_FLOAT32
 
 TOKENS, HIDDEN, EXPERTS = 200, 16, 12

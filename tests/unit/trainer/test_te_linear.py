@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.fp8.recipe import AmaxHistory, finish_step, make_recipe, quantized_linear
-from megatron_fp8rl.trainer.weight_cache import WeightCache, forget_quantized_weights
+from megatron_fp8rl.precision.recipes import AmaxHistory, finish_step, make_recipe, quantized_linear
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
 from tests.helpers import fake_te
 from tests.tolerances import BF16_ROUNDING, FLOAT32_ACCUMULATION
 
@@ -25,7 +25,7 @@ RECIPES = {
 @pytest.fixture(autouse=True)
 def te_linear(monkeypatch):
     fake_te.install(monkeypatch)
-    from megatron_fp8rl.trainer.te_linear import te_linear
+    from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     return te_linear
 

@@ -1,0 +1,219 @@
+"""Blockwise FP8, the one definition of it: weights in 128x128 blocks, activations in 1x128 blocks, E4M3 values.
+
+    amax      = largest magnitude in the block
+    scale_inv = amax / 448, rounded up to a power of two for ``scales="pow2"``      448 is the largest E4M3 number
+    data      = x / scale_inv, rounded to the nearest E4M3 number, ties to even
+    x         ~ data * scale_inv
+
+The trainer's linears, the weight exporter and the engine's CPU kernels all call these functions, in whatever process
+they run; comparing bytes between them is therefore comparing weights. With power-of-two scales the bytes and scales are
+also those of Transformer Engine's ``Float8BlockScaling`` and of DeepGEMM's ``ue8m0`` casts.
+
+Blocks start at index 0 of each axis; the last block of an axis may be shorter. A shard whose edges are multiples of 128
+quantizes to the slice of the quantized whole. A NaN or infinity makes its whole block NaN rather than a large number.
+
+Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K / 128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+E4M3_MAX = 448.0
+_VLLM_LEAST_AMAX = 1e-4  # of a block, in vllm.utils.deep_gemm.per_block_cast_to_fp8
+
+Scales = Literal["pow2", "fp32"]
+
+
+@dataclass(frozen=True)
+class Format:
+    """An FP8 number format. Its largest number is 1.75 * 2^max_exponent; E4M3 and E5M2 share that mantissa."""
+
+    dtype: torch.dtype
+    max_exponent: int
+    min_exponent: int  # of normal numbers; below it numbers are equally spaced
+    num_mantissa_bits: int
+
+    @property
+    def max(self) -> float:
+        return 1.75 * 2.0**self.max_exponent
+
+
+E4M3 = Format(torch.float8_e4m3fn, max_exponent=8, min_exponent=-6, num_mantissa_bits=3)
+E5M2 = Format(torch.float8_e5m2, max_exponent=15, min_exponent=-14, num_mantissa_bits=2)
+
+_EXPONENT_BITS = 0x7F800000
+_BELOW_MAX_MANTISSA = 0x1FFFFF  # added to the bits of 1.75 * 2^e it does not carry into the exponent; to more, it does
+
+
+def scale_of(amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
+    """Multiplier that restores a block from its FP8 values. ``amax`` float32, any shape; a block of zeros gets 1.
+
+    ``pow2`` is 2^ceil(log2(amax / max)), read off the exponent bits, so that no logarithm can round it to a neighbour.
+    """
+    if scales == "pow2":
+        # The sum stays below the sign bit for every finite amax. NaN and infinity are restored below.
+        exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - fmt.max_exponent
+        scale = (exponent.clamp_(1, 254) << 23).view(torch.float32)
+    else:
+        # By a tensor: on a GPU torch divides by a number through its rounded reciprocal, which is not the quotient.
+        # Not below the smallest normal number, which keeps 1 / scale finite.
+        scale = (amax / torch.full_like(amax, fmt.max)).clamp_(min=torch.finfo(torch.float32).tiny)
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    return torch.where(amax == 0, 1.0, scale)
+
+
+def round_to_grid_(x: Tensor, scale: Tensor, fmt: Format = E4M3) -> Tensor:
+    """Replace x by the nearest multiples of ``scale`` that ``fmt`` can hold, ties to even: FP8 without the bytes.
+
+    x float32 with no magnitude above ``fmt.max * scale``; scale float32, powers of two, broadcast over x.
+    Adding and subtracting 1.5 * 2^(e + 23 - mantissa bits), where 2^e <= |x| < 2^(e + 1), leaves x rounded by the
+    float32 adder itself; several times faster on CPUs than a conversion to FP8 and back, and equal to it.
+    """
+    shift = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    torch.maximum(shift, scale * 2.0**fmt.min_exponent, out=shift)
+    shift.mul_(1.5 * 2.0 ** (23 - fmt.num_mantissa_bits))
+    return x.add_(shift).sub_(shift)
+
+
+def round_blocks_(blocks: Tensor, dims: int | tuple[int, ...], scales: Scales, fmt: Format = E4M3) -> Tensor:
+    """Quantize and dequantize float32 ``blocks`` in place; ``dims`` are the axes within a block."""
+    # Two reductions without a temporary are faster than the largest absolute value.
+    amax = torch.maximum(blocks.amax(dims, keepdim=True), blocks.amin(dims, keepdim=True).neg_())
+    scale = scale_of(amax, scales, fmt)
+    if scales == "pow2":
+        return round_to_grid_(blocks, scale, fmt)
+    return round_to_grid_(blocks.div_(scale), torch.ones_like(scale), fmt).mul_(scale)
+
+
+def float32_copy(x: Tensor, *, rows_to: int = 1, columns_to: int = 1) -> Tensor:
+    """A float32 copy that may be overwritten, its last two axes filled with zeros up to multiples."""
+    missing = (0, -x.shape[-1] % columns_to, 0, -x.shape[-2] % rows_to)
+    return F.pad(x.float(), missing) if any(missing) else x.to(torch.float32, copy=True)
+
+
+def _weight_blocks(weight_NK: Tensor) -> Tensor:
+    """[N, K] -> float32 [Nb, 128, Kb, 128], filled with zeros at the lower and right edge."""
+    num_rows, num_columns = weight_NK.shape
+    padded = F.pad(weight_NK.float(), (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
+    return padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
+
+
+def _row_blocks(x: Tensor) -> Tensor:
+    """[..., K] -> float32 [..., Kb, 128], filled with zeros at the right edge."""
+    return F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+
+
+def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix in 128x128 blocks: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb]).
+
+    On a GPU one kernel reads the matrix once and writes the same bytes; torch makes several passes over it.
+    """
+    if weight_NK.is_cuda and weight_NK.dtype in (torch.bfloat16, torch.float32):
+        from megatron_fp8rl.kernels.triton import quantize  # imports Triton
+
+        return quantize.quantize_weight(weight_NK, scales)
+    return quantize_weight_in_torch(weight_NK, scales)
+
+
+def quantize_weight_in_torch(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """:func:`quantize_weight` by torch alone, on any device: the definition that its kernel has to meet."""
+    num_rows, num_columns = weight_NK.shape
+    blocks = _weight_blocks(weight_NK)
+    scale = scale_of(blocks.abs().amax(dim=(1, 3)), scales)
+    data = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    data = data.view(blocks.shape[0] * BLOCK, blocks.shape[2] * BLOCK)[:num_rows, :num_columns]
+    return data.contiguous(), scale
+
+
+def dequantize_weight(data_NK: Tensor, scale_inv: Tensor) -> Tensor:
+    """Float32 [N, K] from the bytes and the scales of :func:`quantize_weight`."""
+    num_rows, num_columns = data_NK.shape
+    scale_NKb = scale_inv.repeat_interleave(BLOCK, 0)[:num_rows]
+    values = _float32_of(data_NK)
+    if num_columns % BLOCK:
+        return values.mul_(scale_NKb.repeat_interleave(BLOCK, 1)[:, :num_columns])
+    return values.view(num_rows, -1, BLOCK).mul_(scale_NKb.unsqueeze(-1)).view(num_rows, num_columns)
+
+
+def canonical(data_NK: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
+    """The one form that vLLM's conversion for DeepGEMM gives to E4M3 blocks with power-of-two scales.
+
+    data_NK float8_e4m3fn [N, K] and scale_inv float32 [Nb, Kb], powers of two; returns the same types and shapes.
+    The same values have several forms: a block whose largest magnitude is at most 224 may also have doubled values
+    and half the scale. vLLM chooses the smallest scale, as for a largest magnitude of at least 1e-4; below that the
+    values are rounded to the grid of that scale.
+    """
+    num_rows, num_columns = data_NK.shape
+    padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
+    magnitude = F.pad(data_NK.view(torch.uint8) & 0x7F, padding).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    # Bytes of magnitudes are in their order, and NaN is the largest.
+    amax = magnitude.amax(dim=(1, 3)).view(torch.float8_e4m3fn).float() * scale_inv
+    scale = scale_of(amax.clamp(min=_VLLM_LEAST_AMAX), "pow2")
+    if torch.equal(scale, scale_inv):
+        return data_NK, scale_inv
+    shift_NKb = (scale_inv / scale).bfloat16().repeat_interleave(BLOCK, 0)[:num_rows]
+    # Four significant bits times a power of two: BF16 holds every product, and the conversion rounds once.
+    values = data_NK.bfloat16().mul_(shift_NKb.repeat_interleave(BLOCK, 1)[:, :num_columns])
+    return values.to(torch.float8_e4m3fn), scale
+
+
+def _float32_of(data: Tensor) -> Tensor:
+    """Float32 of E4M3 numbers, contiguous.
+
+    On CPUs torch converts one number at a time. Moved up by seven bits, exponent and mantissa of E4M3 are those of an
+    FP16 number 2^(15 - 7) times smaller, and FP16 is converted by vector instructions; only NaN has other bits.
+    """
+    if data.device.type != "cpu":
+        return data.float()
+    bits = data.contiguous().view(torch.int8).to(torch.int16)  # the sign is extended into the sign of FP16
+    magnitude = bits & 0x7F
+    is_nan = magnitude == 0x7F
+    values = ((magnitude << 7) | (bits & -0x8000)).view(torch.float16).float().mul_(2.0 ** (15 - 7))
+    return values.masked_fill_(is_nan, torch.nan) if is_nan.any() else values
+
+
+def quantize_activation(x: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """Quantize the last axis in blocks of 128: (data float8_e4m3fn [..., K], scale_inv float32 [..., Kb])."""
+    blocks = _row_blocks(x)
+    scale = scale_of(blocks.abs().amax(dim=-1), scales)
+    data = (blocks / scale[..., None]).to(torch.float8_e4m3fn).flatten(-2)[..., : x.shape[-1]]
+    return data.contiguous(), scale
+
+
+def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
+    """Float32 [..., K] from the bytes and the scales of :func:`quantize_activation`."""
+    return data.float().mul_(scale_inv.repeat_interleave(BLOCK, -1)[..., : data.shape[-1]])
+
+
+def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
+    """Type in which a dequantized operand is exact: an E4M3 number has 4 significant bits, so times a power of two it
+    is a BF16 number, and a BF16 product that accumulates in float32 is the FP8 product."""
+    return torch.bfloat16 if scales == "pow2" and dtype == torch.bfloat16 else torch.float32
+
+
+def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Scales) -> Tensor:
+    """y = x W^T on FP8 operands: x is quantized here, products accumulate in float32, y is rounded once to x.dtype.
+
+    x [..., K]; weight_data float8_e4m3fn [N, K] and weight_scale_inv float32 [Nb, Kb] as from :func:`quantize_weight`.
+    """
+    weight = dequantize_weight(weight_data, weight_scale_inv).to(operand_dtype(x.dtype, scales))
+    return linear_dequantized(x, weight, scales)
+
+
+def linear_dequantized(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
+    """:func:`linear` for a caller that keeps the dequantized weight, in ``operand_dtype(x.dtype, scales)``."""
+    return F.linear(round_activation(x, scales, weight.dtype), weight).to(x.dtype)
+
+
+def round_activation(x: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
+    """``dequantize_activation(*quantize_activation(x, scales))`` in ``dtype``, without the bytes; 1x128 blocks."""
+    blocks = float32_copy(x.unsqueeze(0), columns_to=BLOCK)[0].unflatten(-1, (-1, BLOCK))
+    rounded = round_blocks_(blocks, -1, scales)
+    return rounded.flatten(-2)[..., : x.shape[-1]].to(dtype)

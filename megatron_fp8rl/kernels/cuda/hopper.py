@@ -1,0 +1,235 @@
+"""Kernels of ours in CUDA C++ for Hopper, where Triton's compiler, or DeepGEMM, leaves the GPU idle.
+
+    add_weight_gradients   dW[e] += g[e]^T x[e] of all experts, from FP8 in columns. DeepGEMM's kernel for this changes
+                           the description of its operands when it comes to the next expert, without waiting for the
+                           copies that still read it: where experts have 128 rows or fewer, tiles of the result are
+                           wrong, and others each time. It also waits with every tile until its sums are in memory,
+                           where ours multiplies on. What ours adds, in what order, is what DeepGEMM should.
+    multiply_rows          y = x W^T of each expert, every row written to its token's place and weighted there. The bits
+                           are DeepGEMM's, which writes all rows, with those that fill experts up: another kernel has to
+                           copy them.
+    swiglu_backward        expert_kernels.swiglu_backward_quantize where rows and columns are wanted in FP8 with
+                           power-of-two scales. What Triton makes of it waits for memory while it computes.
+
+``cuda/*.cu`` tell how. NVRTC, which PyTorch brings, compiles each in less than a second when it is first called. On
+other GPUs, and in other forms, the callers take Triton, or refuse.
+
+Shapes: P = rows of all experts with those that fill them up, E = experts, N, K and F = features, multiples of 128.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.kernels.blockwise import BLOCK
+
+_FOLDER = Path(__file__).parent
+_WIDTH = 192  # columns of a tile of multiply_rows
+_LONG = 4096  # rows of an expert from which its weight gradients are shared out otherwise
+
+
+class _Kernel(NamedTuple):
+    launch: Callable[..., int]  # CUDA's cuLaunchKernel: PyTorch's way to it takes several times as long
+    function: int
+    num_blocks: int
+    num_threads: int
+    shared_bytes: int
+
+    def __call__(self, *arguments: Tensor | int | _Map | None) -> None:
+        """Run on the current stream of the current device. None: no memory."""
+        values = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
+        begin = ctypes.addressof(values)
+        places = (ctypes.c_void_p * len(arguments))(
+            *(x.address if isinstance(x, _Map) else begin + 8 * i for i, x in enumerate(arguments))
+        )
+        size = self.num_blocks, 1, 1, self.num_threads, 1, 1, self.shared_bytes
+        if status := self.launch(self.function, *size, _stream(), places, None):
+            raise RuntimeError(f"CUDA does not start a kernel: cuLaunchKernel answers {status}")
+
+
+class _Map(NamedTuple):
+    """How copies find a matrix of bytes: CUDA's CUtensorMap, which a kernel is given whole."""
+
+    address: int
+    memory: ctypes.Array  # which contains it
+
+
+def _word(argument: Tensor | int | _Map | None) -> int:
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return argument if isinstance(argument, int) else 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _map_of(address: int, num_rows: int, num_columns: int, tile_rows: int) -> _Map:
+    """Of a matrix that is copied in tiles of ``tile_rows`` lines of 128 bytes, swizzled for tensor cores."""
+    memory = (ctypes.c_uint8 * 192)()
+    place = -(-ctypes.addressof(memory) // 64) * 64
+    sizes, stride = (ctypes.c_uint64 * 2)(num_columns, num_rows), (ctypes.c_uint64 * 1)(num_columns)
+    tile, steps = (ctypes.c_uint32 * 2)(BLOCK, tile_rows), (ctypes.c_uint32 * 2)(1, 1)
+    bytes_type, plain, swizzle_128, fetch_256, zeros = 0, 0, 3, 3, 0  # in the driver's enumerations
+    status = _encoder()(
+        place, bytes_type, 2, address, sizes, stride, tile, steps, plain, swizzle_128, fetch_256, zeros
+    )  # fmt: skip
+    if status:
+        raise RuntimeError(
+            f"CUDA does not describe a matrix [{num_rows}, {num_columns}] at {address:#x} to its copies: "
+            f"cuTensorMapEncodeTiled answers {status}"
+        )
+    return _Map(place, memory)
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
+
+
+@functools.cache
+def is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def add_weight_gradients(
+    g: Tensor, g_scale: Tensor, x: Tensor, x_scale: Tensor, offsets: Tensor, out_ENK: Tensor
+) -> None:
+    """Add g^T x of each expert to ``out_ENK`` float32 [E, N, K], contiguous.
+
+    g float8_e4m3fn [P/128, N, 128] and x [P/128, K, 128] are in columns (expert_kernels.py), with float32 scales
+    [P/128, N] and [P/128, K]; ``offsets`` int32 [E + 1] are the rows at which experts begin, and the end of the last.
+    Raises RuntimeError on a GPU that is not Hopper's.
+    """
+    device = out_ENK.device
+    if not is_hopper(device):
+        raise RuntimeError(
+            f"FP8 weight gradients of experts are multiplied on Hopper, not on {torch.cuda.get_device_name(device)}. "
+            "Choose --precision.experts te"
+        )
+    cluster = _cluster(*out_ENK.shape, g.shape[0] * BLOCK)
+    with torch.cuda.device(device):
+        _weight_gradients(device.index, *cluster)(g, g_scale, x, x_scale, offsets, out_ENK, *out_ENK.shape)
+
+
+def multiply_rows(
+    x: Tensor,
+    x_scale: Tensor,
+    w: Tensor,
+    w_scale: Tensor,
+    offsets: Tensor,
+    experts: Tensor,
+    out: Tensor,
+    rows: Tensor | None = None,
+    probs: Tensor | None = None,
+) -> None:
+    """Write x times its expert's W^T to ``out`` BF16: [P, N], or with ``rows`` [T, N], each row at its token's place.
+
+    x float8_e4m3fn [P, K] with float32 scales [P, K/128] of strides (1, P); w [E, N, K] with scales [E, N/128, K/128],
+    whose last two dimensions may be transposed. ``offsets`` int32 [E + 1], ``experts`` and ``rows`` int32 [P] are those
+    of a layout (expert_kernels.py); ``probs`` float32 [T] multiply the rounded results. Places of tokens without a row
+    are left as they are.
+    """
+    (num_experts, num_columns, depth), num_rows = w.shape, len(x)
+    with torch.cuda.device_of(x):
+        _multiply_rows(x.device.index)(
+            _map_of(x.data_ptr(), num_rows, depth, BLOCK), x_scale,
+            _map_of(w.data_ptr(), num_experts * num_columns, depth, _WIDTH // 2), w_scale,
+            offsets, experts, rows, probs, out, num_experts, num_rows, num_columns, depth, *w_scale.stride()[1:],
+        )  # fmt: skip
+
+
+def swiglu_backward(
+    dy_PF: Tensor,
+    h_P2F: Tensor,
+    probs: Tensor | None,
+    rows: Tensor,
+    experts: Tensor,
+    dh: Sequence[Tensor],
+    activation: Sequence[Tensor],
+    sums: Tensor | None,
+) -> None:
+    """Fill ``dh`` (rows, row scales, columns, column scales), ``activation`` (columns, column scales) and ``sums``.
+
+    ``probs`` float32 [T], ``rows`` and ``experts`` int32 [P] of the layout, ``sums`` float32 [F/128, P] for the gradient
+    of probs, in the forms of expert_kernels.py: row scales are given as [2F/128, P].
+    """
+    num_rows, width = dy_PF.shape
+    weights, partial = (dy_PF, dy_PF) if probs is None else (probs, sums)
+    with torch.cuda.device(dy_PF.device):
+        kernel = _swiglu_backward(dy_PF.device.index, probs is not None)
+        kernel(dy_PF, h_P2F, weights, rows, experts, *dh, *activation, partial, num_rows, width)
+
+
+def _cluster(num_experts: int, num_rows: int, num_columns: int, num_tokens: int) -> tuple[int, int]:
+    """Blocks of a cluster down and across: the faster of two on an H200, where features are multiples of 256."""
+    down, across = num_rows % (2 * BLOCK) == 0, num_columns % (2 * BLOCK) == 0
+    is_long = num_tokens >= _LONG * num_experts
+    if down and not (is_long and across):
+        return 2, 1
+    return (1, 2) if across else (1, 1)
+
+
+@functools.cache
+def _weight_gradients(device: int, down: int, across: int) -> _Kernel:
+    """For clusters of so many blocks."""
+    stages = 4
+    shared_bytes = 2 * 1024 + stages * 2 * BLOCK * BLOCK + (stages + 1) * 1024 + BLOCK * (4 * BLOCK + 32)
+    options = [f"-DDOWN={down}", f"-DACROSS={across}", f"-DSTAGES={stages}", f"-DLONG={_LONG}"]
+    return _compiled("weight_gradients", "add_weight_gradients", device, options, 384, shared_bytes, down * across)
+
+
+@functools.cache
+def _multiply_rows(device: int) -> _Kernel:
+    stages = 4
+    shared_bytes = 4 * 1024 + stages * (BLOCK + _WIDTH) * BLOCK + BLOCK * (2 * _WIDTH + 16)
+    options = [f"-DSTAGES={stages}", f"-DWIDTH={_WIDTH}"]
+    return _compiled("products", "multiply_rows", device, options, 384, shared_bytes, 2)
+
+
+@functools.cache
+def _swiglu_backward(device: int, weighted: bool) -> _Kernel:
+    parts, stages = 4 * 2 * 256 + 4 * 3 * 256 + 4 * 512, 2 * 3 * BLOCK * (2 * BLOCK + 16)
+    options = [f"-DWEIGHTED={int(weighted)}"]
+    return _compiled("swiglu_backward", "swiglu_backward", device, options, 640, 128 + 2 * parts + stages + 128)
+
+
+def _compiled(
+    file: str, name: str, device: int, options: list[str], num_threads: int, shared_bytes: int, cluster: int = 1
+) -> _Kernel:
+    """The kernel for the current device, and one block for each of its processors."""
+    function = torch.cuda._compile_kernel(
+        (_FOLDER / f"{file}.cu").read_text(), name, compute_capability="90a", cuda_include_dirs=[str(_FOLDER)],
+        nvcc_options=options,
+    )  # fmt: skip
+    function.set_shared_memory_config(shared_bytes)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return _Kernel(launcher(_driver()), function.func.value, processors // cluster * cluster, num_threads, shared_bytes)
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _encoder() -> Callable[..., int]:
+    return encoder(_driver())
+
+
+def encoder(library: ctypes.CDLL) -> Callable[..., int]:
+    """Its cuTensorMapEncodeTiled."""
+    encode = library.cuTensorMapEncodeTiled
+    words, pointer = ctypes.c_uint32, ctypes.c_void_p
+    encode.argtypes = [pointer, words, words, pointer, *[pointer] * 4, *[words] * 4]
+    return encode
+
+
+def launcher(library: ctypes.CDLL) -> Callable[..., int]:
+    """Its cuLaunchKernel, which takes (function, six sizes, shared bytes, stream, arguments, options)."""
+    launch = library.cuLaunchKernel
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    return launch

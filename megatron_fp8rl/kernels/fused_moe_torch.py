@@ -1,0 +1,133 @@
+"""The data movement of grouped experts by torch alone: the definition that expert_triton.py meets, and the CPU's path.
+
+The functions, their inputs and their outputs are those of expert_kernels.py. They wait for the device where they read
+numbers from it, and pass over memory several times. Row blocks behind the last expert are zeros here, with scales of 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_fp8rl.kernels.blockwise import BLOCK, Scales, quantize_activation
+from megatron_fp8rl.kernels.fused_moe import Layout, Quantized, SwigluGradients
+
+
+def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, ...]:
+    """(offsets, padded_counts, experts, rows, positions) of a ``Layout``."""
+    device = tokens_per_expert.device
+    counts = tokens_per_expert.long()
+    padded_counts = (counts + BLOCK - 1) // BLOCK * BLOCK
+    offsets = F.pad(padded_counts.cumsum(0), (1, 0))
+    starts = F.pad(counts.cumsum(0), (1, 0))
+    experts = torch.full((num_rows,), -1, device=device)
+    rows, positions = experts.clone(), torch.full((num_tokens,), -1, device=device)
+    for expert, count in enumerate(counts.tolist()):
+        mine = slice(int(offsets[expert]), int(offsets[expert]) + count)
+        tokens = slice(int(starts[expert]), int(starts[expert]) + count)
+        experts[mine] = expert
+        rows[mine] = torch.arange(tokens.start, tokens.stop, device=device)
+        positions[tokens] = torch.arange(mine.start, mine.stop, device=device)
+    return tuple(x.int() for x in (offsets, padded_counts, experts, rows, positions))
+
+
+def quantized(
+    x_PK: Tensor, layout: Layout, scales: Scales, *, rows: bool = False, columns: bool = False, bf16: bool = False
+) -> Quantized:
+    """The orientations of BF16 ``x_PK``, whose padding is taken for zeros."""
+    x = _without_padding(x_PK, layout)
+    data = scale = lines = line_scale = None
+    if rows:
+        data, scale = quantize_activation(x, scales)
+        scale = _column_major(scale)
+    if columns:
+        lines, line_scale = quantize_activation(x.view(-1, BLOCK, x.shape[1]).transpose(1, 2), scales)
+        if layout.in_matrix:
+            lines, line_scale = lines.transpose(0, 1).flatten(1), _column_major(line_scale[..., 0].t())
+        else:
+            lines, line_scale = swizzled(lines), line_scale[..., 0].contiguous()
+    return Quantized(data, scale, lines, line_scale, x if bf16 else None)
+
+
+def swizzled(lines: Tensor) -> Tensor:
+    """Bytes [..., K, 128] with each piece of 16 at piece ^ (feature % 8): what undoes itself."""
+    pieces = lines.contiguous().view(torch.uint8).unflatten(-1, (8, 16))
+    features = torch.arange(lines.shape[-2], device=lines.device)
+    piece = torch.arange(8, device=lines.device) ^ (features[:, None] % 8)
+    return pieces.gather(-2, piece[..., None].expand(pieces.shape)).flatten(-2).view(lines.dtype)
+
+
+def permute_quantize(
+    x_TK: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool, probs: Tensor | None
+) -> Quantized:
+    x = x_TK if probs is None else (x_TK.float() * probs[:, None]).bfloat16()
+    x_PK = x.new_zeros(layout.num_rows, x.shape[1])
+    taken = layout.rows >= 0
+    x_PK[taken] = x[layout.rows[taken].long()]
+    return quantized(x_PK, layout, scales, rows=rows, columns=columns, bf16=bf16)
+
+
+def quantize_rows_columns(x_PK: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
+    return quantized(x_PK, layout, scales, rows=rows, columns=columns)
+
+
+def swiglu_quantize(
+    h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool
+) -> Quantized:
+    return quantized(swiglu(_without_padding(h_P2F, layout)), layout, scales, rows=rows, columns=columns, bf16=bf16)
+
+
+def swiglu(h_P2F: Tensor) -> Tensor:
+    """silu(gate) * up of BF16 [P, 2F], each rounded to BF16: [P, F]."""
+    gate, up = h_P2F.float().chunk(2, dim=1)
+    silu = (gate / (1.0 + torch.exp(-gate))).bfloat16()
+    return (silu.float() * up).bfloat16()
+
+
+def swiglu_backward(dy_PF: Tensor, h_P2F: Tensor) -> Tensor:
+    """The gradient of :func:`swiglu`, float32 [P, 2F], for float32 ``dy_PF``; roundings have the gradient 1."""
+    gate, up = h_P2F.float().chunk(2, dim=1)
+    sigmoid = 1.0 / (1.0 + torch.exp(-gate))
+    slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    return torch.cat([dy_PF * up * slope, dy_PF * (gate * sigmoid)], dim=1)
+
+
+def swiglu_backward_quantize(
+    dy_PF: Tensor, h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
+    activation_columns: bool, activation_bf16: bool, probs: Tensor | None,
+) -> SwigluGradients:  # fmt: skip
+    h, dy = _without_padding(h_P2F, layout), _without_padding(dy_PF, layout).float()
+    activation, dprobs = swiglu(h), None
+    if probs is not None:
+        has_row = layout.positions >= 0
+        positions = layout.positions.clamp(min=0).long()
+        dprobs = torch.where(has_row, (activation.float() * dy).sum(1)[positions], 0.0) if len(dy) else probs * 0
+        probs_P1 = probs.new_zeros(layout.num_rows, 1)
+        probs_P1[positions[has_row], 0] = probs[has_row]
+        activation = (activation.float() * probs_P1).bfloat16()
+        dy = dy * probs_P1
+    dh = swiglu_backward(dy, h).bfloat16()
+    return SwigluGradients(
+        dh=quantized(dh, layout, scales, rows=rows, columns=columns, bf16=bf16),
+        activation=quantized(activation, layout, scales, columns=activation_columns, bf16=activation_bf16),
+        dprobs=dprobs,
+    )
+
+
+def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None) -> Tensor:
+    if not layout.num_rows:
+        return y_PN.new_zeros(layout.num_tokens, y_PN.shape[1])
+    y = y_PN[layout.positions.clamp(min=0).long()]
+    if probs is not None:
+        y = (y.float() * probs[:, None]).bfloat16()
+    return torch.where(layout.positions[:, None] >= 0, y, 0.0)
+
+
+def _column_major(x: Tensor) -> Tensor:
+    """A copy with strides (1, rows), also where there is one column."""
+    return torch.empty_like(x.t(), memory_format=torch.contiguous_format).copy_(x.t()).t()
+
+
+def _without_padding(x: Tensor, layout: Layout) -> Tensor:
+    return torch.where(layout.experts[:, None] >= 0, x, 0.0)

@@ -1,0 +1,390 @@
+"""The data movement of grouped experts on a GPU: expert_reference.py in Triton, with memory read and written once.
+
+The functions, their inputs and their outputs are those of expert_kernels.py. The gradient of SwiGLU is Triton's in the
+less frequent forms; in FP8 with power-of-two scales, in rows and columns, it is a kernel of hopper.py. A program works
+on one tile of expert_tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where they
+are not. Programs of row blocks behind the last expert end at once, and leave memory as they find it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
+from megatron_fp8rl.kernels.cuda import hopper
+from megatron_fp8rl.kernels.fused_moe import Layout, Quantized, SwigluGradients
+from megatron_fp8rl.kernels.triton.tiles import (
+    activations,
+    high,
+    in_order,
+    load_pair,
+    low,
+    pair,
+    store_bf16,
+    store_columns,
+    store_rows,
+    two_rows_backward,
+)
+
+_HARDWARE = os.environ.get("TRITON_INTERPRET") != "1"
+SIDE: tl.constexpr = tl.constexpr(BLOCK)
+_IN_BLOCKS: tl.constexpr = tl.constexpr(1)  # forms of columns; 0: none
+_IN_MATRIX: tl.constexpr = tl.constexpr(2)
+
+
+class _Launch(NamedTuple):
+    """A tile of 4 ``quads`` rows, and how a program of one works on it."""
+
+    quads: int
+    num_warps: int
+    maxnreg: int | None = None  # registers of a thread, if fewer let more programs run beside each other
+
+    def options(self, columns: bool) -> dict[str, int | None]:
+        """Arguments of a launch; columns are quantized in tiles of 128 rows."""
+        assert not columns or 4 * self.quads == BLOCK
+        return {"Q": self.quads, "num_warps": self.num_warps, "maxnreg": self.maxnreg}
+
+
+# Measured on an H200, on experts and on dense layers: few warps with many registers read and write the fastest.
+_QUANTIZE_ROWS = _Launch(8, 2)
+_QUANTIZE_BOTH = _Launch(32, 4, 168)
+_SWIGLU_ROWS = _Launch(8, 2)
+_SWIGLU_BOTH = _Launch(32, 16)
+_BACKWARD = _Launch(32, 4, 255)  # some registers spill, and it is still the fastest
+_UNPERMUTE_ROWS, _UNPERMUTE_COLUMNS, _UNPERMUTE_WARPS = 8, 512, 4
+
+
+@triton.jit
+def _build_layout(
+    tokens_per_expert, offsets, padded_counts, experts, rows, positions, num_tokens, num_rows,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """Program b fills rows [128 b, 128 b + 128), which are of one expert, and the positions of as many tokens."""
+    expert = tl.arange(0, EXPERTS)
+    counts = tl.load(tokens_per_expert + expert, mask=expert < NUM_EXPERTS, other=0).to(tl.int32)
+    padded = (counts + SIDE - 1) // SIDE * SIDE
+    ends = tl.cumsum(counts, 0)
+    padded_ends = tl.cumsum(padded, 0)
+    block = tl.program_id(0)
+    if block == 0:
+        tl.store(offsets, 0)
+        tl.store(offsets + 1 + expert, padded_ends, mask=expert < NUM_EXPERTS)
+        tl.store(padded_counts + expert, padded, mask=expert < NUM_EXPERTS)
+
+    place = block * SIDE + tl.arange(0, SIDE)
+    mine = tl.sum((padded_ends <= block * SIDE).to(tl.int32), axis=0)
+    is_mine = expert == mine  # of no expert behind the last
+    count = tl.sum(tl.where(is_mine, counts, 0), axis=0)
+    first_token = tl.sum(tl.where(is_mine, ends - counts, 0), axis=0)
+    first_row = tl.sum(tl.where(is_mine, padded_ends - padded, 0), axis=0)
+    token = first_token + place - first_row
+    taken = (place - first_row < count) & (place < num_rows) & (token < num_tokens)
+    tl.store(experts + place, tl.where(taken, mine, -1), mask=place < num_rows)
+    tl.store(rows + place, tl.where(taken, token, -1), mask=place < num_rows)
+    tl.store(positions + token, place, mask=taken)
+    tl.store(positions + place, -1, mask=(place >= tl.sum(counts, axis=0)) & (place < num_tokens))
+
+
+@triton.jit
+def _store_tile(
+    x, y, row, column, num_rows, num_columns, data, row_scales, columns_data, column_scales, bf16,
+    Q: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Write a tile, with zeros in padding, to the outputs that are wanted."""
+    if ROWS:
+        store_rows(x, y, row, column, num_rows, num_columns, data, row_scales, Q, POW2, HARDWARE)
+    if COLUMNS:
+        in_matrix: tl.constexpr = COLUMNS == _IN_MATRIX
+        store_columns(
+            x, y, row, column, num_rows, num_columns, columns_data, column_scales, in_matrix, POW2, HARDWARE
+        )
+    if BF16:
+        store_bf16(x, y, row, column, num_columns, bf16, Q)
+
+
+@triton.jit
+def _quantize(
+    x, probs, rows, experts, data, row_scales, columns_data, column_scales, bf16, num_rows, num_columns,
+    Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    # One axis of programs, of which there may be more than the 65,535 that the others hold.
+    row = (tl.program_id(0) // (num_columns // SIDE)).to(tl.int64) * (4 * Q)
+    column = tl.program_id(0) % (num_columns // SIDE) * SIDE
+    expert = tl.load(experts + row // SIDE * SIDE)
+    place = row + tl.arange(0, Q) * 4
+    t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
+    t2, t3 = tl.load(rows + place + 2), tl.load(rows + place + 3)
+    if expert >= 0:
+        feature = x + column + tl.arange(0, SIDE)[None, :]
+        s0 = (t0 if GATHER else place).to(tl.int64)[:, None] * num_columns
+        s1 = (t1 if GATHER else place + 1).to(tl.int64)[:, None] * num_columns
+        s2 = (t2 if GATHER else place + 2).to(tl.int64)[:, None] * num_columns
+        s3 = (t3 if GATHER else place + 3).to(tl.int64)[:, None] * num_columns
+        a = load_pair(feature + s0, feature + s1, (t0 >= 0)[:, None], (t1 >= 0)[:, None])
+        b = load_pair(feature + s2, feature + s3, (t2 >= 0)[:, None], (t3 >= 0)[:, None])
+        if WEIGHTED:
+            p0 = tl.load(probs + t0, mask=t0 >= 0, other=0.0)[:, None]
+            p1 = tl.load(probs + t1, mask=t1 >= 0, other=0.0)[:, None]
+            p2 = tl.load(probs + t2, mask=t2 >= 0, other=0.0)[:, None]
+            p3 = tl.load(probs + t3, mask=t3 >= 0, other=0.0)[:, None]
+            a = pair(low(a) * p0, high(a) * p1, HARDWARE)
+            b = pair(low(b) * p2, high(b) * p3, HARDWARE)
+        _store_tile(
+            a, b, row, column, num_rows, num_columns,
+            data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _swiglu_quantize(
+    h, experts, data, row_scales, columns_data, column_scales, bf16, num_rows, width,
+    Q: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) // (width // SIDE)).to(tl.int64) * (4 * Q)
+    column = tl.program_id(0) % (width // SIDE) * SIDE
+    expert = tl.load(experts + row // SIDE * SIDE)
+    place = row + tl.arange(0, Q) * 4
+    e0, e1 = tl.load(experts + place)[:, None], tl.load(experts + place + 1)[:, None]
+    e2, e3 = tl.load(experts + place + 2)[:, None], tl.load(experts + place + 3)[:, None]
+    if expert >= 0:
+        gate = h + place[:, None] * (2 * width) + column + tl.arange(0, SIDE)[None, :]
+        up = gate + width
+        gates = load_pair(gate, gate + 2 * width, e0 >= 0, e1 >= 0)
+        ups = load_pair(up, up + 2 * width, e0 >= 0, e1 >= 0)
+        a = activations(gates, ups, HARDWARE)
+        gates = load_pair(gate + 4 * width, gate + 6 * width, e2 >= 0, e3 >= 0)
+        ups = load_pair(up + 4 * width, up + 6 * width, e2 >= 0, e3 >= 0)
+        b = activations(gates, ups, HARDWARE)
+        _store_tile(
+            a, b, row, column, num_rows, width,
+            data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _swiglu_backward_quantize(
+    dy, h, probs, rows, experts, data, row_scales, columns_data, column_scales, bf16,
+    a_columns, a_scales, a_bf16, dprobs, num_rows, width,
+    Q: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr,
+    A_COLUMNS: tl.constexpr, A_BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """dprobs is float32 [F / 128, P]: the sums over the features of a program."""
+    row = (tl.program_id(0) // (width // SIDE)).to(tl.int64) * (4 * Q)
+    column = tl.program_id(0) % (width // SIDE) * SIDE
+    expert = tl.load(experts + row // SIDE * SIDE)
+    place = row + tl.arange(0, Q) * 4
+    t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
+    t2, t3 = tl.load(rows + place + 2), tl.load(rows + place + 3)
+    if expert >= 0:
+        feature = column + tl.arange(0, SIDE)
+        a, up_a, gate_a, s0, s1 = two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED, HARDWARE)
+        place += 2
+        b, up_b, gate_b, s2, s3 = two_rows_backward(dy, h, probs, t2, t3, place, feature, width, WEIGHTED, HARDWARE)
+        if WEIGHTED:
+            sums = dprobs + (column // SIDE).to(tl.int64) * num_rows + row
+            tl.store(sums + tl.arange(0, 4 * Q), in_order(s0, s1, s2, s3))
+        if A_COLUMNS or A_BF16:
+            _store_tile(
+                a, b, row, column, num_rows, width,
+                data, row_scales, a_columns, a_scales, a_bf16, Q, False, A_COLUMNS, A_BF16, POW2, HARDWARE,
+            )  # fmt: skip
+        _store_tile(
+            up_a, up_b, row, width + column, num_rows, 2 * width,
+            data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
+        )  # fmt: skip
+        _store_tile(
+            gate_a, gate_b, row, column, num_rows, 2 * width,
+            data, row_scales, columns_data, column_scales, bf16, Q, ROWS, COLUMNS, BF16, POW2, HARDWARE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _sum_for_tokens(sums, positions, out, num_tokens, num_rows, num_parts, SIZE: tl.constexpr):
+    token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    row = tl.load(positions + token, mask=token < num_tokens, other=-1)
+    total = tl.zeros([SIZE], tl.float32)
+    for _ in range(num_parts):
+        total += tl.load(sums + row, mask=row >= 0, other=0.0)
+        sums += num_rows
+    tl.store(out + token, total, mask=token < num_tokens)
+
+
+@triton.jit
+def _unpermute(
+    y, probs, positions, out, num_tokens, num_columns,
+    WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    # One axis of programs, of which there may be more than the 65,535 that the others hold.
+    blocks = tl.cdiv(num_columns, COLUMNS)
+    token = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = tl.load(positions + token, mask=token < num_tokens, other=-1).to(tl.int64)[:, None]
+    inside = column < num_columns
+    tile = tl.load(y + row * num_columns + column, mask=(row >= 0) & inside, other=0.0)
+    if WEIGHTED:
+        prob = tl.load(probs + token, mask=token < num_tokens, other=0.0)[:, None]
+        # A token without a row is zero whatever its probability is.
+        weighted = tl.where(row >= 0, tile.to(tl.float32) * prob, 0.0)
+        tile = weighted.to(tl.bfloat16) if HARDWARE else high(pair(weighted, weighted, False)).to(tl.bfloat16)
+    tl.store(out + token[:, None] * num_columns + column, tile, mask=(token < num_tokens)[:, None] & inside)
+
+
+def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, ...]:
+    """(offsets, padded_counts, experts, rows, positions) of a ``Layout``, in one launch."""
+    num_experts = len(tokens_per_expert)
+    sizes = (num_experts + 1, num_experts, num_rows, num_rows, num_tokens)
+    tensors = tuple(torch.empty(size, dtype=torch.int32, device=tokens_per_expert.device) for size in sizes)
+    grid = (max(1, triton.cdiv(max(num_rows, num_tokens), BLOCK)),)
+    with torch.cuda.device_of(tokens_per_expert):
+        _build_layout[grid](
+            tokens_per_expert.contiguous(), *tensors, num_tokens, num_rows,
+            NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), num_warps=4,
+        )  # fmt: skip
+    return tensors
+
+
+def _outputs(
+    layout: Layout, num_columns: int, device: torch.device, rows: bool, columns: bool, bf16: bool
+) -> Quantized:
+    """Memory for the orientations that are wanted."""
+    num_rows, num_blocks = layout.num_rows, layout.num_rows // BLOCK
+    data = scales = None
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    if columns:
+        data = empty(num_columns, num_rows) if layout.in_matrix else empty(num_blocks, num_columns, BLOCK)
+        scales = empty(num_blocks, num_columns, dtype=torch.float32)
+        scales = scales.t() if layout.in_matrix else scales
+    return Quantized(
+        rows=empty(num_rows, num_columns) if rows else None,
+        row_scales=empty(num_columns // BLOCK, num_rows, dtype=torch.float32).t() if rows else None,
+        columns=data,
+        column_scales=scales,
+        bf16=empty(num_rows, num_columns, dtype=torch.bfloat16) if bf16 else None,
+    )
+
+
+def _form(columns: bool, layout: Layout) -> int:
+    return 0 if not columns else (_IN_MATRIX if layout.in_matrix else _IN_BLOCKS).value
+
+
+def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
+    """(rows, row scales, columns, column scales, bf16) for a kernel: bytes, words of columns, and bits of the rest."""
+
+    def pointer(x: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return unused if x is None else x.view(dtype)
+
+    return (
+        pointer(out.rows, torch.uint8),
+        pointer(None if out.row_scales is None else out.row_scales.t(), torch.int32),
+        pointer(out.columns, torch.int32),
+        pointer(out.column_scales, torch.int32),
+        pointer(out.bf16, torch.int16),
+    )
+
+
+def _run_quantize(
+    x: Tensor, layout: Layout, scales: Scales, rows: bool, columns: bool, bf16: bool, probs: Tensor | None, gather: bool
+) -> Quantized:
+    out = _outputs(layout, x.shape[1], x.device, rows, columns, bf16)
+    how = _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
+    if layout.num_rows:
+        with torch.cuda.device_of(x):
+            _quantize[(x.shape[1] // BLOCK * (layout.num_rows // (4 * how.quads)),)](
+                x, x if probs is None else probs, layout.rows, layout.experts, *_pointers(out, x),
+                layout.num_rows, x.shape[1], GATHER=gather, WEIGHTED=probs is not None,
+                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
+                **how.options(columns),
+            )  # fmt: skip
+    return out
+
+
+def permute_quantize(
+    x_TK: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool, probs: Tensor | None
+) -> Quantized:
+    return _run_quantize(x_TK, layout, scales, rows, columns, bf16, probs, gather=True)
+
+
+def quantize_rows_columns(x_PK: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
+    return _run_quantize(x_PK, layout, scales, rows, columns, False, None, gather=False)
+
+
+def swiglu_quantize(
+    h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool
+) -> Quantized:
+    width = h_P2F.shape[1] // 2
+    out = _outputs(layout, width, h_P2F.device, rows, columns, bf16)
+    how = _SWIGLU_BOTH if columns else _SWIGLU_ROWS
+    if layout.num_rows:
+        with torch.cuda.device_of(h_P2F):
+            _swiglu_quantize[(width // BLOCK * (layout.num_rows // (4 * how.quads)),)](
+                h_P2F, layout.experts, *_pointers(out, h_P2F), layout.num_rows, width,
+                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
+                **how.options(columns),
+            )  # fmt: skip
+    return out
+
+
+def swiglu_backward_quantize(
+    dy_PF: Tensor, h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
+    activation_columns: bool, activation_bf16: bool, probs: Tensor | None,
+) -> SwigluGradients:  # fmt: skip
+    width, device = dy_PF.shape[1], h_P2F.device
+    dh = _outputs(layout, 2 * width, device, rows, columns, bf16=False)
+    dh = replace(dh, bf16=h_P2F) if bf16 else dh  # a program has read what it writes there
+    activation = _outputs(layout, width, device, False, activation_columns, activation_bf16)
+    sums = None if probs is None else torch.empty(width // BLOCK, layout.num_rows, device=device)
+    is_fp8 = rows and columns and activation_columns and not (bf16 or activation_bf16)
+    if layout.num_rows and is_fp8 and not layout.in_matrix and scales == "pow2" and hopper.is_hopper(device):
+        hopper.swiglu_backward(
+            dy_PF, h_P2F, probs, layout.rows, layout.experts,
+            (dh.rows, dh.row_scales, dh.columns, dh.column_scales), (activation.columns, activation.column_scales), sums,
+        )  # fmt: skip
+    elif layout.num_rows:
+        with torch.cuda.device_of(h_P2F):
+            _swiglu_backward_quantize[(width // BLOCK * (layout.num_rows // BLOCK),)](
+                dy_PF, h_P2F, h_P2F if probs is None else probs, layout.rows, layout.experts,
+                *_pointers(dh, h_P2F), *_pointers(activation, h_P2F)[2:], h_P2F if sums is None else sums,
+                layout.num_rows, width, WEIGHTED=probs is not None, ROWS=rows, COLUMNS=_form(columns, layout),
+                BF16=bf16, A_COLUMNS=_form(activation_columns, layout), A_BF16=activation_bf16, POW2=scales == "pow2",
+                HARDWARE=_HARDWARE, **_BACKWARD.options(columns),
+            )  # fmt: skip
+    return SwigluGradients(dh, activation, None if sums is None else _of_tokens(sums, layout))
+
+
+def _of_tokens(sums: Tensor, layout: Layout) -> Tensor:
+    """float32 [T]: the total of partial sums [n, P] for each token; 0 for one that has no row."""
+    if not layout.num_rows:
+        return sums.new_zeros(layout.num_tokens)
+    out = sums.new_empty(layout.num_tokens)
+    with torch.cuda.device_of(sums):
+        _sum_for_tokens[(triton.cdiv(layout.num_tokens, 512),)](
+            sums, layout.positions, out, layout.num_tokens, layout.num_rows, len(sums), SIZE=512, num_warps=4
+        )
+    return out
+
+
+def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None) -> Tensor:
+    num_tokens, num_columns = layout.num_tokens, y_PN.shape[1]
+    out = y_PN.new_empty(num_tokens, num_columns)
+    if num_tokens:
+        grid = (triton.cdiv(num_columns, _UNPERMUTE_COLUMNS) * triton.cdiv(num_tokens, _UNPERMUTE_ROWS),)
+        with torch.cuda.device_of(y_PN):
+            _unpermute[grid](
+                y_PN, y_PN if probs is None else probs, layout.positions, out, num_tokens, num_columns,
+                WEIGHTED=probs is not None, ROWS=_UNPERMUTE_ROWS, COLUMNS=_UNPERMUTE_COLUMNS, HARDWARE=_HARDWARE,
+                num_warps=_UNPERMUTE_WARPS,
+            )  # fmt: skip
+    return out

@@ -1,0 +1,143 @@
+"""Weights that many families have in common: standard decoder layers as Hugging Face and Megatron name them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.names.table import Row
+
+M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+
+
+def _copied(mcore: str, hf: str, size: str) -> Row:
+    """A vector of every layer that is the same at both ends."""
+    return Row(M + mcore, ((H + hf, (size,)),))
+
+
+def edges(model: ModelConfig) -> tuple[Row, ...]:
+    """Embedding, final norm and, unless it is tied to the embedding, the output head."""
+    layers = range(model.num_layers, model.num_layers + model.num_mtp_layers)
+    embeddings = tuple(f"model.layers.{layer}.embed_tokens.weight" for layer in layers)
+    heads = tuple(f"model.layers.{layer}.shared_head.head.weight" for layer in layers)
+    in_head = ("vocab", "hidden")
+    found = (
+        Row(
+            EMBEDDING,
+            (("model.embed_tokens.weight", in_head),),
+            "rows",
+            padded=True,
+            copies=embeddings + heads if model.tie_embeddings else embeddings,
+        ),
+        Row("decoder.final_layernorm.weight", (("model.norm.weight", ("hidden",)),)),
+    )
+    head = Row(OUTPUT_LAYER, (("lm_head.weight", in_head),), "rows", padded=True, copies=heads)
+    return found if model.tie_embeddings else (*found, head)
+
+
+NORMS = (
+    _copied("input_layernorm.weight", "input_layernorm.weight", "hidden"),
+    _copied("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", "hidden"),
+)
+
+
+def attention(model: ModelConfig) -> tuple[Row, ...]:
+    """Grouped-query attention, with the biases and norms that ``model`` asks for."""
+
+    def qkv(kind: str, *columns: str) -> Row:
+        rows_of = {"q": "q", "k": "kv", "v": "kv"}
+        parts = tuple((f"{H}self_attn.{x}_proj.{kind}", (rows, *columns)) for x, rows in rows_of.items())
+        return Row(f"{M}self_attention.linear_qkv.{kind}", parts, "rows", "qkv")
+
+    rows = [qkv("weight", "hidden")]
+    if model.qkv_bias:
+        rows.append(qkv("bias"))
+    if model.qk_norm:
+        rows += [_copied(f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", "head") for x in "qk"]
+    out = Row(
+        M + "self_attention.linear_proj.weight",
+        ((H + "self_attn.o_proj.weight", ("hidden", "q")),),
+        "columns",
+        unit="heads",
+    )
+    return (*rows, out)
+
+
+def latent_attention(model: ModelConfig) -> tuple[Row, ...]:
+    """Multi-head latent attention. Every rank holds the projections into the latent space whole."""
+
+    def up(mcore: str, hf: str, *shape: str) -> Row:
+        return Row(f"{M}self_attention.{mcore}.weight", ((f"{H}self_attn.{hf}.weight", shape),), "rows", unit="heads")
+
+    def down(mcore: str, hf: str, *shape: str) -> Row:
+        return Row(f"{M}self_attention.{mcore}.weight", ((f"{H}self_attn.{hf}.weight", shape),))
+
+    if model.mla is not None and model.mla.q_lora_rank is None:
+        queries = (up("linear_q_proj", "q_proj", "q", "hidden"),)
+    else:
+        queries = (
+            down("linear_q_down_proj", "q_a_proj", "q_latent", "hidden"),
+            down("q_layernorm", "q_a_layernorm", "q_latent"),
+            up("linear_q_up_proj", "q_b_proj", "q", "q_latent"),
+        )
+    out = ((H + "self_attn.o_proj.weight", ("hidden", "v")),)
+    return (
+        *queries,
+        down("linear_kv_down_proj", "kv_a_proj_with_mqa", "kv_latent_and_rope", "hidden"),
+        down("kv_layernorm", "kv_a_layernorm", "kv_latent"),
+        up("linear_kv_up_proj", "kv_b_proj", "k_nope_and_v", "kv_latent"),
+        Row(M + "self_attention.linear_proj.weight", out, "columns", unit="heads"),
+    )
+
+
+Projections = tuple[str, str, str]  # names of gate, up and down
+_PROJECTIONS: Projections = ("gate_proj", "up_proj", "down_proj")
+
+
+def feed_forward(
+    mcore: str, hf: str, size: str, layers: Literal["dense", "moe"], names: Projections = _PROJECTIONS
+) -> tuple[Row, ...]:
+    """A SwiGLU feed-forward of ``size`` under the prefixes ``mcore`` and ``hf``."""
+    gate, up, down = (f"{H}{hf}.{name}.weight" for name in names)
+    fc1 = ((gate, (size, "hidden")), (up, (size, "hidden")))
+    fc2 = ((down, ("hidden", size)),)
+    return (
+        Row(f"{M}{mcore}.linear_fc1.weight", fc1, "rows", "gate_up", layers),
+        Row(f"{M}{mcore}.linear_fc2.weight", fc2, "columns", "copy", layers),
+    )
+
+
+DENSE = feed_forward("mlp", "mlp", "ffn", "dense")
+
+
+def experts(model: ModelConfig, prefix: str = "mlp", names: Projections = _PROJECTIONS) -> tuple[Row, ...]:
+    """Router, routed experts and shared experts, in the layers that have them."""
+    router = Row(M + "mlp.router.weight", ((f"{H}{prefix}.gate.weight", ("experts", "hidden")),), layers="moe")
+    bias = Row(
+        M + "mlp.router.expert_bias",  # a buffer, which the load and no gradient moves
+        ((f"{H}{prefix}.gate.e_score_correction_bias", ("experts",)),),
+        layers="moe",
+        dtype="float32",
+    )
+    rows = (router, bias) if model.router.correction_bias else (router,)
+    rows += feed_forward("mlp.experts.{expert}", prefix + ".experts.{expert}", "expert_ffn", "moe", names)
+    if model.num_shared_experts:
+        rows += feed_forward("mlp.shared_experts", prefix + ".shared_experts", "shared_ffn", "moe")
+    return rows
+
+
+def decoder(model: ModelConfig) -> tuple[Row, ...]:
+    """Every weight of a model of standard layers: grouped-query attention and dense feed-forwards or experts."""
+    moe = experts(model) if model.is_moe else ()
+    return (*edges(model), *NORMS, *attention(model), *DENSE, *moe)
+
+
+MTP = (  # what a multi-token prediction layer has besides a decoder layer; its embedding and head are the model's
+    Row("enorm.weight", ((H + "enorm.weight", ("hidden",)),)),
+    Row("hnorm.weight", ((H + "hnorm.weight", ("hidden",)),)),
+    Row("eh_proj.weight", ((H + "eh_proj.weight", ("hidden", "2_hidden")),), "rows"),
+    Row("final_layernorm.weight", ((H + "shared_head.norm.weight", ("hidden",)),)),
+)

@@ -1,0 +1,54 @@
+"""DeepSeek-V3: latent attention, sigmoid routing over groups with a correction bias, shared experts."""
+
+from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.names import blocks
+from megatron_fp8rl.names.family import COMMON, Family
+from megatron_fp8rl.names.table import Row
+
+# Of the router and the experts, for every family that took over DeepSeek-V3's.
+EXPERTS = {
+    "intermediate_size": "ffn_hidden_size",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "n_routed_experts": "num_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "first_k_dense_replace": "first_dense_layers",
+    "n_group": "router.num_groups",
+    "topk_group": "router.groups_per_token",
+    "routed_scaling_factor": "router.scaling_factor",
+    "norm_topk_prob": "router.normalize",
+    "num_nextn_predict_layers": "num_mtp_layers",
+}
+ROUTER = {"router.score": "sigmoid", "router.correction_bias": True}
+ALIASES = {"num_mtp_layers": "num_nextn_predict_layers", "num_local_experts": "n_routed_experts"}
+
+
+def _rows(model: ModelConfig) -> tuple[Row, ...]:
+    attention = blocks.latent_attention(model)
+    return (*blocks.edges(model), *blocks.NORMS, *attention, *blocks.DENSE, *blocks.experts(model))
+
+
+DEEPSEEK_V3 = Family(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    rows=_rows,
+    fields=COMMON
+    | EXPERTS
+    | {
+        name: f"mla.{name}"
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    },
+    fixed={
+        "attention_bias": False,
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",  # transformers leaves these two out; vLLM needs them
+        "topk_method": "noaux_tc",
+        "rope_interleave": True,
+    },
+    implied=ROUTER,
+    defaults={"norm_topk_prob": True},
+    aliases=ALIASES,
+    ignored=frozenset({"head_dim", "qk_head_dim"}),  # sums of the others
+    rope_scalings=("yarn",),
+    mtp=blocks.MTP,
+)

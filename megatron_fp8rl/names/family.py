@@ -1,0 +1,243 @@
+"""What a model family says about itself, and how config.json and ModelConfig are read through it. Pure; no torch.
+
+In:  a :class:`Family` and the content of a config.json, or a ModelConfig.
+Out: the other of the two. Every field of config.json is accounted for: it maps to a field of ModelConfig, has the one
+     value whose meaning the trainer computes, or is known not to change the model. Anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from megatron_fp8rl.config import FP8_BLOCK, MlaConfig, ModelConfig, RouterConfig
+from megatron_fp8rl.names import rope
+from megatron_fp8rl.names.table import Row
+
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_MISSING = object()
+
+# config.json key -> field of ModelConfig, in every family.
+COMMON = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "initializer_range": "initializer_range",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+GROUPED_QUERY = {"num_key_value_heads": "num_key_value_heads", "head_dim": "head_dim"}
+DENSE = COMMON | GROUPED_QUERY | {"intermediate_size": "ffn_hidden_size"}
+
+_WHEN_ABSENT = {"initializer_range": 0.02, "tie_word_embeddings": False, "num_nextn_predict_layers": 0}
+_WHEN_NULL = {
+    "sliding_window": None,
+    "q_lora_rank": None,
+    "n_shared_experts": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+# Keys that leave the function of the model alone: how it was trained or saved, how it generates, its tokens.
+_IGNORED = frozenset(
+    """
+    _name_or_path architectures auto_map dtype torch_dtype transformers_version torchscript use_bfloat16 use_cache
+    attention_dropout attn_implementation _attn_implementation aux_loss_alpha chunk_size_feed_forward ep_size
+    experts_implementation output_attentions output_hidden_states output_router_logits pretraining_tp return_dict
+    router_aux_loss_coef router_jitter_noise seq_aux bos_token_id eos_token_id pad_token_id sep_token_id
+    cls_token_id mask_token_id unk_token_id decoder_start_token_id prefix id2label label2id num_labels problem_type
+    task_specific_params tokenizer_class max_window_layers is_encoder_decoder is_decoder cross_attention_hidden_size
+    temperature top_k top_p do_sample max_length min_length max_new_tokens num_beams repetition_penalty
+    length_penalty typical_p num_beam_groups num_return_sequences _attn_implementation_autoset unsloth_fixed
+    unsloth_version transformers.js_config
+    """.split()
+)
+
+_NEEDED = {
+    "hidden_act": "another activation in the feed-forward of trainer and engine",
+    "attention_bias": "biases in the family's table and in the trainer's attention",
+    "mlp_bias": "biases in the feed-forward rows of the table and in the trainer's feed-forward",
+    "use_sliding_window": "attention over a window in some layers of the trainer",
+    "layer_types": "layers of several kinds of attention in the trainer",
+    "mlp_only_layers": "experts in some layers only, by ModelConfig.first_dense_layers or a list",
+    "decoder_sparse_step": "experts in some layers only, by ModelConfig.first_dense_layers or a list",
+    "moe_layer_freq": "experts in some layers only, by ModelConfig.first_dense_layers or a list",
+    "scoring_func": "another score in RouterConfig and in the trainer's router",
+    "topk_method": "another choice of experts in RouterConfig and in the trainer's router",
+    "rope_interleave": "rotation of the two halves in the trainer's latent attention",
+    "num_key_value_heads": "fewer key/value heads than query heads, which latent attention does not have",
+    "quantization_config": "weights that are dequantized first: 128x128 block FP8 is read by checkpoint_tools",
+}
+_UNKNOWN = (
+    "to learn whether it changes the model: then compute it, else take it out of config.json, or name it as ignored in "
+    "names/family.py"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture of Hugging Face.
+
+    ``fields`` maps keys of config.json to fields of ModelConfig; ``router.x`` and ``mla.x`` are fields of its parts.
+    """
+
+    model_type: str
+    architecture: str  # class in transformers
+    rows: Callable[[ModelConfig], tuple[Row, ...]]  # every weight outside multi-token prediction layers
+    fields: Mapping[str, str]
+    fixed: Mapping[str, Any] = _NOTHING  # key -> the only value that is supported; absent means this value too
+    implied: Mapping[str, Any] = _NOTHING  # field -> value that every model of the family has
+    defaults: Mapping[str, Any] = _NOTHING  # key -> value that transformers takes when it is absent
+    aliases: Mapping[str, str] = _NOTHING  # key that some releases write -> key in ``fields``
+    ignored: frozenset[str] = frozenset()  # further keys that follow from others
+    rope_scalings: tuple[str, ...] = ()  # kinds of RopeScaling
+    rope_theta: float = 10_000.0  # when absent
+    rotary_fraction: float | None = None  # when absent; None: the family always rotates whole heads
+    mtp: tuple[Row, ...] = field(default=())  # what a multi-token prediction layer has besides a decoder layer
+
+    @property
+    def has_experts(self) -> bool:
+        return "num_experts" in self.fields.values()
+
+
+def read(family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weights: bool) -> ModelConfig:
+    """The architecture in a config.json. Raises ValueError that lists every field that is missing or not supported."""
+    config = {family.aliases.get(key, key): value for key, value in config.items()}
+    problems = _unsupported(family, config, fp8_weights)
+    values, wrong = rope.read(config, family)
+    problems += wrong
+    for key, name in family.fields.items():
+        value = _value(key, config, {**_WHEN_ABSENT, **family.defaults})
+        if value is _MISSING:
+            problems.append(f"{key} is missing")
+        elif not _is_of_type(name, value):
+            problems.append(f"{key} = {value!r} is not {_TYPES[_type_of(name)][1]}")
+        values[name] = value
+    if problems:
+        raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(problems))
+    if not keep_mtp:
+        values.pop("num_mtp_layers", None)
+    return _build(family, values | dict(family.implied))
+
+
+def _value(key: str, config: Mapping[str, Any], when_absent: Mapping[str, Any]) -> Any:
+    """What a key of config.json says, as transformers reads it; ``_MISSING`` when it has to say something."""
+    if config.get(key) is not None:
+        return config[key]
+    if key not in config and key in when_absent:
+        return when_absent[key]
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    if key == "num_key_value_heads":
+        return heads or _MISSING
+    if key == "head_dim":
+        return hidden // heads if heads and isinstance(heads, int) and isinstance(hidden, int) else _MISSING
+    return _WHEN_NULL.get(key, _MISSING) if key in config else _MISSING
+
+
+# Type of a field of ModelConfig -> (types of its value in config.json, what is expected in words)
+_TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "int": ((int,), "a whole number of at least 0"),
+    "float": ((int, float), "a number of at least 0"),
+    "bool": ((bool,), "true or false"),
+}
+
+
+def _type_of(name: str) -> str:
+    """Type of a field of ModelConfig or, by its dotted name, of one of its parts, besides None."""
+    owner, _, leaf = name.rpartition(".")
+    part = {"": ModelConfig, "router": RouterConfig, "mla": MlaConfig}[owner]
+    return part.__annotations__[leaf].removesuffix(" | None")
+
+
+def _is_of_type(name: str, value: Any) -> bool:
+    if value is None:
+        return True
+    kinds = _TYPES[_type_of(name)][0]
+    return isinstance(value, kinds) and isinstance(value, bool) == (bool in kinds) and value >= 0
+
+
+def _build(family: Family, values: dict[str, Any]) -> ModelConfig:
+    """A ModelConfig from its fields, those of its parts by dotted names."""
+
+    def part(prefix: str) -> dict[str, Any]:
+        return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
+
+    plain = {name: value for name, value in values.items() if "." not in name}
+    router, mla = part("router."), part("mla.")
+    if mla:
+        plain["mla"] = MlaConfig(**mla)
+        plain |= {"head_dim": plain["mla"].qk_head_dim, "num_key_value_heads": plain["num_attention_heads"]}
+    return ModelConfig(family=family.model_type, router=RouterConfig(**router), **plain)  # type: ignore[arg-type]
+
+
+def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -> list[str]:
+    """What in ``config`` changes the function of the model in a way that is not computed."""
+    fixed = {"hidden_act": "silu", **family.fixed}
+    if family.fields.get("num_key_value_heads") is None:
+        fixed["num_key_value_heads"] = config.get("num_attention_heads")
+    problems = []
+    for key, value in fixed.items():
+        found = config.get(key)
+        if found is not None and found != value:
+            problems.append(_refusal(key, found, f"supported is {value!r}"))
+    layers = config.get("layer_types") or []
+    kinds = {str(kind) for kind in layers} - {"full_attention"} if isinstance(layers, list) else {str(layers)}
+    if kinds:
+        problems.append(_refusal("layer_types", sorted(kinds), "supported is 'full_attention'"))
+    quantization = config.get("quantization_config")
+    if quantization and not (fp8_weights and is_block_fp8(quantization)):
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        problems.append(_refusal("quantization_config", method, "supported are BF16, FP16 and FP32 weights"))
+    known = {*fixed, *family.fields, *family.ignored, *rope.KEYS, *_IGNORED}
+    known |= {"model_type", "layer_types", "quantization_config"}
+    for key, value in config.items():
+        if key not in known and value not in (None, False, 0, "", [], {}):
+            problems.append(f"{key} = {value!r} is not known in this family; needed is {_UNKNOWN}")
+    return problems
+
+
+def _refusal(key: str, found: Any, supported: str) -> str:
+    return f"{key} = {found!r} is not supported ({supported}); needed is {_NEEDED.get(key, _UNKNOWN)}"
+
+
+def is_block_fp8(quantization: Mapping[str, Any]) -> bool:
+    """Whether a ``quantization_config`` says 128x128 blocks of E4M3, as DeepSeek-V3 and Qwen3-FP8 are published."""
+    if not isinstance(quantization, dict):
+        return False
+    block = quantization.get("weight_block_size")
+    return quantization.get("quant_method") == "fp8" and block in ([FP8_BLOCK, FP8_BLOCK], (FP8_BLOCK, FP8_BLOCK))
+
+
+def write(family: Family, model: ModelConfig) -> dict[str, Any]:
+    """Content of config.json. Raises ValueError for a field of ModelConfig that the family cannot express."""
+    config: dict[str, Any] = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        "use_cache": True,
+        **family.fixed,
+    }
+    for key, name in family.fields.items():
+        owner, _, leaf = name.rpartition(".")
+        part = getattr(model, owner) if owner else model
+        if part is None:
+            raise ValueError(f"a model of the family {family.model_type} needs {owner}, which is None")
+        config[key] = getattr(part, leaf)
+    if "num_key_value_heads" not in family.fields:
+        config["num_key_value_heads"] = model.num_attention_heads
+    config |= rope.write(model, family)
+    again = read(family, config, keep_mtp=True, fp8_weights=False)
+    again = dataclasses.replace(again, hf_path=model.hf_path)  # a place, not a part of the architecture
+    lost = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(again, f.name)]
+    if lost:
+        said = ", ".join(f"{name} = {getattr(model, name)!r}" for name in lost)
+        raise ValueError(f"the family {family.model_type} has no place in config.json for {said}")
+    return config

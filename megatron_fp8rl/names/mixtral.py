@@ -1,0 +1,29 @@
+"""Mixtral: Mistral's attention, and experts that the checkpoint calls w1 (gate), w3 (up) and w2 (down)."""
+
+from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.names import blocks
+from megatron_fp8rl.names.family import COMMON, GROUPED_QUERY, Family
+from megatron_fp8rl.names.table import Row
+
+
+def _rows(model: ModelConfig) -> tuple[Row, ...]:
+    experts = blocks.experts(model, "block_sparse_moe", names=("w1", "w3", "w2"))
+    return (*blocks.edges(model), *blocks.NORMS, *blocks.attention(model), *experts)
+
+
+MIXTRAL = Family(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    rows=_rows,
+    fields=COMMON
+    | GROUPED_QUERY
+    | {
+        "intermediate_size": "moe_ffn_hidden_size",
+        "num_local_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "sliding_window": "sliding_window",
+    },
+    defaults={"sliding_window": None, "num_key_value_heads": 8},
+    aliases={"num_experts": "num_local_experts"},
+    rope_theta=1_000_000.0,
+)

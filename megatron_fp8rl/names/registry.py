@@ -1,0 +1,218 @@
+"""Names and layouts: what a Megatron parameter is called and how it is built from Hugging Face tensors.
+
+Pure functions over plain tensors; no ranks. A *global* Megatron name counts layers and experts over the whole model and
+spells norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). One short file per family says
+what is special about it; the functions here are the same for all families. torch is imported inside the functions that
+touch tensors, so that checks of a configuration can ask for names and shapes on a machine without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megatron_fp8rl.config import ModelConfig
+from megatron_fp8rl.names import blocks, family, slicing
+from megatron_fp8rl.names.deepseek_v3 import DEEPSEEK_V3
+from megatron_fp8rl.names.family import Family
+from megatron_fp8rl.names.glm4_moe import GLM4_MOE
+from megatron_fp8rl.names.llama import LLAMA
+from megatron_fp8rl.names.mistral import MISTRAL
+from megatron_fp8rl.names.mixtral import MIXTRAL
+from megatron_fp8rl.names.qwen2 import QWEN2
+from megatron_fp8rl.names.qwen3 import QWEN3, QWEN3_MOE
+from megatron_fp8rl.names.table import Weight, expand, expand_mtp, split_indices
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FAMILIES: dict[str, Family] = {
+    f.model_type: f for f in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL, DEEPSEEK_V3, GLM4_MOE)
+}
+
+
+def to_hf_config(model: ModelConfig) -> dict[str, Any]:
+    """Content of the Hugging Face config.json of ``model``, without special tokens: they belong to the tokenizer.
+
+    Raises ValueError when the model has a feature that its family does not have.
+    """
+    return family.write(FAMILIES[model.family], model)
+
+
+def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weights: bool = False) -> ModelConfig:
+    """The architecture in a config.json.
+
+    Multi-token prediction layers are left out unless ``keep_mtp``. ``fp8_weights`` says that the caller reads block FP8
+    weights together with their scales. Raises ValueError for a family or a feature that is not supported, by its name
+    and with what it would need.
+    """
+    name = config.get("model_type")
+    if name not in FAMILIES:
+        raise ValueError(
+            f"config.json: model_type {name!r} (architectures {config.get('architectures')}) is not supported; "
+            f"supported are {', '.join(sorted(FAMILIES))}. Needed is a file of its own in megatron_fp8rl/weights/names: "
+            "see docs/adding_a_model.md"
+        )
+    return family.read(FAMILIES[name], config, keep_mtp=keep_mtp, fp8_weights=fp8_weights)
+
+
+@functools.lru_cache(maxsize=8)
+def weights(model: ModelConfig) -> dict[str, Weight]:
+    """Every weight of ``model`` by its global Megatron name; read only."""
+    found = FAMILIES[model.family]
+    rows = found.rows(model)
+    return expand(rows, model) | expand_mtp(rows, found.mtp, model)
+
+
+def weight(global_name: str, model: ModelConfig) -> Weight:
+    """One weight. A tied output layer (the last pipeline stage holds a copy) is the embedding.
+
+    Raises KeyError when the family has no such parameter.
+    """
+    if model.tie_embeddings and global_name == blocks.OUTPUT_LAYER:
+        global_name = blocks.EMBEDDING
+    found = weights(model).get(global_name)
+    if found is None:
+        raise KeyError(f"{global_name}: not a parameter of a {model.family} model with {model.num_layers} layers")
+    return found
+
+
+def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the Hugging Face checkpoint and its shape, experts one by one."""
+    found = {}
+    for w in weights(model).values():
+        found |= dict(w.parts)
+        found |= dict.fromkeys(w.copies, w.shape)
+    return found
+
+
+def mcore_names(model: ModelConfig) -> list[str]:
+    """Global names of all Megatron parameters and of the buffers that a checkpoint holds; no tied output layer."""
+    return list(weights(model))
+
+
+def hf_names_of(global_name: str, model: ModelConfig) -> list[str]:
+    """Hugging Face tensors that a Megatron parameter is made of. A tied output layer is made of the embedding."""
+    found = weight(global_name, model)
+    return [*(name for name, _ in found.parts), *found.copies]
+
+
+def is_expert(global_name: str) -> bool:
+    """Whether a parameter belongs to a routed expert, and is divided by expert tensor parallelism."""
+    return split_indices(global_name)[2] >= 0
+
+
+def reason_to_skip(hf_name: str, model: ModelConfig) -> str | None:
+    """Why a tensor that a checkpoint holds besides :func:`hf_tensors` may be left out; None when it may not."""
+    layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
+    if layer and int(layer[1]) >= model.num_layers and FAMILIES[model.family].mtp and not model.num_mtp_layers:
+        return "part of a multi-token prediction layer, which is left out by choice"
+    if hf_name.endswith("rotary_emb.inv_freq"):
+        return "computed from rope_theta"
+    if hf_name == "lm_head.weight" and model.tie_embeddings:
+        return "tied to the embedding"
+    return None
+
+
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
+    """Name of a parameter in the whole model, from its name in one pipeline stage and expert-parallel rank.
+
+    Accepts sequential experts (``mlp.experts.local_experts.{i}.linear_fc1.weight``), grouped experts
+    (``mlp.experts.linear_fc1.weight{i}``), norms that Transformer Engine fuses into the linear behind them, and the
+    ``module.`` prefixes of wrappers.
+    """
+    name = re.sub(r"^(?:module\.)+", "", local_name)
+    name = re.sub(r"^decoder\.layers\.(\d+)\.", lambda m: f"decoder.layers.{int(m[1]) + layer_offset}.", name)
+    name = re.sub(r"\.local_experts\.(\d+)\.", lambda m: f".{int(m[1]) + expert_offset}.", name)
+    name = re.sub(
+        r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$",
+        lambda m: f".mlp.experts.{int(m[2]) + expert_offset}.{m[1]}.weight",
+        name,
+    )
+    for fused, separate in _FUSED_NORMS.items():
+        name = name.replace(fused, separate)
+    return name
+
+
+def from_hf(global_name: str, get: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
+    """The full Megatron tensor, built from Hugging Face tensors that ``get`` returns by name.
+
+    Raises ValueError that names the tensor when it is not of the shape that ``model`` says, is FP8 without its scales,
+    or differs from another one that Megatron holds in the same parameter.
+    """
+    import torch
+
+    w = weight(global_name, model)
+
+    def read(name: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = get(name)
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the model configuration says {shape}")
+        if tensor.dtype.itemsize == 1:
+            raise ValueError(f"{name}: {tensor.dtype} needs its scales; dequantize it first")
+        return tensor
+
+    full = slicing.join(w, model, [read(name, shape) for name, shape in w.parts])
+    for name in w.copies:
+        if not torch.equal(read(name, w.shape), full):
+            raise ValueError(
+                f"{name}: differs from {w.parts[0][0]}, but Megatron's multi-token prediction layers share it; leave "
+                "these layers out (num_mtp_layers = 0)"
+            )
+    return full
+
+
+def to_hf(
+    global_name: str, tensor: Tensor, model: ModelConfig, tp_size: int = 1, tp_rank: int = 0
+) -> list[tuple[str, Tensor]]:
+    """Inverse of :func:`from_hf`: (Hugging Face name, tensor) pairs; views of ``tensor`` where the layout allows.
+
+    With ``tp_size`` > 1 ``tensor`` is the :func:`shard` of one (expert-)tensor-parallel rank, and the result is that
+    rank's contiguous part of each Hugging Face tensor, possibly of no rows: the parts of all ranks in order make up the
+    whole along :attr:`Weight.axis`. Raises ValueError when the shape is not the one that ``model`` says.
+    """
+    w = weight(global_name, model)
+    wrong = slicing.problem(w, model, tp_size)
+    if wrong:
+        raise ValueError(f"{w.name}: {wrong}")
+    expected = slicing.shard_shape(w, model, tp_size)
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{global_name}: shape {tuple(tensor.shape)}, but the model configuration says {expected}")
+    parts = slicing.split(w, model, tensor, tp_size, tp_rank)
+    pairs = [(name, part) for (name, _), part in zip(w.parts, parts)]
+    return pairs + [(name, parts[0]) for name in w.copies]
+
+
+def shard(global_name: str, full: Tensor, model: ModelConfig, tp_size: int, tp_rank: int) -> Tensor:
+    """The piece of a full Megatron tensor that one (expert-)tensor-parallel rank holds; contiguous.
+
+    A vocabulary that is not divided evenly gets rows of zeros behind its end: :func:`padded_vocab_size` in all.
+    Raises ValueError when another tensor cannot be divided evenly.
+    """
+    w = weight(global_name, model)
+    if w.cut == "none" or tp_size == 1:
+        return full
+    return slicing.cut(w, model, full, tp_size, tp_rank)
+
+
+def unshard(global_name: str, shards: Sequence[Tensor], model: ModelConfig) -> Tensor:
+    """Inverse of :func:`shard`: the full Megatron tensor from the pieces of all (expert-)tensor-parallel ranks."""
+    w = weight(global_name, model)
+    if w.cut == "none" or len(shards) == 1:
+        return shards[0]
+    return slicing.merge(w, model, shards)
+
+
+def padded_vocab_size(model: ModelConfig, tp_size: int) -> int:
+    """Rows of the embedding and the output head over all tensor-parallel ranks, padding included."""
+    return -(-model.vocab_size // tp_size) * tp_size

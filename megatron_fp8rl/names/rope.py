@@ -1,0 +1,96 @@
+"""Rotary embedding in config.json: transformers 5 writes ``rope_parameters``, earlier releases two or three keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_fp8rl.config import ModelConfig, RopeScaling
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.names.family import Family
+
+KEYS = frozenset(
+    ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+)
+_LLAMA3 = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+_FIELDS = {"llama3": _LLAMA3, "yarn": _YARN}
+
+
+def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
+    """(fields of ModelConfig, what is not supported) of the rotary embedding in a config.json."""
+    found = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
+        return {}, [f"rope_parameters = {found!r} is not supported; needed is one rotary embedding for all layers"]
+    found = dict(found)
+    kind = found.pop("rope_type", None) or found.pop("type", "default")
+    found.pop("type", None)
+    theta = found.pop("rope_theta", None) or config.get("rope_theta") or family.rope_theta
+    fraction = found.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
+    fraction = fraction or family.rotary_fraction or 1.0
+    values: dict[str, Any] = {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
+    problems = []
+    if family.rotary_fraction is None and fraction != 1.0:
+        problems.append(
+            f"partial_rotary_factor = {fraction} is not supported (supported is 1.0); needed is a family that rotates "
+            "parts of heads"
+        )
+    if kind in family.rope_scalings:
+        values["rope_scaling"], wrong = _read_scaling(kind, found, config)
+        problems += wrong
+    elif kind != "default":
+        supported = ", ".join(("default", *family.rope_scalings))
+        problems.append(
+            f"rope_type = {kind!r} is not supported (supported: {supported}); needed is its formula in the trainer's "
+            "rotary embedding and a kind of RopeScaling"
+        )
+    return values, problems
+
+
+def _read_scaling(
+    kind: str, found: dict[str, Any], config: Mapping[str, Any]
+) -> tuple[RopeScaling | None, list[str]]:
+    original = config.get("original_max_position_embeddings")
+    if original is not None:
+        found.setdefault("original_max_position_embeddings", original)
+    given = {name: found.pop(name) for name in _FIELDS[kind] if found.get(name) is not None}
+    required = _LLAMA3 if kind == "llama3" else _YARN[:2]
+    problems = [f"rope_parameters.{name} is missing" for name in required if name not in given]
+    neutral = {"truncate": True}
+    problems += [
+        f"rope_parameters.{name} = {value!r} is not supported; needed is its part of the {kind} formula in the trainer"
+        for name, value in found.items()
+        if value is not None and value != neutral.get(name)
+    ]
+    if kind == "yarn" and not problems:
+        problems += _unify_mscale(given)
+    if problems:
+        return None, problems
+    whole = {"original_max_position_embeddings": int(given.pop("original_max_position_embeddings"))}
+    return RopeScaling(kind=kind, **whole, **{k: float(v) for k, v in given.items()}), []  # type: ignore[arg-type]
+
+
+def _unify_mscale(given: dict[str, Any]) -> list[str]:
+    """transformers multiplies the rotated parts by m(mscale) / m(mscale_all_dim) if both are set, else by m(1)."""
+    mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
+    if mscale and all_dim:
+        return []
+    given |= {"mscale": 1.0, "mscale_all_dim": 0.0}
+    if all_dim:
+        return ["rope_parameters.mscale is missing beside mscale_all_dim; needed is the value that it was trained with"]
+    return []
+
+
+def write(model: ModelConfig, family: Family) -> dict[str, Any]:
+    """The keys of config.json that say how ``model`` rotates, for transformers 5 and earlier ones."""
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    config: dict[str, Any] = {"rope_theta": model.rope_theta}
+    scaling = model.rope_scaling
+    if scaling is not None:
+        stretch = {name: getattr(scaling, name) for name in _FIELDS[scaling.kind]}
+        parameters |= {"rope_type": scaling.kind, **stretch}
+        config["rope_scaling"] = {"rope_type": scaling.kind, **stretch}
+    if family.rotary_fraction is not None or model.rotary_fraction != 1.0:
+        parameters["partial_rotary_factor"] = config["partial_rotary_factor"] = model.rotary_fraction
+    return config | {"rope_parameters": parameters}

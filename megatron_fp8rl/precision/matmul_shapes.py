@@ -1,0 +1,110 @@
+"""What one trainer rank multiplies in a full microbatch, as shapes: of its experts, and of its other linears.
+
+Benchmarks measure these shapes, the doctor looks for rows that were measured on them, and ``auto`` chooses kernels by
+them. In: a RunConfig whose degrees divide its model. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.names import slicing
+from megatron_fp8rl.names.registry import FAMILIES
+from megatron_fp8rl.names.table import Weight, fill
+from megatron_fp8rl.precision.layer_table import LayerTable
+
+_OPERATIONS = 3 * 2  # of each weight and token: forward, and the two products of backward
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Experts of one rank and what they receive in one microbatch."""
+
+    experts: int
+    tokens: int  # routed: a token counts once for each of its experts
+    hidden: int
+    width: int  # features between the two linears
+
+    @property
+    def num_operations(self) -> int:
+        """Of the three products of forward (gate, up, down) and the six of backward."""
+        return 3 * _OPERATIONS * self.tokens * self.hidden * self.width
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A linear [rows, columns] = [N, K]; of a feed-forward part (``mlp``: gate, up and down), N = H and K = F."""
+
+    what: Literal["linear", "mlp"]
+    tokens: int
+    rows: int
+    columns: int
+
+    @property
+    def num_operations(self) -> int:
+        """Of the products of forward and the twice as many of backward."""
+        return (3 if self.what == "mlp" else 1) * _OPERATIONS * self.tokens * self.rows * self.columns
+
+
+@dataclass(frozen=True)
+class Use:
+    """One kind of linear of a model: in how many layers there is one."""
+
+    name: str  # as Megatron-Core calls it
+    shape: Linear
+    num_layers: int
+
+
+def experts_of(cfg: RunConfig) -> Experts | None:
+    """What a rank's experts multiply, with balanced routing; None for a dense model."""
+    model, parallel = cfg.model, cfg.parallel
+    if not model.is_moe:
+        return None
+    return Experts(
+        experts=model.num_experts // parallel.expert,
+        tokens=_own_tokens(cfg) * model.experts_per_token * parallel.expert_tensor,
+        hidden=model.hidden_size,
+        width=model.moe_ffn_hidden_size // parallel.expert_tensor,
+    )
+
+
+def linears_of(cfg: RunConfig) -> list[Use]:
+    """Linears but experts' that FP8 multiplies, or would under a recipe of it; those of a feed-forward part are one."""
+    model, table = cfg.model, LayerTable.build(cfg.model, cfg.precision)
+    in_fp8 = range(table.first_fp8_layer, table.end_fp8_layer)
+    found: dict[tuple[str, Linear], int] = {}
+    for is_moe in (False, True):  # layers of one kind are alike
+        layers = [layer for layer in in_fp8 if model.is_moe_layer(layer) == is_moe]
+        for name, weight in _linears_of_layer(model, layers[0]) if layers else ():
+            if table.is_quantizable(weight.parts[0][0]) and not name.endswith("linear_fc2"):
+                key = name, _shape(cfg, name, weight)
+                found[key] = found.get(key, 0) + len(layers)
+    return [Use(name, shape, num_layers) for (name, shape), num_layers in found.items()]
+
+
+def _linears_of_layer(model: ModelConfig, layer: int) -> list[tuple[str, Weight]]:
+    """(name within its layer, weight) of matrices that are no routed experts'."""
+    kind, found = "moe" if model.is_moe_layer(layer) else "dense", []
+    for row in FAMILIES[model.family].rows(model):
+        if "{layer}" in row.mcore and "{expert}" not in row.mcore and row.layers in ("all", kind):
+            weight = fill(row, model, layer=layer, expert=-1)
+            if len(weight.shape) == 2:
+                found.append((row.mcore.partition("{layer}.")[2].removesuffix(".weight"), weight))
+    return found
+
+
+def _shape(cfg: RunConfig, name: str, weight: Weight) -> Linear:
+    """Replicated linears see a tensor-parallel rank's own tokens, the others all of them."""
+    rows, columns = slicing.shard_shape(weight, cfg.model, cfg.parallel.tensor)
+    tokens = _own_tokens(cfg) * (1 if weight.cut == "none" else cfg.parallel.tensor)
+    if name.endswith("linear_fc1"):
+        return Linear("mlp", tokens, columns, rows // 2)
+    return Linear("linear", tokens, rows, columns)
+
+
+def _own_tokens(cfg: RunConfig) -> int:
+    """Tokens of a microbatch that are a rank's own."""
+    return math.ceil(cfg.rollout.max_tokens_per_microbatch / (cfg.parallel.tensor * cfg.parallel.context))

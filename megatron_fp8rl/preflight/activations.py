@@ -1,0 +1,211 @@
+"""Bytes that the backward pass of one trainer rank needs, layer by layer.
+
+The counting follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv:2205.05198), section 4, for what the layers here differ in: no dropout, grouped or latent attention without a
+score matrix (the fused kernel keeps the output and one FP32 log-sum per head), SwiGLU, experts, and linears that keep
+their input in FP8, in columns alone (one byte, and the scales), where they multiply in FP8. All else is BF16; with FP32
+parameters, FP32. It holds for the kernels of a GPU (``precision.kernels`` auto or te); the emulation keeps wider
+copies, and is not for models whose memory matters. ``benchmarks/memory.py`` compares it with a GPU.
+
+Symbols: t = tokens of a microbatch on one context-parallel rank; s = t / tensor parallel, the tokens of a rank between
+the linears (sequence parallelism); r = s x experts per token x expert tensor parallel, the copies of tokens that a
+rank's experts receive when routing is balanced; h = hidden size; f = feed-forward width on this rank. Pure; no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.precision.auto_kernels import chosen
+from megatron_fp8rl.precision.layer_table import LayerTable
+
+_FP32_BYTES, _INT64_BYTES = 4, 8
+_FP8_BYTES = {"blockwise": 1 + _FP32_BYTES / FP8_BLOCK, "mxfp8": 1 + 1 / 32, "tensorwise": 1.0, "delayed": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerBytes:
+    """Activations of one layer for one microbatch."""
+
+    kept: float  # from the forward to the backward pass
+    recomputed: float  # made again, and held, while the backward pass is in this layer
+    workspace: float  # gradients at the widest place of the backward pass
+
+    @property
+    def transient(self) -> float:
+        return self.recomputed + self.workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Tokens of one microbatch, by place."""
+
+    context: float  # t
+    sequence: float  # s
+    routed: float  # r
+
+    @classmethod
+    def of(cls, cfg: RunConfig, routing_imbalance: float) -> Tokens:
+        """``routing_imbalance``: token copies of the busiest rank over the mean of all."""
+        parallel = cfg.parallel
+        context = cfg.rollout.max_tokens_per_microbatch / parallel.context
+        sequence = context / parallel.tensor
+        routed = sequence * cfg.model.experts_per_token * parallel.expert_tensor * routing_imbalance
+        return cls(context=context, sequence=sequence, routed=routed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Widths:
+    """Bytes per element, and what a linear keeps of its input when another operation keeps the same tensor, or not."""
+
+    element: float
+    fp8: float | None  # None: the layer's linears are BF16
+
+    @property
+    def own_input(self) -> float:
+        return self.element if self.fp8 is None else self.fp8
+
+    @property
+    def shared_input(self) -> float:
+        """A BF16 linear keeps the very tensor that its neighbour keeps; an FP8 linear keeps a copy."""
+        return 0.0 if self.fp8 is None else self.fp8
+
+
+def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens) -> LayerBytes:
+    """Activations of one layer under the configured recompute."""
+    model, optim = cfg.model, cfg.optim
+    is_fp8 = LayerTable.build(model, cfg.precision).trainer_fp8(f"model.layers.{layer}.self_attn.o_proj.weight")
+    width = _Widths(
+        element=4.0 if cfg.precision.params == "fp32" else 2.0,
+        fp8=_FP8_BYTES[cfg.precision.trainer] if is_fp8 else None,
+    )
+    norms = 2 * tokens.sequence * model.hidden_size * width.element  # inputs of the two norms: the residual stream
+    attention, core, core_inputs = _attention(cfg, tokens, width)
+    hidden = tokens.sequence * model.hidden_size * width.element  # input of a layer, of a router, of a checkpoint
+    if model.is_moe_layer(layer):
+        shared = _shared_experts(cfg, tokens, width)
+        feed_forward = hidden + _routed_experts(cfg, tokens, width) + shared
+        workspace = _moe_workspace(cfg, tokens, width)
+    else:
+        shared = 0.0
+        feed_forward = _dense(model.ffn_hidden_size / cfg.parallel.tensor, cfg, tokens, width)
+        workspace = _dense_workspace(cfg, tokens, width)
+
+    everything = norms + attention + feed_forward
+    if optim.recompute == "none":
+        return LayerBytes(kept=everything, recomputed=0.0, workspace=workspace)
+    if optim.recompute == "full":
+        return LayerBytes(kept=hidden, recomputed=everything - hidden, workspace=workspace)
+    # (what a module keeps inside, which is made again; what its checkpoint keeps of its inputs, if nobody else does)
+    modules = {
+        "core_attn": (core, core_inputs),
+        "mlp": (0.0, 0.0) if model.is_moe_layer(layer) else (feed_forward, hidden),
+        "moe": (feed_forward - hidden, 0.0) if model.is_moe_layer(layer) else (0.0, 0.0),
+        "shared_experts": (shared, 0.0) if "moe" not in optim.recompute_modules else (0.0, 0.0),
+    }
+    chosen = [modules[name] for name in set(optim.recompute_modules)]
+    inside = sum(freed for freed, _ in chosen)
+    inputs = sum(kept for _, kept in chosen)
+    return LayerBytes(kept=everything - inside + inputs, recomputed=inside, workspace=workspace)
+
+
+def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, float, float]:
+    """(all that attention keeps behind the norm, the part inside core attention, the inputs of its checkpoint).
+
+    Core attention rotates, so it keeps rotated queries and keys and a contiguous copy of the values. Its checkpoint
+    keeps what comes in: queries, keys, and of grouped attention the whole output of the projection, of which values are
+    a view.
+    """
+    model, tensor = cfg.model, cfg.parallel.tensor
+    heads = model.num_attention_heads / tensor
+    normed = tokens.sequence * model.hidden_size * width.own_input
+    if model.mla is not None:
+        mla = model.mla
+        queries = keys = heads * mla.qk_head_dim
+        values = heads * mla.v_head_dim
+        latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
+        # Two projections read the hidden states. Then the inputs of the latents' norms, and of the projections up.
+        normed += tokens.sequence * model.hidden_size * width.shared_input
+        before = tokens.sequence * latents * width.element + tokens.context * latents * width.own_input
+        inputs = queries + keys + heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+    else:
+        queries = heads * model.head_dim
+        keys = values = max(model.num_key_value_heads / tensor, 1) * model.head_dim
+        before = tokens.context * (queries + keys) * width.element if model.qk_norm else 0.0  # inputs of their norms
+        inputs = queries + (keys if model.qk_norm else 0.0) + (queries + 2 * keys)
+    outputs = heads * (model.mla.v_head_dim if model.mla is not None else model.head_dim)
+    rotated = tokens.context * (queries + keys + values) * width.element
+    output = tokens.context * outputs * width.element
+    log_sums = tokens.context * heads * _FP32_BYTES
+    projection_input = tokens.context * outputs * width.shared_input
+    core = rotated + log_sums + (output if width.fp8 is not None else 0.0)  # a BF16 projection keeps the output itself
+    kept = normed + before + rotated + output + log_sums + projection_input
+    return kept, core, tokens.context * inputs * width.element
+
+
+def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+    """Normed input; what :func:`_swiglu` keeps, or gate and up alone where SwiGLU is part of DeepGEMM's linears."""
+    normed = tokens.sequence * cfg.model.hidden_size * width.own_input
+    kept = 2 * columns * width.element if _on_deep_gemm(cfg, width) else _swiglu(columns, width)
+    return normed + tokens.context * kept
+
+
+def _on_deep_gemm(cfg: RunConfig, width: _Widths) -> bool:
+    return width.fp8 is not None and chosen("linears", cfg) == "deep_gemm"
+
+
+def _swiglu(columns: float, width: _Widths) -> float:
+    """Per token, of Megatron-Core's MLP: gate and up, silu(gate), up with its offset of 0 added, the input of down."""
+    return columns * (4 * width.element + width.own_input)
+
+
+def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+    """Router scores and probabilities in FP32, and the order of its map in int64; then, for each copy of a token, its
+    expert, its place and two weights; the input of gate and up, their outputs, silu(gate), the input of down, and the
+    output that the router's weight multiplies. On DeepGEMM the input of gate and up and their outputs are all."""
+    model = cfg.model
+    columns = model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
+    router = tokens.sequence * model.num_experts * (2 * _FP32_BYTES + _INT64_BYTES)
+    per_copy = 2 * (_INT64_BYTES + _FP32_BYTES)
+    if chosen("experts", cfg) == "deep_gemm":
+        per_copy += model.hidden_size * width.own_input + 2 * columns * width.element
+        return router + tokens.routed * per_copy
+    per_copy += model.hidden_size * (width.own_input + width.element) + columns * (3 * width.element + width.own_input)
+    return router + tokens.routed * per_copy
+
+
+def _shared_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+    model = cfg.model
+    if not model.num_shared_experts:
+        return 0.0
+    columns = model.num_shared_experts * model.moe_ffn_hidden_size / cfg.parallel.tensor
+    own_copy = tokens.sequence * model.hidden_size * width.shared_input
+    return own_copy + tokens.context * _swiglu(columns, width)
+
+
+def _dense_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+    """Where gate meets up: gradients of their product and of both factors; the residual stream's, and the gathered one
+    under tensor parallelism. On DeepGEMM the gradient of the product, those of both factors in FP8, in rows and in
+    columns, and the product made again in columns; of the two of the stream, one is in columns."""
+    columns, hidden = cfg.model.ffn_hidden_size / cfg.parallel.tensor, cfg.model.hidden_size
+    if _on_deep_gemm(cfg, width):
+        streams = hidden * (width.element + width.fp8)
+        return tokens.context * (columns * (width.element + 5 * width.fp8) + streams)
+    return tokens.context * (3 * columns + 2 * hidden) * width.element
+
+
+def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+    """Where the router's FP32 weight meets an expert's output: the gradients of the product and of both factors, all
+    FP32 and as wide as the hidden size until the weight's is summed; and those of the residual stream. On DeepGEMM
+    where gate meets up: the gradient of the output, once more as an operand of a weight's, that of their product, those
+    of both factors in FP8, in rows and in columns (BF16 takes the place of the factors), and the product, as an operand,
+    too."""
+    hidden = cfg.model.hidden_size
+    stream = 2 * tokens.sequence * hidden * width.element
+    if chosen("experts", cfg) == "deep_gemm":
+        columns = cfg.model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
+        of_factors = 0.0 if width.fp8 is None else 4 * width.fp8
+        per_copy = hidden * (width.element + width.own_input) + columns * (width.element + of_factors + width.own_input)
+        return tokens.routed * per_copy + stream
+    return tokens.routed * 3 * hidden * _FP32_BYTES + stream

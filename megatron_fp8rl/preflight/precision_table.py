@@ -1,0 +1,161 @@
+"""What is FP8 at which end, whether the two ends are one quantized function, and which scales the GPU takes. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.precision.auto_kernels import chosen
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.preflight.finding import Finding
+from megatron_fp8rl.preflight.hardware import Gpu
+from megatron_fp8rl.preflight.parameters import entries
+
+_SCALES = {
+    "delayed": "one per tensor, from the history of maxima",
+    "tensorwise": "one per tensor, from the tensor itself",
+    "mxfp8": "E8M0, one per 32 numbers",
+    "bf16": "none",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Precision of one kind of tensor."""
+
+    kind: str
+    trainer: str
+    engine: str
+    agree: bool  # the trainer's forward and the engine round these weights alike
+
+
+_KINDS = (
+    ("attention projections", (".self_attn.",)),
+    ("feed-forward, dense", (".mlp.gate_proj", ".mlp.up_proj", ".mlp.down_proj")),
+    ("routed experts", (".experts.",)),
+    ("shared experts", (".shared_experts.",)),
+    ("router", (".mlp.gate.", ".block_sparse_moe.gate.")),
+    ("norms, biases", ("norm", ".bias")),
+    ("embedding", ("embed_tokens",)),
+    ("output head", ("lm_head",)),
+)
+
+
+def scales(cfg: RunConfig, end: str) -> str:
+    """The kind of scales that one end uses, in words."""
+    recipe = cfg.precision.trainer if end == "trainer" else cfg.precision.rollout
+    if recipe != "blockwise":
+        return _SCALES[recipe]
+    return f"{'powers of two' if cfg.precision.scales == 'pow2' else 'FP32'}, 128x128 weights, 1x128 activations"
+
+
+def agreement(cfg: RunConfig) -> list[Row]:
+    """One row for each kind of tensor that the model has."""
+    table = LayerTable.build(cfg.model, cfg.precision)
+    found: dict[str, tuple[set[int], set[int], set[int]]] = {}
+    for entry in entries(cfg.model):
+        for name, shape in entry.weight.parts:
+            layers, trainer, engine = found.setdefault(_kind(name, len(shape)), (set(), set(), set()))
+            layers.add(entry.layer)
+            if table.trainer_fp8(name):
+                trainer.add(entry.layer)
+            if table.rollout_fp8(name):
+                engine.add(entry.layer)
+    same = cfg.precision.trainer == cfg.precision.rollout
+    return [
+        Row(
+            kind=kind,
+            trainer=_shown(layers, trainer, cfg.precision.trainer),
+            engine=_shown(layers, engine, cfg.precision.rollout),
+            agree=same or not (trainer or engine),
+        )
+        for kind, _ in _KINDS
+        if kind in found
+        for layers, trainer, engine in [found[kind]]
+    ]
+
+
+def _kind(name: str, axes: int) -> str:
+    if axes == 1:
+        return "router" if name.endswith("e_score_correction_bias") else "norms, biases"
+    for kind, marks in reversed(_KINDS):
+        if any(mark in name for mark in marks):
+            return kind
+    return "attention projections" if ".layers." in name else "embedding"
+
+
+def _shown(layers: set[int], fp8: set[int], recipe: str) -> str:
+    if not fp8:
+        return "BF16"
+    if fp8 == layers:
+        return f"FP8 {recipe}"
+    return f"FP8 {recipe} in layers {min(fp8)} to {max(fp8)}, BF16 in the other {len(layers - fp8)}"
+
+
+def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
+    """Where the two ends differ, and what the GPU does to scales. What cannot work at all is ``config_check``'s."""
+    precision, found = cfg.precision, []
+    corrected = cfg.algo.correction != "off"
+    if precision.trainer != precision.rollout:
+        found.append(
+            Finding(
+                severity="note" if corrected else "warning",
+                subject="--precision.trainer",
+                problem=f"the trainer computes in {precision.trainer} and the engine in {precision.rollout}: two "
+                "different quantized functions, so that the mismatch is larger than with one",
+                remedy=(
+                    f"algo.correction = {cfg.algo.correction} weighs it; one recipe at both ends removes most of it"
+                    if corrected
+                    else "Use one recipe at both ends, or correct the mismatch"
+                ),
+                change=(("precision.trainer", precision.rollout) if corrected else ("algo.correction", "truncate"),),
+            )
+        )
+    if precision.trainer == "delayed" and (precision.bf16_first_layers or precision.bf16_last_layers):
+        found.append(
+            Finding(
+                severity="note",
+                subject="--precision.trainer",
+                problem="delayed scaling with BF16 edge layers is chosen per linear, from the layer table; "
+                "Megatron-Core's own switch refuses the combination",
+            )
+        )
+    if "blockwise" in (precision.trainer, precision.rollout) and precision.scales == "fp32":
+        found.append(
+            Finding(
+                severity="note",
+                subject="--precision.scales",
+                problem="with FP32 scales every kernel divides in its own order: scales differ in the last bit between "
+                f"trainer and engine, bytes in about one of a thousand ({gpu.name.upper()} takes both kinds)",
+                remedy="Powers of two make all bytes and scales equal",
+                change=(("precision.scales", "pow2"),),
+            )
+        )
+    if cfg.rollout.kv_cache_dtype == "fp8":
+        found.append(
+            Finding(
+                severity="warning",
+                subject="--rollout.kv_cache_dtype",
+                problem="keys and values are held in FP8, with scales that are measured at every step, and the trainer "
+                "attends in BF16: one more difference between the two ends",
+                remedy="Watch mismatch/abs_logprob_diff/mean, or keep the cache in BF16",
+                change=(("rollout.kv_cache_dtype", "auto"),),
+            )
+        )
+    return found + _of_linears(cfg)
+
+
+def _of_linears(cfg: RunConfig) -> list[Finding]:
+    """The matrix that DeepGEMM leaves to the other kernels, by its name. config_check sees to all others."""
+    mla = cfg.model.mla
+    rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
+    if rows % FP8_BLOCK == 0 or chosen("linears", cfg) != "deep_gemm":
+        return []
+    return [
+        Finding(
+            severity="note",
+            subject="--precision.linears",
+            problem=f"kv_a_proj_with_mqa has {rows} rows, no multiple of {FP8_BLOCK}: DeepGEMM does not multiply it, and "
+            "the trainer takes the kernels of precision.kernels for it",
+        )
+    ]

@@ -1,0 +1,317 @@
+"""Every mistake of a configuration at once, before anything starts.
+
+In: a ``RunConfig``. Out: a list of :class:`Violation`, empty when the run can start; each names the option as it is
+typed (``--parallel.tensor``), its value, the problem and the remedy. Reads the file system, changes nothing, imports
+nothing heavy: it runs on a login node and in every trainer process.
+
+A consequence of a mistake is not reported as a second mistake: where a degree does not divide the number of heads, say,
+the matrices of that degree are not judged.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import string
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.preflight.engine_rules import check_engines
+from megatron_fp8rl.preflight.expert_rules import check_experts
+from megatron_fp8rl.preflight.findings import Findings
+from megatron_fp8rl.preflight.fp8_params_rules import check_primary_weights
+from megatron_fp8rl.preflight.linear_rules import check_linears
+from megatron_fp8rl.preflight.shapes import check_degrees, check_model
+from megatron_fp8rl.preflight.source import check_source
+from megatron_fp8rl.preflight.tiling_rules import check_tiling
+
+Accelerator = Literal["cpu", "ampere", "hopper", "blackwell"]
+
+
+def check(cfg: RunConfig, *, accelerator: Accelerator | None = None) -> list[Violation]:
+    """All mistakes of ``cfg``. ``accelerator`` is what the trainer will run on; None looks at this machine."""
+    found = Findings(cfg)
+    accelerator = accelerator or local_accelerator()
+    _check_run(found)
+    model_is_sound = check_model(found)
+    degrees_are_sound = check_degrees(found, model_is_sound)
+    _check_precision(found, accelerator)
+    check_linears(found, accelerator)
+    check_primary_weights(found, accelerator)
+    if model_is_sound and degrees_are_sound:
+        check_tiling(found)
+        check_experts(found, accelerator)
+    _check_optim(found)
+    _check_rollout(found)
+    check_engines(found, accelerator)
+    _check_algo(found)
+    _check_data(found)
+    _check_storage(found)
+    return found.violations
+
+
+@cache
+def local_accelerator() -> Accelerator:
+    """The GPU generation of this machine, asked of ``nvidia-smi``; "cpu" when there is none."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
+        ).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "cpu"
+    major = int(float(answer[0])) if answer else 0
+    return "cpu" if major == 0 else "ampere" if major < 9 else "hopper" if major == 9 else "blackwell"
+
+
+def _check_run(found: Findings) -> None:
+    cfg = found.cfg
+    if not cfg.name or "/" in cfg.name or cfg.name != cfg.name.strip():
+        found.refuse("name", "cannot name a folder", "Use a plain word without slashes")
+    found.at_least(0, "num_steps", "seed")
+
+
+def _check_precision(found: Findings, accelerator: Accelerator) -> None:
+    cfg, precision = found.cfg, found.cfg.precision
+    if found.at_least(0, "precision.bf16_first_layers", "precision.bf16_last_layers"):
+        edges = precision.bf16_first_layers + precision.bf16_last_layers
+        if edges > cfg.model.num_layers:
+            path = max(("precision.bf16_first_layers", "precision.bf16_last_layers"), key=found.value)
+            found.refuse(
+                path,
+                f"together the BF16 edges count {edges} layers and the model has {cfg.model.num_layers}",
+                f"Lower the two to {cfg.model.num_layers} layers at most",
+            )
+    found.at_least(1, "precision.amax_history_len")
+    if precision.trainer == "mxfp8" and accelerator != "blackwell":
+        found.refuse(
+            "precision.trainer",
+            f"MXFP8 needs the tensor cores of a Blackwell GPU, and this machine is {accelerator!r}",
+            "Choose blockwise, which runs on Hopper and is emulated exactly on CPU",
+        )
+    elif precision.trainer == "mxfp8" and precision.rollout == "blockwise":
+        found.refuse(
+            "precision.rollout",
+            "a trainer in MXFP8 and engines in 128-blocks are two different quantised functions",
+            "Choose bf16, or --precision.trainer blockwise",
+        )
+    if precision.kernels == "te" and accelerator == "cpu":
+        found.refuse("precision.kernels", "Transformer Engine needs a GPU, and this machine has none", "Choose auto")
+    elif precision.kernels == "emulated" and precision.trainer == "mxfp8":
+        found.refuse("precision.kernels", "MXFP8 is not emulated", "Choose auto, or --precision.trainer blockwise")
+    if precision.attention == "engine":
+        if accelerator == "cpu":
+            found.refuse("precision.attention", "needs a GPU, and there is none here", "Choose auto")
+        elif cfg.model.mla is not None:
+            found.refuse("precision.attention", "the engine has another kernel for latent attention", "Choose auto")
+    is_blockwise = "blockwise" in (precision.trainer, precision.rollout)
+    if is_blockwise and precision.scales == "fp32" and accelerator == "blackwell":
+        found.refuse(
+            "precision.scales",
+            "Blackwell kernels hold block scales as powers of two, so FP32 scales would be rounded at one end",
+            "Choose pow2",
+        )
+    if accelerator == "ampere" and (precision.trainer, precision.rollout) != ("bf16", "bf16"):
+        path = "precision.trainer" if precision.trainer != "bf16" else "precision.rollout"
+        found.refuse(path, "this GPU has no FP8 tensor cores", "Choose bf16 at both ends, or Hopper or newer")
+
+
+def _check_optim(found: Findings) -> None:
+    optim = found.cfg.optim
+    found.positive("optim.lr", "optim.eps", "optim.clip_grad_norm")
+    found.at_least(0, "optim.warmup_steps", "optim.min_lr", "optim.weight_decay", "optim.moe_aux_loss_coef")
+    found.at_least(1, "optim.logprob_chunk_tokens")
+    found.within("optim.beta1", 0, 1, open_high=True)
+    found.within("optim.beta2", 0, 1, open_high=True)
+    if 0 < optim.lr < optim.min_lr:
+        found.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
+    model = found.cfg.model
+    parts = {"core_attn": True, "mlp": not model.is_moe or model.first_dense_layers > 0, "moe": model.is_moe,
+             "shared_experts": model.num_shared_experts > 0}  # fmt: skip
+    if optim.recompute == "selective" and not any(parts[name] for name in optim.recompute_modules):
+        has = " or ".join(name for name, is_there in parts.items() if is_there)
+        found.refuse("optim.recompute_modules", "names no part of this model", f"Use {has}, or --optim.recompute none")
+    if optim.moe_aux_loss_coef > 0 and not model.is_moe:
+        found.refuse("optim.moe_aux_loss_coef", "balances experts, and the model is dense", "Set 0")
+
+
+def _check_rollout(found: Findings) -> None:
+    cfg, rollout, model = found.cfg, found.cfg.rollout, found.cfg.model
+    counts = ("prompts_per_step", "completions_per_prompt", "max_prompt_tokens", "max_completion_tokens",
+              "max_num_sequences", "bucket_bytes", "max_tokens_per_microbatch")  # fmt: skip
+    sizes_are_sound = found.at_least(1, *(f"rollout.{name}" for name in counts))
+    found.at_least(0, "rollout.top_k", "rollout.max_staleness")
+    found.positive("rollout.temperature", *(f"rollout.{x}_deadline_s" for x in ("start", "request", "update")))
+    found.within("rollout.top_p", 0, 1, open_low=True)
+    found.within("rollout.gpu_memory_utilization", 0, 1, open_low=True)
+    if any(not text for text in rollout.stop_strings):
+        found.refuse("rollout.stop_strings", "holds an empty string, which stops at once", "Remove it")
+    if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
+        found.refuse(
+            "rollout.stop_token_ids", f"{wrong} are not in the vocabulary of {model.vocab_size}", "Remove them"
+        )
+    if rollout.record_routed_experts and not model.is_moe:
+        found.refuse("rollout.record_routed_experts", "records a router, and the model is dense", "Set False")
+    if rollout.replay is not None and not Path(rollout.replay).is_file():
+        found.refuse("rollout.replay", "is not a file", "Name the rollouts.jsonl of an earlier run")
+    if rollout.kv_cache_dtype == "fp8" and model.mla is not None:
+        found.refuse(
+            "rollout.kv_cache_dtype",
+            "latent attention caches one vector for keys and values, for which no scales are measured",
+            "Set auto",
+        )
+    if not sizes_are_sound:
+        return
+    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    if longest > model.max_sequence_tokens:
+        limit = "positions" if model.max_sequence_tokens == model.max_position_embeddings else "tokens in its window"
+        found.refuse(
+            "rollout.max_completion_tokens",
+            f"prompt and completion reach {longest} tokens, the model has {model.max_sequence_tokens} {limit}",
+            f"Lower it to {max(1, model.max_sequence_tokens - rollout.max_prompt_tokens)} or less, or lower "
+            "--rollout.max_prompt_tokens",
+        )
+    elif longest > rollout.max_tokens_per_microbatch:
+        found.refuse(
+            "rollout.max_tokens_per_microbatch",
+            f"cannot hold one sequence of {longest} tokens (max_prompt_tokens + max_completion_tokens)",
+            f"Set it to {longest} or more",
+        )
+    if rollout.kv_cache_bytes is not None:
+        per_layer = 2 * max(1, model.num_key_value_heads // rollout.tensor) * model.head_dim
+        if model.mla is not None:  # one latent vector for all heads, on every rank
+            per_layer = model.mla.kv_lora_rank + model.mla.qk_rope_head_dim
+        per_token = model.num_layers * per_layer * (1 if rollout.kv_cache_dtype == "fp8" else 2)
+        if rollout.kv_cache_bytes < longest * per_token:
+            found.refuse(
+                "rollout.kv_cache_bytes",
+                f"cannot hold one sequence of {longest} tokens at {per_token} bytes each",
+                f"Set it to {longest * per_token} or more; many sequences need a multiple of that",
+            )
+    num_rollouts = rollout.prompts_per_step * rollout.completions_per_prompt
+    if 1 <= num_rollouts < cfg.algo.updates_per_step:
+        found.refuse(
+            "algo.updates_per_step",
+            f"splits the {num_rollouts} rollouts of a step into empty batches",
+            f"Set it to {num_rollouts} or less",
+        )
+
+
+def _check_algo(found: Findings) -> None:
+    cfg, algo = found.cfg, found.cfg.algo
+    if 1 <= cfg.rollout.completions_per_prompt < 2:
+        found.refuse(
+            "rollout.completions_per_prompt",
+            "leaves nothing to compare within a group, so every advantage is 0",
+            "Set it to 2 or more; 8 is usual",
+        )
+    # CISPO clips the importance weight itself and is used without a lower bound, which is clip_low = 1.
+    found.within("algo.clip_low", 0, 1, open_low=True, open_high=algo.ratio != "detached")
+    found.positive("algo.clip_high", "algo.alarm_abs_logprob_diff", "algo.alarm_kl_k3")
+    found.at_least(0, "algo.kl_coef", "algo.entropy_coef", "algo.overlong_buffer_tokens", "algo.correction_low")
+    found.at_least(1, "algo.updates_per_step", "algo.max_refills")
+    if algo.dual_clip is not None and not algo.dual_clip > 1 + algo.clip_high:
+        found.refuse(
+            "algo.dual_clip",
+            f"has to lie above 1 + clip_high = {1 + algo.clip_high:g}, where the ordinary clip ends",
+            "Set 3.0, as its authors did, or None",
+        )
+    found.within("algo.veto_below", 0, 1, open_low=True, open_high=True)
+    _check_correction(found)
+    if algo.overlong == "penalty":
+        limit = cfg.rollout.max_completion_tokens
+        if not 1 <= algo.overlong_buffer_tokens <= limit:
+            found.refuse(
+                "algo.overlong_buffer_tokens",
+                "the penalty has to begin within the completion",
+                f"Choose 1 to {limit} tokens before the limit of {limit}",
+            )
+    elif algo.overlong_buffer_tokens > 0:
+        found.refuse("algo.overlong_buffer_tokens", "has no effect", "Set --algo.overlong penalty, or 0 here")
+
+
+def _check_correction(found: Findings) -> None:
+    """The bounds of the importance weight, which is 1 where trainer and engine agree."""
+    algo = found.cfg.algo
+    if algo.correction == "off":
+        return
+    if algo.correction.endswith("mask") and algo.correction_low >= algo.correction_high:
+        found.refuse(
+            "algo.correction_low",
+            f"is not below correction_high = {algo.correction_high}, so that every token would be masked",
+            "Choose bounds on both sides of 1, such as 0.5 and 2.0",
+        )
+    elif algo.correction_high < 1:
+        found.refuse(
+            "algo.correction_high",
+            "is below 1, the weight of a token on which trainer and engine agree",
+            "Set it above 1; 2.0 is usual",
+        )
+    elif algo.correction.endswith("mask") and algo.correction_low > 1:
+        found.refuse(
+            "algo.correction_low",
+            "is above 1, the weight of a token on which trainer and engine agree",
+            "Set it below 1; 0.5 is usual",
+        )
+
+
+def _check_data(found: Findings) -> None:
+    data = found.cfg.data
+    if not data.environments:
+        found.refuse("data.environments", "there is nothing to learn", "Name at least one EnvironmentConfig")
+    for index, environment in enumerate(data.environments):
+        path = f"data.environments.{index}"
+        if not environment.weight > 0:
+            found.refuse(f"{path}.weight", "is not above 0", "Set a positive share", value=environment.weight)
+        if not environment.dataset:
+            found.refuse(f"{path}.dataset", "names no generator", "Name one, such as chain_sum", value="''")
+        try:
+            fields = {name for _, name, _, _ in string.Formatter().parse(environment.template) if name is not None}
+        except ValueError as error:
+            found.refuse(f"{path}.template", str(error), "Write literal braces twice", value=environment.template)
+            continue
+        if not fields:
+            problem = "mentions no field, so that every prompt is the same"
+            found.refuse(f"{path}.template", problem, "Use {question}", value=environment.template)
+    names = [environment.dataset for environment in data.environments]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        found.refuse("data.environments", f"{', '.join(twice)} occurs twice", "Merge the two", value=tuple(names))
+    if data.tokenizer != "character" and not Path(data.tokenizer).is_dir():
+        found.refuse("data.tokenizer", "is not a directory", 'Name a tokenizer\'s directory, or "character"')
+    if data.chat_template and data.tokenizer == "character":
+        found.refuse("data.chat_template", "the character tokenizer has no chat template", "Set False")
+    found.at_least(1, "data.num_score_workers", "data.sft_batch_size")
+    found.at_least(0, "data.sft_steps")
+    is_launched = "LAUNCH_DIR" in os.environ or found.cfg.rollout.placement == "remote"
+    if found.at_least(0, "data.score_servers") and data.score_servers and not is_launched:
+        found.refuse(
+            "data.score_servers",
+            "the agents of a launched job start them, and this program does not",
+            "Launch the run by `python -m launch CONFIG --cluster local`, or set 0",
+        )
+    found.positive("data.score_deadline_s", "data.sft_lr")
+    found.within("data.sft_stop_pass_rate", 0, 1, open_low=True)
+
+
+def _check_storage(found: Findings) -> None:
+    """Folders that have to exist, or that must not be files; what is observed."""
+    cfg = found.cfg
+    check_source(found)
+    try:
+        run_dir = Path(cfg.run_dir)
+    except (KeyError, IndexError, ValueError):
+        found.refuse("output_dir", "may hold {name} and no other braces", "Use runs/{name}")
+    else:
+        existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK):
+            found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
+    found.at_least(0, "checkpoint.every_steps", "observe.verify_every", "observe.eval_every")
+    found.at_least(1, "checkpoint.keep", "observe.eval_prompts", "observe.eval_completions")
+    if cfg.observe.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        found.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")

@@ -1,0 +1,165 @@
+"""Whether the architecture is consistent and the degrees of parallelism divide what they split. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from megatron_fp8rl.names.registry import FAMILIES, to_hf_config
+from megatron_fp8rl.preflight.findings import Findings
+
+
+def check_model(found: Findings) -> bool:
+    """Whether the architecture is consistent in itself."""
+    model, before = found.cfg.model, len(found.violations)
+    sizes = ["num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
+    found.at_least(1, *(f"model.{name}" for name in (*sizes, "max_position_embeddings")))
+    found.at_least(0, "model.num_experts", "model.ffn_hidden_size")
+    found.positive("model.norm_eps", "model.rope_theta")
+    if len(found.violations) > before:
+        return False
+    found.divides("model.num_key_value_heads", model.num_attention_heads, "attention heads")
+    has_experts = FAMILIES[model.family].has_experts
+    if has_experts and not model.is_moe:
+        found.refuse("model.num_experts", "leaves a mixture-of-experts family without experts", "Set it to 2 or more")
+    elif model.is_moe and not has_experts:
+        families = " or ".join(name for name, family in FAMILIES.items() if family.has_experts)
+        found.refuse("model.num_experts", "gives a dense family experts", f"Set 0, or --model.family {families}")
+    elif model.is_moe:
+        found.positive("model.moe_ffn_hidden_size")
+        found.within("model.experts_per_token", 1, model.num_experts)
+        found.within("model.first_dense_layers", 0, model.num_layers)
+        if model.first_dense_layers:
+            found.positive("model.ffn_hidden_size")
+        _check_router(found)
+    else:
+        found.positive("model.ffn_hidden_size")
+    if model.num_mtp_layers:
+        found.refuse(
+            "model.num_mtp_layers",
+            "asks for multi-token prediction layers, which reinforcement learning does not use",
+            "Set 0; checkpoint_tools keeps them in conversions",
+        )
+    _check_rotation(found)
+    _check_family(found)
+    return len(found.violations) == before
+
+
+def _check_router(found: Findings) -> None:
+    """Whether the groups of experts can be scored (by their two best) and leave a token enough experts."""
+    model, router = found.cfg.model, found.cfg.model.router
+    if not found.at_least(1, "model.router.num_groups", "model.router.groups_per_token") or router.num_groups == 1:
+        return
+    if not found.divides("model.router.num_groups", model.num_experts, "experts"):
+        return
+    per_group = model.num_experts // router.num_groups
+    found.within("model.router.groups_per_token", 1, router.num_groups)
+    if per_group < 2:
+        found.refuse(
+            "model.router.num_groups",
+            "leaves one expert in a group, and a group is scored by its two best",
+            f"Lower it to {model.num_experts // 2} or less",
+        )
+    elif per_group * router.groups_per_token < model.experts_per_token:
+        found.refuse(
+            "model.router.groups_per_token",
+            f"offers a token {per_group * router.groups_per_token} experts, and it uses {model.experts_per_token}",
+            f"Set it to {-(-model.experts_per_token // per_group)} or more",
+        )
+
+
+def _check_rotation(found: Findings) -> None:
+    """Rotary embedding turns pairs of features."""
+    model = found.cfg.model
+    found.within("model.rotary_fraction", 0, 1, open_low=True)
+    if model.mla is not None and model.mla.qk_rope_head_dim % 2:
+        found.refuse("model.mla.qk_rope_head_dim", "is odd, and rotary embedding turns pairs", "Choose an even number")
+    rotated = int(model.head_dim * model.rotary_fraction)
+    if model.mla is None and rotated % 2:
+        field = "head_dim" if model.rotary_fraction == 1 else "rotary_fraction"
+        problem = f"rotates {rotated} features of a head, and rotary embedding turns pairs"
+        found.refuse(f"model.{field}", problem, "Choose an even number of features")
+
+
+def _check_family(found: Findings) -> None:
+    """Whether a config.json of the family can say what the model is: engines and checkpoints read nothing else."""
+    model = found.cfg.model
+    try:
+        to_hf_config(model)
+    except ValueError as error:
+        found.refuse("model.family", str(error), "Choose the family that has it, or leave the field at its default")
+    if model.family == "qwen2" and model.head_dim * model.num_attention_heads != model.hidden_size:
+        found.refuse(  # vLLM 0.25.1 computes it, whatever config.json says
+            "model.head_dim",
+            "is not hidden_size / num_attention_heads, which the engine takes for this family",
+            f"Set {model.hidden_size // model.num_attention_heads}",
+        )
+
+
+def check_degrees(found: Findings, model_is_sound: bool) -> bool:
+    """Whether all degrees are whole, fit the world and divide what they split."""
+    model, parallel, before = found.cfg.model, found.cfg.parallel, len(found.violations)
+    names = ("world_size", "tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
+    if not found.at_least(1, *(f"parallel.{name}" for name in names), "rollout.tensor", "rollout.num_replicas"):
+        return False
+    if _fits_world(found, "parallel.world_size", ("tensor", "pipeline", "context")) and model.is_moe:
+        path = "parallel.expert" if parallel.expert > 1 else "parallel.expert_tensor"
+        _fits_world(found, path, ("expert", "expert_tensor", "pipeline"))
+    if parallel.virtual_stages > 1 and parallel.pipeline == 1:
+        found.refuse("parallel.virtual_stages", "needs a pipeline", "Set --parallel.pipeline to 2 or more, or 1 here")
+    if not model_is_sound:
+        return False
+    if parallel.pipeline * parallel.virtual_stages > model.num_layers:
+        path = "parallel.virtual_stages" if parallel.pipeline <= model.num_layers else "parallel.pipeline"
+        found.refuse(
+            path,
+            f"pipeline x virtual_stages = {parallel.pipeline * parallel.virtual_stages} stages cannot each have one of "
+            f"the {model.num_layers} layers",
+            f"Lower the product to {model.num_layers} or less; it need not divide the layers",
+        )
+    _check_head_degree(found, "parallel.tensor")
+    _check_feed_forward_degree(found)
+    _check_head_degree(found, "rollout.tensor")
+    if model.is_moe:
+        found.divides("parallel.expert", model.num_experts, "experts")
+        found.divides("parallel.expert_tensor", model.moe_ffn_hidden_size, "columns of an expert")
+    else:
+        for path in ("parallel.expert", "parallel.expert_tensor"):
+            if found.value(path) > 1:
+                found.refuse(path, "splits experts, and the model is dense", "Set 1")
+    return len(found.violations) == before
+
+
+def _check_feed_forward_degree(found: Findings) -> None:
+    """The trainer divides the columns of dense feed-forwards and of shared experts."""
+    model, degree = found.cfg.model, found.cfg.parallel.tensor
+    shared = model.num_shared_experts * model.moe_ffn_hidden_size
+    for columns, what in ((model.ffn_hidden_size, "a dense feed-forward"), (shared, "the shared experts")):
+        if columns % degree:
+            found.divides("parallel.tensor", columns, f"columns of {what}")
+            return
+
+
+def _fits_world(found: Findings, path: str, names: tuple[str, ...]) -> bool:
+    product = math.prod(found.value(f"parallel.{name}") for name in names)
+    world_size = found.cfg.parallel.world_size
+    if world_size % product == 0:
+        return True
+    found.refuse(
+        path,
+        f"{' x '.join(names)} = {product} does not divide the world of {world_size} ranks",
+        f"Use a multiple of {product} ranks (--parallel.world_size {product}) or lower a degree",
+    )
+    return False
+
+
+def _check_head_degree(found: Findings, path: str) -> None:
+    """Ranks that outnumber the key/value heads share them, evenly: engines by copies, the trainer by gathering."""
+    kv_heads, degree = found.cfg.model.num_key_value_heads, found.value(path)
+    if not found.divides(path, found.cfg.model.num_attention_heads, "attention heads"):
+        return
+    if kv_heads % degree and degree % kv_heads:
+        found.refuse(
+            path,
+            f"neither divides the {kv_heads} key/value heads nor is a multiple of them",
+            f"Choose a divisor or a multiple of {kv_heads}",
+        )

@@ -1,0 +1,213 @@
+"""Peak memory of the trainer rank that needs the most, by part.
+
+In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with the largest total. Pure; no torch.
+
+    weights       2 bytes per parameter (BF16)                            Micikevicius et al., arXiv:1710.03740
+    gradients     4 bytes: Megatron-Core's main_grad, summed in FP32      grad_reduce_in_fp32 of its DDP
+    optimizer     12 bytes: FP32 master weight and AdamW's two moments,   Rajbhandari et al., arXiv:1910.02054, stage 1
+                  over data x context parallel ranks; of experts over
+                  world / (pipeline x expert x expert tensor) ranks
+    FP8 copies    1 byte and scales, row-wise and column-wise             Transformer Engine keeps both for a whole
+                                                                          update (is_first_microbatch)
+    activations   see ``activations.py``, times the microbatches in       Narayanan et al., arXiv:2104.04473, 2.2
+                  flight: 1F1B: stages behind this one, and itself;
+                  interleaved: 2 (stages behind) + (v - 1) p + 1 chunks;
+                  on the last stage also the inputs of the last norm
+                  and of the head
+    logits        the head's gradient in FP32 and, at once, two FP32      ``trainer/logprobs.py``
+                  chunks of logits, or one BF16 chunk and the gradient
+                  that it gives
+
+With FP32 parameters weights take 4 bytes and the optimizer 8. Temporaries of the head and of one layer's backward pass
+do not occur at once; the larger counts. The row-wise FP8 copies live from the first forward pass after an update to the
+next update, the column-wise ones from the first backward pass on; the peak of an update of two microbatches has both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.names.registry import padded_vocab_size
+from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
+from megatron_fp8rl.preflight.hardware import GIB, Gpu
+from megatron_fp8rl.preflight.memory import Estimate, Part
+from megatron_fp8rl.preflight.parameters import RankWeights, on_trainer_rank
+from megatron_fp8rl.weight_sync.plan import TrainerLayout
+
+# Not arithmetic but allowances: a CUDA context with its modules and cuBLAS's workspaces (measured on one H200: 1.7 GiB
+# for a dense model, 2.1 for one with experts), and NCCL's buffers for each process group that has more than one rank.
+_CONTEXT_BYTES = int(1.9 * GIB)
+_GROUP_BYTES = int(0.2 * GIB)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes per element of what the optimizer keeps."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, cfg: RunConfig) -> Bytes:
+        if cfg.precision.params == "fp32":
+            return cls(weight=4, gradient=4, optimizer=8)  # FP32 parameters are their own master weights
+        return cls(weight=2, gradient=4, optimizer=12)
+
+
+def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float = 1.0) -> Estimate:
+    """The estimate of the pipeline stage with the largest total."""
+    stages = [
+        estimate_stage(cfg, gpu, capacity_bytes, routing_imbalance, stage) for stage in range(cfg.parallel.pipeline)
+    ]
+    return max(stages, key=lambda estimate: estimate.total_bytes)
+
+
+def num_microbatches(cfg: RunConfig) -> int:
+    """Microbatches of one update on one data-parallel rank when every completion has its full length."""
+    rollout = cfg.rollout
+    sequences = rollout.prompts_per_step * rollout.completions_per_prompt / cfg.algo.updates_per_step
+    tokens = sequences * (rollout.max_prompt_tokens + rollout.max_completion_tokens)
+    return max(1, math.ceil(tokens / cfg.parallel.data / rollout.max_tokens_per_microbatch))
+
+
+def layers_in_flight(cfg: RunConfig, stage: int, layers: int) -> float:
+    """Layers, over all microbatches, whose activations a rank of ``stage`` holds at once; ``layers`` are its own."""
+    parallel, microbatches = cfg.parallel, num_microbatches(cfg)
+    behind = parallel.pipeline - stage - 1
+    if parallel.virtual_stages == 1:
+        return layers * min(behind + 1, microbatches)
+    chunks = 2 * behind + (parallel.virtual_stages - 1) * parallel.pipeline + 1
+    return layers / parallel.virtual_stages * min(chunks, microbatches * parallel.virtual_stages)
+
+
+def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
+    """Bytes per weight element of the FP8 copies that a linear keeps, and how many there are."""
+    per_copy = {
+        "bf16": 0.0,
+        "delayed": 1.0,
+        "tensorwise": 1.0,
+        "blockwise": 1 + 4 / FP8_BLOCK**2,
+        "mxfp8": 1 + 1 / 32,
+    }[cfg.precision.trainer]
+    is_per_tensor = cfg.precision.trainer in ("delayed", "tensorwise")
+    return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)
+
+
+def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float, stage: int) -> Estimate:
+    """Peak memory of a rank of one pipeline stage; all its ranks need the same when routing is balanced."""
+    tokens = Tokens.of(cfg, routing_imbalance)
+    layout = TrainerLayout.from_config(cfg.parallel)
+    held = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
+    layers = [layer_bytes(cfg, layer, tokens) for layer in held]
+    parts = (
+        *_states(cfg, gpu, on_trainer_rank(cfg, stage)),
+        _activations(cfg, layers, tokens, stage),
+        _temporaries(cfg, layers, tokens, stage),
+        _overhead(cfg, tokens),
+    )
+    where = f"pipeline stage {stage} of {cfg.parallel.pipeline}" if cfg.parallel.pipeline > 1 else "every rank"
+    return Estimate(title=f"trainer, {where}", parts=parts, capacity_bytes=capacity_bytes)
+
+
+def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
+    parallel, per = cfg.parallel, Bytes.of(cfg)
+    dense_ranks = parallel.data * parallel.context
+    expert_ranks = max(1, parallel.world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor))
+    optimizer = per.optimizer * (weights.dense / dense_ranks + weights.expert / expert_ranks)
+    copies = fp8_copy_bytes(cfg, gpu)
+    weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
+    held_bytes, held = weight_bytes, f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B"
+    if cfg.precision.params == "fp8":  # bytes in rows are the weights themselves, those in columns their copy
+        copies, how = copies / 2, "in columns"
+        held_bytes += int((copies - per.weight) * weights.fp8)
+        held += f", of which {weights.fp8 / 1e9:.2f} G in FP8 x {copies:.3g} B"
+    shards = f"{weights.dense / 1e9:.2f} G over {dense_ranks}"
+    if weights.expert:
+        shards += f", experts {weights.expert / 1e9:.2f} G over {expert_ranks}"
+    parts = [
+        Part(
+            name="weights",
+            num_bytes=held_bytes,
+            formula=held,
+        ),
+        Part(name="gradients", num_bytes=per.gradient * weights.trained, formula=f"FP32, x {per.gradient} B"),
+        Part(
+            name="optimizer states",
+            num_bytes=int(optimizer),
+            formula=f"x {per.optimizer} B, sharded: {shards} ranks",
+        ),
+        Part(
+            name="FP8 copies",
+            num_bytes=int(copies * weights.fp8),
+            formula=f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({how})",
+        ),
+    ]
+    if cfg.algo.kl_coef > 0:
+        # A second copy of the weights; its linears run forward only and keep the row-wise FP8 copy.
+        reference = weight_bytes + int(min(copies, 1.0) * weights.fp8)
+        parts.append(Part(name="reference model", num_bytes=reference, formula="algo.kl_coef > 0: a frozen copy"))
+    return tuple(parts)
+
+
+def _activations(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int) -> Part:
+    mean = sum(layer.kept for layer in layers) / len(layers)
+    in_flight = layers_in_flight(cfg, stage, len(layers))
+    shown = f"{in_flight:g} layers in flight x {mean / 2**20:.0f} MiB (recompute {cfg.optim.recompute})"
+    behind = 0.0
+    if stage == cfg.parallel.pipeline - 1:
+        behind = (tokens.sequence + tokens.context) * cfg.model.hidden_size * Bytes.of(cfg).weight
+        shown += f", last norm and head {behind / 2**20:.0f} MiB"
+    return Part(name="activations", num_bytes=int(mean * in_flight + behind), formula=shown)
+
+
+def _temporaries(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage: int) -> Part:
+    layer = max(layer.transient for layer in layers)
+    head = head_bytes(cfg, tokens) if stage == cfg.parallel.pipeline - 1 else 0.0
+    shown = f"backward of one layer {layer / GIB:.1f} GiB"
+    if head:
+        shown = f"larger of logits {head / GIB:.1f} GiB and {shown}"
+    return Part(name="temporaries", num_bytes=int(max(layer, head)), formula=shown)
+
+
+def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
+    """Temporaries of the backward pass of log-probabilities: see ``trainer/logprobs.py``.
+
+    Gradients of the head's shard, summed over chunks in FP32, or in the parameters' type when one chunk holds all
+    tokens, and of the hidden states. Beside them, a chunk at a time, logits that become their own gradient, in the
+    parameters' type, and the product of that with the hidden states; at the end the head's gradient in that type.
+    With FP32 parameters, logits and their gradient apart.
+    """
+    rows = padded_vocab_size(cfg.model, cfg.parallel.tensor) / cfg.parallel.tensor
+    chunk = min(cfg.optim.logprob_chunk_tokens, tokens.context)
+    element = Bytes.of(cfg).weight
+    logits, head = chunk * rows, rows * cfg.model.hidden_size
+    summed = head * (4 if chunk < tokens.context else element)
+    widest = (logits + head) * element
+    if element == 4:
+        widest = max(widest, logits * (4 + 4))
+    return summed + widest + tokens.context * cfg.model.hidden_size * element
+
+
+def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:
+    parallel = cfg.parallel
+    degrees = [
+        parallel.tensor,
+        parallel.pipeline,
+        parallel.context,
+        parallel.data,
+        parallel.expert,
+        parallel.expert_tensor,
+    ]
+    groups = sum(degree > 1 for degree in degrees)
+    stage_buffers = 0.0
+    if parallel.pipeline > 1:
+        stage_buffers = 4 * tokens.sequence * cfg.model.hidden_size * 2  # sent and received, both ways, BF16
+    return Part(
+        name="communication, CUDA",
+        num_bytes=int(_CONTEXT_BYTES + groups * _GROUP_BYTES + stage_buffers),
+        formula=f"allowance: context {_CONTEXT_BYTES / GIB:.1f} GiB, "
+        f"{groups} process groups x {_GROUP_BYTES / GIB:.1f} GiB",
+    )

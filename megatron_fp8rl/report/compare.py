@@ -1,0 +1,167 @@
+"""Several runs side by side: the arms of a study, each over some seeds.
+
+In: (arm, seed, folder) of runs that an observer wrote. Out: ``study.md`` with a table, ``study.png`` and
+``study.json``.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+
+from megatron_fp8rl.observe.observer import write_json
+from megatron_fp8rl.report.run_data import RunData
+from megatron_fp8rl.report.style import CYCLE, finish, moving_average, new_figure, styled
+
+Runs = dict[str, dict[int, RunData]]  # by arm, then by seed
+_LAST = 10  # steps that count as the end of a run
+
+# (column, key, how the run is summed up, format)
+_COLUMNS = (
+    ("held-out start", "eval/pass_rate/mean", "first", "{:.3f}"),
+    ("held-out end", "eval/pass_rate/mean", "last", "{:.3f}"),
+    (f"reward, last {_LAST}", "reward/score/mean", "end", "{:.3f}"),
+    ("mean abs diff", "mismatch/abs_logprob_diff/mean", "mean", "{:.2e}"),
+    ("max abs diff", "mismatch/abs_logprob_diff/max", "max", "{:.2e}"),
+    ("KL k3", "mismatch/kl_k3/mean", "mean", "{:.2e}"),
+    ("ESS", "mismatch/effective_sample_size/mean", "mean", "{:.4f}"),
+    ("corrected", "mismatch/fraction_corrected/mean", "mean", "{:.2e}"),
+    ("s/step", "time/step/s", "mean", "{:.2f}"),
+)
+
+
+def compare_runs(runs: Sequence[tuple[str, int, Path | str]], out_dir: Path | str) -> Path:
+    """Write table and plot of all runs; return the path of the table. Raises FileNotFoundError for a missing run."""
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    arms: Runs = {}
+    for arm, seed, run_dir in runs:
+        if not (Path(run_dir) / "metrics.jsonl").exists():
+            raise FileNotFoundError(f"{arm}, seed {seed}: {run_dir} holds no metrics.jsonl; run it first")
+        arms.setdefault(arm, {})[seed] = RunData(Path(run_dir))
+    summary = {
+        arm: {name: _over_seeds(by_seed, key, how) for name, key, how, _ in _COLUMNS} for arm, by_seed in arms.items()
+    }
+    write_json(out_dir / "study.json", summary)
+    with styled():
+        figure = _draw(arms)
+        picture = out_dir / ".study.png.tmp"
+        figure.savefig(picture, format="png", dpi=120)
+        os.replace(picture, out_dir / "study.png")
+    path, temporary = out_dir / "study.md", out_dir / ".study.md.tmp"
+    temporary.write_text(_markdown(arms, summary), encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def _sum_up(run: RunData, key: str, how: str) -> float | None:
+    values = run.values(key)
+    if not values:
+        return None
+    return {
+        "first": lambda: values[0],
+        "last": lambda: values[-1],
+        "end": lambda: statistics.fmean(values[-_LAST:]),
+        "mean": lambda: statistics.fmean(values),
+        "max": lambda: max(values),
+    }[how]()
+
+
+def _over_seeds(by_seed: dict[int, RunData], key: str, how: str) -> dict[str, float | int] | None:
+    """Mean and sample standard deviation over the seeds that have the number."""
+    values = [value for run in by_seed.values() if (value := _sum_up(run, key, how)) is not None]
+    if not values:
+        return None
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    return {"mean": statistics.fmean(values), "std": spread, "num_seeds": len(values)}
+
+
+def _markdown(arms: Runs, summary: dict) -> str:
+    names = [name for name, *_ in _COLUMNS]
+    lines = [
+        "# Precision study",
+        "",
+        "Arms are rollout precision/training precision. Mean ± standard deviation over seeds; mismatch over all steps.",
+        "",
+        f"| arm | seeds | {' | '.join(names)} |",
+        f"|---|---|{'---|' * len(names)}",
+    ]
+    for arm, row in summary.items():
+        cells = []
+        for name, _, _, form in _COLUMNS:
+            cell = row[name]
+            spread = f" ± {form.format(cell['std'])}" if cell and cell["num_seeds"] > 1 else ""
+            cells.append(form.format(cell["mean"]) + spread if cell else "–")
+        lines.append(f"| {arm} | {len(arms[arm])} | {' | '.join(cells)} |")
+    failed = [
+        f"- {arm}, seed {seed}: {run.failure['error']} in step {run.failure['step']}: {run.failure['message']}"
+        for arm, by_seed in arms.items()
+        for seed, run in by_seed.items()
+        if run.failure
+    ]
+    if failed:
+        lines += ["", "Runs that failed, counted up to their failure:", "", *failed]
+    lines += ["", "![reward and mismatch of all arms](study.png)", ""]
+    return "\n".join(lines)
+
+
+def _draw(arms: Runs):
+    figure = new_figure(15.0, 9.0)
+    (reward, mismatch), (end, spread) = figure.subplots(2, 2)
+    mismatch.set_yscale("log")
+    spread.set_xscale("log")
+    colors = _colors(arms)
+    for arm, by_seed in arms.items():
+        line, color = "--" if arm.endswith("uncorrected") else "-", colors[arm]
+        _band(reward, by_seed, "reward/score/mean", color, arm, line, smooth=5)
+        _band(mismatch, by_seed, "mismatch/abs_logprob_diff/mean", color, arm, line)
+    finish(reward, "Reward: mean over seeds, band from lowest to highest (5-step average)")
+    reward.legend(loc="lower right")
+    finish(mismatch, "Mismatch: mean |old − rollout| over seeds", y="nats, log scale", legend=False)
+    _dots(end, arms, "eval/pass_rate/mean", "last")
+    finish(end, "Held-out pass rate at the end: each seed, and their mean", x="pass rate", legend=False)
+    _dots(spread, arms, "mismatch/kl_k3/mean", "mean")
+    finish(spread, "KL (k3) of trainer and engine: each seed, and their mean", x="nats, log scale", legend=False)
+    return figure
+
+
+def _colors(arms: Runs) -> dict[str, str]:
+    """One colour for each first word of the arms: a precision, whether corrected or not."""
+    words = dict.fromkeys(arm.partition(" ")[0] for arm in arms)
+    by_word = dict(zip(words, CYCLE * len(words), strict=False))
+    return {arm: by_word[arm.partition(" ")[0]] for arm in arms}
+
+
+def _band(
+    axes: Axes, by_seed: dict[int, RunData], key: str, color: str, label: str, line: str, smooth: int = 1
+) -> None:
+    by_step: dict[int, list[float]] = {}
+    for run in by_seed.values():
+        steps, values = run.series(key)
+        for step, value in zip(steps, moving_average(values, smooth), strict=True):
+            by_step.setdefault(step, []).append(value)
+    steps = sorted(by_step)
+    if not steps:
+        return
+    axes.plot(steps, [statistics.fmean(by_step[s]) for s in steps], color=color, label=label, linestyle=line)
+    if len(by_seed) > 1:
+        low, high = [min(by_step[s]) for s in steps], [max(by_step[s]) for s in steps]
+        axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
+
+
+def _dots(axes: Axes, arms: Runs, key: str, how: str) -> None:
+    """One row per arm: a dot per seed and a bar at the mean."""
+    colors = _colors(arms)
+    for row, (arm, by_seed) in enumerate(arms.items()):
+        color = colors[arm]
+        values = [value for run in by_seed.values() if (value := _sum_up(run, key, how)) is not None]
+        if values:
+            axes.plot(values, [row] * len(values), "o", color=color, alpha=0.5, markersize=7, markeredgewidth=0)
+            axes.plot([statistics.fmean(values)], [row], "|", color=color, markersize=22, markeredgewidth=2.5)
+    axes.set_yticks(range(len(arms)), list(arms))
+    axes.set_ylim(-0.5, len(arms) - 0.5)
+    axes.invert_yaxis()

@@ -1,0 +1,354 @@
+"""The plots of one run. In: a run's data. Out: matplotlib figures; None where the run has nothing to show.
+
+Each ``draw_`` function fills given axes, so that the report and the overview share the plots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from megatron_fp8rl.observe.metrics import PHASES
+from megatron_fp8rl.report.evaluation_figures import draw_pass_at_k_by_step
+from megatron_fp8rl.report.run_data import RunData
+from megatron_fp8rl.report.style import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, curve, finish, new_figure
+
+_PHASE_COLORS = dict(zip(PHASES, (BLUE, SKY, GREEN, "#9BD3C0", ORANGE, RED, GREY, PURPLE, "#C9CED6"), strict=True))
+
+
+def draw_reward(axes: Axes, run: RunData) -> bool:
+    """Reward and pass rate, evaluations, and where the warm start stood."""
+    steps, rewards = run.series("reward/score/mean")
+    eval_steps, evals = run.series("eval/pass_rate/mean")
+    if not rewards and not evals:
+        return False
+    curve(axes, steps, rewards, color=BLUE, label="reward")
+    pass_steps, passes = run.series("reward/pass_rate/mean")
+    if passes != rewards:
+        curve(axes, pass_steps, passes, color=GREEN, label="pass rate", line="--")
+    if evals:
+        axes.plot(
+            eval_steps, evals, "D", color=ORANGE, markersize=6, label="held-out pass rate", zorder=5, clip_on=False
+        )
+        axes.axhline(evals[0], color=ORANGE, linestyle=":", linewidth=1.2)
+        low, high = (run.values(f"eval/pass_rate_{end}/mean") for end in ("low", "high"))
+        if len(low) == len(high) == len(evals):
+            axes.vlines(eval_steps, low, high, color=ORANGE, linewidth=1.2, clip_on=False)  # 95 %
+        for at, value in {0: evals[0], -1: evals[-1]}.items() if len(evals) > 1 else [(0, evals[0])]:
+            side = (7, -13) if at == 0 else (-7, -14)
+            axes.annotate(
+                f"{value:.0%}" + (" warm start" if at == 0 and eval_steps[0] == 0 else ""),
+                (eval_steps[at], value),
+                xytext=side,
+                textcoords="offset points",
+                ha="left" if at == 0 else "right",
+                fontsize=8,
+                color="#A86F00",
+            )
+    highest = max([1.0, *rewards, *evals])
+    axes.set_ylim(min([0.0, *rewards]), highest * 1.06)
+    finish(axes, "Reward")
+    axes.legend(loc="lower right")
+    return True
+
+
+def draw_mismatch(axes: Axes, run: RunData) -> bool:
+    """How far trainer and engine disagree on the sampled tokens."""
+    axes.set_yscale("log")
+    shown = False
+    for key, label, color, line in (
+        ("mismatch/abs_logprob_diff/max", "|old − rollout|, max", ORANGE, "-"),
+        ("mismatch/abs_logprob_diff/mean", "|old − rollout|, mean", BLUE, "-"),
+        ("mismatch/kl_k3/mean", "KL (k3)", GREEN, "-"),
+    ):
+        steps, values = run.series(key)
+        points = [(step, value) for step, value in zip(steps, values, strict=True) if value > 0]
+        if points:
+            curve(axes, [p[0] for p in points], [p[1] for p in points], color=color, label=label, line=line)
+            shown = True
+    finish(axes, "Mismatch between trainer and engine", y="nats, log scale")
+    if shown:
+        _raise_ceiling(axes, 0.16)
+        axes.legend(loc="upper right", ncols=3, columnspacing=1.0, handlelength=1.2)
+    return shown
+
+
+def draw_weight_health(axes: Axes, run: RunData) -> bool:
+    """Tokens that the importance weights cost: lost effective sample size, corrected and vetoed tokens."""
+    steps, size = run.series("mismatch/effective_sample_size/mean")
+    if not size:
+        return False
+    axes.set_yscale("log")
+    lost = [max(0.0, 1 - value) for value in size]
+    for values, label, color in (
+        (lost, "1 − effective sample size", BLUE),
+        (run.values("mismatch/fraction_corrected/mean"), "corrected", ORANGE),
+        (run.values("mismatch/fraction_vetoed/mean"), "vetoed", RED),
+    ):
+        # A logarithm has no place for zero: a step without such tokens leaves a gap.
+        heights = [value if value > 0 else float("nan") for value in values]
+        if len(heights) == len(steps):
+            name = label if any(values) else f"{label}: none"
+            axes.plot(steps, heights, color=color, label=name, marker=".", markersize=3, linewidth=1.2)
+    finish(axes, "Importance weights: share of tokens lost", y="fraction, log scale")
+    _raise_ceiling(axes, 0.22)
+    axes.legend(loc="upper right", ncols=3, columnspacing=1.0, handlelength=1.2)
+    return True
+
+
+def draw_weight_range(axes: Axes, run: RunData) -> bool:
+    """Largest and smallest importance weight of a token."""
+    steps, high = run.series("mismatch/ratio/max")
+    low_steps, low = run.series("mismatch/ratio/min")
+    if not high or steps != low_steps:
+        return False
+    scale = ""
+    if max(high) > 4 or min(low) < 0.25:
+        axes.set_yscale("log")
+        low, scale = [max(value, 1e-9) for value in low], ", log scale"
+    axes.fill_between(steps, low, high, color=BLUE, alpha=0.13, linewidth=0, label="smallest to largest")
+    for values in (low, high):
+        axes.plot(steps, values, color=SKY, linewidth=1.0)
+    axes.plot(*run.series("mismatch/ratio/mean"), color=BLUE, label="mean")
+    axes.axhline(1.0, color=GREY, linewidth=1.0, linestyle=":")
+    finish(axes, "Importance weights: range", y=f"exp(old − rollout){scale}")
+    _raise_ceiling(axes, 0.22)
+    axes.legend(loc="upper right", ncols=2)
+    return True
+
+
+def _raise_ceiling(axes: Axes, share: float) -> None:
+    """Leave room above the curves for a legend."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(low, high * (high / low) ** share if axes.get_yscale() == "log" else high + share * (high - low))
+
+
+def draw_entropy(axes: Axes, run: RunData) -> bool:
+    """Entropy of the trainer's policy and the sampler's surprisal."""
+    key = "train/entropy/mean" if run.values("train/entropy/mean") else "loss/entropy/mean"
+    curve(axes, *run.series(key), color=BLUE, label="entropy (trainer)")
+    curve(axes, *run.series("rollout/surprisal/mean"), color=ORANGE, label="surprisal (engine)", line="--")
+    axes.set_ylim(bottom=0)
+    finish(axes, "Entropy", y="nats per token")
+    return bool(axes.lines)
+
+
+def draw_kl(axes: Axes, run: RunData) -> bool:
+    """How far the updates move the policy, and how far it is from the reference."""
+    curve(axes, *run.series("loss/kl_update/mean"), color=BLUE, label="KL(old ‖ trainer), within the step")
+    curve(axes, *run.series("loss/kl_ref/mean"), color=PURPLE, label="KL(trainer ‖ reference)")
+    finish(axes, "Policy movement", y="nats per token")
+    return bool(axes.lines)
+
+
+def draw_clipping(axes: Axes, run: RunData) -> bool:
+    """Tokens whose gradient a clip bound removed."""
+    for key, label, color in (
+        ("loss/clip_fraction_low/mean", "lower bound", BLUE),
+        ("loss/clip_fraction_high/mean", "upper bound", ORANGE),
+        ("loss/clip_fraction_dual/mean", "dual", PURPLE),
+    ):
+        if any(run.values(key)) or "dual" not in key:
+            curve(axes, *run.series(key), color=color, label=label)
+    finish(axes, "Clipped tokens", y="fraction")
+    return bool(axes.lines)
+
+
+def draw_loss(axes: Axes, run: RunData) -> bool:
+    curve(axes, *run.series("train/loss/mean"), color=BLUE, label="loss")
+    finish(axes, "Loss", legend=False)
+    return bool(axes.lines)
+
+
+def draw_grad_norm(axes: Axes, run: RunData) -> bool:
+    values = run.values("train/grad_norm/max")
+    if values and min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_yscale("log")
+    curve(axes, *run.series("train/grad_norm/max"), color=RED, label="gradient norm")
+    finish(axes, "Gradient norm, before clipping", legend=False)
+    return bool(values)
+
+
+def draw_lengths(axes: Axes, run: RunData) -> bool:
+    """Completion lengths: mean within shortest to longest."""
+    steps, mean = run.series("rollout/length/mean")
+    if not mean:
+        return False
+    low, high = run.values("rollout/length/min"), run.values("rollout/length/max")
+    if len(low) == len(high) == len(mean):
+        axes.fill_between(steps, low, high, color=BLUE, alpha=0.12, linewidth=0, label="shortest to longest")
+    curve(axes, steps, mean, color=BLUE, label="mean")
+    limit = run.config.get("rollout", {}).get("max_completion_tokens")
+    if limit and limit < 3 * max(high or mean):
+        axes.axhline(limit, color=GREY, linestyle=":", linewidth=1.2, label="limit")
+    axes.set_ylim(bottom=0)
+    finish(axes, "Completion length", y="tokens")
+    return True
+
+
+def draw_problem_share(axes: Axes, run: RunData) -> bool:
+    """Completions and groups that teach little."""
+    for key, label, color in (
+        ("reward/zero_variance/mean", "groups without variance", BLUE),
+        ("rollout/truncated/mean", "completions cut off", ORANGE),
+        ("reward/failed/mean", "completions not scored", RED),
+    ):
+        curve(axes, *run.series(key), color=color, label=label)
+    axes.set_ylim(-0.02, 1.06)
+    finish(axes, "What teaches nothing", y="fraction")
+    return bool(axes.lines)
+
+
+def draw_phase_times(axes: Axes, run: RunData) -> bool:
+    """Seconds of every phase, stacked up to the whole step."""
+    records = [record for record in run.records if "time/step/s" in record and record["step"] > 0]
+    if not records:
+        return False
+    steps = [record["step"] for record in records]
+    below = [0.0] * len(records)
+    total_of_run = sum(record["time/step/s"] for record in records)
+    for phase in PHASES:
+        key = f"time/{phase}/s"
+        if phase == "rollouts" and not any(key in record for record in records):
+            key = "time/generate/s"  # a loop that samples in line does not wait for rollouts besides
+        seconds = [record.get(key) or 0.0 for record in records]
+        if sum(seconds) < 0.002 * total_of_run:
+            continue  # thinner than a line
+        above = [low + value for low, value in zip(below, seconds, strict=True)]
+        axes.fill_between(
+            steps, below, above, color=_PHASE_COLORS[phase], alpha=0.85, linewidth=0, label=phase, step=_stairs(steps)
+        )
+        below = above
+    axes.plot(steps, [record["time/step/s"] for record in records], color="#22262C", linewidth=1.0, label="step")
+    # One slow first step would flatten all the others.
+    ordered = sorted(record["time/step/s"] for record in records)
+    axes.set_ylim(0, min(ordered[-1], 2.5 * ordered[len(ordered) // 2]) * 1.05)
+    finish(axes, "Seconds per step", y="s")
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(  # in the order of the stack, beside it
+        handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0, borderaxespad=0.3
+    )
+    return True
+
+
+def _stairs(steps: list[int]) -> str | None:
+    return "mid" if len(steps) < 60 else None
+
+
+def draw_tokens_per_s(axes: Axes, run: RunData) -> bool:
+    curve(axes, *run.series("rollout/tokens_per_s/mean"), color=BLUE, label="sampled")
+    curve(axes, *run.series("train/tokens_per_s/mean"), color=ORANGE, label="trained")
+    axes.set_ylim(bottom=0)
+    finish(axes, "Throughput", y="tokens/s")
+    return bool(axes.lines)
+
+
+def draw_publish(axes: Axes, run: RunData) -> bool:
+    """Seconds of publishing the weights, and how long the engines stood still for it."""
+    curve(axes, *run.series("publish/total/s"), color=BLUE, label="whole publication")
+    curve(axes, *run.series("publish/pause/s"), color=ORANGE, label="engines paused")
+    axes.set_ylim(bottom=0)
+    megabytes = run.last("publish/bytes/sum")
+    finish(axes, "Publishing weights" + (f" ({megabytes / 2**20:.1f} MiB)" if megabytes else ""), y="s")
+    return bool(axes.lines)
+
+
+def draw_positions(axes: Axes, run: RunData) -> bool:
+    """Mismatch along the completion, for each third of the run."""
+    details = [record for record in run.details if record.get("by_position")]
+    if not details:
+        return False
+    thirds = [details[i * len(details) // 3 : (i + 1) * len(details) // 3] for i in range(3)]
+    names = ("first third of the run", "second third", "last third")
+    if len(details) < 3:
+        thirds, names = [details], ("whole run",)
+    labels: list[str] = []
+    for record in details:
+        labels += [part["label"] for part in record["by_position"] if part["label"] not in labels]
+    labels.sort(key=lambda label: int(label.partition("-")[0]))
+    for records, name, color in zip(thirds, names, (SKY, BLUE, "#003B5C"), strict=False):
+        sums = {label: [0.0, 0] for label in labels}
+        for part in (part for record in records for part in record["by_position"]):
+            sums[part["label"]][0] += part["abs_logprob_diff_mean"] * part["num_tokens"]
+            sums[part["label"]][1] += part["num_tokens"]
+        points = [(i, sums[label][0] / sums[label][1]) for i, label in enumerate(labels) if sums[label][1]]
+        axes.plot([p[0] for p in points], [p[1] for p in points], "o-", color=color, markersize=4, label=name)
+    axes.set_xticks(range(len(labels)), labels)
+    axes.set_ylim(bottom=0)
+    finish(axes, "Mismatch along the completion", x="token of the completion", y="mean |old − rollout|, nats")
+    return True
+
+
+def draw_environments(axes: Axes, run: RunData) -> bool:
+    """Reward by environment, when there are several."""
+    keys = sorted({key for record in run.records for key in record if key.startswith("reward/score_")})
+    if len(keys) < 2:
+        return False
+    for key, color in zip(keys, CYCLE * len(keys), strict=False):
+        curve(axes, *run.series(key), color=color, label=key.removeprefix("reward/score_").removesuffix("/mean"))
+    finish(axes, "Reward by environment")
+    return True
+
+
+def draw_warm_start(axes: Axes, run: RunData) -> bool:
+    """The supervised start: negative log-likelihood."""
+    key = "loss/nll/mean" if run.warm_start.values("loss/nll/mean") else "train/loss/mean"
+    curve(axes, *run.warm_start.series(key), color=PURPLE, label="negative log-likelihood")
+    axes.set_ylim(bottom=0)
+    finish(axes, "Supervised warm start", y="nats per token", legend=False)
+    return bool(axes.lines)
+
+
+def draw_warm_start_pass_rate(axes: Axes, run: RunData) -> bool:
+    """How the warm start approaches the pass rate at which it stops."""
+    curve(axes, *run.warm_start.series("sft/expected_pass_rate/mean"), color=PURPLE, label="expected pass rate")
+    target = run.config.get("data", {}).get("sft_stop_pass_rate")
+    if target:
+        axes.axhline(target, color=GREY, linestyle=":", linewidth=1.2, label="stops here")
+    axes.set_ylim(0, 1.05)
+    finish(axes, "Supervised warm start: expected pass rate")
+    return bool(run.warm_start.values("sft/expected_pass_rate/mean"))
+
+
+Draw = Callable[[Axes, RunData], bool]
+SECTIONS: dict[str, tuple[Draw, ...]] = {
+    "Learning": (
+        draw_reward,
+        draw_entropy,
+        draw_lengths,
+        draw_problem_share,
+        draw_environments,
+        draw_pass_at_k_by_step,
+        draw_warm_start,
+        draw_warm_start_pass_rate,
+    ),
+    "Agreement of trainer and engine": (draw_mismatch, draw_positions, draw_weight_health, draw_weight_range),
+    "Optimization": (draw_loss, draw_grad_norm, draw_kl, draw_clipping),
+    "Time": (draw_phase_times, draw_tokens_per_s, draw_publish),
+}
+OVERVIEW: tuple[Draw, ...] = (
+    draw_reward, draw_mismatch, draw_phase_times, draw_entropy, draw_weight_range, draw_positions
+)  # fmt: skip
+
+
+def make_figure(draw: Draw, run: RunData) -> Figure | None:
+    """One plot on its own; None when the run has no data for it."""
+    figure = new_figure()
+    return figure if draw(figure.subplots(), run) else None
+
+
+def overview(run: RunData) -> Figure:
+    """Six plots on one picture."""
+    figure = new_figure(14.0, 7.4)
+    for draw, axes in zip(OVERVIEW, figure.subplots(2, 3).flat, strict=True):
+        if not draw(axes, run):
+            axes.set_visible(False)
+    model = run.config.get("model", {})
+    precision = run.config.get("precision", {})
+    title = run.config.get("name", run.run_dir.name)
+    if model:
+        title += f"   ·   {model['family']}, training {precision['trainer']}, rollouts {precision['rollout']}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
+    return figure

@@ -1,0 +1,298 @@
+"""``report.html``: one file with every plot and table of a run, which opens anywhere, and ``report.png``, its overview.
+
+In: a run's folder. Out: the two files, replaced in one step each. Runs at the end of a run, also of a failed one, or
+at any time later; while the run goes on it shows what there is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from megatron_fp8rl.observe.display import duration, interval_text
+from megatron_fp8rl.observe.metrics import meaning
+from megatron_fp8rl.report.evaluation_figures import draw_pass_at_k
+from megatron_fp8rl.report.figures import SECTIONS, make_figure, overview
+from megatron_fp8rl.report.run_data import RunData
+from megatron_fp8rl.report.style import styled, svg_uri
+from megatron_fp8rl.types import Rollout
+
+_CSS = """
+:root { --ink: #22262c; --soft: #6b717b; --line: #e3e6ea; --paper: #ffffff; --wash: #f6f7f9; --accent: #0072b2; }
+* { box-sizing: border-box; }
+body { margin: 0; color: var(--ink); background: var(--wash); font: 15px/1.5 system-ui, "Segoe UI", sans-serif; }
+main { max-width: 1280px; margin: 0 auto; padding: 32px 24px 64px; }
+h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 40px 0 12px; }
+.lead { color: var(--soft); margin: 0 0 24px; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(190px, 1fr)); gap: 12px; }
+.tile, figure, .card { background: var(--paper); border: 1px solid var(--line); border-radius: 10px; }
+.tile { padding: 14px 16px; } .tile b { display: block; font-size: 22px; font-weight: 650; white-space: nowrap; }
+.tile span { color: var(--soft); font-size: 13px; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(520px, 1fr)); gap: 16px; }
+figure { margin: 0; padding: 12px; } figure img { width: 100%; display: block; }
+.card { padding: 4px 16px; overflow-x: auto; margin-bottom: 12px; }
+table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
+th { text-align: left; color: var(--soft); font-weight: 600; }
+th, td { padding: 7px 14px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
+tr:last-child td { border-bottom: 0; } td.n { font-variant-numeric: tabular-nums; white-space: nowrap; }
+code, pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, monospace; white-space: pre-wrap; word-break: break-word; }
+.good { color: #00795a; } .bad { color: #b34700; }
+.failed { border: 1px solid #e3b0a0; border-left: 6px solid #d55e00; border-radius: 10px; }
+.failed { background: #fff6f2; padding: 14px 18px; }
+.failed h2 { margin: 0 0 6px; color: #a03d00; } details summary { cursor: pointer; padding: 8px 0; }
+footer { color: var(--soft); margin-top: 40px; font-size: 13px; }
+"""
+_NUM_SAMPLES = 3  # best and as many worst, of the first and of the last step
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write ``report.html`` and ``report.png`` into the folder of a run; return the path of the page.
+
+    Raises FileNotFoundError when the folder holds no run.
+    """
+    run = RunData(Path(run_dir))
+    if not run.records and not run.config and not run.evaluations:
+        raise FileNotFoundError(
+            f"{run_dir} holds no run: neither metrics.jsonl nor config.json nor evaluations are there"
+        )
+    with styled():
+        page = render(run)
+        if run.records:
+            picture = run.run_dir / ".report.png.tmp"
+            overview(run).savefig(picture, format="png", dpi=120)
+            os.replace(picture, run.run_dir / "report.png")
+    path = run.run_dir / "report.html"
+    temporary = run.run_dir / ".report.html.tmp"
+    temporary.write_text(page, encoding="utf-8")
+    os.replace(temporary, path)
+    return path
+
+
+def render(run: RunData) -> str:
+    """The page as text."""
+    name = escape(str(run.config.get("name", run.run_dir.name)))
+    parts = [f"<h1>{name}</h1>", f'<p class="lead">{_lead(run)}</p>', _failure(run), _tiles(run)]
+    for title, draws in SECTIONS.items():
+        images = "".join(_image(figure) for draw in draws if (figure := make_figure(draw, run)) is not None)
+        if images:
+            parts.append(f'<h2>{escape(title)}</h2><div class="plots">{images}</div>')
+    parts += [
+        _evaluations(run),
+        _worst_sequences(run),
+        _warnings(run),
+        _samples(run),
+        _last_metrics(run),
+        _configuration(run),
+        _versions(run),
+    ]
+    body = "\n".join(part for part in parts if part)
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_CSS}</style></head>\n'
+        f"<body><main>{body}<footer>Written by megatron_fp8rl.</footer></main></body></html>\n"
+    )
+
+
+def _image(figure: Figure) -> str:
+    title = escape(figure.axes[0].get_title(loc="left"))
+    return f'<figure><img alt="{title}" src="{svg_uri(figure)}"></figure>'
+
+
+def _lead(run: RunData) -> str:
+    if not run.records and not run.config:
+        return "Evaluations of checkpoints"
+    model, precision = run.config.get("model", {}), run.config.get("precision", {})
+    status = "failed" if run.failure else "finished" if run.is_done else "still running when this page was written"
+    words = [status]
+    if model:
+        size = f"{model['num_layers']} layers of {model['hidden_size']}"
+        experts = f", {model['num_experts']} experts" if model.get("num_experts") else ""
+        words.append(f"{model['family']}, {size}{experts}")
+        words.append(f"training in {precision['trainer']}, rollouts in {precision['rollout']}")
+    words.append(f"seed {run.config.get('seed', '?')}")
+    return escape(" · ".join(words))
+
+
+def _failure(run: RunData) -> str:
+    failure = run.failure
+    if not failure:
+        return ""
+    where = f" in step {failure['step']}" if failure.get("step") is not None else " before the first step"
+    partial = failure.get("metrics_of_the_unfinished_step") or {}
+    rows = _table(("metric of the unfinished step", "value"), [(k, v) for k, v in partial.items()])
+    last_lines = "\n".join(failure["traceback"].splitlines()[-30:])
+    return (
+        f'<section class="failed"><h2>The run failed{escape(where)}: {escape(failure["error"])}</h2>'
+        f"<p><code>{escape(failure['message'])}</code></p>"
+        f"<details><summary>last lines of the traceback</summary><pre>{escape(last_lines)}</pre></details>"
+        + (f"<details><summary>what the step had measured</summary>{rows}</details>" if partial else "")
+        + "</section><br>"
+    )
+
+
+def _tiles(run: RunData) -> str:
+    tiles: list[tuple[str, str]] = []
+    evals = run.values("eval/pass_rate/mean")
+    if len(evals) > 1:
+        tiles.append((f"{evals[0]:.0%} → {evals[-1]:.0%}", "held-out pass rate, start → end"))
+    elif evals:
+        tiles.append((f"{evals[0]:.0%}", "held-out pass rate"))
+    rewards = run.values("reward/score/mean")
+    if rewards:
+        tail = rewards[-5:]
+        tiles.append((f"{rewards[0]:.2f} → {sum(tail) / len(tail):.2f}", "reward, first step → mean of the last 5"))
+    for key, form, label in (
+        ("mismatch/abs_logprob_diff/mean", "{:.1e}", "mean |old − rollout|, nats"),
+        ("mismatch/kl_k3/mean", "{:.1e}", "mean KL (k3) of trainer and engine"),
+        ("mismatch/effective_sample_size/mean", "{:.1%}", "effective sample size"),
+        ("rollout/tokens_per_s/mean", "{:,.0f}", "tokens/s sampled"),
+        ("train/tokens_per_s/mean", "{:,.0f}", "tokens/s trained"),
+        ("publish/total/s", "{:.2f} s", "to publish the weights"),
+    ):
+        value = run.mean(key)
+        if value is not None:
+            tiles.append((form.format(value), label))
+    seconds = [s for step, s in zip(*run.series("time/step/s"), strict=True) if step > 0]
+    if seconds:
+        tiles.append((f"{sorted(seconds)[len(seconds) // 2]:.2f} s", f"per step (median of {len(seconds)})"))
+        tiles.append((duration(sum(run.values("time/step/s"))), "in all steps"))
+    inner = "".join(f'<div class="tile"><b>{escape(v)}</b><span>{escape(label)}</span></div>' for v, label in tiles)
+    return f'<div class="tiles">{inner}</div>' if tiles else ""
+
+
+def _evaluations(run: RunData) -> str:
+    """Accuracy and pass@k of checkpoints, as the eval command measured them."""
+    figure = make_figure(draw_pass_at_k, run)
+    if figure is None:
+        return ""
+    ks = sorted({int(k) for one in run.evaluations for k in one["overall"]["pass_at"]})
+    header = ("checkpoint", "environment", "problems", "completions", "accuracy", *(f"pass@{k}" for k in ks))
+    rows = []
+    for one in run.evaluations:
+        parts = dict(one["environments"]) | ({"all": one["overall"]} if len(one["environments"]) > 1 else {})
+        for name, part in parts.items():
+            estimates = [part["accuracy"], *(part["pass_at"].get(str(k)) for k in ks)]
+            rows.append((one["name"], name, part["num_problems"], part["num_completions"], *map(_interval, estimates)))
+    note = "<p>Brackets hold intervals of 95 %: Wilson's score for accuracy, bootstrap over problems for pass@k.</p>"
+    card = f'<div class="card">{_table(header, rows)}{note}</div>'
+    return f'<h2>Evaluations of checkpoints</h2><div class="plots">{_image(figure)}</div><br>{card}'
+
+
+def _interval(estimate: dict[str, float] | None) -> str:
+    return "–" if estimate is None else interval_text(estimate)
+
+
+def _worst_sequences(run: RunData) -> str:
+    """The sequences of the run on which trainer and engine disagreed most."""
+    found = [(record["step"], part) for record in run.details for part in record.get("worst", ())]
+    found.sort(key=lambda item: -item[1]["abs_logprob_diff_mean"])
+    rows = [
+        (step, part["label"], part["num_tokens"], f"{part['abs_logprob_diff_mean']:.2e}",
+         f"{part['abs_logprob_diff_max']:.2e}", f"{part['ratio_min']:.3f} to {part['ratio_max']:.3f}")
+        for step, part in found[:8]
+    ]  # fmt: skip
+    header = ("step", "rollout", "tokens", "mean |old − rollout|", "max", "importance weights")
+    return f'<h2>Largest disagreement</h2><div class="card">{_table(header, rows)}</div>' if rows else ""
+
+
+def _warnings(run: RunData) -> str:
+    rows = [(record["step"], text) for record in run.details for text in record.get("warnings", ())]
+    if not rows:
+        return ""
+    table = _table(("step", "warning"), rows[:50])
+    more = f"<p>and {len(rows) - 50} more in details.jsonl</p>" if len(rows) > 50 else ""
+    return f'<h2>Warnings</h2><div class="card">{table}{more}</div>'
+
+
+def _samples(run: RunData) -> str:
+    """Best and worst completions of the first and of the last recorded step."""
+    sections = []
+    for step, groups in run.first_and_last_groups():
+        rollouts = sorted((r for g in groups for r in g.rollouts), key=lambda r: (-r.reward, r.name))
+        shown = _distinct(rollouts, _NUM_SAMPLES)
+        worst = [r for r in _distinct(rollouts[::-1], _NUM_SAMPLES) if all(r is not other for other in shown)]
+        rows = "".join(_sample_row(rollout) for rollout in [*shown, *worst[::-1]])
+        head = "".join(f"<th>{h}</th>" for h in ("reward", "prompt", "completion", "answer", "tokens", "status"))
+        sections.append(
+            f'<h2>Completions of step {step}</h2><div class="card"><table><tr>{head}</tr>{rows}</table></div>'
+        )
+    return "\n".join(sections)
+
+
+def _distinct(rollouts: Iterable[Rollout], limit: int) -> list[Rollout]:
+    """The first rollouts of different prompts."""
+    chosen: dict[str, Rollout] = {}
+    for rollout in rollouts:
+        if len(chosen) < limit:
+            chosen.setdefault(rollout.prompt.prompt_id, rollout)
+    return list(chosen.values())
+
+
+def _sample_row(rollout: Rollout) -> str:
+    kind = "good" if rollout.reward >= 1 else "bad"
+    status = rollout.status + (f": {rollout.detail}" if rollout.detail else "")
+    cells = (rollout.prompt.text, rollout.completion.text, rollout.prompt.answer)
+    return (
+        f'<tr><td class="n {kind}">{rollout.reward:.2f}</td>'
+        + "".join(f"<td><code>{escape(text[:1500]) or '&nbsp;'}</code></td>" for text in cells)
+        + f'<td class="n">{len(rollout.completion.token_ids)}</td><td>{escape(status)}</td></tr>'
+    )
+
+
+def _last_metrics(run: RunData) -> str:
+    if not run.records:
+        return ""
+    keys = sorted({key for record in run.records for key in record} - {"step"})
+    rows = [
+        (key, _number(run.first(key)), _number(run.mean(key)), _number(run.last(key)), meaning(key) or "")
+        for key in keys
+    ]
+    table = _table(("metric", "first", "mean", "last", "meaning"), rows)
+    return f'<h2>All metrics</h2><div class="card"><details><summary>{len(rows)} keys</summary>{table}</details></div>'
+
+
+def _configuration(run: RunData) -> str:
+    if not run.config:
+        return ""
+    plain = {key: value for key, value in run.config.items() if not isinstance(value, dict)}
+    sections = {"run": plain, **{key: value for key, value in run.config.items() if isinstance(value, dict)}}
+    blocks = "".join(
+        f"<details><summary><b>{escape(name)}</b></summary>{_table(('field', 'value'), list(fields.items()))}</details>"
+        for name, fields in sections.items()
+    )
+    return f'<h2>Configuration</h2><div class="card">{blocks}</div>'
+
+
+def _versions(run: RunData) -> str:
+    versions: dict[str, Any] = dict(run.versions)
+    if not versions:
+        return ""
+    packages = versions.pop("packages", {})
+    commit = (versions.pop("megatron_fp8rl", None) or {}).get("commit")
+    versions.pop("started_unix_s", None)
+    rows = [("megatron_fp8rl commit", commit or "not a repository"), *packages.items()]
+    rows += [(key, ", ".join(value) if isinstance(value, list) else value) for key, value in versions.items() if value]
+    return f'<h2>Versions</h2><div class="card">{_table(("what", "version"), rows)}</div>'
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    head = "".join(f"<th>{escape(text)}</th>" for text in header)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f'<td class="n">{_number(value)}</td>'
+    return f"<td>{escape(str(value))}</td>"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return str(value) if isinstance(value, int) else f"{value:.4g}"

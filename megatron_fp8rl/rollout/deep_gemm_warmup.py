@@ -1,0 +1,229 @@
+"""DeepGEMM's kernels of an engine's FP8 linears, compiled by many processes before the engine starts.
+
+DeepGEMM compiles a kernel for each size of tiles that it takes for a matrix, and takes another at nearly every other
+number of tokens: 50 to 75 kernels of four seconds for one model, which an engine would wait for one by one in its first
+steps. Here each process multiplies zeros at its share of the sizes, and the compiled kernels stay in DeepGEMM's folder.
+
+In: the sizes of the linears of one rank, the most tokens of a step. Out: files in that folder, and one that says which
+sizes are done, so that the next start asks nothing. Which process: a replica's server, before it starts the engine;
+replicas that share a folder wait for the one that compiles. What fails here is compiled by the engine when it is needed.
+
+    python -m megatron_fp8rl.rollout.deep_gemm_warmup --sizes 6144,4096 4096,4096 --max-tokens 8192
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.kernels.deep_gemm import compiled_folder, deep_gemm, package
+from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.precision.layer_table import LayerTable
+
+_MODULE = "megatron_fp8rl.rollout.deep_gemm_warmup"  # __name__ is another where it is run
+LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # seconds to compile, and sizes, handed to the engine's server
+DEADLINE_S = 900.0  # where no engine waits
+_SHARE_OF_START = 0.4  # of the seconds that an engine has to start: to compile
+_MAX_PROCESSES = 16
+_SHARE = 6  # neighbouring numbers of tokens, which often take one kernel
+_POLL_S = 0.5
+# The fused linears that vLLM makes of matrices, and those whose columns are divided over ranks, or nothing is.
+_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
+_FUSED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "latent")
+_BY_COLUMNS, _WHOLE = ("o_proj", "down_proj"), ("q_a_proj", "kv_a_proj_with_mqa")
+
+Size = tuple[int, int]  # rows N and columns K of a weight
+
+
+def linear_sizes(cfg: RunConfig) -> list[Size]:
+    """[N, K] of every FP8 linear of one rank of an engine, as vLLM fuses them; routed experts are not linears."""
+    table, ranks = LayerTable.build(cfg.model, cfg.precision), cfg.rollout.tensor
+    found: dict[tuple[str, str], Size] = {}
+    for name, shape in hf_tensors(cfg.model).items():
+        if len(shape) != 2 or ".experts." in name or not table.rollout_fp8(name):
+            continue
+        *where, matrix, _ = name.split(".")
+        rows, columns = shape
+        if matrix in _BY_COLUMNS:
+            columns //= ranks
+        elif matrix in ("k_proj", "v_proj"):
+            rows = max(rows // ranks, cfg.model.head_dim)  # ranks share heads where they are more
+        elif matrix not in _WHOLE:
+            rows //= ranks
+        key = ".".join(where), _FUSED.get(matrix, matrix)
+        found[key] = (found.get(key, (0, 0))[0] + rows, columns)
+    return sorted({size for size in found.values() if not any(n % FP8_BLOCK for n in size)})
+
+
+def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[int]:
+    """Numbers of tokens between which DeepGEMM may change its tiles: small ones, and those that fill the GPU."""
+    found = {1, 2, 4, *range(8, 257, 8), *range(256, max_tokens + 1, 128)}
+    for height in (64, 128, 256):
+        for width in range(16, min(257, num_rows + 1), 16):
+            found |= {wave * num_processors * height // -(-num_rows // width) for wave in range(1, 11)}
+    return sorted(count for count in found if 1 <= count <= max_tokens)
+
+
+def shares(
+    sizes: Sequence[Size], max_tokens: int, num_processors: int, num_shares: int
+) -> list[list[tuple[int, int, int]]]:
+    """(N, K, tokens) of each process."""
+    work = [(n, k, count) for n, k in sizes for count in token_counts(max_tokens, n, num_processors)]
+    pieces = [work[first : first + _SHARE] for first in range(0, len(work), _SHARE)]
+    return [[item for piece in pieces[i::num_shares] for item in piece] for i in range(num_shares)]
+
+
+def ensure(
+    sizes: Sequence[Size],
+    max_tokens: int,
+    *,
+    folder: Path | None = None,
+    identity: str | None = None,
+    command: Callable[[Sequence[str]], list[str]] | None = None,
+    deadline_s: float = DEADLINE_S,
+) -> bool:
+    """Compile what is not in DeepGEMM's folder yet; whether all processes succeeded. Waits for others that compile.
+
+    ``folder``, ``identity`` of the GPU and the compiler, and the ``command`` of a process are given by tests alone.
+    """
+    folder = folder or Path(compiled_folder())
+    identity = identity or _identity()
+    command = command or (lambda words: [sys.executable, "-m", _MODULE, *words])
+    end = time.monotonic() + deadline_s
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone(folder / "fp8rl.lock", end):
+        done = folder / "fp8rl.json"
+        known = json.loads(done.read_text()) if done.exists() else {}
+        names = {f"{n}x{k} to {max_tokens}": (n, k) for n, k in sizes}
+        missing = [name for name in names if name not in known.get(identity, ())]
+        if not missing:
+            return True
+        began = time.monotonic()
+        print(f"compiling DeepGEMM's kernels of {', '.join(missing)} tokens, once for {folder}", flush=True)
+        if not _run_all([names[name] for name in missing], max_tokens, command, end):
+            return False
+        known[identity] = sorted({*known.get(identity, ()), *missing})
+        partial = done.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps(known, indent=1))
+        partial.replace(done)
+        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    return True
+
+
+def _run_all(
+    sizes: Sequence[Size], max_tokens: int, command: Callable[[Sequence[str]], list[str]], end: float
+) -> bool:
+    """Start a process for each share and wait for all."""
+    number = min(_MAX_PROCESSES, os.cpu_count() or 1)
+    words = ["--sizes", *(f"{n},{k}" for n, k in sizes), f"--max-tokens={max_tokens}", f"--of={number}"]
+    running = [subprocess.Popen(command([*words, f"--share={i}"]), stdin=subprocess.DEVNULL) for i in range(number)]
+    try:
+        while any(process.poll() is None for process in running) and time.monotonic() < end:
+            time.sleep(_POLL_S)
+        failed = [i for i, process in enumerate(running) if process.poll() != 0]
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    if failed:
+        print(
+            f"warning: {len(failed)} of {number} processes that compile DeepGEMM's kernels failed or were too slow; the "
+            "engine compiles the rest when it first needs them",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+    return not failed
+
+
+@contextlib.contextmanager
+def _alone(path: Path, end: float) -> Iterator[None]:
+    """Hold a lock on a file, or go on without it when the deadline has passed: what is compiled twice does no harm."""
+    with path.open("w") as file:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            if time.monotonic() > end:
+                print(f"warning: another process has held {path} for too long", file=sys.stderr, flush=True)
+                break
+            time.sleep(_POLL_S)
+        yield
+
+
+def _identity() -> str:
+    """Of the GPU and of the code that chooses and compiles kernels, without CUDA in this process."""
+    import importlib.util
+
+    said = []
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # not in every container
+        said = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, timeout=60,
+        ).stdout.splitlines()  # fmt: skip
+    origin = importlib.util.find_spec(package()).origin
+    return f"{said[0] if said else 'GPU'}, {hashlib.sha256(Path(origin).read_bytes()).hexdigest()[:12]}"
+
+
+def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
+    """Multiply zeros at each size: DeepGEMM compiles what it does not find."""
+    import torch
+
+    weight, held = None, None
+    for n, k, tokens in work:
+        if held != (n, k):
+            weight, held = None, (n, k)
+            data = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device="cuda")
+            weight = data, torch.ones(n // FP8_BLOCK, k // FP8_BLOCK, device="cuda")
+        x = torch.zeros(tokens, k, dtype=torch.float8_e4m3fn, device="cuda")
+        # Columns of scales begin at multiples of 16 bytes, as vLLM's quantizer leaves them.
+        scale = torch.ones(k // FP8_BLOCK, -(-tokens // 4) * 4, device="cuda").t()[:tokens]
+        out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+        deep_gemm().fp8_gemm_nt((x, scale), weight, out, disable_ue8m0_cast=True)
+    torch.cuda.synchronize()
+
+
+def ensure_as_told(max_tokens: int) -> None:
+    """:func:`ensure` what :func:`told` has put into the environment, if there is anything."""
+    if words := os.environ.get(LINEARS_VARIABLE, "").split():
+        ensure([_size(word) for word in words[1:]], max_tokens, deadline_s=float(words[0]))
+
+
+def told(cfg: RunConfig) -> str:
+    """For the server's environment. What is not compiled in time, the engine compiles when it needs it."""
+    sizes = (f"{n},{k}" for n, k in linear_sizes(cfg))
+    return " ".join([f"{_SHARE_OF_START * cfg.rollout.start_deadline_s:g}", *sizes])
+
+
+def _size(text: str) -> Size:
+    n, k = map(int, text.split(","))
+    return n, k
+
+
+def main(argv: Sequence[str]) -> int:
+    options = argparse.ArgumentParser(prog="megatron_fp8rl.rollout.deep_gemm_warmup", description=__doc__.splitlines()[0])
+    options.add_argument("--sizes", nargs="+", type=_size, required=True, metavar="N,K")
+    options.add_argument("--max-tokens", type=int, required=True)
+    options.add_argument("--of", type=int, default=1, help="shares; with --share")
+    options.add_argument("--share", type=int, help="compile one share here; without it, all in processes")
+    known = options.parse_args(argv)
+    if known.share is None:
+        return 0 if ensure(known.sizes, known.max_tokens) else 1
+    import torch
+
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    _multiply(shares(known.sizes, known.max_tokens, processors, known.of)[known.share])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

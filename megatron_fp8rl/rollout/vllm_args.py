@@ -1,0 +1,227 @@
+"""How a rollout engine is started: every vLLM argument and environment variable that we set, and why.
+
+In: the run's configuration, the folder of the Hugging Face model. Out: a command line and an environment. Pure; runs in
+the trainer process that starts the engines. vLLM is not imported.
+
+The model folder holds config.json and the tokenizer. Weights in it are not read: an engine starts with dummy weights,
+and the first publication fills them, through the path that every later one takes.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_fp8rl.config import FP8_BLOCK, ConfigError, ModelConfig, PrecisionConfig, RunConfig, Violation
+from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, told
+from megatron_fp8rl.rollout.vllm_plugin.plugin import SCALES_VARIABLE, WEIGHT_TRANSFER_BACKEND
+
+CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
+_CPU_KV_LIMIT_BYTES = 4 << 30
+
+
+def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> list[str]:
+    """Names of all modules with a matrix that the engine holds in BF16: the complement of the layer table.
+
+    vLLM matches names exactly, each expert's and each part of a fused module; a module that is missing from the list,
+    the router above all, would be read as FP8 and give garbage without an error.
+    """
+    table = LayerTable.build(model, precision)
+    matrices = (name for name, shape in hf_tensors(model).items() if len(shape) == 2)
+    return [name.removesuffix(".weight") for name in matrices if not table.rollout_fp8(name)]
+
+
+def quantization_config(model: ModelConfig, precision: PrecisionConfig) -> dict[str, Any]:
+    """The ``quantization_config`` of config.json, as FP8 checkpoints carry it."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+        "modules_to_not_convert": modules_not_converted(model, precision),
+    }
+
+
+def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
+    """KV cache of one worker. On a CPU: as configured, else ``max_num_sequences`` of full length, up to 4 GiB."""
+    if cfg.rollout.kv_cache_bytes is not None or not cpu:
+        return cfg.rollout.kv_cache_bytes
+    model, rollout = cfg.model, cfg.rollout
+    kv_heads = max(1, model.num_key_value_heads // rollout.tensor)
+    element_bytes = 1 if rollout.kv_cache_dtype == "fp8" else 2
+    token_bytes = 2 * model.num_layers * kv_heads * model.head_dim * element_bytes
+    blocks_per_sequence = -(-_max_model_len(cfg) // CPU_KV_BLOCK_TOKENS)
+    num_blocks = rollout.max_num_sequences * blocks_per_sequence + 1  # vLLM keeps one block for padding
+    return min(num_blocks * CPU_KV_BLOCK_TOKENS * token_bytes, _CPU_KV_LIMIT_BYTES)
+
+
+def engine_arguments(cfg: RunConfig, hf_dir: Path | str, *, cpu: bool) -> dict[str, Any]:
+    """vLLM's command-line options, without the dashes. True stands for a flag, a dict for JSON."""
+    rollout = cfg.rollout
+    arguments: dict[str, Any] = {
+        "model": str(hf_dir),
+        "served-model-name": cfg.name,
+        "dtype": "bfloat16",
+        "load-format": "dummy",
+        "seed": cfg.seed,
+        "tensor-parallel-size": rollout.tensor,
+        "max-model-len": _max_model_len(cfg),
+        "max-num-seqs": rollout.max_num_sequences,
+        "max-num-batched-tokens": max(8192, _max_model_len(cfg), rollout.max_num_sequences),
+        "kv-cache-dtype": rollout.kv_cache_dtype,
+        # What was sampled from: after temperature, top-p and top-k. vLLM's default is before them.
+        "logprobs-mode": "processed_logprobs",
+        # Sampling defaults come from our requests, never from a generation_config.json in the model folder.
+        "generation-config": "vllm",
+        "worker-extension-cls": "megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension",
+        "weight-transfer-config": {"backend": WEIGHT_TRANSFER_BACKEND},
+        # One line for each of hundreds of requests per step would bury the messages that matter.
+        "disable-uvicorn-access-log": True,
+        "disable-log-stats": True,
+        "disable-fastapi-docs": True,
+    }
+    # On a CPU also a BF16 engine runs under the FP8 config, with every module on its list of exceptions: that selects
+    # our BF16 method, which keeps weights readable.
+    if cpu or cfg.precision.rollout != "bf16":
+        arguments["hf-overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
+    if cpu:
+        arguments["enforce-eager"] = True
+        arguments["kv-cache-memory-bytes"] = kv_cache_bytes(cfg, cpu=True)
+        # One worker runs inside the engine core; a process of its own would cost one more hop per token.
+        arguments["distributed-executor-backend"] = "uni" if rollout.tensor == 1 else "mp"
+    else:
+        arguments["gpu-memory-utilization"] = rollout.gpu_memory_utilization
+        arguments["enforce-eager"] = rollout.enforce_eager
+        if rollout.kv_cache_bytes is not None:
+            arguments["kv-cache-memory-bytes"] = rollout.kv_cache_bytes
+        # torch.compile puts norms of its own in place of the batch-invariant ones.
+        is_compiled = rollout.torch_compile and not rollout.batch_invariant
+        if not is_compiled and not rollout.enforce_eager:
+            # Graphs of whole decoding steps need no compiler; graphs of pieces, which prompts would use, do.
+            arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if rollout.attention_backend != "auto":
+            arguments["attention-backend"] = rollout.attention_backend
+        arguments["enable-sleep-mode"] = rollout.sleep_level > 0
+        arguments |= kernel_backends(cfg)
+    if rollout.expert > 1:
+        arguments["enable-expert-parallel"] = True
+    if rollout.record_routed_experts:
+        arguments["enable-return-routed-experts"] = True
+    return arguments
+
+
+def kernel_backends(cfg: RunConfig) -> dict[str, str]:
+    """vLLM's choice of kernels on a GPU, always by name: what its own "auto" takes depends on installed packages.
+
+    Linears are DeepGEMM's, the only ones that round activations to the power-of-two scales of ``precision.scales``.
+    Experts are Triton's at every degree: they hold gate, up and down as they are sent, and allocate nothing when
+    weights change, so CUDA graphs stay valid.
+    """
+    found: dict[str, str] = {}
+    if cfg.precision.rollout != "bf16":
+        linear = cfg.rollout.linear_backend
+        found["linear-backend"] = "deep_gemm" if linear == "auto" else linear
+    if cfg.model.is_moe:
+        experts = cfg.rollout.moe_backend
+        found["moe-backend"] = "triton" if experts == "auto" else experts
+    return found
+
+
+def require_backends(cfg: RunConfig, *, has_flashinfer: bool | None = None) -> None:
+    """Raise ConfigError when the configuration names kernels that are not installed here."""
+    if has_flashinfer is None:
+        has_flashinfer = _has_flashinfer()
+    if cfg.rollout.attention_backend == "FLASHINFER" and not has_flashinfer:
+        problem, remedy = "the package flashinfer is not installed here", "Use auto, which takes FLASH_ATTN on Hopper"
+        raise ConfigError([Violation("--rollout.attention_backend", cfg.rollout.attention_backend, problem, remedy)])
+
+
+_CHOICES = {
+    "linear": re.compile(r"Selected (\w+) for Fp8\w*"),
+    "moe": re.compile(r"Using '?(\w+)'? (?:Fp8|Unquantized) MoE backend"),
+    "attention": re.compile(r"Using (\w+) (?:attention )?backend"),
+}
+
+
+def chosen_kernels(log: str) -> dict[str, str]:
+    """The kernels that an engine says in its log to have taken: of linears, experts and attention, as far as named."""
+    found = {kind: dict.fromkeys(pattern.findall(log)) for kind, pattern in _CHOICES.items()}
+    return {kind: ", ".join(names) for kind, names in found.items() if names}
+
+
+def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
+    """Variables to add to the environment of the trainer process. torchrun's own must be removed: see the fleet."""
+    pow2 = cfg.precision.scales == "pow2"
+    environment = {
+        SCALES_VARIABLE: cfg.precision.scales,
+        "VLLM_SERVER_DEV_MODE": "1",  # the endpoints that pause, update weights and call workers
+        "VLLM_NO_USAGE_STATS": "1",
+        # A connection that the server closes while we send on it fails the call; keep it through a training step.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
+        "VLLM_LOGGING_COLOR": "0",  # logs go to files
+        "TOKENIZERS_PARALLELISM": "false",
+        # One lever for every GPU kernel: scales of activations, and no second quantization of weights.
+        "VLLM_USE_DEEP_GEMM_E8M0": "1" if pow2 else "0",
+    }
+    if not cpu:
+        environment |= {
+            # Without DeepGEMM, vLLM ignores the lever above; also Triton's experts look at it.
+            "VLLM_USE_DEEP_GEMM": "1",
+            "VLLM_MOE_USE_DEEP_GEMM": "1" if cfg.rollout.moe_backend == "deep_gemm" else "0",
+            # Compiles for every batch size in one process, which takes minutes; precompile.py does it in many.
+            "VLLM_DEEP_GEMM_WARMUP": "skip",
+            # The older runner, still vLLM's own choice for Qwen3's experts, draws in a loop over requests with seeds,
+            # which ours all have; the newer one, its choice for dense models, cannot record what routers chose.
+            "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
+        }
+        if kernel_backends(cfg).get("linear-backend") == "deep_gemm":
+            environment[LINEARS_VARIABLE] = told(cfg)
+        if cfg.rollout.batch_invariant:
+            environment["VLLM_BATCH_INVARIANT"] = "1"
+        if not _has_flashinfer():
+            environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it
+    if cpu:
+        num_workers = cfg.rollout.num_replicas * cfg.rollout.tensor
+        environment |= {
+            # vLLM compiles its sampler although told to run eagerly; that takes half a minute.
+            "TORCHDYNAMO_DISABLE": "1",
+            # Half of the cores: OpenMP threads that share a core with the trainer's wait for each other.
+            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * num_workers))),
+            "OMP_WAIT_POLICY": "PASSIVE",
+            # vLLM 0.25.1 has no kernel for latent attention on a CPU; told so, it projects keys and values up first.
+            "VLLM_MLA_DISABLE": "1",
+            # Binding asserts a NUMA node per worker.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # Allows the "uni" executor behind the asynchronous front end.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.rollout.tensor == 1 else "1",
+        }
+    return environment
+
+
+def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
+    """Command line of a server that accepts connections on an inherited, bound socket and ends with this process."""
+    command = [sys.executable, "-m", "megatron_fp8rl.rollout.vllm_plugin.server"]
+    command += [f"--listen-fd={listen_fd}", f"--parent-pid={os.getpid()}"]
+    for name, value in arguments.items():
+        if value is True:
+            command.append(f"--{name}")
+        elif isinstance(value, dict):
+            command += [f"--{name}", json.dumps(value)]
+        elif value is not False and value is not None:
+            command += [f"--{name}", str(value)]
+    return command
+
+
+def _has_flashinfer() -> bool:
+    return importlib.util.find_spec("flashinfer") is not None
+
+
+def _max_model_len(cfg: RunConfig) -> int:
+    return cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens

@@ -1,0 +1,246 @@
+"""The engine's linear and expert layers on a CPU: blockwise FP8 by the trainer's own arithmetic, and readable BF16.
+
+In: vLLM's layers of a model with an ``fp8`` quantization config. Out: the methods that hold and multiply their weights.
+Which process: vLLM's workers, on a machine without a GPU.
+
+vLLM 0.25.1 on a CPU multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16
+weights into a form that cannot be read back, so that nothing could prove what the engine holds. The methods here
+
+- keep every weight in checkpoint format: FP8 bytes with ``weight_scale_inv``, or BF16;
+- compute with :mod:`megatron_fp8rl.kernels.blockwise`, the functions that the trainer calls: W8A8, activations in 1x128
+  blocks, FP32 accumulation. The dequantized weight is computed once per weight update and kept beside the bytes;
+- report the experts chosen by the router, which vLLM's CPU path forgets (it returns zeros).
+
+Experts follow vLLM's GPU kernels: softmax of the router logits in FP32 over the chosen experts, SwiGLU in the
+activation type between two rounded products, routing weights applied after the second product and summed in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config, Fp8MoEMethod
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+    validate_fp8_block_shape,
+)
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.parameter import BlockQuantScaleParameter
+
+from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.kernels.blockwise import Scales
+
+_BLOCK_SHAPE = [blockwise.BLOCK, blockwise.BLOCK]
+
+
+def register(scales: Scales) -> None:
+    """Make ``quant_method: fp8`` use the methods of this module in the calling process, with this kind of scale."""
+
+    class CpuFp8Config(Fp8Config):
+        """vLLM's ``fp8`` config; only the methods it hands out differ. ``scales`` applies to activations."""
+
+        def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+            if not isinstance(layer, LinearBase | RoutedExperts):
+                return super().get_quant_method(layer, prefix)
+            skipped = is_layer_skipped(
+                prefix=prefix, ignored_layers=self.ignored_layers, fused_mapping=self.packed_modules_mapping
+            )
+            if not skipped and self.weight_block_size != _BLOCK_SHAPE:
+                raise ValueError(f"{prefix}: weight_block_size is {self.weight_block_size}; only 128x128 is supported")
+            if isinstance(layer, LinearBase):
+                return ReadableLinearMethod() if skipped else EmulatedFp8LinearMethod(scales)
+            if skipped:
+                return ReadableMoEMethod(layer)
+            return EmulatedFp8MoEMethod(self, layer, scales)
+
+    register_quantization_config("fp8")(CpuFp8Config)
+    # Some matrices are multiplied without asking a quantization config: Mixtral's router, output heads. vLLM 0.25.1
+    # packs those too, and a head that is tied to the embedding is not packed again after an update. Drop this when vLLM
+    # can leave weights as loaded.
+    for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
+        method.apply = ReadableLinearMethod.apply
+
+
+@register_weight_loader_v2_supported_method
+class ReadableLinearMethod(UnquantizedLinearMethod):
+    """A BF16 linear that leaves its weight as loaded."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing: vLLM would pack the weight here and drop the original."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
+@register_weight_loader_v2_supported_method
+class EmulatedFp8LinearMethod(LinearMethodBase):
+    """W8A8 blockwise FP8 linear: parameters as in vLLM's ``Fp8LinearMethod``, arithmetic of ``blockwise.linear``."""
+
+    def __init__(self, scales: Scales) -> None:
+        self.scales: Scales = scales
+
+    def create_weights(
+        self,
+        layer: nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        weight_loader = extra_weight_attrs["weight_loader"]
+        rows = sum(output_partition_sizes)
+        layer.logical_widths = output_partition_sizes
+        layer.orig_dtype = params_dtype
+        layer.weight_block_size = _BLOCK_SHAPE  # vLLM's loaders slice scales by it
+        validate_fp8_block_shape(
+            layer, input_size, output_size, input_size_per_partition, output_partition_sizes, _BLOCK_SHAPE
+        )
+        layer.register_parameter("weight", create_fp8_weight_parameter(rows, input_size_per_partition, weight_loader))
+        scale = create_fp8_scale_parameter(
+            BlockQuantScaleParameter, output_partition_sizes, input_size_per_partition, _BLOCK_SHAPE, weight_loader
+        )
+        layer.register_parameter("weight_scale_inv", scale)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        operand_dtype = blockwise.operand_dtype(layer.orig_dtype, self.scales)
+        # A plain attribute: vLLM's reload and the weight digests see parameters and buffers alone.
+        weight = blockwise.dequantize_weight(layer.weight.data, layer.weight_scale_inv.data)
+        layer.dequantized_weight = weight.to(operand_dtype)
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = blockwise.linear_dequantized(x, layer.dequantized_weight, self.scales)
+        return y if bias is None else y + bias
+
+
+class ReadableMoEMethod(UnquantizedFusedMoEMethod):
+    """BF16 experts that leave their weights as loaded."""
+
+    def __init__(self, layer: RoutedExperts) -> None:
+        super().__init__(layer.moe_config)
+        _check_supported(layer)
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        """Nothing: vLLM would pack the weights here and drop the originals."""
+
+    def apply_monolithic(
+        self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
+        return _mix_experts(layer, x, router_logits, layer.w13_weight, layer.w2_weight, round_operand=None)
+
+
+class EmulatedFp8MoEMethod(Fp8MoEMethod):
+    """W8A8 blockwise FP8 experts: parameters of vLLM's ``Fp8MoEMethod``, arithmetic of ``blockwise.linear``."""
+
+    def __init__(self, quant_config: Fp8Config, layer: RoutedExperts, scales: Scales) -> None:
+        super().__init__(quant_config, layer)
+        _check_supported(layer)
+        self.scales: Scales = scales
+
+    @property
+    def is_monolithic(self) -> bool:
+        """vLLM's CPU build has no kernel for routing apart from the experts."""
+        return True
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """None: there is no fused kernel to describe the scales to."""
+
+    def process_weights_after_loading(self, layer: RoutedExperts) -> None:
+        operand_dtype = blockwise.operand_dtype(layer.orig_dtype, self.scales)
+        for name in ("w13", "w2"):
+            data = getattr(layer, f"{name}_weight").data
+            scale = getattr(layer, f"{name}_weight_scale_inv").data
+            experts = [blockwise.dequantize_weight(d, s).to(operand_dtype) for d, s in zip(data, scale, strict=True)]
+            setattr(layer, f"{name}_dequantized", torch.stack(experts))
+
+    def apply_monolithic(
+        self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor:
+        def round_operand(rows: Tensor) -> Tensor:
+            return blockwise.round_activation(rows, self.scales, layer.w13_dequantized.dtype)
+
+        return _mix_experts(layer, x, router_logits, layer.w13_dequantized, layer.w2_dequantized, round_operand)
+
+
+def _check_supported(layer: RoutedExperts) -> None:
+    """Refuse what the kernels here do not compute, rather than compute something else."""
+    if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or layer.moe_config.has_bias:
+        raise ValueError(f"{layer.layer_name}: only SwiGLU experts without bias are supported on a CPU")
+    if layer.expert_map is not None:
+        raise ValueError(f"{layer.layer_name}: expert parallelism is not supported on a CPU; use tensor parallelism")
+
+
+def _route(layer: RoutedExperts, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(weights float32 [tokens, top_k], expert ids int32 [tokens, top_k]); reports the ids to vLLM's capturer."""
+    weights, expert_ids = select_experts(
+        hidden_states=x,
+        router_logits=router_logits.float(),  # as vLLM's GPU kernels; in BF16 the weights would lose 16 bits
+        use_grouped_topk=layer.use_grouped_topk,
+        top_k=layer.top_k,
+        renormalize=layer.renormalize,
+        topk_group=layer.topk_group,
+        num_expert_group=layer.num_expert_group,
+        custom_routing_function=layer.custom_routing_function,
+        scoring_func=layer.scoring_func,
+        routed_scaling_factor=layer.routed_scaling_factor,
+        e_score_correction_bias=layer.e_score_correction_bias,
+    )
+    # vLLM 0.25.1 captures in BaseRouter.select_experts, which its CPU path does not run. Drop this when it does.
+    capture = get_forward_context().no_compile_layers[layer.layer_name].router.capture_fn
+    if capture is not None:
+        capture(expert_ids)
+    return weights, expert_ids
+
+
+def _mix_experts(
+    layer: RoutedExperts,
+    x: Tensor,
+    router_logits: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    round_operand: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Weighted sum of each token's experts, [tokens, hidden] in x.dtype.
+
+    w13 [experts, 2 * ffn, hidden] and w2 [experts, hidden, ffn] multiply activations that ``round_operand`` prepared,
+    accumulate in FP32 and round to x.dtype. Tokens are sorted by expert, so that all but the products runs once.
+    """
+    weights, expert_ids = _route(layer, x, router_logits)
+    num_tokens, top_k = expert_ids.shape
+    order = expert_ids.flatten().argsort(stable=True)
+    counts = expert_ids.flatten().bincount(minlength=w13.shape[0]).tolist()
+
+    def multiply(operand: Tensor, matrices: Tensor) -> Tensor:
+        product = operand.new_empty(operand.shape[0], matrices.shape[1])
+        for rows, matrix, out in zip(operand.split(counts), matrices, product.split(counts), strict=True):
+            if rows.shape[0]:
+                torch.mm(rows, matrix.t(), out=out)
+        return product.to(x.dtype)
+
+    operand = x if round_operand is None else round_operand(x)
+    gate, up = multiply(operand[order // top_k], w13).chunk(2, dim=-1)
+    hidden = F.silu(gate) * up
+    result = multiply(hidden if round_operand is None else round_operand(hidden), w2)
+    by_token = torch.empty_like(result)
+    by_token[order] = result
+    return (by_token.view(num_tokens, top_k, -1) * weights[..., None]).sum(dim=1).to(x.dtype)

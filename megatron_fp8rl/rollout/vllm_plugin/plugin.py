@@ -1,0 +1,53 @@
+"""What vLLM learns from this package: our weight transfer engine, norms and experts that are batch-invariant, and,
+without a GPU, our emulated FP8 kernels.
+
+In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's own registries.
+Which process: each process of a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the
+entry point ``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also calls it, before the engine forks its other processes.
+
+Only a process that carries :data:`SCALES_VARIABLE` is a rollout engine of ours; in any other, :func:`register` leaves
+vLLM as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import cast
+
+from megatron_fp8rl.kernels.blockwise import Scales
+
+SCALES_VARIABLE = "MEGATRON_FP8RL_SCALES"  # PrecisionConfig.scales, handed to the engine's processes
+
+WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every rollout.transport: the first request says which
+
+_registered = False
+
+
+def register() -> None:
+    """Register with vLLM once per process. Raises ValueError when the scale kind in the environment is unknown."""
+    global _registered
+    if _registered or SCALES_VARIABLE not in os.environ:
+        return
+    scales = os.environ[SCALES_VARIABLE]
+    if scales not in ("pow2", "fp32"):
+        raise ValueError(f"{SCALES_VARIABLE} = {scales!r}: expected 'pow2' or 'fp32'")
+    _registered = True
+
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    WeightTransferEngineFactory.register_engine(
+        WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.vllm_plugin.receiver", "TransferEngine"
+    )
+    if current_platform.is_cpu():
+        from megatron_fp8rl.rollout.vllm_plugin import cpu_layers
+
+        cpu_layers.register(cast(Scales, scales))
+    elif os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        from megatron_fp8rl.rollout.vllm_plugin import invariant_norm
+
+        invariant_norm.register()
+        if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":
+            from megatron_fp8rl.rollout.vllm_plugin import invariant_experts
+
+            invariant_experts.register()

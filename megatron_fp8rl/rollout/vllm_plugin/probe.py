@@ -1,0 +1,139 @@
+"""What an engine computes for one prompt, operation by operation.
+
+In:  a prompt, through :func:`record_prefill`. Out: a safetensors file with the result of each operation that
+     ``diagnose/operations.py`` names, in the engine's types.
+Runs in the engine worker (:class:`Probe`, part of its extension) and where a client is (:func:`record_prefill`).
+
+Hooks fire only where modules are called: the engine has to run eagerly, for a CUDA graph replays kernels alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.client import EngineClient
+
+_Names = tuple[str, ...]  # of a module's result, or of both when it returns (norm, residual stream)
+
+
+def _named_modules(model: nn.Module) -> Iterator[tuple[nn.Module, _Names]]:
+    """Modules whose results are operations, of vLLM's Llama-like models."""
+    body = model.model
+    yield body.embed_tokens, ("embedding",)
+    for index, layer in enumerate(body.layers):
+        at, attention, mlp = f"layer.{index}.", layer.self_attn, layer.mlp
+        yield layer.input_layernorm, (at + "input_norm", at + "input")
+        yield attention.qkv_proj, (at + "qkv",)
+        for name in ("q_norm", "k_norm"):
+            if hasattr(attention, name):
+                yield getattr(attention, name), (at + name,)
+        yield attention.attn, (at + "attention",)
+        yield attention.o_proj, (at + "o_proj",)
+        yield layer.post_attention_layernorm, (at + "post_norm", at + "middle")
+        if hasattr(mlp, "experts"):
+            yield mlp.gate, (at + "router",)
+            yield mlp, (at + "experts",)
+        else:
+            yield mlp.gate_up_proj, (at + "gate_up",)
+            yield mlp.act_fn, (at + "activation",)
+            yield mlp.down_proj, (at + "down",)
+    yield body.norm, ("final_norm", "final")
+
+
+class Probe:
+    """The worker's part: call ``start_probe``, let one prompt be computed, then call ``finish_probe``."""
+
+    _probe_hooks: tuple[Any, ...] = ()
+    _probed: dict[str, Tensor]
+
+    def start_probe(self, num_tokens: int) -> None:
+        """Record the next prefill of ``num_tokens`` tokens.
+
+        Raises RuntimeError when the engine does not run eagerly or is one of several ranks, and for a model whose
+        modules have other names.
+        """
+        runner = self.model_runner
+        if not runner.model_config.enforce_eager:
+            raise RuntimeError(
+                "a probe needs rollout.enforce_eager = True: hooks do not fire in CUDA graphs or compiled code"
+            )
+        world_size = runner.vllm_config.parallel_config.world_size
+        if world_size != 1:
+            raise RuntimeError(f"a probe needs an engine on one worker (rollout.tensor = 1); this one has {world_size}")
+        self._drop_hooks()
+        self._probed, model = {}, runner.model
+        try:
+            hooks = [m.register_forward_hook(self._recorder(names, num_tokens)) for m, names in _named_modules(model)]
+        except AttributeError as error:
+            raise RuntimeError(f"{type(model).__name__} cannot be probed: {error}") from error
+        self._probe_hooks = (*hooks, model.logits_processor.register_forward_hook(self._record_logits))
+
+    def finish_probe(self, path: str) -> list[str]:
+        """Write what was recorded to ``path`` and return the names; raises RuntimeError when there was no prefill."""
+        from safetensors.torch import save_file
+
+        self._drop_hooks()
+        if "logits" not in self._probed:
+            raise RuntimeError(
+                "no prefill of the whole prompt was seen between start_probe and finish_probe; drop the prefix cache "
+                "before, and keep the prompt within one batch of tokens (max-num-batched-tokens)"
+            )
+        save_file(self._probed, path)
+        return list(self._probed)
+
+    def _drop_hooks(self) -> None:
+        for hook in self._probe_hooks:
+            hook.remove()
+        self._probe_hooks = ()
+
+    def _recorder(self, names: _Names, num_tokens: int) -> Callable[[nn.Module, Any, Any], None]:
+        def record(module: nn.Module, arguments: Any, output: Any) -> None:
+            results = output if isinstance(output, tuple) else (output,)
+            if isinstance(output, tuple) and len(names) == 1:
+                results = results[:1]  # linears return (result, bias)
+            elif len(results) < len(names):  # the first norm is given no residual stream to add to: it is its input
+                results = (*results, arguments[0])
+            if results[0].shape[0] < num_tokens:
+                return  # a decoding step of this or of another request
+            for name, result in zip(names, results, strict=True):
+                if name not in self._probed:
+                    # A copy: norms and rotary embedding write over their inputs.
+                    rows = result.detach().reshape(result.shape[0], -1)[:num_tokens]
+                    self._probed[name] = rows.to("cpu", copy=True).contiguous()
+
+        return record
+
+    def _record_logits(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
+        if "final_norm" in self._probed and "logits" not in self._probed:
+            self._probed["logits"] = output.detach()[-1:].to("cpu", copy=True).contiguous()
+
+
+async def record_prefill(client: EngineClient, prompt_token_ids: Sequence[int], path: Path) -> dict[str, Tensor]:
+    """What the engine of ``client`` computes for the prompt, by operation name; ``path`` must be on its host.
+
+    Waits for what the engine is sampling; nothing else may be asked of it meanwhile. Raises EngineError with the
+    worker's reason.
+    """
+    await client.pause("wait")
+    await client.resume()
+    await client.reset_cache()
+    await client.collective_rpc("start_probe", num_tokens=len(prompt_token_ids))
+    sampling = replace(client.sampling, max_tokens=1, stop_strings=())
+    await client.generate(prompt_token_ids, 1, 0, sampling=sampling)
+    await client.collective_rpc("finish_probe", path=str(path))
+    return load_probe(path)
+
+
+def load_probe(path: Path) -> dict[str, Tensor]:
+    """The tensors that ``finish_probe`` wrote."""
+    from safetensors.torch import load_file
+
+    with torch.inference_mode(False):
+        return load_file(path)

@@ -1,0 +1,191 @@
+"""One rollout replica: vLLM's own OpenAI API server, started by the fleet.
+
+In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound already, so that no other process can
+take the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included, and the one
+that samples for us (``generate_route.py``). Which process: the replica's; vLLM starts the engine core and the workers
+from it.
+
+    python -m megatron_fp8rl.rollout.vllm_plugin.server --listen-fd 7 --parent-pid 4711 --model DIR ...
+
+With ``--headless`` it is a further node of an engine that spans several: workers alone, which the first node drives.
+
+The server is vLLM's, assembled from its public parts. What differs from ``vllm serve``: our plugin is registered before
+the engine starts; on a CPU the engine core is forked instead of spawned, so that it does not import everything a second
+time (11 s of a start of 14 s); and no process of the replica outlives the trainer that started it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_PARENT_POLL_S = 0.5
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_MIDDLEWARE = "megatron_fp8rl.net.auth.RequireToken"
+
+
+def die_with_parent(parent: int) -> None:
+    """Kill this process group when process ``parent`` is gone, and have forked children end with this process.
+
+    The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself. The
+    kernel's own signal (PR_SET_PDEATHSIG) follows the parent's *thread*, which suits our children, forked by the main
+    thread, but not this process, which may be started by a thread that ends.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL_S)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    libc = ctypes.CDLL(None)
+    os.register_at_fork(after_in_child=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+
+
+def _load_model_classes(model_dir: Path) -> None:
+    """Import the model's class here, once, before the fork.
+
+    vLLM inspects a class that it meets for the first time in a process of its own, which on a GPU keeps CUDA out of
+    this one. It costs 12 s; a class that is registered as such, rather than by name, needs no inspection.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    config = json.loads((model_dir / "config.json").read_text())
+    for architecture in config.get("architectures") or ():
+        known = ModelRegistry.models.get(architecture)
+        if known is not None:
+            ModelRegistry.register_model(architecture, known.load_model_cls())
+
+
+def _engine_config(args: argparse.Namespace) -> VllmConfig:
+    """The engine's configuration, with this process ready to fork its other processes on a CPU."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    if current_platform.is_cpu():
+        _load_model_classes(Path(args.model))
+    config = engine_args.create_engine_config(
+        usage_context=UsageContext.OPENAI_API_SERVER, headless=bool(args.headless)
+    )
+    if current_platform.is_cpu():
+        # The engine core shares what has been imported so far; the collector must not touch, and so copy, its pages.
+        gc.freeze()
+        # vLLM 0.25.1's CPU platform asks for "spawn" while it builds the configuration. Forking is safe here: one
+        # OpenMP thread so far, no model, no request. Revisit when the platform stops overwriting the variable.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
+
+
+def work(args: argparse.Namespace) -> NoReturn:
+    """Start this node's workers of an engine that spans nodes. Ends with status 1 when one of them has ended.
+
+    vLLM's ``run_headless`` would spawn them, which our kernels' configuration, a local class, does not survive, and end
+    with status 0.
+    """
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    executor = MultiprocExecutor(_engine_config(args), monitor_workers=False)
+    executor.start_worker_monitor(inline=True)
+    sys.exit(1)
+
+
+async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
+    """Start the engine and answer requests until a signal ends the server."""
+    from vllm import envs
+    from vllm.entrypoints.launcher import serve_http
+    from vllm.entrypoints.openai.api_server import build_app, init_app_state
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.async_utils import cancel_task_threadsafe
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from megatron_fp8rl.rollout.vllm_plugin import generate_route
+
+    class Engine(AsyncLLM):
+        """Stops reading before the engine ends; vLLM's stops after, and often reports a dead engine in between."""
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            cancel_task_threadsafe(getattr(self, "output_handler", None))
+            super().shutdown(timeout)
+
+    engine = Engine.from_vllm_config(
+        _engine_config(args),
+        usage_context=UsageContext.OPENAI_API_SERVER,
+        disable_log_stats=args.disable_log_stats,
+    )
+    try:
+        tasks = await engine.get_supported_tasks()
+        app = build_app(args, tasks, engine.model_config)
+        await init_app_state(engine, app.state, args, tasks)
+        app.include_router(generate_route.router)
+        shutdown = await serve_http(
+            app,
+            sock=sock,
+            host=args.host,
+            port=args.port,  # asked for when the server ends
+            log_level=args.uvicorn_log_level,
+            access_log=not args.disable_uvicorn_access_log,
+            timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+        )
+        await shutdown
+    finally:
+        engine.shutdown()
+        sock.close()
+
+
+def main(argv: list[str]) -> None:
+    ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    ours.add_argument("--listen-fd", type=int, required=True)
+    ours.add_argument("--parent-pid", type=int, required=True)  # getppid() is too late when the parent has just died
+    known, rest = ours.parse_known_args(argv)
+    die_with_parent(known.parent_pid)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning of a time limit, to every process of a job
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a trainer's ranks are started with it blocked
+    sock = socket.socket(fileno=known.listen_fd)
+    gc.disable()  # while importing, when nearly all that is made stays; 3 s of CPU time
+
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a pool of OpenMP threads does not survive a fork
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(num_threads))
+
+    import uvloop
+    from vllm.entrypoints.openai.api_server import validate_api_server_args
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.utils.system_utils import set_ulimit
+
+    from megatron_fp8rl.rollout import deep_gemm_warmup
+    from megatron_fp8rl.rollout.vllm_plugin import plugin
+
+    plugin.register()
+    args = make_arg_parser(FlexibleArgumentParser(prog="megatron_fp8rl.rollout.vllm_plugin.server")).parse_args(rest)
+    args.middleware.append(_MIDDLEWARE)
+    validate_parsed_serve_args(args)
+    validate_api_server_args(args)
+    set_ulimit()
+    gc.enable()
+    deep_gemm_warmup.ensure_as_told(args.max_num_batched_tokens)
+    if args.headless:
+        work(args)
+    uvloop.run(serve(args, sock))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,131 @@
+"""Causal attention over packed sequences, with rotary embedding, grouped queries and context parallelism.
+
+In: query, key and value of one packed microbatch, as Megatron-Core's SelfAttention hands them over, without rotary
+embedding. Out: attention outputs in the same order. Runs on every trainer rank.
+
+Queries and keys are rotated here because positions are known here: a packed token's position follows from the sequence
+lengths, and one table serves all layers. What depends on lengths alone is made once for a microbatch, on the device.
+
+On a GPU one kernel of variable length attends to all sequences. On a CPU, and for shapes that no such kernel takes,
+sequences of similar length are attended together, as a batch. Under context parallelism keys and values are gathered,
+queries stay.
+
+Shapes: T = packed tokens of this rank, H = query heads, G = key and value heads, D = features of a query or key head,
+V = features of a value head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from megatron_fp8rl.trainer.model import attention_te
+from megatron_fp8rl.trainer.model.packed_sequences import Batch, PackedSequences, PackPlan, lengths_of, plan_pack
+from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
+
+
+class PackedAttention(MegatronModule):
+    """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
+
+    like_engine = False  # whether the outputs come from the engine's kernel: see trainer/model/attention_te.py
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary: Rotary, scale: float,
+                 window: int | None = None, pg_collection=None, **unused):  # fmt: skip
+        super().__init__(config=config)
+        self.rotary, self.softmax_scale, self.window = rotary, scale, window
+        self.cp_group = pg_collection.cp
+        self.layer = layer_number - 1  # of the whole model, from 0
+        self.amax: Tensor | None = None  # float32 [3], raised to the largest |q|, |k|, |v| while trainer/kv_scales asks
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type=None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """query [T, H, D], key [T, G, D] and value [T, G, V] -> [T, H * V]."""
+        if packed_seq_params is None or attention_bias is not None:
+            raise ValueError("attention takes packed sequences without bias; pass PackedSeqParams(qkv_format='thd')")
+        plan = self._plan(packed_seq_params, query.device)
+        cos, sin = _cos_and_sin(plan, self.rotary, query.dtype)
+        query, key = self.rotary.rotate(query, cos, sin), self.rotary.rotate(key, cos, sin)
+        if self.amax is not None:
+            self._observe((query, key, value), packed_seq_params)
+        num_tokens, dtype = query.shape[0], query.dtype
+        if query.device.type == "cpu":
+            # torch's attention for BF16 on CPUs is two to three times slower backward, and less exact.
+            query, key, value = query.float(), key.float(), value.float()
+        if self.cp_group.size() > 1:
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)
+            )
+        out = self._attend(query, key, value, plan)
+        return out.to(dtype).reshape(num_tokens, -1)
+
+    def _plan(self, packed: PackedSeqParams, device: torch.device) -> PackPlan:
+        lengths = lengths_of(packed)
+        if self.window is not None and max(lengths) > self.window:
+            raise ValueError(
+                f"a packed sequence has {max(lengths)} tokens, and attention over a window (model.sliding_window = "
+                f"{self.window}) is computed only for sequences that fit into it; use shorter sequences"
+            )
+        return plan_pack(lengths, self.cp_group.size(), self.cp_group.rank(), device)
+
+    @torch.no_grad()
+    def _observe(self, tensors: tuple[Tensor, Tensor, Tensor], packed: PackedSeqParams) -> None:
+        """Raise the largest magnitudes, of tokens and not of padding. Nothing is read back from the device."""
+        largest = torch.stack([torch.linalg.vector_norm(x, math.inf, dim=(1, 2)) for x in tensors]).float()  # [3, T]
+        if isinstance(packed, PackedSequences) and packed.is_token_T is not None:
+            largest = largest.masked_fill(~packed.is_token_T, 0.0)
+        torch.maximum(self.amax, largest.amax(dim=1), out=self.amax)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackPlan) -> Tensor:
+        """[T, H, V] of this rank's queries over the gathered keys and values."""
+        if query.device.type == "cuda":
+            segments = plan.segments
+            if attention_te.supports(query, key, value, segments):
+                if segments.key_rows is not None:
+                    key, value = (x.index_select(0, segments.key_rows) for x in (key, value))
+                return attention_te.attend(
+                    query, key, value, segments, self.softmax_scale, like_engine=self.like_engine
+                )
+            if self.like_engine:
+                raise ValueError(
+                    f"precision.attention = engine: cuDNN has no backward pass for queries {list(query.shape)}, keys "
+                    f"{list(key.shape)} in {query.dtype} on this GPU. Choose --precision.attention auto"
+                )
+        batches = plan.batches
+        parts = [self._attend_batch(query, key, value, batch) for batch in batches.parts]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if batches.restore_T is None else out.index_select(0, batches.restore_T)
+
+    def _attend_batch(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
+        """[n * Lq, H, V], in the order of the batch's sequences."""
+        q, k, v = (
+            x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
+            for x, rows in ((query, batch.query_rows), (key, batch.key_rows), (value, batch.key_rows))
+        )
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.softmax_scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+@functools.lru_cache(maxsize=4)
+def _cos_and_sin(plan: PackPlan, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every token and pair, float32 [T, 1, R / 2]. Shared by the layers of a microbatch."""
+    num_positions = 1 << (max(plan.lengths) - 1).bit_length()  # few different tables as lengths vary
+    tables = rotary_table(num_positions, rotary, dtype, plan.device)
+    cos, sin = (table.index_select(0, plan.positions_T).float()[:, None] for table in tables)
+    return cos, sin

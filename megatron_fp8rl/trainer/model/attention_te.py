@@ -1,0 +1,199 @@
+"""Causal attention of variable length on a GPU, by cuDNN, as Transformer Engine binds it, or by the engine's kernel.
+
+In: rotated queries, keys and values of one packed microbatch and its segments. Out: attention outputs in the order of
+the queries, with gradients. Runs on every trainer rank that has a Hopper GPU or a newer one.
+
+The engine attends with FlashAttention 3, which vLLM carries without a backward pass. With ``like_engine`` it computes
+the outputs here too, and cuDNN's backward pass continues from them: both kernels keep the logarithm of every row's sum
+of exponentials, and nothing else. One split of the keys (``num_splits=1``) makes a query's sums independent of what
+else is attended, as in an engine under ``rollout.batch_invariant``.
+
+Transformer Engine's functions are called directly: its DotProductAttention would choose silently between this kernel
+and an unfused one that holds all scores, compare lengths on the device in every layer, and run a ring over
+context-parallel ranks, which costs as many calls as there are ranks.
+
+Shapes: T = packed tokens of this rank, K = keys of all segments, H = query heads, G = key and value heads, D = features
+of a query or key head, V = features of a value head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+from megatron_fp8rl.trainer.model.packed_sequences import Segments
+
+_has_transformer_engine = functools.cache(has_transformer_engine)  # a search of the path, in every layer otherwise
+_LAYOUT = "thd_thd_thd"
+
+
+def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> bool:
+    """Whether cuDNN has a kernel for these shapes, forward and backward, on this GPU and under the current settings."""
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    heads = query.shape[1], key.shape[1], query.shape[2], value.shape[2]
+    lengths = segments.max_queries, segments.max_keys
+    return _has_transformer_engine() and _has_kernel(
+        query.dtype, heads, lengths, segments.is_square, torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *, like_engine: bool = False
+) -> Tensor:
+    """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
+
+    ``like_engine`` takes the engine's kernel forward; it needs V = D and vLLM, and raises RuntimeError without.
+    """
+    return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale, like_engine)
+
+
+def _mask_type(is_square: bool) -> str:
+    return "padding_causal" if is_square else "padding_causal_bottom_right"
+
+
+@functools.lru_cache(maxsize=256)
+def _has_kernel(
+    dtype: torch.dtype,
+    heads: tuple[int, int, int, int],
+    lengths: tuple[int, int],
+    is_square: bool,
+    deterministic: bool,
+) -> bool:
+    import transformer_engine.pytorch  # noqa: F401  loads the library that the next import binds
+    import transformer_engine_torch as tex
+    from transformer_engine.pytorch.constants import TE_DType
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    num_heads, num_groups, key_dim, value_dim = heads
+    backend = tex.get_fused_attn_backend(
+        True,  # training: a kernel with a backward pass
+        TE_DType[dtype],
+        TE_DType[dtype],
+        fused_attn.QKVLayout[_LAYOUT],
+        fused_attn.AttnBiasType["no_bias"],
+        fused_attn.AttnMaskType[_mask_type(is_square)],
+        fused_attn.SoftmaxType["vanilla"],
+        0.0,  # dropout
+        num_heads,
+        num_groups,
+        *lengths,
+        key_dim,
+        value_dim,
+        -1,  # no window to the left of the diagonal
+        0,  # nothing to the right of it
+        False,  # no largest logit
+        False,  # no CUDA graph
+        deterministic,
+    )
+    return backend == fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
+
+
+class _Attention(torch.autograd.Function):
+    """Always in training mode: one kernel for log-probabilities and for gradients gives the same bits in both."""
+
+    @staticmethod
+    def forward(
+        ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, like_engine: bool
+    ) -> Tensor:
+        compute = _like_engine if like_engine else _by_cudnn
+        out, statistics = compute(query, key, value, segments, scale)
+        ctx.save_for_backward(query, key, value, out, *statistics)
+        ctx.segments, ctx.scale = segments, scale
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out: Tensor):
+        from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+        query, key, value, out, *statistics = ctx.saved_tensors
+        segments = ctx.segments
+        grad_query, grad_key, grad_value, *_ = fused_attn.fused_attn_bwd(
+            segments.max_queries,
+            segments.max_keys,
+            segments.cu_queries,
+            segments.cu_keys,
+            query,
+            key,
+            value,
+            out,
+            grad_out.contiguous(),
+            query.dtype,
+            statistics,
+            fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
+            **_offsets(segments),
+            **_settings(segments, ctx.scale),
+            do_format="thd",
+            dqkv_layout=_LAYOUT,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return grad_query, grad_key, grad_value, None, None, None
+
+
+def _by_cudnn(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Sequence[Tensor]]:
+    from transformer_engine.pytorch.cpp_extensions import fused_attn
+
+    return fused_attn.fused_attn_fwd(
+        True,
+        segments.max_queries,
+        segments.max_keys,
+        segments.cu_queries,
+        segments.cu_keys,
+        query,
+        key,
+        value,
+        query.dtype,
+        fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"],
+        **_offsets(segments),
+        **_settings(segments, scale),
+    )
+
+
+def _like_engine(
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+) -> tuple[Tensor, Sequence[Tensor]]:
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError as error:
+        raise RuntimeError(
+            "precision.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, or "
+            "choose --precision.attention auto"
+        ) from error
+    out, sums_HT = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        max_seqlen_q=segments.max_queries,
+        cu_seqlens_q=segments.cu_queries,
+        max_seqlen_k=segments.max_keys,
+        cu_seqlens_k=segments.cu_keys,
+        softmax_scale=scale,
+        causal=True,  # aligned to the bottom right, as segments are
+        num_splits=1,
+        fa_version=3,
+        return_softmax_lse=True,
+    )
+    no_dropout = torch.zeros(2, dtype=torch.int64, device=query.device)
+    return out, (sums_HT.t().contiguous().unsqueeze(-1), no_dropout)
+
+
+def _offsets(segments: Segments) -> dict:
+    """Segments lie one after another, so they begin where the lengths before them end."""
+    return {"cu_seqlens_q_padded": segments.cu_queries, "cu_seqlens_kv_padded": segments.cu_keys}
+
+
+def _settings(segments: Segments, scale: float) -> dict:
+    return {
+        "attn_scale": scale,
+        "qkv_layout": _LAYOUT,
+        "o_format": "thd",
+        "attn_mask_type": _mask_type(segments.is_square),
+        "window_size": (-1, 0),
+        "bottom_right_diagonal": not segments.is_square,
+    }

@@ -1,0 +1,384 @@
+"""The model of a run: GPTModel chunks in Megatron-Core, with the precision of each linear from the layer table.
+
+In: a RunConfig and this rank's place. Out: the model chunks of this pipeline rank, with random weights or those of a
+Hugging Face checkpoint. Runs on every trainer rank.
+
+Random weights depend on the seed and on a parameter's global name alone, so every parallel layout starts from the same
+model.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel.utils import (
+    is_pp_first_stage,
+    is_pp_last_stage,
+    is_vp_first_stage,
+    is_vp_last_stage,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.kernels.blockwise import BLOCK
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.recipes import Blockwise, Delayed, finish_step, make_recipe
+from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
+from megatron_fp8rl.trainer.fused_kernels import choose_expert_kernels, choose_kernels, choose_linear_kernels
+from megatron_fp8rl.trainer.model.attention import PackedAttention
+from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer, has_fused_permutation
+from megatron_fp8rl.trainer.model.layers import block_spec
+from megatron_fp8rl.trainer.model.linear import GroupedLinear, QuantizableLinear, RMSNorm
+from megatron_fp8rl.trainer.model.linear_deep_gemm import can_multiply
+from megatron_fp8rl.trainer.model.router import Router
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.weight_sync.plan import layers_per_chunk
+
+Get = Callable[[str], Tensor]  # a Hugging Face tensor by its name
+
+
+def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
+    """Megatron-Core's configuration of the model. FP8 is not in it: see :func:`apply_precision`."""
+    model, optim = cfg.model, cfg.optim
+    dtype = torch.float32 if cfg.precision.params == "fp32" else torch.bfloat16
+    virtual_stages = parallel.config.virtual_stages
+    settings = dict(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_key_value_heads,
+        kv_channels=model.head_dim,
+        ffn_hidden_size=model.ffn_hidden_size or model.moe_ffn_hidden_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_eps,
+        qk_layernorm=bool(model.qk_norm),
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=model.qkv_bias,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        init_method_std=model.initializer_range,
+        tensor_model_parallel_size=parallel.tp_size,
+        sequence_parallel=parallel.tp_size > 1,
+        pipeline_model_parallel_size=parallel.pp_size,
+        pipeline_model_parallel_layout=_pipeline_layout(model.num_layers, parallel.pp_size * virtual_stages),
+        virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
+        context_parallel_size=parallel.cp_size,
+        expert_model_parallel_size=parallel.ep_size,
+        expert_tensor_parallel_size=parallel.etp_size,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        perform_initialization=False,  # build_chunks fills every parameter
+        variable_seq_lengths=True,  # packed microbatches differ in length; stages tell each other
+        moe_token_dispatcher_type="alltoall",  # the one that variable lengths allow, for dense models too
+        calculate_per_token_loss=True,  # losses bring their own denominators
+        overlap_p2p_comm=virtual_stages > 1,
+        batch_p2p_comm=virtual_stages == 1,
+        **_moe_settings(cfg, parallel.device),
+        **_plain_torch_settings(),
+    )
+    if optim.recompute == "full":
+        settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif optim.recompute == "selective":
+        settings |= dict(recompute_granularity="selective", recompute_modules=list(optim.recompute_modules))
+    if model.mla is None:
+        return TransformerConfig(**settings)
+    # The scale of the softmax and the rotation are those of trainer/model/rotary.py, so rope is left as it is here.
+    return MLATransformerConfig(
+        **settings,
+        q_lora_rank=model.mla.q_lora_rank,
+        kv_lora_rank=model.mla.kv_lora_rank,
+        qk_head_dim=model.mla.qk_nope_head_dim,
+        qk_pos_emb_head_dim=model.mla.qk_rope_head_dim,
+        v_head_dim=model.mla.v_head_dim,
+        rope_type="rope",
+    )
+
+
+def _pipeline_layout(num_layers: int, num_chunks: int) -> list[list[str]] | None:
+    """Megatron-Core's description of chunks with unequal numbers of layers; None where they are equal."""
+    if num_layers % num_chunks == 0:
+        return None
+    layout = [["decoder"] * size for size in layers_per_chunk(num_layers, num_chunks)]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
+
+
+def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
+    """The choice of experts is that of trainer/model/router.py; what it is told here serves the balancing loss."""
+    model = cfg.model
+    if not model.is_moe:
+        return {}
+    coefficient = cfg.optim.moe_aux_loss_coef
+    # A list makes Megatron-Core keep layers apart in checkpoints, as unlike layers need.
+    kinds = [int(model.is_moe_layer(layer)) for layer in range(model.num_layers)]
+    return dict(
+        num_moe_experts=model.num_experts,
+        moe_layer_freq=kinds if model.first_dense_layers else 1,
+        moe_router_topk=model.experts_per_token,
+        moe_router_score_function=model.router.score,
+        moe_router_pre_softmax=model.experts_per_token == 1,  # read by a check alone: trainer/model/router.py chooses
+        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
+        moe_shared_expert_intermediate_size=model.num_shared_experts * model.moe_ffn_hidden_size or None,
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="aux_loss" if coefficient else "none",
+        moe_aux_loss_coeff=coefficient,
+        moe_grouped_gemm=True,
+        moe_permute_fusion=has_fused_permutation(device),
+    )
+
+
+def _plain_torch_settings() -> dict:
+    """Fusions that need Transformer Engine, Apex or a GPU."""
+    return dict(
+        transformer_impl="local",
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        apply_rope_fusion=False,
+    )
+
+
+def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
+    """This rank's model chunks, one for each virtual pipeline stage, with the precision of ``cfg``.
+
+    Weights are random, or with ``cfg.model.hf_path`` left for :func:`load_hf` to fill. BF16 chunks are wrapped in
+    Megatron-Core's Float16Module, which returns float32 logits on the last stage.
+    """
+    model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
+    config, expert_kernels = transformer_config(cfg, parallel), choose_expert_kernels(cfg, parallel.device)
+    virtual_stages = parallel.config.virtual_stages
+    chunks: list[nn.Module] = []
+    for stage in range(virtual_stages):
+        vp_stage = stage if virtual_stages > 1 else None
+        vp_size = virtual_stages if virtual_stages > 1 else None
+        chunk: nn.Module = GPTModel(
+            config=config,
+            transformer_layer_spec=block_spec(config, cfg.model, vp_stage, cfg.precision, expert_kernels),
+            vocab_size=registry.padded_vocab_size(cfg.model, parallel.tp_size),
+            max_sequence_length=cfg.model.max_position_embeddings,
+            pre_process=is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(parallel.pp_group),
+            post_process=is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(parallel.pp_group),
+            parallel_output=True,
+            share_embeddings_and_output_weights=cfg.model.tie_embeddings,
+            position_embedding_type="none",  # trainer/model/attention.py rotates
+            vp_stage=vp_stage,
+        )
+        chunks.append(chunk.to(parallel.device))
+    if cfg.model.hf_path is None:
+        _fill_randomly(chunks, cfg, parallel)
+    apply_precision(chunks, cfg, parallel)
+    return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
+
+
+def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
+    """Give the linears that the layer table names the FP8 recipe of ``cfg``; all others stay BF16. Choose the kernels.
+
+    Raises ValueError when the table would have part of one linear in FP8: q, k and v are one, so are a layer's experts;
+    and what :func:`choose_kernels` raises.
+    """
+    kernels = choose_kernels(cfg.precision, parallel.device)
+    recipe = make_recipe(cfg.precision, is_emulated=kernels == "emulated")
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, QuantizableLinear):
+                module.kernels, module.cache = kernels, WeightCache()
+            elif isinstance(module, RMSNorm):
+                module.kernels, module.like_engine = kernels, cfg.rollout.batch_invariant
+            elif isinstance(module, Router):
+                module.like_engine = cfg.rollout.batch_invariant
+            elif isinstance(module, ExpertLayer):
+                module.weigh_in_sum(cfg.rollout.moe_backend == "deep_gemm" and parallel.device.type == "cuda")
+            elif isinstance(module, PackedAttention):
+                module.like_engine = cfg.precision.attention == "engine"
+    on_deep_gemm = choose_linear_kernels(cfg, parallel.device) == "deep_gemm"
+    table = LayerTable.build(cfg.model, cfg.precision)
+    for weight_names, module in named_linears(chunks, parallel):
+        hf_names = [hf_name for name in weight_names for hf_name in registry.hf_names_of(name, cfg.model)]
+        in_fp8 = {table.trainer_fp8(name) for name in hf_names}
+        if len(in_fp8) > 1:
+            raise ValueError(f"{', '.join(hf_names)} are one linear in the trainer: all are FP8 or none")
+        module.recipe = recipe if in_fp8.pop() else None
+        if isinstance(module.recipe, Blockwise) and len(weight_names) == 1:
+            module.block_rows = _block_rows(registry.weight(weight_names[0], cfg.model), module, cfg.model, parallel)
+        if on_deep_gemm and not isinstance(module, GroupedLinear) and can_multiply(module.recipe, module.weight):
+            module.kernels = "deep_gemm"
+        if isinstance(recipe, Delayed):
+            module.keep_history(cfg.precision.amax_history_len, getattr(module, "num_gemms", 1))
+
+
+def _block_rows(
+    weight: registry.Weight, module: QuantizableLinear, model: ModelConfig, parallel: Parallel
+) -> Tensor | None:
+    """The rows of a linear, Hugging Face tensor by tensor, when its own order would mix tensors in one FP8 block.
+
+    Megatron-Core interleaves q, k and v group by group. The engine's blocks of 128 rows lie within one of them, so the
+    trainer has to count its blocks in the engine's order, unless heads fill whole blocks and the two orders agree.
+    """
+    num_rows = module.weight.shape[0]
+    if weight.axis != 0 or weight.join != "qkv":
+        return None
+    own = torch.arange(num_rows).unsqueeze(1)
+    rows = torch.cat(registry.slicing.split(weight, model, own, parallel.tp_size, parallel.tp_rank)).flatten()
+    if num_rows % BLOCK == 0:
+        blocks = rows.view(-1, BLOCK)
+        if (blocks[:, :1] % BLOCK == 0).all() and (blocks.diff(dim=1) == 1).all():
+            return None
+    return rows.to(module.weight.device)
+
+
+def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
+    """Collective over all trainer ranks: move the amax histories of delayed scaling on; call after an optimizer step.
+
+    The largest magnitudes of the step are reduced over the ranks that hold pieces of the same tensors: tensor, context
+    and data parallel ones, and for experts expert tensor and expert data parallel ones. Nothing under other recipes.
+    """
+    plain, expert = [], []
+    for module in (module for chunk in chunks for module in chunk.modules()):  # without names, which take long to make
+        if isinstance(module, QuantizableLinear) and module.history is not None:
+            (expert if isinstance(module, GroupedLinear) else plain).append(module.history)
+
+    def reducer(*groups: dist.ProcessGroup) -> Callable[[Tensor], None]:
+        def reduce_max(flat: Tensor) -> None:
+            for group in groups:
+                dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+
+        return reduce_max
+
+    finish_step(plain, reducer(parallel.tp_group, parallel.dp_cp_group))
+    finish_step(expert, reducer(parallel.etp_group, parallel.expert_dp_group))
+
+
+def named_global_parameters(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
+    """(global Megatron name, parameter) of this rank, wrappers or not; parameters are this rank's pieces."""
+    for chunk in map(_unwrap, chunks):
+        for name, parameter in chunk.named_parameters():
+            yield _global_name(name, chunk, parallel), parameter
+
+
+def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
+    """(global Megatron name, tensor) of all that a Hugging Face checkpoint holds: parameters, and router biases."""
+    yield from named_global_parameters(chunks, parallel)
+    for chunk in map(_unwrap, chunks):
+        for name, buffer in chunk.named_buffers():
+            if name.endswith(".router.expert_bias"):
+                yield _global_name(name, chunk, parallel), buffer
+
+
+@torch.no_grad()
+def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfig, parallel: Parallel) -> None:
+    """Fill the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
+
+    Only the tensors of this rank's layers and experts are read. A folder that checkpoint_tools converted for Megatron-Core
+    is as good; reading it is collective. Raises FileNotFoundError or KeyError for what is missing and ValueError for a
+    wrong shape, each by name.
+    """
+    forget_quantized_weights()
+    if not callable(source) and is_distributed(source):
+        load_distributed([_unwrap(chunk) for chunk in chunks], source, cfg.model)
+        return
+    get = source if callable(source) else _open_checkpoint(Path(source))
+    _fill(chunks, lambda name: registry.from_hf(name, get, cfg.model), cfg.model, parallel)
+
+
+def _unwrap(chunk: nn.Module) -> GPTModel:
+    while not isinstance(chunk, GPTModel):
+        chunk = chunk.module
+    return chunk
+
+
+def named_linears(
+    chunks: Sequence[nn.Module], parallel: Parallel
+) -> Iterator[tuple[tuple[str, ...], QuantizableLinear]]:
+    """(global names of its weights, linear) for each linear of this rank that can be FP8; grouped ones have many."""
+    for chunk in map(_unwrap, chunks):
+        for prefix, module in chunk.named_modules():
+            if isinstance(module, QuantizableLinear):
+                if isinstance(module, GroupedLinear):  # its parameters are registered the other way round
+                    weights = [f"{prefix}.weight{index}" for index in range(module.num_gemms)]
+                else:
+                    named = module.named_parameters(prefix=prefix, recurse=False)
+                    weights = [name for name, parameter in named if parameter.ndim == 2]
+                yield tuple(_global_name(name, chunk, parallel) for name in weights), module
+
+
+def _global_name(local_name: str, chunk: GPTModel, parallel: Parallel) -> str:
+    layer_offset = get_transformer_layer_offset(chunk.config, vp_stage=chunk.vp_stage)
+    num_local_experts = (chunk.config.num_moe_experts or 0) // parallel.ep_size
+    return registry.global_name(local_name, layer_offset, parallel.ep_rank * num_local_experts)
+
+
+def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: Parallel) -> None:
+    """Set every parameter and router bias to this rank's piece of ``full(global name)``."""
+    for name, parameter in named_global_tensors(chunks, parallel):
+        expert = registry.is_expert(name)
+        size, rank = (parallel.etp_size, parallel.etp_rank) if expert else (parallel.tp_size, parallel.tp_rank)
+        piece = registry.shard(name, full(name), model, size, rank)
+        if piece.shape != parameter.shape:
+            raise ValueError(
+                f"{name}: this rank's piece has shape {tuple(piece.shape)}, the parameter {tuple(parameter.shape)}"
+            )
+        parameter.copy_(piece)
+
+
+@torch.no_grad()
+def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
+    """Norms 1, biases 0, matrices normal; narrower by sqrt(2 * layers) if they add to the residual stream (GPT-2)."""
+    residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)
+
+    def draw(name: str) -> Tensor:
+        shape = registry.weight(name, cfg.model).shape
+        if len(shape) == 1:
+            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+        # A tied output layer must draw the embedding's numbers.
+        canonical = registry.weight(name, cfg.model).name
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))
+        adds_to_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+        std = residual_std if adds_to_residual else cfg.model.initializer_range
+        return torch.randn(shape, generator=generator).mul_(std)
+
+    _fill(chunks, draw, cfg.model, parallel)
+
+
+def _open_checkpoint(folder: Path) -> Get:
+    """Read tensors lazily from ``folder``'s safetensors."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = json.loads(index.read_text())["weight_map"]
+    elif (folder / "model.safetensors").is_file():
+        with safe_open(folder / "model.safetensors", framework="pt") as single:
+            files = dict.fromkeys(single.keys(), "model.safetensors")
+    else:
+        raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+    handles: dict[str, object] = {}
+
+    def get(name: str) -> Tensor:
+        if name not in files:
+            raise KeyError(f"{name}: not in the checkpoint {folder}, which has {len(files)} tensors")
+        file = files[name]
+        if file not in handles:
+            handles[file] = safe_open(folder / file, framework="pt").__enter__()
+        return handles[file].get_tensor(name)
+
+    return get

@@ -1,0 +1,73 @@
+"""How tokens come to their experts and back: Megatron-Core's all-to-all, without what one rank does not need.
+
+In: hidden states and the router's choice. Out: tokens sorted by expert, and the sum of each token's weighted outputs in
+the tokens' order. Runs on every trainer rank.
+
+On a GPU with Transformer Engine its permutation kernels move the tokens. They sum the outputs of a token's experts, and
+the gradients of its copies, in FP32, expert after expert, and round once. Megatron-Core's other way scatters BF16 sums
+with atomic additions, which round after each expert, in an order of their own in every run. Where the engine multiplies
+by the router's weights in that sum, ``combine.py`` adds up.
+
+Where a rank has all experts, tokens are sorted already when Megatron-Core would sort them by the experts of the rank:
+two copies of all routed tokens in each direction, that change nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from torch import Tensor
+
+from megatron_fp8rl.kernels.combine import add_up
+
+
+def has_fused_permutation(device: torch.device) -> bool:
+    """Whether Transformer Engine's permutation kernels run here, as Megatron-Core found them."""
+    return device.type == "cuda" and moe_utils.fused_permute_with_probs is not None
+
+
+class Dispatcher(MoEAlltoAllTokenDispatcher):
+    """Megatron-Core's, which can multiply by the router's weights where it adds up a token's experts."""
+
+    weighs: bool = False  # outputs arrive without their weights
+
+    def combine_postprocess(self, outputs: Tensor) -> Tensor:
+        """outputs [tokens * top-k, hidden], sorted by expert -> the sums, in the shape of the hidden states."""
+        if not self.weighs:
+            return super().combine_postprocess(outputs)
+        summed = add_up(outputs, self.probs, self.routing_map, self.config.moe_router_topk)
+        return summed.view(self.hidden_shape)
+
+
+class OneRankDispatcher(Dispatcher):
+    """For a rank that has all experts, whole."""
+
+    def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """tokens [T, hidden] and probs [T], both sorted by expert, as they are; with tokens per expert, on the host."""
+        counts = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        counts = self._maybe_dtoh_and_synchronize("before_finish", counts)
+        self.tokens_per_expert = None
+        return tokens, counts, probs
+
+    def combine_preprocess(self, outputs: Tensor) -> Tensor:
+        """outputs [T, hidden] as they are."""
+        return outputs
+
+
+class ExpertLayer(MoELayer):
+    """Megatron-Core's layer of experts, with the dispatchers above."""
+
+    def __init__(self, config: Any, *args: Any, pg_collection: Any, **kwargs: Any):
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
+        self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(
+            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+        )
+
+    def weigh_in_sum(self, wanted: bool) -> None:
+        """Whether the router's weights multiply in the sum of a token's experts, not behind each expert."""
+        self.token_dispatcher.weighs, self.experts.weighs = wanted, not wanted

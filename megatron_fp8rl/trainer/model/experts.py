@@ -1,0 +1,317 @@
+"""Experts on grouped kernels: all experts of a rank are one kernel per product, in blockwise FP8 or in BF16.
+
+In: tokens sorted by expert, as Megatron-Core's dispatcher brings them, and the router's weights. Out: the experts'
+outputs times these weights; gradients of both, and of the parameters, which the products add to Megatron-Core's FP32
+gradient buffer themselves. Parameters are those of ``GroupedLinear``: checkpoints and the exporter see no difference.
+
+    forward     x, padded to whole blocks of rows and quantized -> fc1 -> h -> SwiGLU, quantized -> fc2 -> times p
+    backward    dy, padded and quantized -> fc2 -> da -> SwiGLU backward with p: dh and (p a), quantized -> fc1 -> dx
+                dW2 += dy^T (p a)        dW1 += dh^T x        dp = sum(a da)
+
+``expert_kernels.py`` moves and quantizes, ``grouped_gemm.py`` multiplies; on a CPU both are torch, with the same
+roundings. Forward is the engine's: the same bytes go into the same DeepGEMM kernels, a row's bits do not depend on the
+rows beside it, and p multiplies an expert's output. Backward needs no output of fc2 for the gradient of p: what arrives
+at fc2's input, times that input, is the same sum, so h and FP8 columns of x are all that is kept between the two.
+
+The number of tokens of each expert is on the host already, where the dispatcher needed it for its all-to-all; nothing
+here waits for the GPU, and no kernel is launched once for each expert. Blockwise, NaN and infinity make the whole block
+that they are in NaN, and so every number that the block has a part in.
+
+Shapes: T = tokens (one for each expert of a token), P = rows with every expert's filled up to multiples of 128, E =
+experts of this rank, H = hidden size, F = features between the two linears on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from torch import Tensor
+
+from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3, Scales
+from megatron_fp8rl.kernels.fused_moe import (
+    Layout,
+    Quantized,
+    permute_quantize,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+    unpermute,
+)
+from megatron_fp8rl.kernels.grouped_gemm import (
+    Fp8,
+    add_weight_gradients,
+    add_weight_gradients_fp8,
+    multiply,
+    multiply_fp8,
+    multiply_fp8_to_tokens,
+    quantized,
+)
+from megatron_fp8rl.precision.recipes import Blockwise, Recipe
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache
+from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
+
+_dummies: dict[tuple, Tensor] = {}
+
+
+class GroupedExperts(TEGroupedMLP):
+    """The experts of this rank. ``wgrad``: operands of the weight gradients where the linears are FP8.
+
+    Raises ValueError for sizes or a recipe that the grouped kernels do not multiply.
+    """
+
+    weighs: bool = True  # here, not where a token's experts are added up; gradients are the same (kernels/combine.py)
+
+    def __init__(self, *args: Any, wgrad: Literal["fp8", "bf16"], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.wgrad = wgrad
+        rows, columns = self.linear_fc1.weight0.shape
+        if columns % BLOCK or rows % (2 * BLOCK):
+            raise ValueError(
+                f"precision.experts = 'deep_gemm': hidden size {columns} and {rows // 2} features of an expert on a "
+                f"rank have to be multiples of {BLOCK}. Choose --precision.experts te"
+            )
+
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host if nothing shall wait; probs
+        [T] -> [T, H]. Activations are BF16."""
+        counts = tokens_per_expert.tolist()
+        on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
+        call = _Call(
+            layout=Layout.of(on_device, hidden.shape[0], counts),
+            scales=self._scales(),
+            wgrad_fp8=self.wgrad == "fp8",
+            caches=(self._cache_of(self.linear_fc1), self._cache_of(self.linear_fc2)),
+            record=torch.is_grad_enabled(),
+            weighs=self.weighs,
+        )
+        halves = self.linear_fc1.weights, self.linear_fc2.weights
+        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, halves, *_edges(*halves)), None
+
+    def _scales(self) -> Scales | None:
+        """How both linears are quantized; None: not at all."""
+        recipes = self.linear_fc1.recipe, self.linear_fc2.recipe
+        if recipes[0] is not recipes[1]:
+            raise ValueError("one of an expert's two linears is FP8, the other is not. Choose --precision.experts te")
+        require_supported(recipes[0])
+        return None if recipes[0] is None else recipes[0].scales
+
+    @staticmethod
+    def _cache_of(linear: Any) -> WeightCache:
+        if linear.cache is None:
+            linear.cache = WeightCache()
+        return linear.cache
+
+
+def require_supported(recipe: Recipe | None) -> None:
+    """Raise ValueError for a recipe that DeepGEMM does not multiply in."""
+    if recipe is None or isinstance(recipe, Blockwise) and recipe.grad_format == E4M3:
+        return
+    raise ValueError(
+        f"precision.experts = 'deep_gemm' multiplies blockwise FP8 with E4M3 gradients, or BF16; this recipe is "
+        f"{type(recipe).__name__}. Choose --precision.trainer blockwise --precision.gradients e4m3, or "
+        "--precision.experts te"
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of one call that are no differentiable tensors."""
+
+    layout: Layout
+    scales: Scales | None  # None: BF16
+    wgrad_fp8: bool
+    caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
+    record: bool  # whether this pass will have gradients
+    weighs: bool = True  # whether outputs are multiplied by p; backward is the same
+
+    def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
+        """The forms in which a matrix is needed for the weight gradient alone, as arguments of expert_kernels.py."""
+        return {columns: wgrad and self.in_columns, bf16: wgrad and not self.in_columns}
+
+    def forms(self, *, wgrad: bool) -> dict[str, bool]:
+        """The forms in which a matrix is needed that is multiplied by weights, and for the weight gradient."""
+        forms = self.operands(wgrad=wgrad)
+        return forms | {"rows": True} if self.scales is not None else {"rows": False, "columns": False, "bf16": True}
+
+    @property
+    def in_columns(self) -> bool:
+        """Whether operands of weight gradients are FP8."""
+        return self.wgrad_fp8 and self.scales is not None
+
+    @property
+    def kernel_scales(self) -> Scales:
+        return self.scales or "pow2"
+
+    def multiply(self, x: Quantized, weights: _Weights, *, transposed: bool = False) -> Tensor:
+        """BF16 [P, N]: x times each expert's matrix, or times its transpose."""
+        if self.scales is None:
+            return multiply(x.bf16, weights.bf16(transposed), self.layout)
+        return multiply_fp8(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, torch.bfloat16)
+
+    def multiply_to_tokens(
+        self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
+    ) -> Tensor:
+        """BF16 [T, N]: the same for each token, times ``probs``."""
+        if self.scales is None:
+            return unpermute(self.multiply(x, weights, transposed=transposed), self.layout, probs)
+        return multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, probs)
+
+
+class _GroupedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, halves: tuple[Sequence[Tensor], ...], *edges: Tensor
+    ) -> Tensor:
+        """``halves``: the weights of fc1 and of fc2. ``edges``: as many of each, which autograd has to see."""
+        layout, scales = call.layout, call.kernel_scales
+        needs_dw = call.record and any(ctx.needs_input_grad[4:])
+        ctx.call, ctx.halves = call, halves
+        if not layout.num_rows:
+            return torch.zeros_like(x_TH)
+        fc1, fc2 = (_weights(half, call, cache) for half, cache in zip(halves, call.caches))
+        x = permute_quantize(x_TH, layout, scales, **call.forms(wgrad=needs_dw))
+        h_P2F = call.multiply(x, fc1)
+        x = _kept(x, call) if needs_dw else None
+        if call.record:
+            # What is saved for backward is kept until that has returned; this is free when it has been read.
+            ctx.linears, ctx.x, ctx.h = (fc1, fc2), x, h_P2F
+            ctx.save_for_backward(probs_T)
+        a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
+        del x, h_P2F
+        return call.multiply_to_tokens(a, fc2, probs_T if call.weighs else None)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple:
+        call, layout, scales = ctx.call, ctx.call.layout, ctx.call.kernel_scales
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
+        num_edges = len(ctx.needs_input_grad[4:]) // 2
+        dw1 = dw2 = [None] * num_edges
+        if not layout.num_rows:
+            if needs_dw:
+                dw1, dw2 = (_add_to_gradients(half, num_edges) for half in ctx.halves)
+            return torch.zeros_like(dy_TH), dy_TH.new_zeros(len(dy_TH), dtype=torch.float32), None, None, *dw1, *dw2
+        (probs_T,) = ctx.saved_tensors
+        (fc1, fc2), x, h_P2F = ctx.linears, ctx.x, ctx.h
+        ctx.linears = ctx.x = ctx.h = None
+        dy = permute_quantize(dy_TH.contiguous(), layout, scales, **call.forms(wgrad=needs_dw))
+        da_PF = call.multiply(dy, fc2, transposed=True)
+        dy = _kept(dy, call) if needs_dw else None
+        activation = call.operands(wgrad=needs_dw, columns="activation_columns", bf16="activation_bf16")
+        back = swiglu_backward_quantize(
+            da_PF, h_P2F, layout, scales, probs=probs_T, **call.forms(wgrad=needs_dw), **activation
+        )
+        del da_PF, h_P2F
+        dh, a, dprobs = back.dh, back.activation, back.dprobs
+        del back
+        if needs_dw:
+            dw2 = _add_to_gradients(ctx.halves[1], num_edges, lambda out: _add_products(dy, a, call, out))
+            del dy, a
+            dw1 = _add_to_gradients(ctx.halves[0], num_edges, lambda out: _add_products(dh, x, call, out))
+            del x
+        dx_TH = call.multiply_to_tokens(dh, fc1, transposed=True) if needs_dx else None
+        return dx_TH, dprobs, None, None, *dw1, *dw2
+
+
+def _kept(x: Quantized, call: _Call) -> Quantized:
+    """What the weight gradient needs of a matrix, without the rest."""
+    return Quantized(columns=x.columns, column_scales=x.column_scales) if call.in_columns else Quantized(bf16=x.bf16)
+
+
+def _add_products(grad: Quantized, x: Quantized, call: _Call, out_ENK: Tensor) -> None:
+    """Add g^T x of each expert to ``out_ENK``."""
+    if call.in_columns:
+        operands = (Fp8(part.columns, part.column_scales) for part in (grad, x))
+        add_weight_gradients_fp8(*operands, call.layout, out_ENK)
+    else:
+        add_weight_gradients(grad.bf16, x.bf16, call.layout, out_ENK)
+
+
+class _Weights:
+    """The matrices of one linear's experts as one tensor, in the type that is multiplied."""
+
+    def __init__(self, weights: Sequence[Tensor], scales: Scales | None):
+        matrices_ENK = stacked(weights)
+        if matrices_ENK is None:
+            matrices_ENK = torch.stack([weight.detach() for weight in weights])
+        self._bf16_ENK = matrices_ENK if scales is None else None
+        self._fp8 = None if scales is None else quantized(matrices_ENK, scales)
+        self._transposed: Fp8 | None = None
+
+    def bf16(self, transposed: bool) -> Tensor:
+        return self._bf16_ENK.transpose(1, 2) if transposed else self._bf16_ENK
+
+    def fp8(self, transposed: bool) -> Fp8:
+        """``transposed``, for the input gradient, is made by the first backward pass, when activations begin to go."""
+        if transposed and self._transposed is None:
+            self._transposed = self._fp8.transposed()
+        return self._transposed if transposed else self._fp8
+
+
+def _weights(weights: Sequence[Tensor], call: _Call, cache: WeightCache) -> _Weights:
+    return cache.get(weights, lambda: _Weights(weights, call.scales))
+
+
+def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors as one [E, N, K] that shares their memory; None where they do not lie one behind the other."""
+    first = tensors[0]
+    size, step = first.numel(), first.numel() * first.element_size()
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    begin = first.storage_offset() * first.element_size()
+    in_one_storage = begin + len(tensors) * step <= first.untyped_storage().nbytes()
+    is_in_order = addresses == list(range(addresses[0], addresses[0] + len(tensors) * step, step))
+    if not in_one_storage or not is_in_order or not all(tensor.is_contiguous() for tensor in tensors):
+        return None
+    return first.detach().as_strided((len(tensors), *first.shape), (size, *first.stride()))
+
+
+def _edges(fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The weights that autograd has to see: one of each linear, if the owner of gradient buffers hears of the others.
+
+    For each that it sees, autograd calls a function and a hook in every backward pass: for hundreds of small experts
+    that takes the host longer than their products take the GPU.
+    """
+    is_told = all(is_fused(half[0]) and hasattr(half[0], "gradients_ready") for half in (fc1, fc2))
+    if is_told and all(weight.requires_grad for half in (fc1, fc2) for weight in half):
+        return fc1[0], fc2[0]
+    return *fc1, *fc2
+
+
+def _add_to_gradients(
+    weights: Sequence[Tensor], num_edges: int, add: Callable[[Tensor], None] | None = None
+) -> list[Tensor]:
+    """Let ``add`` add weight gradients [E, N, K] to the parameters' ``main_grad``; what autograd gets instead of them,
+    for the first ``num_edges``.
+
+    Without a buffer of Megatron-Core it gets the gradients, in the parameters' type. None adds nothing.
+    """
+    first = weights[0]
+    fused = is_fused(first)
+    buffers = [weight.main_grad for weight in weights] if fused else []
+    out = stacked(buffers) if fused and buffers[0].dtype == torch.float32 else None
+    is_apart = out is None
+    if is_apart:
+        out = torch.zeros(len(weights), *first.shape, dtype=torch.float32, device=first.device)
+    if add is not None:
+        add(out)
+    if not fused:
+        return list(out.to(first.dtype).unbind())
+    if is_apart:
+        torch._foreach_add_(buffers, list(out.to(buffers[0].dtype).unbind()))
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+    if num_edges < len(weights):
+        first.gradients_ready(weights[num_edges:])
+    dummy = _dummy(first)
+    return [dummy.detach() for _ in range(num_edges)]
+
+
+def _dummy(weight: Tensor) -> Tensor:
+    """Memory for gradients that nobody reads: Megatron-Core's hooks want to see one when reductions overlap with
+    backward. One for all experts, where one for each would be as large as all their weights."""
+    key = weight.shape, weight.dtype, weight.device
+    if key not in _dummies:
+        _dummies[key] = torch.empty_like(weight).detach()
+    return _dummies[key]

@@ -1,0 +1,250 @@
+"""Linears that can multiply in FP8, and the norm: in plain torch, or on a GPU with Transformer Engine's kernels.
+
+Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. Linears are born
+BF16; ``apply_precision`` in ``trainer/model/build.py`` gives an FP8 recipe to those that the layer table names, and the
+kernels to all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor, nn
+
+from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, quantized_linear
+from megatron_fp8rl.trainer.fused_kernels import Kernels, LinearKernels
+from megatron_fp8rl.trainer.model import linear_deep_gemm
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm with float32 statistics, rounded where the engine rounds.
+
+    On a CPU that is before the weight multiplies and after it, as in the published models. vLLM's GPU kernels multiply
+    in float32 and round once, and so does a norm on Transformer Engine's kernels.
+    """
+
+    kernels: Kernels = "emulated"
+    like_engine: bool = False  # whether a GPU sums in the order of a batch-invariant engine
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
+        # Under sequence parallelism each rank sees its tokens only; the tag has the gradient summed over them.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kernels == "te" and x.numel():
+            from megatron_fp8rl.trainer.model.norm import te_rms_norm
+
+            return te_rms_norm(x, self.weight, self.eps, like_engine=self.like_engine and x.dtype == torch.bfloat16)
+        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+
+
+def current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+class QuantizableLinear:
+    """What the linears here share: an FP8 recipe, or None, and under delayed scaling a history."""
+
+    recipe: Recipe | None = None
+    kernels: LinearKernels = "emulated"
+    cache: WeightCache | None = None  # of quantized weights, for kernels of a GPU
+    block_rows: Tensor | None = None  # int64 [N] order of the rows in which FP8 blocks are counted; None: their own
+
+    @property
+    def history(self) -> AmaxHistory | None:
+        return self._modules.get("fp8")
+
+    def keep_history(self, length: int, num_experts: int = 1) -> None:
+        """Add the state of delayed scaling. Every linear of a model gets one, BF16 or not: the layers of a model
+        then look alike to distributed checkpointing, which stacks them."""
+        self.fp8 = AmaxHistory(length, num_experts, current_device())
+
+
+class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
+    """Output features divided over tensor-parallel ranks."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        if self.recipe is None:
+            return super()._forward_impl(input, weight, **kwargs)
+        if kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]:
+            input = self.gathered(input)
+        y, bias = quantized(self, input, weight), kwargs.get("bias")
+        return y if bias is None else y + bias
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """Collective over tensor-parallel ranks: what a rank multiplies, of the [s, b, h] that it has."""
+        if self.sequence_parallel:
+            # Backward: each rank has the gradient through its output features only, so the slices are summed.
+            return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.tp_group)
+        return copy_to_tensor_model_parallel_region(x, group=self.tp_group) if self.allreduce_dgrad else x
+
+
+class RowLinear(QuantizableLinear, RowParallelLinear):
+    """Input features divided over tensor-parallel ranks; the caller reduces the partial sums."""
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
+        if self.recipe is None:
+            return super()._forward_impl(input, weight, **kwargs)
+        return quantized(self, input, weight)
+
+    def reduced(self, y: Tensor) -> Tensor:
+        """Collective over tensor-parallel ranks: the sum of their partial sums, or this rank's tokens of it."""
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
+        return reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
+
+
+def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
+    """x [..., K] times weight [N, K] in the recipe of ``linear``: [..., N]."""
+    x_TK, rows = x.reshape(-1, x.shape[-1]), linear.block_rows
+    if linear.kernels == "deep_gemm":
+        y = linear_deep_gemm.linear(x_TK, matrix_of(linear, weight))
+    elif linear.kernels == "te":
+        y = _on_transformer_engine(linear, x_TK, (weight,), None)
+    elif rows is None:
+        y = quantized_linear(x_TK, (weight,), linear.recipe, history=linear.history)
+    else:
+        y = quantized_linear(x_TK, (weight[rows],), linear.recipe, history=linear.history)[:, rows.argsort()]
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def matrix_of(linear: QuantizableLinear, weight: Tensor) -> linear_deep_gemm.Matrix:
+    """The weight [N, K] of ``linear`` as DeepGEMM multiplies it."""
+    return linear_deep_gemm.Matrix(weight, linear.recipe.scales, linear.cache, linear.block_rows)
+
+
+def _on_transformer_engine(
+    linear: QuantizableLinear, x_TK: Tensor, weights: tuple[Tensor, ...], splits: list[int] | None
+) -> Tensor:
+    from megatron_fp8rl.trainer.model.linear_te import te_linear
+
+    return te_linear(
+        x_TK,
+        weights,
+        linear.recipe,
+        splits=splits,
+        history=linear.history,
+        cache=linear.cache,
+        block_rows=linear.block_rows,
+    )
+
+
+class ReplicatedLinear(QuantizableLinear, nn.Module):
+    """A weight that every tensor-parallel rank holds whole and applies to its own tokens."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, tp_group):
+        super().__init__()
+        self.tp_group = tp_group
+        weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=current_device())
+        self.weight = nn.Parameter(weight)
+        # Each rank sees its tokens only; the tag has the gradient summed over tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., K] -> [..., N]."""
+        return F.linear(x, self.weight) if self.recipe is None else quantized(self, x, self.weight)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class GroupedLinear(QuantizableLinear, nn.Module):
+    """The linears of all experts of this rank: parameters ``weight{i}``, as TEGroupedLinear calls them.
+
+    Their values are left to ``build_chunks``, which fills every parameter of a model.
+    """
+
+    def __init__(self, num_gemms: int, input_size: int, output_size: int, *, parallel_mode: str,
+                 config: TransformerConfig, pg_collection, bias: bool = False, **unused: Any):  # fmt: skip
+        super().__init__()
+        if bias:
+            raise ValueError("expert linears have no bias")
+        tp_size = pg_collection.expt_tp.size()
+        self.num_gemms, self.pg_collection = num_gemms, pg_collection
+        self.axis = 0 if parallel_mode == "column" else 1
+        shape = [output_size, input_size]
+        shape[self.axis] //= tp_size
+        own_groups = (
+            config.expert_model_parallel_size > 1
+            or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
+        )
+        stack = torch.empty(num_gemms, *shape, dtype=config.params_dtype, device=current_device())
+        # Megatron-Core's buffers hold parameters from the last to the first. Registered in this order experts lie there
+        # in theirs, as in this one tensor: grouped kernels read the weights and add the gradients of all, uncopied.
+        for index in reversed(range(num_gemms)):
+            weight = nn.Parameter(stack[index])
+            stride = 2 if self.axis == 0 and config.gated_linear_unit else 1
+            set_tensor_model_parallel_attributes(weight, tp_size > 1, self.axis, stride)
+            weight.allreduce = not own_groups  # False: gradients are reduced over the experts' own groups
+            self.register_parameter(f"weight{index}", weight)
+
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        """One of each expert, in their order: they alone are registered, from the last to the first."""
+        return tuple(reversed(self._parameters.values()))  # by name takes twenty times as long, and every pass asks
+
+    def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
+        """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""
+        # Grouped products of float32 would be rounded to TF32, and float32 is there for exact comparisons.
+        if self.kernels == "te" and (self.recipe is not None or x.dtype == torch.bfloat16):
+            return _on_transformer_engine(self, x, self.weights, splits), None
+        return quantized_linear(x, self.weights, self.recipe, splits=splits, history=self.history), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are never delayed here."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """Each expert's weight as a shard of one tensor over all experts; interchangeable with TEGroupedLinear."""
+        ep, tp, dp = (getattr(self.pg_collection, name) for name in ("ep", "expt_tp", "expt_dp"))
+        num_experts, first, result = ep.size() * self.num_gemms, ep.rank() * self.num_gemms, {}
+        for index, weight in enumerate(self.weights):
+            offsets = (*sharded_offsets, (len(sharded_offsets), first + index, num_experts))
+            part = make_sharded_tensors_for_checkpoint(
+                {f"{index}.weight": weight},
+                "",
+                {f"{index}.weight": self.axis},
+                offsets,
+                tp_group=tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            replace_prefix_for_sharding(part, f"{index}.", prefix)
+            sharded = part[f"{index}.weight"]
+            sharded.replica_id = (*sharded.replica_id[:2], dp.rank())
+            result[f"{prefix}weight{index}"] = sharded
+        if self.history is not None:
+            num_axes = len(sharded_offsets)
+            result[f"{prefix}fp8.history"] = ShardedTensor.from_rank_offsets(
+                f"{prefix}fp8.history",
+                self.history.history,
+                *sharded_offsets,
+                (num_axes + 2, ep.rank(), ep.size()),
+                replica_id=(0, tp.rank(), dp.rank()),
+                prepend_axis_num=num_axes,
+            )
+        return result

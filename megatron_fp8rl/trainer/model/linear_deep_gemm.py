@@ -1,0 +1,208 @@
+"""Dense linears, and a whole feed-forward part, on DeepGEMM in blockwise FP8, quantized by fused kernels.
+
+In: BF16 activations and parameters. Out: y = x W^T, its input gradient, and weight gradients that the product adds to
+Megatron-Core's FP32 gradient buffer itself. A matrix is read once and quantized in rows and in columns at a time: rows
+for the product with the weight, columns for the weight gradient. What is kept for backward are the columns, in FP8.
+
+    linear    x, quantized -> y                           g, quantized -> dx;  dW += g^T x
+    mlp       x, quantized -> fc1 -> h -> SwiGLU,         g, quantized -> fc2 -> da -> SwiGLU backward with h: dh and
+              quantized -> fc2 -> y                       a, quantized -> fc1 -> dx;  dW2 += g^T a;  dW1 += dh^T x
+
+The forward pass of ``mlp`` computes the numbers of two linears with SwiGLU between them; the input of fc2 is never
+written in BF16, and nothing but h is kept between the two. ``expert_kernels.py`` moves and quantizes, for a dense
+layer is one expert; ``dense_gemm.py`` multiplies. On a CPU both are torch, with the same roundings.
+
+Weights are quantized once per optimizer step, and transposed in the same pass over them if gradients are wanted. NaN
+and infinity make the whole block that they are in NaN, and so every number that the block has a part in.
+
+Shapes: T = tokens, P = tokens filled up with zeros to a multiple of 128, N = output features, K = input features,
+H = hidden size, F = features between the two linears of a feed-forward part on this rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3, Scales
+from megatron_fp8rl.kernels.dense_gemm import add_weight_gradient, multiply
+from megatron_fp8rl.kernels.fused_moe import (
+    Layout,
+    Quantized,
+    permute_quantize,
+    swiglu_backward_quantize,
+    swiglu_quantize,
+)
+from megatron_fp8rl.kernels.grouped_gemm import Fp8, quantized
+from megatron_fp8rl.precision.recipes import Blockwise, Recipe
+from megatron_fp8rl.trainer.model.weight_cache import WeightCache
+from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient, no_gradients
+
+
+def can_multiply(recipe: Recipe | None, weight: Tensor) -> bool:
+    """Whether the kernels here multiply a matrix [N, K] in a recipe: blockwise, E4M3 gradients, BF16, whole blocks."""
+    is_right = isinstance(recipe, Blockwise) and recipe.grad_format == E4M3
+    return is_right and weight.dtype == torch.bfloat16 and not any(size % BLOCK for size in weight.shape)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter [N, K] and how it is multiplied."""
+
+    weight: Tensor
+    scales: Scales
+    cache: WeightCache
+    block_rows: Tensor | None = None  # int64 [N], the order of rows in which blocks are counted; None: their own
+
+    def quantized(self) -> _Quantized:
+        return self.cache.get([self.weight], lambda: _Quantized(self))
+
+
+class _Quantized:
+    """The bytes of a matrix in both orientations."""
+
+    def __init__(self, matrix: Matrix):
+        weight_NK = matrix.weight.detach()
+        weight_NK = weight_NK if matrix.block_rows is None else weight_NK[matrix.block_rows]
+        self.rows = Fp8(*(part[0] for part in quantized(weight_NK.unsqueeze(0), matrix.scales)))
+        self._transposed: Fp8 | None = None
+
+    def transposed(self) -> Fp8:
+        """[K, N], for the input gradient; made by the first backward pass, when activations begin to go."""
+        if self._transposed is None:
+            self._transposed = _first(Fp8(*(part.unsqueeze(0) for part in self.rows)).transposed())
+        return self._transposed
+
+
+def _first(transposed: Fp8) -> Fp8:
+    """The first matrix, with contiguous scales."""
+    return Fp8(transposed.data[0], transposed.scale[0].contiguous())
+
+
+def linear(x_TK: Tensor, matrix: Matrix) -> Tensor:
+    """y BF16 [T, N] = x W^T of BF16 x, differentiable in x and the weight."""
+    return _Linear.apply(x_TK, matrix.weight, matrix, torch.is_grad_enabled())
+
+
+def mlp(x_TH: Tensor, fc1: Matrix, fc2: Matrix) -> Tensor:
+    """y BF16 [T, H] = (silu(x Wg^T) * (x Wu^T)) Wd^T of BF16 x, differentiable in x and both weights.
+
+    ``fc1`` [2F, H] holds Wg before Wu, ``fc2`` [H, F] is Wd; neither has an order of rows of its own.
+    """
+    return _Mlp.apply(x_TH, fc1.weight, fc2.weight, fc1, fc2, torch.is_grad_enabled())
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TK: Tensor, weight: Tensor, matrix: Matrix, record: bool) -> Tensor:
+        num_tokens = x_TK.shape[0]
+        ctx.matrix, ctx.num_tokens, ctx.x, ctx.w = matrix, num_tokens, None, None
+        if not num_tokens:
+            return x_TK.new_empty(0, weight.shape[0])
+        needs_dw = record and ctx.needs_input_grad[1]
+        x = _quantize(x_TK, matrix.scales, rows=True, columns=needs_dw)
+        w = matrix.quantized()
+        y_TN = _multiply(x, w.rows, num_tokens)
+        if record:
+            ctx.w, ctx.x = w, _columns(x) if needs_dw else None
+        return y_TN if matrix.block_rows is None else y_TN[:, matrix.block_rows.argsort()]
+
+    @staticmethod
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple:
+        matrix, (needs_dx, needs_dw) = ctx.matrix, ctx.needs_input_grad[:2]
+        if not ctx.num_tokens:
+            dx = grad_TN.new_empty(0, matrix.weight.shape[1]) if needs_dx else None
+            return dx, no_gradients([matrix.weight])[0] if needs_dw else None, None, None
+        w, x = ctx.w, ctx.x
+        ctx.w = ctx.x = None  # the memory is free when this function returns, not when the graph goes
+        if matrix.block_rows is not None:
+            grad_TN = grad_TN[:, matrix.block_rows]
+        grad = _quantize(grad_TN, matrix.scales, rows=needs_dx, columns=needs_dw)
+        dw = add_gradient(matrix.weight, _adder(_columns(grad), x), matrix.block_rows) if needs_dw else None
+        del x
+        dx = _multiply(grad, w.transposed(), ctx.num_tokens) if needs_dx else None
+        return dx, dw, None, None
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, w1: Tensor, w2: Tensor, fc1: Matrix, fc2: Matrix, record: bool) -> Tensor:
+        num_tokens = x_TH.shape[0]
+        ctx.matrices, ctx.num_tokens = (fc1, fc2), num_tokens
+        if not num_tokens:
+            return torch.zeros_like(x_TH)
+        needs_dw = record and any(ctx.needs_input_grad[1:3])
+        layout = _layout(num_tokens, x_TH.device)
+        made = tuple(matrix.quantized() for matrix in (fc1, fc2))
+        x = _quantize(x_TH, fc1.scales, rows=True, columns=needs_dw)
+        h_P2F = multiply(_rows(x), made[0].rows)
+        x = _columns(x) if needs_dw else None
+        if record:
+            # Not saved for backward, which keeps what is until it has returned: it is free when it has been read.
+            ctx.made, ctx.x, ctx.h = made, x, h_P2F
+        a = swiglu_quantize(h_P2F, layout, fc2.scales)
+        del x, h_P2F
+        return _multiply(a, made[1].rows, num_tokens)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: Tensor) -> tuple:
+        (fc1, fc2), num_tokens = ctx.matrices, ctx.num_tokens
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[1:3])
+        dw1 = dw2 = None
+        if not num_tokens:
+            if needs_dw:
+                dw1, dw2 = (no_gradients([matrix.weight])[0] for matrix in (fc1, fc2))
+            return torch.zeros_like(dy_TH) if needs_dx else None, dw1, dw2, None, None, None
+        (made1, made2), x, h_P2F = ctx.made, ctx.x, ctx.h
+        ctx.made = ctx.x = ctx.h = None
+        dy = _quantize(dy_TH, fc2.scales, rows=True, columns=needs_dw)
+        da_PF = multiply(_rows(dy), made2.transposed())
+        dy = _columns(dy) if needs_dw else None
+        back = swiglu_backward_quantize(
+            da_PF, h_P2F, _layout(num_tokens, dy_TH.device), fc1.scales,
+            rows=needs_dx, columns=needs_dw, activation_columns=needs_dw,
+        )  # fmt: skip
+        del da_PF, h_P2F
+        dh, a = back.dh, back.activation
+        del back
+        if needs_dw:
+            dw2 = add_gradient(fc2.weight, _adder(dy, _columns(a)))
+            del dy, a
+            dw1 = add_gradient(fc1.weight, _adder(_columns(dh), x))
+            del x
+        dx_TH = _multiply(dh, made1.transposed(), num_tokens) if needs_dx else None
+        return dx_TH, dw1, dw2, None, None, None
+
+
+@functools.lru_cache(maxsize=8)  # passes of a few lengths take turns
+def _layout(num_tokens: int, device: torch.device) -> Layout:
+    """All tokens as those of one expert. Never waits for the device."""
+    count = torch.full((1,), num_tokens, dtype=torch.int64, device=device)
+    return Layout.of(count, num_tokens, (num_tokens,), in_matrix=True)
+
+
+def _quantize(x_TK: Tensor, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
+    layout = _layout(x_TK.shape[0], x_TK.device)
+    return permute_quantize(x_TK.contiguous(), layout, scales, rows=rows, columns=columns)
+
+
+def _rows(x: Quantized) -> Fp8:
+    return Fp8(x.rows, x.row_scales)
+
+
+def _columns(x: Quantized) -> Fp8:
+    return Fp8(x.columns, x.column_scales)
+
+
+def _multiply(x: Quantized, weight: Fp8, num_tokens: int) -> Tensor:
+    """BF16 [T, N], of tokens alone. Detached: autograd lets nobody write into a view that a function returns."""
+    return multiply(_rows(x), weight)[:num_tokens].detach()
+
+
+def _adder(grad: Fp8, x: Fp8) -> Callable[[Tensor], None]:
+    return lambda out_NK: add_weight_gradient(grad, x, out_NK)

@@ -1,0 +1,110 @@
+"""Multi-head latent attention: queries, keys and values of all heads from small latent vectors (arXiv:2412.19437).
+
+In: hidden states of one packed microbatch on Megatron-Core's layout. Out: the attention's contribution to them. Runs on
+every trainer rank.
+
+Projections into the latent space are held whole by every tensor-parallel rank and applied to the rank's own tokens;
+projections out of it are divided by heads. Keys are rotated in core attention, with all heads sharing one rotated part.
+
+Megatron-Core 0.19's own layer is not used without Transformer Engine: its column-parallel projections into the latent
+space gather their outputs, and the gradient of the shared rotated part of the keys is not summed over tensor-parallel
+ranks (relative errors of 11 to 38 % in ``linear_kv_down_proj``); it rotates by the length of the pack; and it pads
+values to the size of keys, which cuts them off where they are larger.
+
+Shapes: T = packed tokens, S = T / tensor-parallel size, H = heads of this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig
+from torch import Tensor
+
+from megatron_fp8rl.trainer.model.linear import ColumnLinear, ReplicatedLinear, RMSNorm
+
+_NORM_EPS = 1e-6  # of latent vectors, whatever the other norms have: the published model's code does not pass it on
+
+
+@dataclass
+class LatentSubmodules:
+    """What Megatron-Core's base class builds."""
+
+    core_attention: Any
+    linear_proj: Any
+
+
+class LatentAttention(MultiLatentAttention):
+    """Self-attention whose parameters are called as in Megatron-Core's MLASelfAttention."""
+
+    def __init__(
+        self,
+        config: MLATransformerConfig,
+        submodules: LatentSubmodules,
+        layer_number: int,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        pg_collection: ProcessGroupCollection | None = None,
+        **kwargs: Any,
+    ):
+        super().__init__(
+            config,
+            submodules,
+            layer_number,
+            attn_mask_type,
+            attention_type="self",
+            pg_collection=pg_collection,
+            **kwargs,
+        )
+        del self.rotary_pos_emb  # core attention rotates
+        heads, hidden, tp_group = config.num_attention_heads, config.hidden_size, self.pg_collection.tp
+        settings = dict(
+            config=config, init_method=config.init_method, gather_output=False, bias=False, tp_group=tp_group
+        )
+        if config.q_lora_rank is None:
+            self.linear_q_proj = ColumnLinear(hidden, heads * self.q_head_dim, **settings)
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(hidden, config.q_lora_rank, config=config, tp_group=tp_group)
+            self.q_layernorm = RMSNorm(config, config.q_lora_rank, eps=_NORM_EPS)
+            self.linear_q_up_proj = ColumnLinear(config.q_lora_rank, heads * self.q_head_dim, **settings)
+        self.latent_and_rotated = (config.kv_lora_rank, config.qk_pos_emb_head_dim)
+        self.linear_kv_down_proj = ReplicatedLinear(
+            hidden, sum(self.latent_and_rotated), config=config, tp_group=tp_group
+        )
+        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps=_NORM_EPS)
+        self.key_and_value = (config.qk_head_dim, config.v_head_dim)
+        self.linear_kv_up_proj = ColumnLinear(config.kv_lora_rank, heads * sum(self.key_and_value), **settings)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        inference_context: Any = None,
+    ) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        """hidden [S, 1, hidden] -> query and key [T, H, qk_head_dim], not yet rotated, and value [T, H, v_head_dim]."""
+        if self.config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            query, _ = self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden_states)))
+        latent, rotated = self.linear_kv_down_proj(hidden_states).split(self.latent_and_rotated, dim=-1)
+        if self.config.sequence_parallel:
+            # Backward: each rank has the gradient through its heads only, so the slices are summed.
+            rotated = gather_from_sequence_parallel_region(rotated, group=self.tp_group)
+        key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        num_heads = self.num_attention_heads_per_partition
+        query = query.view(-1, num_heads, self.q_head_dim)
+        key, value = key_value.view(-1, num_heads, sum(self.key_and_value)).split(self.key_and_value, dim=-1)
+        key = torch.cat([key, rotated.expand(-1, num_heads, -1)], dim=-1)
+        return query, key, value, None, None
+
+    def _run_core_attention(self, query, key, value, attention_mask, packed_seq_params=None, **unused) -> Tensor:
+        """Core attention takes values of any size, so nothing is padded."""
+        return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)

@@ -1,0 +1,42 @@
+"""RMSNorm on a GPU as the engine computes it: in float32, rounded once, behind the weight.
+
+Forward by Transformer Engine's kernel, or in the order of sums of a batch-invariant engine; backward by the former.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformer_engine.pytorch  # noqa: F401  (loads the libraries that the bindings need)
+import transformer_engine_torch as tex
+from torch import Tensor
+from transformer_engine.pytorch.constants import TE_DType
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, like_engine: bool) -> Tensor:
+        x_TH = x.reshape(-1, x.shape[-1]).contiguous()
+        if like_engine:
+            from megatron_fp8rl.kernels.triton import batch_invariant
+
+            y, rsigma_T = batch_invariant.rms_norm(x_TH, weight, eps)
+        else:
+            y, _, rsigma_T = tex.rmsnorm_fwd(x_TH, weight, eps, None, None, TE_DType[x.dtype], 0, False)
+        ctx.save_for_backward(x_TH, weight, rsigma_T)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        x_TH, weight, rsigma_T = ctx.saved_tensors
+        dx, dweight = tex.rmsnorm_bwd(grad.reshape(x_TH.shape).contiguous(), x_TH, rsigma_T, weight, 0, False)
+        return dx.view(grad.shape), dweight, None, None
+
+
+def te_rms_norm(x: Tensor, weight: Tensor, eps: float, *, like_engine: bool = False) -> Tensor:
+    """x [..., H] over the root mean square of its last axis, times weight [H], in the type of x.
+
+    ``like_engine``: the bits of an engine under ``rollout.batch_invariant``; BF16 alone.
+    """
+    return _RmsNorm.apply(x, weight, eps, like_engine)

@@ -1,0 +1,133 @@
+"""Rotary embedding: which features of a head turn, how fast, and the rotation itself. Pure tensor functions.
+
+In: a ModelConfig, positions, query and key heads. Out: the same heads, rotated. Runs on every trainer rank.
+
+Frequencies are computed as transformers computes them, so that both ends of a conversion agree. Cosines and sines are
+rounded to the model's type and the rotation is computed in float32 and rounded once, as the engine's CPU kernel does.
+
+Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.config import ModelConfig, RopeScaling
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rotary:
+    """The rotary embedding of one model."""
+
+    num_features: int  # R
+    first_feature: int  # where the rotated features begin in a head
+    theta: float
+    scaling: RopeScaling | None
+    interleaved: bool  # pairs are neighbours; otherwise feature i turns with feature i + R / 2
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> Rotary:
+        """Heads of latent attention turn their last part, all others their first ``rotary_fraction``."""
+        mla = model.mla
+        return cls(
+            num_features=int(model.head_dim * model.rotary_fraction) if mla is None else mla.qk_rope_head_dim,
+            first_feature=0 if mla is None else mla.qk_nope_head_dim,
+            theta=model.rope_theta,
+            scaling=model.rope_scaling,
+            interleaved=mla is not None,
+        )
+
+    def frequencies(self) -> Tensor:
+        """Radians per position of every pair, float32 [R / 2]."""
+        exponents = torch.arange(0, self.num_features, 2, dtype=torch.float32) / self.num_features
+        periods = self.theta**exponents
+        if self.scaling is None:
+            return 1.0 / periods
+        stretch = {"llama3": _llama3, "yarn": self._yarn}[self.scaling.kind]
+        return stretch(periods, self.scaling)
+
+    @property
+    def amplitude(self) -> float:
+        """What cosines and sines are multiplied by: 1, or the attention factor of yarn."""
+        scaling = self.scaling
+        if scaling is None or scaling.kind != "yarn":
+            return 1.0
+        return yarn_magnitude(scaling.factor, scaling.mscale) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
+
+    def _yarn(self, periods: Tensor, scaling: RopeScaling) -> Tensor:
+        """Slow pairs are stretched by ``factor``, fast ones are not, with a ramp between (arXiv:2309.00071)."""
+
+        def pair_that_turns(rotations: float) -> float:
+            """Index of the pair that makes this many rotations over the original context."""
+            wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
+            return self.num_features * math.log(wavelength) / (2 * math.log(self.theta))
+
+        low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
+        high = min(math.ceil(pair_that_turns(scaling.beta_slow)), self.num_features - 1)
+        width = high - low if high != low else 0.001
+        stretched = ((torch.arange(self.num_features // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+        return 1.0 / (scaling.factor * periods) * stretched + 1.0 / periods * (1 - stretched)
+
+    def rotate(self, x_THD: Tensor, cos_T1r: Tensor, sin_T1r: Tensor) -> Tensor:
+        """``x`` with its rotated features turned, in the type of ``x``; r = R / 2.
+
+        Interleaved pairs leave as halves: queries and keys change alike, and their products do not.
+        """
+        if x_THD.is_cuda and x_THD.dtype == torch.bfloat16:
+            from megatron_fp8rl.kernels.triton import rotate  # the same bits, in one pass
+
+            return rotate.rotate(x_THD, cos_T1r, sin_T1r, self.first_feature, self.interleaved)
+        before, x, after = x_THD.split(
+            [self.first_feature, self.num_features, x_THD.shape[-1] - self.first_feature - self.num_features], dim=-1
+        )
+        x = x.float()
+        left, right = (x[..., 0::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
+        turned = torch.cat([left * cos_T1r - right * sin_T1r, right * cos_T1r + left * sin_T1r], dim=-1)
+        turned = turned.to(x_THD.dtype)
+        if self.num_features == x_THD.shape[-1]:
+            return turned
+        return torch.cat([before, turned, after], dim=-1)
+
+
+def yarn_magnitude(factor: float, mscale: float) -> float:
+    """m(mscale) = 0.1 mscale ln(factor) + 1, or 1 where nothing is stretched (DeepSeek's ``yarn_get_mscale``)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def softmax_scale(model: ModelConfig) -> float:
+    """What products of queries and keys are multiplied by. Latent attention squares yarn's magnitude into it."""
+    scaling = model.rope_scaling
+    if model.mla is None or scaling is None or scaling.kind != "yarn":
+        return model.head_dim**-0.5
+    return model.head_dim**-0.5 * yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def _llama3(periods: Tensor, scaling: RopeScaling) -> Tensor:
+    """Long wavelengths are stretched by ``factor``, short ones are not, those between partly (Llama 3.1 release)."""
+    frequencies = 1.0 / periods
+    wavelengths = 2 * math.pi / frequencies
+    original, low, high = (
+        scaling.original_max_position_embeddings,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+    )
+    unstretched = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
+    return (1 - unstretched) * frequencies / scaling.factor + unstretched * frequencies
+
+
+@functools.lru_cache(maxsize=8)
+def rotary_table(
+    num_positions: int, rotary: Rotary, dtype: torch.dtype, device: torch.device = torch.device("cpu")
+) -> tuple[Tensor, Tensor]:
+    """(cosines, sines) of every position and pair, [num_positions, R / 2], rounded to ``dtype``.
+
+    Computed on the host whatever the device: cosines of a GPU differ in the last bit.
+    """
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * rotary.frequencies()
+    cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
+    return cos.to(device, dtype), sin.to(device, dtype)

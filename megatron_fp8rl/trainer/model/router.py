@@ -1,0 +1,187 @@
+"""Which experts a token goes to, and with which weights: all routers of :class:`RouterConfig`.
+
+In: router logits on this rank's tokens. Out: for each token the weight of every expert, 0 where it does not go, and
+where it goes. Runs on every trainer rank; no communication but Megatron-Core's for the balancing loss.
+
+Megatron-Core's own choice differs from the published models' in three places: it scores a group of experts by its best
+``top-k / groups per token`` experts, where they take two; it always divides sigmoid scores by their sum, except for one
+expert per token; and it moves the correction bias after every step. Here the bias is a constant part of the policy.
+
+Logits are rounded where the engine's are: its router is a linear in the type of the activations, but for GLM-4.5's,
+which multiplies in float32. Rounded logits are often equal: of equal scores vLLM's GPU kernel takes the lower expert
+first, and its CPU path those that torch.topk takes. Beside a batch-invariant engine a GPU takes the weights from
+vLLM's own kernel, where vLLM is installed: its softmax adds in another order, which moves last bits of float32.
+
+Shapes: T = tokens of this rank, E = experts, K = experts of a token.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import (
+    compute_routing_scores_for_aux_loss,
+    get_tokens_per_expert_and_token_count,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from megatron_fp8rl.config import RouterConfig
+
+_SCORED_PER_GROUP = 2  # a group of experts is as good as its two best (DeepSeek-V3)
+
+
+def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, K], experts int64 [T, K]); only the weights are differentiable.
+
+    ``bias_E`` is added to the scores for the choice alone.
+    """
+    logits_TE = logits_TE.float()
+    scores_TE = logits_TE.sigmoid() if router.score == "sigmoid" else logits_TE.softmax(dim=-1)
+    wanted_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+    if router.num_groups > 1:
+        wanted_TE = wanted_TE.masked_fill(~_in_best_groups(wanted_TE, router), float("-inf"))
+    experts_TK = _best(wanted_TE, top_k)
+    if router.score == "softmax" and router.normalize:
+        weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=-1)  # the same quotient, without underflow
+    else:
+        weights_TK = scores_TE.gather(1, experts_TK)
+        if router.normalize:
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights_TK * router.scaling_factor, experts_TK
+
+
+def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
+    """``weights_TK`` in the engine's last bits, with their own gradient; as they are where vLLM has no kernel for them.
+
+    Of a token for which the kernel takes other experts, as it may where logits are NaN, they stay, too.
+    """
+    is_plain = router.score == "softmax" and router.num_groups == 1 and not router.correction_bias
+    if not is_plain or not _has_vllms_kernels():
+        return weights_TK
+    import vllm._custom_ops as ops
+
+    values_TK = torch.empty_like(weights_TK, dtype=torch.float32)
+    ids_TK = torch.empty_like(values_TK, dtype=torch.int32)
+    ops.topk_softmax(values_TK, ids_TK, torch.empty_like(ids_TK), logits_TE.detach().bfloat16(), router.normalize)
+    same_T1 = (ids_TK == experts_TK).all(dim=1, keepdim=True)
+    value = torch.where(same_T1, values_TK * router.scaling_factor, weights_TK.detach())
+    return _Replaced.apply(weights_TK, value)
+
+
+@functools.cache
+def _has_vllms_kernels() -> bool:
+    try:
+        import vllm._custom_ops  # noqa: F401  loads the library of the kernels
+    except ImportError:
+        return False
+    return hasattr(torch.ops._moe_C, "topk_softmax")
+
+
+def _best(wanted_TE: Tensor, top_k: int) -> Tensor:
+    """int64 [T, K]: the experts that are wanted most, and of equally wanted ones those that the engine takes."""
+    if wanted_TE.is_cuda:  # a copy, or the backward pass would keep the order of all experts
+        return wanted_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    return wanted_TE.topk(top_k, dim=-1).indices
+
+
+def _in_best_groups(wanted_TE: Tensor, router: RouterConfig) -> Tensor:
+    """bool [T, E]: whether the expert belongs to one of the token's ``groups_per_token`` best groups."""
+    groups = wanted_TE.unflatten(1, (router.num_groups, -1))
+    group_scores = groups.topk(_SCORED_PER_GROUP, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(router.groups_per_token, dim=-1).indices
+    chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
+    return chosen.repeat_interleave(groups.shape[-1], dim=1)
+
+
+class _Replaced(torch.autograd.Function):
+    """The second argument, with the gradient of the first: rounding does not stop it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad, None
+
+
+class Router(TopKRouter):
+    """Megatron-Core's router with the choice of experts above. ``rounds``: logits have the type of the activations."""
+
+    like_engine: bool = False  # whether a GPU sums in the order of a batch-invariant engine
+
+    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        self.router, self.rounds = router, rounds
+        if router.correction_bias:
+            # Megatron-Core makes this buffer only with a rule that moves it.
+            del self.expert_bias
+            self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=self.weight.device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Follow the model to another device, but keep the correction bias float32 when the model becomes BF16."""
+        bias = self.expert_bias
+        super()._apply(fn, recurse)
+        if bias is not None:
+            self.expert_bias = bias.to(self.expert_bias.device)
+        return self
+
+    def gating(self, hidden: Tensor) -> Tensor:
+        """hidden [S, B, H] -> logits, float32 [S, B, E], rounded to the type of ``hidden`` where the engine does so."""
+        logits = super().gating(hidden)
+        if not self.rounds:
+            return logits
+        if self.like_engine and hidden.is_cuda and hidden.dtype == torch.bfloat16:
+            from megatron_fp8rl.kernels.triton import batch_invariant
+
+            rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
+            value = batch_invariant.linear(rows, self.weight.detach()).view(logits.shape)
+        else:
+            value = logits.detach().to(hidden.dtype)
+        return _Replaced.apply(logits, value.to(logits.dtype))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [S, B, E] -> (weights [T, E], whether the token goes there, bool [T, E]), T = S * B.
+
+        ``padding_mask``, bool [S, B], is True where there is no token: it is routed, and not counted as load.
+        """
+        logits = logits.view(-1, self.num_experts)
+        weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias)
+        if self.like_engine and self.rounds and logits.is_cuda:
+            weights_TK = _engines_weights(logits, weights_TK, experts_TK, self.router)
+        weights = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK.to(logits.dtype))
+        goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            weights = self._with_balancing_loss(weights, logits, padding_mask)
+        return weights, goes
+
+    def _with_balancing_loss(self, weights: Tensor, logits: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Collective over tensor and context parallel ranks: ``weights`` with Megatron-Core's loss in their graph.
+
+        Its own ``_apply_aux_loss`` weighs the ranks of a microbatch by the tokens of each, where all tokens of the
+        microbatch belong; with padding ranks differ. A microbatch of padding alone has a loss of 0, not of 0 / 0.
+        """
+        padding_T = None if padding_mask is None else padding_mask.reshape(-1)
+        wanted, scores = compute_routing_scores_for_aux_loss(
+            logits, self.topk, self.score_function, padding_mask=padding_T
+        )
+        per_expert, _, num_tokens = get_tokens_per_expert_and_token_count(
+            wanted, self.tp_cp_group, self.topk, with_padding_mask=True
+        )
+        coefficient, num_tokens = self.get_aux_loss_coeff("aux_loss"), num_tokens.clamp(min=1)
+        loss = switch_load_balancing_loss_func(
+            scores, per_expert, num_tokens, self.topk, self.config.num_moe_experts, coefficient
+        )
+        return self.attach_and_log_load_balancing_loss(
+            weights,
+            coefficient,
+            loss,
+            "load_balancing_loss",
+            self.tp_cp_group,
+            valid_token_count=num_tokens / self.tp_cp_group.size(),
+        )

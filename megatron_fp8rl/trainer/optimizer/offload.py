@@ -1,0 +1,198 @@
+"""Moves a policy's weights, gradients and optimizer state out of GPU memory while engines need it, and back.
+
+In: a policy on one rank. Out: the same policy, bit for bit, with memory that comes and goes. Runs on every trainer
+rank; nothing here is a collective.
+
+What is moved are storages, not tensors: every view of a buffer, whoever holds it, is valid again when its storage has
+its bytes back. Megatron-Core's own helper for the optimizer replaces ``tensor.data`` instead, which would part FP32
+parameters from the buffers that they are views of.
+
+    params      buffers of parameters, and the reference model    copied to host memory; of FP8 parameters the bytes in
+                                                                  rows (columns are made again, scales stay)
+    gradients   buffers of gradients                              forgotten; they come back as zeros
+    optimizer   FP32 master weights and Adam's moments            copied to host memory
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fp8rl.kernels.fp8_parameter import is_fp8
+from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.trainer.policy import Policy
+
+Part = Literal["params", "gradients", "optimizer"]
+
+_ALIGNMENT_BYTES = 512  # of each storage within the host buffer
+
+
+class _Storages:
+    """Storages that leave the device together, and their place in one buffer of host memory that is kept for reuse."""
+
+    def __init__(self) -> None:
+        self._away: list[tuple[torch.UntypedStorage, int]] = []  # with its size
+        self._device = torch.device("cpu")
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    def __bool__(self) -> bool:
+        return bool(self._away)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # the process may be ending
+            self._unpin()
+
+    def release(self, storages: list[torch.UntypedStorage], device: torch.device, *, keep: bool) -> None:
+        """Free ``storages``; with ``keep``, after their bytes are in host memory."""
+        sizes = [storage.nbytes() for storage in storages]
+        self._device = device
+        if keep:
+            self._reserve(sum(_aligned(size) for size in sizes))
+            for storage, host in zip(storages, self._slots(sizes), strict=True):
+                host.copy_(_bytes_of(storage, device), non_blocking=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        for storage in storages:
+            storage.resize_(0)
+        self._away = list(zip(storages, sizes, strict=True))
+
+    def restore(self, *, keep: bool) -> None:
+        """Give every storage its memory back; with ``keep`` also its bytes, and zeros otherwise."""
+        hosts = self._slots([size for _, size in self._away]) if keep else iter(())
+        for storage, size in self._away:
+            storage.resize_(size)
+            tensor = _bytes_of(storage, self._device)
+            if keep:
+                tensor.copy_(next(hosts), non_blocking=True)
+            else:
+                tensor.zero_()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # the host buffer may be written again from here on
+        self._away = []
+
+    def _slots(self, sizes: list[int]) -> Iterator[Tensor]:
+        offset = 0
+        for size in sizes:
+            yield self._host[offset : offset + size]
+            offset += _aligned(size)
+
+    def _reserve(self, num_bytes: int) -> None:
+        """Have a host buffer of ``num_bytes``, page-locked for a GPU.
+
+        PyTorch's own pinned memory comes in powers of two, which may double what a node has to hold.
+        """
+        if self._host.numel() >= num_bytes:
+            return
+        self._unpin()
+        self._host = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._device.type == "cuda":
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), num_bytes, 0))
+
+    def _unpin(self) -> None:
+        if self._device.type == "cuda" and self._host.numel():
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr()))
+
+
+class Offload:
+    """What ``optim.offload`` names of one policy, and where it is now. Parts that are not named always stay."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._parts: dict[Part, _Storages] = {part: _Storages() for part in policy.cfg.optim.offload}
+
+    @property
+    def away(self) -> tuple[Part, ...]:
+        """The parts that are not on the device."""
+        return tuple(part for part, storages in self._parts.items() if storages)
+
+    def release(self, *parts: Part) -> None:
+        """Take ``parts`` off the device, and give what PyTorch's allocator has cached back to it."""
+        device = self._policy.parallel.device
+        for part in parts:
+            held = self._parts.get(part)
+            if held is not None and not held:
+                held.release(self._storages_of(part), device, keep=part != "gradients")
+                if part == "params":
+                    self._forget_copies()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def restore(self, *parts: Part) -> None:
+        """Bring ``parts`` back, or all that is away without any."""
+        for part in parts or self.away:
+            if held := self._parts.get(part):
+                held.restore(keep=part != "gradients")
+
+    @contextlib.contextmanager
+    def resident(self) -> Iterator[None]:
+        """Everything on the device inside the block, and as it was before behind it."""
+        before = self.away
+        self.restore()
+        yield
+        self.release(*before)
+
+    def require(self, *parts: Part) -> None:
+        """Raise RuntimeError when one of ``parts`` is away: its tensors have no memory to read."""
+        if missing := [part for part in parts if part in self.away]:
+            raise RuntimeError(f"{', '.join(missing)} of the policy are offloaded; call policy.offload.restore() first")
+
+    def _storages_of(self, part: Part) -> list[torch.UntypedStorage]:
+        """Each once, in an order that does not change while tensors stay the same."""
+        if part == "params":
+            return list(_unique(self._params()).values())
+        if part == "gradients":
+            return list(_unique(buffer.grad_data for buffer in self._buffers()).values())
+        # FP32 parameters are their own master weights, and the optimizer's gradients are views of the buffers.
+        others = _unique(self._params()) | _unique(buffer.grad_data for buffer in self._buffers())
+        return [storage for key, storage in _unique(self._optimizer()).items() if key not in others]
+
+    def _forget_copies(self) -> None:
+        """Of parameters in FP8, as large as what they were made of; the next pass that wants them makes them again."""
+        forget_quantized_weights()
+        for parameter in (parameter for model in self._policy.models for parameter in model.parameters()):
+            if is_fp8(parameter):
+                parameter.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+    def _buffers(self) -> Iterator:
+        for chunk in self._policy.chunks:
+            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+    def _params(self) -> Iterator[Tensor]:
+        yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
+        modules: list[nn.Module] = [*self._policy.models, *(self._policy.reference or ())]
+        for parameter in (parameter for module in modules for parameter in module.parameters()):
+            if type(parameter.data) is Tensor:  # a quantised parameter wraps others, which lie in the buffers
+                yield parameter.data
+
+    def _optimizer(self) -> Iterator[Tensor]:
+        megatron = self._policy.optimizer.megatron
+        for part in getattr(megatron, "chained_optimizers", [megatron]):
+            for group in part.optimizer.param_groups:
+                yield from (parameter.data for parameter in group["params"])
+            for state in part.optimizer.state.values():
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _unique(tensors: Iterator[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """Storages by the address of their memory, each once."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            found.setdefault(storage.data_ptr(), storage)
+    return found
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+    """The storage as a uint8 tensor that shares it."""
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

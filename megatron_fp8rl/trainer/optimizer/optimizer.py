@@ -1,0 +1,235 @@
+"""Gradient buffers and AdamW over FP32 master weights, sharded over data-parallel ranks by Megatron-Core.
+
+In: model chunks whose gradients a schedule has filled. Out: updated parameters on every rank, and the gradient norm.
+Runs on every trainer rank.
+
+Losses arrive divided by the denominators of the global batch, so gradients are summed over ranks and microbatches and
+divided by nothing afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import finalize_model_grads as reduce_and_divide_gradients
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.utils import get_model_config
+
+from megatron_fp8rl.config import OptimConfig, RunConfig
+from megatron_fp8rl.trainer.model.build import named_global_parameters
+from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+from megatron_fp8rl.trainer.optimizer.fast_lists import ListedOptimizer
+from megatron_fp8rl.trainer.optimizer.fp8_params import few_masters_at_a_time
+from megatron_fp8rl.trainer.parallel import Parallel
+
+_MAX_NAMES = 20  # offending tensors that an error spells out
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is infinite or not a number. The weights are still those of before the update."""
+
+
+class _GradientBuffers(DistributedDataParallel):
+    """Megatron-Core's buffers, with hooks that do not keep the model alive and do nothing that is not needed here.
+
+    Its own hooks name the module and the parameter that they belong to, and autograd holds them where Python's garbage
+    collector does not look: the memory of a model was never given back. Drop when DistributedDataParallel does so.
+
+    An autograd function that adds to ``main_grad`` itself need not have every parameter as its input: it may call
+    ``parameter.gradients_ready(parameters)`` instead, for any of those whose gradients it has added.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        buffers = weakref.ref(self)
+
+        def gradients_ready(parameters: Sequence[torch.nn.Parameter]) -> None:
+            buffers()._register(parameters)
+
+        for parameter in self.param_to_bucket_group:
+            parameter.gradients_ready = gradients_ready
+
+    def _register(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """The gradients of a backward pass are in the buffers: reduce those of buckets that are complete."""
+        if self.ddp_config.overlap_grad_reduce:
+            for parameter in parameters:
+                self.param_to_bucket_group[parameter].register_grad_ready(parameter, self.force_all_reduce)
+
+    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
+        buffers, reference = weakref.ref(self), weakref.ref(param)
+        overlaps = self.ddp_config.overlap_grad_reduce
+
+        def hook(*unused) -> None:  # what Megatron-Core's does without CUDA graphs and generalized tensor parallelism
+            parameter = reference()
+            gradient = parameter.grad
+            if gradient is not None:
+                if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
+                    parameter.main_grad.add_(gradient.data)
+                parameter.grad = None
+            if overlaps:
+                assert gradient is not None, "a parameter without a gradient, whose reduction others wait for"
+                buffers()._register([parameter])
+
+        return hook
+
+
+def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[DistributedDataParallel]:
+    """Collective: give each model chunk a gradient buffer in FP32 that is summed over data-parallel ranks."""
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                # Experts get an optimizer of their own at every degree of expert parallelism, where Megatron-Core
+                # alone would do so only above 1: a checkpoint then has the same keys in every layout.
+                parameter.allreduce = False
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=cfg.optim.overlap_grad_reduce,
+        fp8_param_gather=cfg.precision.params == "fp8",
+    )
+    wrapped = [
+        _GradientBuffers(get_model_config(chunk), ddp, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+    for config in {id(config): config for config in map(get_model_config, wrapped)}.values():
+        if not config.calculate_per_token_loss:
+            raise ValueError(
+                "the model's TransformerConfig must set calculate_per_token_loss: without it Megatron-Core divides "
+                "gradients by the number of microbatches and ranks, and losses here are normalized already"
+            )
+        config.finalize_model_grads_func = _reduce_gradients
+        if cfg.optim.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in wrapped]
+            config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
+
+
+def _reduce_gradients(chunks, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
+    """Megatron-Core's reductions over data, tensor and embedding groups, without its division by ``num_tokens``."""
+    reduce_and_divide_gradients(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
+
+
+def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
+    """Learning rate of an update; the first is update 1.
+
+    Rises linearly from 0 over ``warmup_steps`` updates, then stays or falls to ``min_lr`` at update ``num_updates``.
+    """
+    if update < 1:
+        raise ValueError(f"updates are counted from 1, not {update}")
+    if update <= optim.warmup_steps:
+        return optim.lr * update / optim.warmup_steps
+    if optim.decay == "constant":
+        return optim.lr
+    progress = min(1.0, (update - optim.warmup_steps) / max(1, num_updates - optim.warmup_steps))
+    share = 1 - progress if optim.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return optim.min_lr + (optim.lr - optim.min_lr) * share
+
+
+class Optimizer:
+    """AdamW for all chunks of this rank; embeddings and matrices decay, norms and biases do not."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], cfg: RunConfig, parallel: Parallel) -> None:
+        optim = cfg.optim
+        self._chunks = chunks
+        self._parallel = parallel
+        self._clip = optim.clip_grad_norm
+        self._weight_decay = optim.weight_decay
+        is_bf16 = cfg.precision.params != "fp32"  # what FP8 parameters call themselves, too
+        self.megatron = get_megatron_optimizer(
+            OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                min_lr=optim.min_lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.beta1,
+                adam_beta2=optim.beta2,
+                adam_eps=optim.eps,
+                clip_grad=optim.clip_grad_norm,
+                bf16=is_bf16,
+                params_dtype=torch.bfloat16 if is_bf16 else torch.float32,
+                use_distributed_optimizer=True,
+                fp8_recipe="blockwise" if cfg.precision.params == "fp8" else None,
+            ),
+            list(chunks),
+        )
+        for part in self._parts:
+            ListedOptimizer.adopt(part)
+
+    @property
+    def _parts(self) -> list:
+        """Megatron-Core's optimizers: of experts, and of all others."""
+        return getattr(self.megatron, "chained_optimizers", [self.megatron])
+
+    def zero_gradients(self) -> None:
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self.megatron.zero_grad()
+
+    def step(self, lr: float) -> float:
+        """Collective: clip the reduced gradients, update the weights, and return the norm before clipping.
+
+        Raises NonFiniteError, on all ranks and before any weight changes, with the parameters whose gradient is not
+        finite.
+        """
+        self.megatron.prepare_grads()
+        norm = float(self.megatron.get_grad_norm())
+        if not math.isfinite(norm):
+            raise NonFiniteError(self._describe_non_finite(norm))
+        if 0 < self._clip < norm + 1e-6:  # as clip_grad_by_total_norm_fp32 decides, behind a loop over all gradients
+            for part in self._parts:
+                if parameters := part.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
+        for group in self.megatron.param_groups:
+            group["lr"] = lr
+            group["weight_decay"] = self._weight_decay * group["wd_mult"]
+        with few_masters_at_a_time():
+            self.megatron.step_with_ready_grads()
+        forget_quantized_weights()
+        return norm
+
+    @torch.no_grad()
+    def rebuild_parameters(self) -> None:
+        """Collective: make every parameter from its FP32 master weights again, as a step does after Adam."""
+        with few_masters_at_a_time():
+            for part in self._parts:
+                part._copy_main_params_to_model_params()
+        for chunk in self._chunks:
+            chunk.start_param_sync()
+        forget_quantized_weights()
+
+    def set_num_updates(self, num_updates: int) -> None:
+        """Tell Adam how many updates it has made, before a checkpoint is written.
+
+        A checkpoint takes this number from its first rank, where Adam does not count the updates of experts when all
+        layers of the first pipeline stage are dense.
+        """
+        for part in self._parts:
+            for group in part.optimizer.param_groups:
+                if not group["params"]:
+                    group["step"] = num_updates
+
+    def _describe_non_finite(self, norm: float) -> str:
+        """Collective: which gradients of which ranks are not finite."""
+        rank = self._parallel.rank
+        modules = [chunk.module for chunk in self._chunks]
+        found = [
+            f"{name} on rank {rank}"
+            for name, parameter in named_global_parameters(modules, self._parallel)
+            if not torch.isfinite(parameter.main_grad).all()
+        ]
+        everywhere: list[list[str]] = [[] for _ in range(self._parallel.world_size)]
+        dist.all_gather_object(everywhere, found)
+        names = sorted(name for part in everywhere for name in part)
+        shown = "\n  ".join(names[:_MAX_NAMES]) or "none: each is finite, but the sum of their squares overflows"
+        rest = f"\n  and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return (
+            f"the gradient norm is {norm}; the update was not applied. Not finite are:\n  {shown}{rest}\n"
+            "Look at the losses and log-probabilities of this step, lower optim.lr, or resume from the last checkpoint"
+        )

@@ -1,0 +1,242 @@
+"""A 64-bit digest of a tensor: its bytes in their order, its dtype and its shape.
+
+The trainer digests what it sends and the engine what it holds, each on its own device; equal strings mean equal
+tensors. The hash detects damage, it is no defence against an adversary: a changed tensor passes with probability 2^-64.
+
+    word_i = bytes 8 i .. 8 i + 7, little endian, the last one padded with zeros
+    digest = mix(sum_i mix(word_i + (i + 1) * GOLDEN) + blake2b(dtype, shape))          modulo 2^64
+
+``mix`` is the bijective finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+OOPSLA 2014). Adding a multiple of GOLDEN first makes equal words at different places count differently. Integer
+addition is associative, so any device and any order of summation gives the same value.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_SHIFTS = (30, 27, 31)
+_CHUNK_WORDS = 1 << 21  # 16 MiB of words at a time: temporaries stay small on a GPU and in cache on a CPU
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of an unsigned 64-bit value."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _mix_tensor_(x: Tensor) -> Tensor:
+    """SplitMix64's finaliser of int64 words, in place. torch shifts int64 arithmetically, so the sign is masked off."""
+    for shift, multiplier in itertools.zip_longest(_SHIFTS, _MULTIPLIERS):
+        x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
+        if multiplier is not None:
+            x *= _signed(multiplier)
+    return x
+
+
+@functools.lru_cache(maxsize=4096)
+def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    text = f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def headers_of(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> np.ndarray:
+    """What (dtype, shape) adds to the sums of tensors: uint64, for :func:`values_of_sums`."""
+    return np.fromiter(itertools.starmap(_header, kinds), dtype=np.uint64)
+
+
+def values_of_sums(totals: np.ndarray, headers: np.ndarray) -> np.ndarray:
+    """Digests as numbers, uint64, of tensors whose words have these sums: (u)int64, of one shape with ``headers``."""
+    x = totals.view(np.uint64) + headers
+    for shift, multiplier in itertools.zip_longest(_SHIFTS, _MULTIPLIERS):
+        x ^= x >> np.uint64(shift)
+        if multiplier is not None:
+            x *= np.uint64(multiplier)
+    return x
+
+
+def _lines(values: np.ndarray) -> str:
+    """Digests as text, 16 hexadecimal digits a line."""
+    return values.astype(">u8").tobytes().hex("\n", 8)
+
+
+def _finish(totals: list[int], tensors: Sequence[Tensor]) -> np.ndarray:
+    """From sums, signed 64-bit or differences of such."""
+    unsigned = np.array([total & _MASK for total in totals], dtype=np.uint64)
+    return values_of_sums(unsigned, headers_of((t.dtype, tuple(t.shape)) for t in tensors))
+
+
+def widened(tensor: Tensor) -> Tensor:
+    """The tensor that is digested in place of ``tensor``: int64 of the bits of float32 numbers. See ``partial.py``."""
+    return tensor.view(torch.int32).to(torch.int64) if tensor.dtype == torch.float32 else tensor
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _positions(num_words: int, device: torch.device, first: int = 0) -> Tensor:
+    return torch.arange(first + 1, first + num_words + 1, device=device, dtype=torch.int64).mul_(_signed(_GOLDEN))
+
+
+def _digest_large(tensor: Tensor) -> np.ndarray:
+    data = _bytes(tensor)
+    total = 0
+    for start in range(0, data.numel(), 8 * _CHUNK_WORDS):
+        chunk = data[start : start + 8 * _CHUNK_WORDS]
+        if chunk.numel() % 8 or chunk.storage_offset() % 8:
+            chunk = torch.nn.functional.pad(chunk, (0, -chunk.numel() % 8))
+        words = chunk.view(torch.int64)
+        total += int(_mix_tensor_(words + _positions(words.numel(), words.device, start // 8)).sum())
+    return _finish([total], [tensor])
+
+
+def _digest_group(tensors: Sequence[Tensor]) -> np.ndarray:
+    """Digests of several small tensors of one device in one pass over their concatenation."""
+    device = tensors[0].device
+    padding = torch.zeros(8, dtype=torch.uint8, device=device)
+    pieces: list[Tensor] = []
+    num_words: list[int] = []
+    for tensor in tensors:
+        data = _bytes(tensor)
+        pieces.append(data)
+        if data.numel() % 8:
+            pieces.append(padding[: -data.numel() % 8])
+        num_words.append(-(-data.numel() // 8))
+    words = torch.cat(pieces).view(torch.int64)
+    ends = list(itertools.accumulate(num_words, initial=0))
+    positions = torch.cat([_positions(n, device) for n in num_words])
+    # Sums of segments as differences of a running sum; both wrap modulo 2^64.
+    running = torch.cat([words.new_zeros(1), torch.cumsum(_mix_tensor_(words + positions), 0)])
+    totals = running[torch.tensor(ends, device=device)].tolist()
+    return _finish([end - start for start, end in itertools.pairwise(totals)], tensors)
+
+
+def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
+    """``digests(map(widened, tensors))`` of the same memory, to be called again and again as its content changes.
+
+    Digests are numbers, uint64 [len(tensors)]: text of thousands takes longer than their bytes.
+
+    On a GPU everything but reading the memory is done here, where thousands of tensors take the host longer.
+    """
+    tensors = [t.detach() for t in tensors]
+    if not _on_one_gpu(tensors):
+        return lambda: _values(list(map(widened, tensors)))
+    from megatron_fp8rl.kernels.triton import digest_tensors  # imports Triton
+
+    sums = digest_tensors.prepare(tensors, widen=True)
+    # As of int64, which is what float32 numbers are widened to.
+    kinds = [(torch.int64 if t.dtype == torch.float32 else t.dtype, tuple(t.shape)) for t in tensors]
+    headers = headers_of(kinds)
+    return lambda: values_of_sums(sums().cpu().numpy(), headers)
+
+
+def prepare_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
+    """:func:`prepare_values` with digests as text."""
+    values = prepare_values(tensors)
+    return lambda: _lines(values()).split()
+
+
+def _on_one_gpu(tensors: Sequence[Tensor]) -> bool:
+    return bool(tensors) and all(t.is_cuda and t.device == tensors[0].device for t in tensors)
+
+
+def digests(tensors: Iterable[Tensor]) -> list[str]:
+    """:func:`digest` of each tensor. On a GPU one kernel reads all of them; elsewhere small ones are hashed together."""
+    return _lines(_values(list(tensors))).split()
+
+
+def _values(tensors: list[Tensor]) -> np.ndarray:
+    if _on_one_gpu(tensors):
+        from megatron_fp8rl.kernels.triton import digest_tensors  # imports Triton
+
+        return _finish(digest_tensors.sums(tensors), tensors)
+    result = np.zeros(len(tensors), dtype=np.uint64)
+    group: list[int] = []
+    group_bytes = 0
+
+    def flush() -> None:
+        nonlocal group_bytes
+        if group:
+            result[group] = _digest_group([tensors[i] for i in group])
+        group.clear()
+        group_bytes = 0
+
+    for index, tensor in enumerate(tensors):
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes >= 8 * _CHUNK_WORDS:
+            result[index : index + 1] = _digest_large(tensor)
+            continue
+        if group and (group_bytes + num_bytes > 8 * _CHUNK_WORDS or tensors[group[0]].device != tensor.device):
+            flush()
+        group.append(index)
+        group_bytes += num_bytes
+    flush()
+    return result
+
+
+def digest(tensor: Tensor) -> str:
+    """16 hexadecimal digits that depend on every byte of ``tensor``, on their order, on the dtype and on the shape."""
+    return digests([tensor])[0]
+
+
+def sum_words(words: Tensor, places: Tensor) -> Tensor:
+    """The sum of the formula over int64 ``words`` at ``places`` (counted from 0), modulo 2^64: int64 scalar."""
+    return _mix_tensor_(words + (places + 1) * _signed(_GOLDEN)).sum()
+
+
+class Names:
+    """Names of tensors, sorted and hashed once, for one digest of them all again and again."""
+
+    def __init__(self, names: Iterable[str]):
+        self.ordered = sorted(names)
+        self._hash = hashlib.blake2b("\n".join([*self.ordered, "", ""]).encode(), digest_size=8)
+
+    def combine(self, lines: str) -> str:
+        """16 hexadecimal digits from the digests of the names in their order, one a line."""
+        whole = self._hash.copy()
+        whole.update(lines.encode())
+        return whole.hexdigest()
+
+
+class NamedDigests(Mapping[str, str]):
+    """Digests by name, of ``values`` (uint64) in the order of ``names``. Text is made of them when one is asked for."""
+
+    def __init__(self, names: Names, values: np.ndarray):
+        self._names = names
+        self._values = values
+
+    @functools.cached_property
+    def combined(self) -> str:
+        """:func:`combine` of them, without looking at each."""
+        return self._names.combine(_lines(self._values))
+
+    @functools.cached_property
+    def _texts(self) -> dict[str, str]:
+        return dict(zip(self._names.ordered, _lines(self._values).split(), strict=True))
+
+    def __getitem__(self, name: str) -> str:
+        return self._texts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names.ordered)
+
+    def __len__(self) -> int:
+        return len(self._names.ordered)
+
+
+def combine(named_digests: Mapping[str, str]) -> str:
+    """One digest of many, independent of their order: 16 hexadecimal digits."""
+    if isinstance(named_digests, NamedDigests):
+        return named_digests.combined
+    names = Names(named_digests)
+    return names.combine("\n".join(map(named_digests.__getitem__, names.ordered)))

@@ -1,0 +1,309 @@
+"""Fill a trainer rank's messages: its parameters, quantized straight into the memory that engines read.
+
+In:  this rank's parameters, and an exchange that says what of them goes where in which round.
+Out: the bytes of a round in the sender's slot, their sums for the digests, and whether all of them are finite.
+Runs on every trainer rank. Which bytes come from where is worked out once; a publication then costs a few launches for
+each round, however many experts a round holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
+from megatron_fp8rl.kernels.blockwise import Scales, canonical, quantize_weight
+from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, has_nan, is_fp8
+from megatron_fp8rl.names import registry, slicing
+from megatron_fp8rl.names.table import Weight
+from megatron_fp8rl.weight_sync.copies import Copies
+from megatron_fp8rl.weight_sync.partial import PartialSums
+from megatron_fp8rl.weight_sync.plan import TrainerLayout, Transfer
+from megatron_fp8rl.weight_sync.schedule import Gathering, Message, Part, Round
+
+Quantization = tuple[Tensor, Tensor, Tensor]  # BF16 matrix, its E4M3 bytes, its scales
+Copied = tuple[Tensor, Tensor]  # (where to, from where)
+
+
+class Holdings:
+    """This rank's parameters, as parts of Hugging Face tensors."""
+
+    def __init__(self, parameters: Mapping[str, Tensor], trainer: TrainerLayout, model: ModelConfig, rank: int):
+        self._parameters = dict(parameters)
+        self._trainer = trainer
+        self._model = model
+        self._rank = rank
+        self._weights = registry.weights(model)
+
+    def addresses(self) -> list[int]:
+        """Change when parameters have moved, and everything prepared from them with it."""
+        held = self._parameters.values()
+        parts = [part for parameter in held for part in (fp8_weight(parameter) if is_fp8(parameter) else [parameter])]
+        return [part.data_ptr() for part in parts]
+
+    def are_fp8(self, transfer: Transfer) -> bool:
+        """Whether this rank holds a tensor as FP8 bytes and scales, which are sent as they are."""
+        return transfer.is_fp8 and is_fp8(self._tensor(transfer.mcore_name))
+
+    def pieces(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
+        """Views that make up [start, stop) of the transfer's axis: (view, first, end), in order. Of FP8 parameters their
+        bytes.
+
+        Raises ValueError for an FP8 parameter that would have to travel in BF16.
+        """
+        tensor = self._tensor(transfer.mcore_name)
+        if is_fp8(tensor):
+            if transfer.quantize != "at_source":
+                raise ValueError(
+                    f"{transfer.name}: trainer rank {self._rank} holds it in FP8, and it would travel in BF16. Choose "
+                    "--precision.params bf16"
+                )
+            tensor = fp8_weight(tensor).data
+        return [
+            (tensor.narrow(transfer.axis, position, end - first), first, end)
+            for position, first, end in self._ranges(transfer, start, stop)
+        ]
+
+    def scales(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
+        """The scales of :meth:`pieces` of an FP8 parameter, with their first and last block.
+
+        Raises ValueError when a piece cuts a block, for then bytes and scales would have to be made anew.
+        """
+        scale, found = fp8_weight(self._tensor(transfer.mcore_name)).scale, []
+        for position, first, end in self._ranges(transfer, start, stop):
+            if position % FP8_BLOCK or first % FP8_BLOCK or (end % FP8_BLOCK and end != stop):
+                raise ValueError(
+                    f"{transfer.name}: trainer rank {self._rank} holds [{first}, {end}) of its axis {transfer.axis} at "
+                    f"{position}, which cuts blocks of {FP8_BLOCK}. Choose --precision.params bf16"
+                )
+            blocks = -(-(end - first) // FP8_BLOCK)
+            view = scale.narrow(transfer.axis, position // FP8_BLOCK, blocks)
+            found.append((view, first // FP8_BLOCK, first // FP8_BLOCK + blocks))
+        return found
+
+    def _ranges(self, transfer: Transfer, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """(position in this rank's tensor, first, end) of what it holds of [start, stop) of the transfer's axis."""
+        weight = self._weights[transfer.mcore_name]
+        size, rank = self._shard(weight)
+        part = next((i for i, (name, _) in enumerate(weight.parts) if name == transfer.name), 0)  # a copy is of part 0
+        position = 0
+        for piece in slicing.slices(weight, self._model, size, rank):
+            first, end = max(piece.start, start), min(piece.stop, stop)
+            if piece.part == part and first < end:
+                yield position + first - piece.start, first, end
+            position += piece.size
+
+    def _shard(self, weight: Weight) -> tuple[int, int]:
+        shards = self._trainer.holders(weight, self._model)
+        return len(shards), next(i for i, ranks in enumerate(shards) if self._rank in ranks)
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._parameters:
+            raise RuntimeError(
+                f"{name}: by the plan trainer rank {self._rank} holds it, but its model has no such parameter; the "
+                "plan's layout is not the model's"
+            )
+        tensor, weight = self._parameters[name], self._weights[name]
+        expected = slicing.shard_shape(weight, self._model, self._shard(weight)[0])
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the model configuration says {expected}")
+        return tensor if is_fp8(tensor) else tensor.detach()
+
+
+class RoundPacker:
+    """One round of this rank's messages. Call it once for each publication."""
+
+    def __init__(
+        self,
+        number: Round,
+        slot: Tensor,
+        holdings: Holdings,
+        *,
+        scales: Scales,
+        rank: int,
+        group: dist.ProcessGroup | None,
+        in_canonical_form: bool = False,
+    ):
+        self._messages = number.sent_by(rank)
+        self._gatherings = [
+            _Gather(gathering, holdings, rank, slot.device, group)
+            for gathering in number.gatherings
+            if any(source.rank == rank for source in gathering.sources)
+        ]
+        whole = {g.transfer.name: g.whole for g in self._gatherings if g.whole is not None}
+        self._joins: list[tuple[Tensor, list[Tensor]]] = []  # matrices whose pieces cut blocks, or are not BF16
+        copies: list[Copied] = []
+        self._as_they_are: list[tuple[Part, Tensor, Tensor]] = []  # FP8 parameters: (part, bytes, scales) in the slot
+        quantizations: list[Quantization] = []
+        self._parts = [(part, tensor) for message in self._messages for part, tensor in _views(message, slot)]
+        for message in self._messages:
+            views = list(_views(message, slot))
+            by_key = {(part.name, part.start): tensor for part, tensor in views}
+            for part, target in views:
+                if part.is_scale:
+                    continue
+                if holdings.are_fp8(part.transfer) and part.name not in whole:
+                    scale = by_key[part.transfer.scale_name, part.start // FP8_BLOCK]
+                    copies += _raw_copies(part, holdings, target, scale)
+                    self._as_they_are.append((part, target, scale))
+                    continue
+                if part.name in whole:
+                    view = whole[part.name].narrow(part.transfer.axis, part.start, part.stop - part.start)
+                    pieces = [(view, part.start, part.stop)]
+                else:
+                    pieces = holdings.pieces(part.transfer, part.start, part.stop)
+                if part.transfer.is_fp8:
+                    scale = by_key[part.transfer.scale_name, part.start // FP8_BLOCK]
+                    quantizations += self._quantizations(part, pieces, target, scale)
+                else:
+                    axis = part.transfer.axis
+                    copies += [(target.narrow(axis, a - part.start, b - a), view) for view, a, b in pieces]
+        self._copy = Copies(copies)
+        self._quantize = _prepared(quantizations, scales)
+        made = [outs for _, *outs in quantizations] + [outs for _, *outs in self._as_they_are]
+        self._canonical = made if in_canonical_form else []
+        self._sums = PartialSums([(tensor, part.words) for part, tensor in self._parts])
+
+    def _quantizations(
+        self, part: Part, pieces: list[tuple[Tensor, int, int]], target: Tensor, scale: Tensor
+    ) -> Iterator[Quantization]:
+        """Each piece alone where its edges are edges of blocks; the others are joined in BF16 first."""
+        alone = all(
+            view.dtype == torch.bfloat16
+            and (first - part.start) % FP8_BLOCK == 0
+            and (end % FP8_BLOCK == 0 or end == part.stop)
+            for view, first, end in pieces
+        )
+        if not alone:
+            joined = torch.empty(target.shape, dtype=torch.bfloat16, device=target.device)
+            axis = part.transfer.axis
+            for view, first, end in pieces:
+                self._joins.append((joined.narrow(axis, first - part.start, end - first), view))
+            pieces = [(joined, part.start, part.stop)]
+        for view, first, end in pieces:
+            if part.transfer.axis == 1:  # columns are held in one piece
+                yield view, target, scale
+            else:
+                block = (first - part.start) // FP8_BLOCK
+                rows = target.narrow(0, first - part.start, end - first)
+                yield view, rows, scale.narrow(0, block, -(-(end - first) // FP8_BLOCK))
+
+    @torch.no_grad()
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Fill the messages on the current stream: (sums int64 [parts], whether all is finite, bool []).
+
+        Collective over the ranks that share a gathered tensor of this round.
+        """
+        for gather in self._gatherings:
+            gather()
+        for target, view in self._joins:
+            target.copy_(view)
+        self._copy()
+        self._quantize()
+        for data, scale in self._canonical:
+            for target, source in zip((data, scale), canonical(data, scale)):
+                target.copy_(source)
+        return self._sums().clone(), self._all_finite()
+
+    def _all_finite(self) -> Tensor:
+        # An FP8 block that is not finite has such a scale. Sums of BF16 numbers in float32 do not overflow.
+        scales = [tensor.reshape(-1) for part, tensor in self._parts if part.dtype == "float32"]
+        others = [tensor.sum(dtype=torch.float32)[None] for part, tensor in self._parts if part.dtype == "bfloat16"]
+        numbers = [~has_nan(data) for _, data, _ in self._as_they_are]
+        if not scales and not others:
+            return torch.tensor(True)
+        return torch.stack([torch.cat(scales + others).isfinite().all(), *numbers]).all()
+
+    def not_finite(self) -> list[str]:
+        """Names of the tensors in the messages that hold NaN or infinity."""
+        found = {
+            part.name.removesuffix("_scale_inv"): None
+            for part, tensor in self._parts
+            if tensor.dtype != torch.float8_e4m3fn and not tensor.isfinite().all()
+        }
+        found |= {part.name: None for part, data, _ in self._as_they_are if has_nan(data)}
+        return list(found)
+
+
+def _views(message: Message, slot: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    for part in message.parts:
+        start = message.out_offset + part.offset
+        yield part, slot[start : start + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
+
+
+def _raw_copies(part: Part, holdings: Holdings, target: Tensor, scale: Tensor) -> Iterator[Copied]:
+    """Bytes and scales of an FP8 parameter, each to its place in the slot."""
+    axis, first_block = part.transfer.axis, part.start // FP8_BLOCK
+    for view, first, end in holdings.pieces(part.transfer, part.start, part.stop):
+        yield target.narrow(axis, first - part.start, end - first), view
+    for view, first, end in holdings.scales(part.transfer, part.start, part.stop):
+        yield scale.narrow(axis, first - first_block, end - first), view
+
+
+def _prepared(quantizations: Sequence[Quantization], scales: Scales) -> Callable[[], None]:
+    """A function that quantizes all of them: one launch on a GPU."""
+    if quantizations and quantizations[0][0].is_cuda:
+        from megatron_fp8rl.kernels.triton import quantize  # imports Triton
+
+        matrices, data, scale = (list(column) for column in zip(*quantizations))
+        return quantize.prepare_weights_into(matrices, data, scale, scales)
+
+    def run() -> None:
+        for matrix, data, scale in quantizations:
+            for target, source in zip((data, scale), quantize_weight(matrix, scales)):
+                target.copy_(source)
+
+    return run
+
+
+class _Gather:
+    """One tensor, put together in BF16 from the parts of several ranks on one of them."""
+
+    def __init__(
+        self,
+        gathering: Gathering,
+        holdings: Holdings,
+        rank: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ):
+        self.transfer = transfer = gathering.transfer
+        self.whole: Tensor | None = None
+        self._collector = gathering.collector
+        self._group = group if device.type == "cpu" else None
+        self._own: list[tuple[Tensor, Tensor]] = []  # where this rank's pieces are put first
+        self._receive: list[tuple[Tensor, Tensor, int]] = []  # (place in the whole, memory for a message, from whom)
+        self._send: Tensor | None = None
+        is_collector = rank == gathering.collector
+        if is_collector:
+            self.whole = torch.empty(transfer.shape, dtype=torch.bfloat16, device=device)
+        for source in gathering.sources:
+            shape = list(transfer.shape)
+            shape[transfer.axis] = source.stop - source.start
+            if is_collector:
+                place = self.whole.narrow(transfer.axis, source.start, source.stop - source.start)
+            else:
+                place = torch.empty(shape, dtype=torch.bfloat16, device=device) if source.rank == rank else None
+            if source.rank == rank:
+                for view, first, end in holdings.pieces(transfer, source.start, source.stop):
+                    self._own.append((place.narrow(transfer.axis, first - source.start, end - first), view))
+                if not is_collector:
+                    self._send = place
+            elif is_collector:
+                self._receive.append((place, torch.empty(shape, dtype=torch.bfloat16, device=device), source.rank))
+
+    def __call__(self) -> None:
+        """Collective over the ranks that hold parts."""
+        for target, view in self._own:
+            target.copy_(view)
+        operations = [dist.P2POp(dist.irecv, memory, peer, self._group) for _, memory, peer in self._receive]
+        if self._send is not None:
+            operations.append(dist.P2POp(dist.isend, self._send, self._collector, self._group))
+        if operations:
+            for request in dist.batch_isend_irecv(operations):
+                request.wait()
+        for place, memory, _ in self._receive:
+            place.copy_(memory)

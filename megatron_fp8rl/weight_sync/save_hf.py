@@ -1,0 +1,153 @@
+"""Write a policy as a Hugging Face checkpoint that transformers and vLLM load.
+
+In:  a policy on all trainer ranks, a folder with a tokenizer.
+Out: BF16 safetensors (a router's correction bias FP32) in shards with their index, config.json, generation_config.json
+     and the tokenizer's files, in a folder that appears under its name only when it is complete.
+Runs on every trainer rank; rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.weight_sync.gather import Gather, together
+from megatron_fp8rl.weight_sync.plan import Bucket, EngineLayout, TrainerLayout, plan
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.trainer.policy import Policy
+
+MAX_SHARD_BYTES = 4 << 30
+_DEADLINE = timedelta(hours=1)  # for a rank to wait until rank 0 has written a shard to a slow disk
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def save_hf(
+    policy: Policy, path: str | Path, tokenizer_dir: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
+) -> None:
+    """Collective: write the policy to ``path``, replacing what is there. On failure every rank raises the same error.
+
+    A shard holds at most ``max_shard_bytes`` of weights (or one larger tensor), and rank 0 one shard in memory.
+    """
+    model, parallel = policy.cfg.model, policy.parallel
+    group = dist.new_group(backend="gloo", timeout=_DEADLINE) if parallel.world_size > 1 else None
+    table = LayerTable.build(model, PrecisionConfig(trainer="bf16", rollout="bf16"))
+    trainer = TrainerLayout.from_config(policy.cfg.parallel)
+    whole = plan(model, table, trainer, EngineLayout(), bucket_bytes=max_shard_bytes)
+    shards = whole.buckets
+    gather = Gather(
+        whole,
+        model,
+        dict(policy.named_tensors()),
+        scales=policy.cfg.precision.scales,
+        rank=parallel.rank,
+        group=group,
+        device=parallel.device,
+    )
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    together(lambda: _start(gather, partial), group)
+    for index, shard in enumerate(shards):
+        own = together(lambda shard=shard: gather.pack(shard), group)
+        pieces = gather.collect(shard, own)
+        together(lambda: _write_shard(gather, shard, pieces, partial / _shard_name(index, len(shards))), group)
+    together(lambda: _complete(policy, shards, partial, path, Path(tokenizer_dir)), group)
+    if group is not None:
+        dist.destroy_process_group(group)
+
+
+def _start(gather: Gather, partial: Path) -> None:
+    gather.check()
+    if gather.rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
+        partial.mkdir(parents=True)
+
+
+def _shard_name(index: int, num_shards: int) -> str:
+    return "model.safetensors" if num_shards == 1 else f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors"
+
+
+def _write_shard(gather: Gather, shard: Bucket, pieces: Any, file: Path) -> None:
+    if gather.rank != 0:
+        return
+    tensors = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in shard.tensors}
+    gather.assemble(shard, pieces, tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _complete(policy: Policy, shards: tuple[Bucket, ...], partial: Path, path: Path, tokenizer_dir: Path) -> None:
+    """Rank 0: everything but the weights, then the name."""
+    if policy.parallel.rank != 0:
+        return
+    if len(shards) > 1:
+        where = {t.name: _shard_name(i, len(shards)) for i, shard in enumerate(shards) for t in shard.tensors}
+        total = sum(t.num_bytes for shard in shards for t in shard.tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        _write_json(partial / "model.safetensors.index.json", index)
+    special = _copy_tokenizer(tokenizer_dir, partial)
+    _write_json(partial / "config.json", registry.to_hf_config(policy.cfg.model) | special)
+    source = tokenizer_dir / "generation_config.json"
+    if source.exists():
+        shutil.copy(source, partial)
+    else:
+        _write_json(partial / "generation_config.json", special)
+    for file in partial.iterdir():
+        _sync(file)
+    _rename(partial, path)
+
+
+def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int]:
+    """Copy the tokenizer; returns the ids of its special tokens as config.json names them."""
+    from transformers import AutoTokenizer
+
+    found = [file for file in _TOKENIZER_FILES if (tokenizer_dir / file).exists()]
+    if not found:
+        raise FileNotFoundError(f"{tokenizer_dir}: no tokenizer files to save beside the weights")
+    for file in found:
+        shutil.copy(tokenizer_dir / file, partial)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
+    ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id") for kind in ("bos", "eos", "pad")}
+    return {key: value for key, value in ids.items() if value is not None}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rename(partial: Path, path: Path) -> None:
+    """Give the complete folder its name. An older one of this name is moved aside first and deleted last."""
+    old = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if path.exists():
+        os.rename(path, old)
+    os.rename(partial, path)
+    _sync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,276 @@
+"""Which bytes travel straight from which trainer rank to which engine rank, and when. Pure and deterministic.
+
+In:  a :class:`Plan`. Out: an :class:`Exchange`: rounds of messages. Trainer ranks and engine workers compute the same
+one from the same configuration, so that nothing but a version number has to be agreed on.
+
+    round 0    every sender's first ``bucket_bytes``, one message for each engine rank
+    round 1    its next ones, while the engines load those of round 0
+    ...
+
+A message holds what an engine rank keeps of what a sender holds: the intersection of two ranges of one axis. Where
+several trainer ranks hold the same part (data-parallel replicas, tensors that every tensor-parallel rank holds whole)
+the one with the fewest bytes so far sends it. The engine ranks of all replicas get the same messages.
+
+Parts of FP8 tensors begin and end at edges of blocks, so each is quantized alone. A "gathered" tensor, whose parts do
+not, is put together in BF16 on the rank that sends its first part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.weight_sync.plan import Plan, PlanError, Range, Source, Transfer, aligned, scale_range
+
+_ITEM_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
+WORD_BYTES = {"bfloat16": 8, "float8_e4m3fn": 8, "float32": 4}  # of a digest: see weight_sync/partial.py
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some rows or columns of one wire tensor, contiguous in a message. For scales, everything counts in blocks."""
+
+    transfer: Transfer
+    is_scale: bool
+    start: int  # along the transfer's axis of the whole tensor
+    stop: int
+    kept: Range  # what the engine rank keeps of the whole tensor
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the message
+
+    @property
+    def name(self) -> str:
+        return self.transfer.scale_name if self.is_scale else self.transfer.name
+
+    @property
+    def dtype(self) -> str:
+        if self.is_scale:
+            return "float32"
+        return "float8_e4m3fn" if self.transfer.is_fp8 else self.transfer.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+    @property
+    def kept_shape(self) -> tuple[int, ...]:
+        """Shape of the engine rank's slice that this is a part of."""
+        shape = list(self.shape)
+        shape[self.transfer.axis] = self.kept[1] - self.kept[0]
+        return tuple(shape)
+
+    @property
+    def words(self) -> tuple[int, int, int]:
+        """(first word, words in a row of the part, words in a row of the slice) in the digest of the slice."""
+        item, word = _ITEM_BYTES[self.dtype], WORD_BYTES[self.dtype]
+        first = self.start - self.kept[0]
+        if (self.start, self.stop) == self.kept:
+            row = -(-math.prod(self.shape) * item // word)
+            return 0, row, row
+        if self.transfer.axis == 1:
+            edges = (first * item, self.shape[1] * item, (self.kept[1] - self.kept[0]) * item)
+        else:
+            row_bytes = math.prod(self.shape[1:]) * item
+            edges = (first * row_bytes, self.shape[0] * row_bytes, self.shape[0] * row_bytes)
+        if any(edge % word for edge in edges):
+            raise PlanError(
+                [f"{self.name}: part [{self.start}, {self.stop}) of axis {self.transfer.axis} of {self.transfer.shape} "
+                 f"does not fill words of {word} bytes; choose rollout.transport shm or gloo, which send it whole"]
+            )  # fmt: skip
+        return edges[0] // word, edges[1] // word, edges[2] // word
+
+
+@dataclass(frozen=True)
+class Message:
+    """What one trainer rank sends one engine rank (of every replica) in one round."""
+
+    sender: int
+    engine_rank: int
+    parts: tuple[Part, ...]
+    num_bytes: int
+    out_offset: int  # in what the sender sends in this round
+    in_offset: int  # in what the engine rank receives in this round
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """A tensor that is put together in BF16 on ``collector`` before it is quantized."""
+
+    transfer: Transfer
+    collector: int
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class Round:
+    """Messages that travel together."""
+
+    messages: tuple[Message, ...]
+    gatherings: tuple[Gathering, ...]
+
+    def sent_by(self, sender: int) -> list[Message]:
+        return [m for m in self.messages if m.sender == sender]
+
+    def received_by(self, engine_rank: int) -> list[Message]:
+        return [m for m in self.messages if m.engine_rank == engine_rank]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One publication from all trainer ranks to the engine ranks of a replica."""
+
+    rounds: tuple[Round, ...]
+    num_engine_ranks: int
+
+    @cached_property
+    def senders(self) -> list[int]:
+        return sorted({m.sender for r in self.rounds for m in r.messages})
+
+    def out_bytes(self, sender: int) -> int:
+        """The most that ``sender`` sends in a round, to one replica."""
+        return max((m.out_offset + m.num_bytes for r in self.rounds for m in r.sent_by(sender)), default=0)
+
+    def in_bytes(self, engine_rank: int) -> int:
+        """The most that an engine rank receives in a round."""
+        return max((m.in_offset + m.num_bytes for r in self.rounds for m in r.received_by(engine_rank)), default=0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that one replica receives."""
+        return sum(part.num_bytes for r in self.rounds for m in r.messages for part in m.parts)
+
+
+@dataclass(frozen=True)
+class _Cargo:
+    """A range of one tensor that one sender puts on its way at once."""
+
+    transfer: Transfer
+    index: int  # of the transfer in the plan
+    span: Range
+    gathering: Gathering | None
+
+
+def _part(transfer: Transfer, is_scale: bool, span: Range, kept: Range, offset: int) -> Part:
+    shape = [-(-n // FP8_BLOCK) for n in transfer.shape] if is_scale else list(transfer.shape)
+    if is_scale:
+        span, kept = scale_range(span), scale_range(kept)
+    shape[transfer.axis] = span[1] - span[0]
+    return Part(transfer, is_scale, span[0], span[1], kept, tuple(shape), offset)
+
+
+def _kept(transfer: Transfer, engine_rank: int, whole: bool) -> Range | None:
+    return (0, transfer.shape[transfer.axis]) if whole else transfer.slices[engine_rank]
+
+
+def _message_parts(cargo: list[_Cargo], engine_rank: int, whole: bool) -> tuple[tuple[Part, ...], int]:
+    """What of a sender's cargo goes to an engine rank, and the bytes that it fills.
+
+    Data before scales and rows before columns: what an engine keeps as neighbours (the experts of a layer, stacked)
+    arrives as neighbours, and is written by one copy.
+    """
+    entries: list[tuple[tuple[bool, int, int, int], Transfer, Range, Range]] = []
+    for item in cargo:
+        kept = _kept(item.transfer, engine_rank, whole)
+        if kept is None:
+            continue
+        span = max(item.span[0], kept[0]), min(item.span[1], kept[1])
+        if span[0] < span[1]:
+            axis = item.transfer.axis
+            entries.append(((False, axis, item.index, span[0]), item.transfer, span, kept))
+            if item.transfer.is_fp8:
+                entries.append(((True, axis, item.index, span[0]), item.transfer, span, kept))
+    parts, offset = [], 0
+    for key, transfer, span, kept in sorted(entries, key=lambda entry: entry[0]):
+        part = _part(transfer, key[0], span, kept, offset)
+        parts.append(part)
+        offset += aligned(part.num_bytes)
+    return tuple(parts), offset
+
+
+def _pieces(transfer: Transfer, source: Source, limit: int) -> list[Range]:
+    """A source's part in pieces of at most about ``limit`` bytes: rows can be cut between any two blocks."""
+    row_bytes = math.prod(transfer.shape[1:]) * _ITEM_BYTES["float8_e4m3fn" if transfer.is_fp8 else transfer.dtype]
+    if transfer.axis != 0 or len(transfer.shape) == 1 or transfer.quantize == "gathered":
+        return [(source.start, source.stop)]
+    step = max(1, limit // (row_bytes * FP8_BLOCK)) * FP8_BLOCK
+    first = source.start + step - source.start % FP8_BLOCK
+    edges = [source.start, *range(first, source.stop, step), source.stop]
+    return list(zip(edges, edges[1:]))
+
+
+def _load_cargo(plan: Plan, model: ModelConfig, limit: int) -> dict[int, list[_Cargo]]:
+    """Everything that each trainer rank sends, in the order of the plan."""
+    weights = registry.weights(model)
+    holders: dict[str, dict[int, list[int]]] = {}
+    loads = [0] * plan.trainer.world_size
+    cargo: dict[int, list[_Cargo]] = {}
+    for index, transfer in enumerate(plan.transfers):
+        if transfer.mcore_name not in holders:
+            shards = plan.trainer.holders(weights[transfer.mcore_name], model)
+            holders = {transfer.mcore_name: {ranks[0]: ranks for ranks in shards}}  # parts of one are neighbours
+        replicas = holders[transfer.mcore_name]
+        row_bytes = math.prod(transfer.shape) // transfer.shape[transfer.axis] * (1 if transfer.is_fp8 else 2)
+        sources = []
+        for source in transfer.sources:
+            rank = min(replicas[source.rank], key=lambda r: (loads[r], r))
+            loads[rank] += row_bytes * (source.stop - source.start)
+            sources.append(Source(rank, source.start, source.stop))
+        if transfer.quantize == "gathered":
+            gathering = Gathering(transfer, sources[0].rank, tuple(sources))
+            item = _Cargo(transfer, index, (0, transfer.shape[transfer.axis]), gathering)
+            cargo.setdefault(gathering.collector, []).append(item)
+            continue
+        for source in sources:
+            items = [_Cargo(transfer, index, span, None) for span in _pieces(transfer, source, limit)]
+            cargo.setdefault(source.rank, []).extend(items)
+    return cargo
+
+
+def _fill_rounds(items: list[_Cargo], num_engine_ranks: int, whole: bool, limit: int) -> list[list[_Cargo]]:
+    """A sender's cargo, divided into rounds of at most ``limit`` bytes (or one piece that is larger by itself)."""
+    rounds: list[list[_Cargo]] = []
+    filled = limit + 1
+    for item in items:
+        num_bytes = sum(_message_parts([item], rank, whole)[1] for rank in range(num_engine_ranks))
+        if filled + num_bytes > limit:
+            rounds.append([])
+            filled = 0
+        rounds[-1].append(item)
+        filled += num_bytes
+    return rounds
+
+
+def exchange(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool = False) -> Exchange:
+    """The messages of one publication.
+
+    A sender puts at most ``bucket_bytes`` into a round, less where many of them feed few engine ranks, so that an
+    engine rank receives about as much. With ``whole`` every engine rank gets every tensor whole, as vLLM's loaders
+    expect them.
+    """
+    num_engine_ranks = plan.engine.tensor
+    num_senders = len({s.rank for t in plan.transfers for s in t.sources})
+    limit = max(1, bucket_bytes * min(num_engine_ranks, num_senders) // num_senders)
+    by_sender = {
+        sender: _fill_rounds(items, num_engine_ranks, whole, limit)
+        for sender, items in sorted(_load_cargo(plan, model, limit).items())
+    }
+    rounds = []
+    for number in range(max(map(len, by_sender.values()))):
+        messages, received = [], [0] * num_engine_ranks
+        gatherings: list[Gathering] = []
+        for sender, cargo in by_sender.items():
+            if number >= len(cargo):
+                continue
+            sent = 0
+            gatherings += [item.gathering for item in cargo[number] if item.gathering is not None]
+            for rank in range(num_engine_ranks):
+                parts, num_bytes = _message_parts(cargo[number], rank, whole)
+                if parts:
+                    messages.append(Message(sender, rank, parts, num_bytes, sent, received[rank]))
+                    sent += num_bytes
+                    received[rank] += num_bytes
+        rounds.append(Round(tuple(messages), tuple(gatherings)))
+    return Exchange(tuple(rounds), num_engine_ranks)

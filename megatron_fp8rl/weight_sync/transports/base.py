@@ -1,0 +1,200 @@
+"""How messages get from every trainer rank to every engine worker, without a detour and without a request for each.
+
+In:  messages of an :class:`~megatron_fp8rl.weight_sync.schedule.Exchange` in memory that the fabric owns.
+Out: the same bytes where the engine worker can read them.
+Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. Two ways:
+
+    ipc    the receiver maps the sender's buffers and reads them; counters in shared memory say what may be read and
+           what has been. Buffers are CUDA memory, opened by handle across processes and GPUs of one host, or files in
+           shared memory on a machine without a GPU, where the same protocol runs.
+    group  one process group of all trainer ranks and all engine workers: NCCL between GPUs, gloo without them.
+
+Both keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines, and see
+within a fraction of a second when someone else has failed, through a key in a store that trainer rank 0 hosts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp8rl.weight_sync.schedule import Exchange, Message, Round
+
+NUM_SLOTS = 2
+_FAILED = "failed"
+_LOOK_S = 0.2  # between looks for the failure of someone else
+_NAP_S = 20e-6
+
+
+class FabricError(RuntimeError):
+    """Messages could not be delivered; the text says who waited for whom."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where one process stands: trainer ranks come first, then the workers of replica after replica."""
+
+    rank: int
+    num_trainers: int
+    num_replicas: int
+    num_engine_ranks: int
+
+    @property
+    def world_size(self) -> int:
+        return self.num_trainers + self.num_replicas * self.num_engine_ranks
+
+    @property
+    def is_trainer(self) -> bool:
+        return self.rank < self.num_trainers
+
+    @property
+    def engine_rank(self) -> int:
+        return (self.rank - self.num_trainers) % self.num_engine_ranks
+
+    def workers(self, engine_rank: int) -> list[int]:
+        """Ranks of the workers of all replicas that keep the same slices."""
+        return [self.num_trainers + i * self.num_engine_ranks + engine_rank for i in range(self.num_replicas)]
+
+    def name(self, rank: int) -> str:
+        if rank < self.num_trainers:
+            return f"trainer rank {rank}"
+        replica, engine_rank = divmod(rank - self.num_trainers, self.num_engine_ranks)
+        return f"replica {replica} rank {engine_rank}"
+
+
+class Fabric:
+    """What both ways have in common: a store, a deadline, and the news that someone has failed.
+
+    ``store`` is connected to trainer rank 0. ``device`` is where messages lie.
+    """
+
+    def __init__(self, place: Place, store: dist.Store, device: torch.device, timeout_s: float):
+        self.place = place
+        self.device = device
+        self.timeout_s = timeout_s
+        self.watch: Callable[[], None] = lambda: None
+        self._store = store
+        self._attempt = 0
+        self._rounds: tuple[Round, ...] = ()
+        self._end = time.monotonic() + timeout_s
+
+    def connect(self, exchanges: Sequence[Exchange]) -> None:
+        """Collective: make contact, with buffers that hold any of ``exchanges``."""
+        raise NotImplementedError
+
+    # ---- a publication
+
+    def begin(self, attempt: int, rounds: tuple[Round, ...]) -> None:
+        """Start the clock of a publication. ``attempt`` counts them, the same on all ranks."""
+        self._attempt = attempt
+        self._rounds = rounds
+        self._end = time.monotonic() + self.timeout_s
+
+    def fail(self, reason: str) -> None:
+        """Tell everyone who waits in this publication."""
+        try:
+            self._store.set(f"{_FAILED}/{self._attempt}", f"{self.place.name(self.place.rank)}: {reason}")
+        except RuntimeError:
+            return  # the store is gone, and with it everyone who could be waiting
+
+    def wait_until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+        """Return when ``done()``. Raises FabricError when someone fails first, or ``what()`` takes too long."""
+        look = time.monotonic() + _LOOK_S
+        while not done():
+            now = time.monotonic()
+            if now > look:
+                look = now + _LOOK_S
+                self.watch()
+                self._raise_failure(what)
+            if now > self._end:
+                raise FabricError(f"{what()} within {self.timeout_s:g} s (rollout.update_deadline_s)")
+            time.sleep(_NAP_S)
+
+    def _raise_failure(self, what: Callable[[], str]) -> None:
+        key = f"{_FAILED}/{self._attempt}"
+        try:
+            failed = self._store.check([key])
+        except RuntimeError as error:
+            raise FabricError(f"{what()}: trainer rank 0 has gone ({error})") from error
+        if failed:
+            raise FabricError(f"{what()}: {self._store.get(key).decode()}")
+
+    # ---- the trainer's side
+
+    def slot(self, number: int) -> Tensor:
+        """uint8 memory of the sender for everything that it sends in round ``number``."""
+        raise NotImplementedError
+
+    def reserve(self, number: int) -> None:
+        """Wait until the slot of round ``number`` may be written, by the host or on the current stream."""
+        raise NotImplementedError
+
+    def send(self, number: int, messages: Sequence[Message]) -> None:
+        """Deliver what the current stream has written to the slot of this round."""
+        raise NotImplementedError
+
+    # ---- the engine's side
+
+    def inbox(self, message: Message, number: int) -> Tensor:
+        """uint8 memory in which ``message`` of round ``number`` can be read: the same every time."""
+        raise NotImplementedError
+
+    def receive(self, number: int) -> None:
+        """Wait until the messages of round ``number`` may be read on the current stream."""
+        raise NotImplementedError
+
+    def release(self, number: int) -> None:
+        """The current stream has read round ``number``."""
+        raise NotImplementedError
+
+    # ---- both
+
+    def finish(self) -> None:
+        """Wait until all rounds have been sent and read, as far as this process can tell."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release memory and connections. Harmless when called again, or after an error."""
+
+    def _to_this_process(self, number: int) -> list[Message]:
+        return self._rounds[number].received_by(self.place.engine_rank)
+
+
+def open_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> dist.TCPStore:
+    """Trainer rank 0 hosts (port 0 finds a free one: see ``store.port``), all others connect."""
+    return dist.TCPStore(host, port, None, is_master, timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
+def open_fabric(
+    kind: str,
+    place: Place,
+    store: dist.Store,
+    device: torch.device,
+    timeout_s: float,
+    exchanges: Sequence[Exchange],
+    *,
+    watch: Callable[[], None] = lambda: None,
+) -> Fabric:
+    """Collective over all trainer ranks and engine workers: the fabric of ``rollout.transport`` ipc or nccl.
+
+    Its buffers hold any of ``exchanges``. ``watch`` is called now and then while waiting, to raise what else is known.
+    """
+    from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcFabric
+    from megatron_fp8rl.weight_sync.transports.process_group import GroupFabric
+
+    fabric = {"ipc": IpcFabric, "nccl": GroupFabric}[kind](place, store, device, timeout_s)
+    fabric.watch = watch
+    fabric.connect(exchanges)
+    return fabric
+
+
+def recorded(device: torch.device) -> torch.cuda.Event:
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event

@@ -1,0 +1,175 @@
+"""Weights through memory that the receiver maps: CUDA IPC between the GPUs of a host, files where there are none.
+
+Runs in the trainer and in engine workers. See ``fabric.py`` for what a fabric is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import mmap
+import os
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.weight_sync.schedule import Exchange, Message
+from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, Fabric, recorded
+
+
+class IpcFabric(Fabric):
+    """The sender's buffers, mapped by every receiver; counters in one small file that all processes of the host map."""
+
+    def connect(self, exchanges: Sequence[Exchange]) -> None:
+        """Collective: exchange the handles of buffers."""
+        place = self.place
+        self._announcer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-ipc")
+        self._announced: list[Any] = []
+        self._counters = self._map_counters()
+        if place.is_trainer:
+            num_bytes = max(x.out_bytes(place.rank) for x in exchanges)
+            if num_bytes:
+                self._slots, handle = _export(num_bytes, self.device)
+                self._store.set(f"ipc/{place.rank}", pickle.dumps(handle))
+        else:
+            senders = sorted({sender for x in exchanges for sender in x.senders})
+            self._mapped = {}
+            for sender in senders:
+                key = f"ipc/{sender}"
+                self.wait_until(
+                    lambda key=key: self._store.check([key]),
+                    lambda sender=sender: f"trainer rank {sender} did not offer its buffers",
+                )
+                self._mapped[sender] = _open(pickle.loads(self._store.get(key)), self.device)
+        self._store.add("joined", 1)
+        self.wait_until(
+            lambda: self._store.add("joined", 0) >= place.world_size,
+            lambda: f"{self._store.add('joined', 0)} of {place.world_size} processes opened the buffers",
+        )
+        if place.rank == 0:
+            self._remove_files()
+        if place.is_trainer and self.device.type == "cpu" and num_bytes:
+            Path(handle["path"]).unlink(missing_ok=True)
+
+    def _map_counters(self) -> np.ndarray:
+        """int64 [world_size]: rounds that a trainer rank has filled, or that a worker has read, since the start."""
+        num_bytes = 8 * self.place.world_size
+        if self.place.rank == 0:
+            path = _new_file(num_bytes)
+            atexit.register(path.unlink, missing_ok=True)
+            self._remove_files = lambda: path.unlink(missing_ok=True)
+            self._store.set("counters", str(path))
+        self.wait_until(lambda: self._store.check(["counters"]), lambda: "trainer rank 0 did not offer its counters")
+        with open(self._store.get("counters").decode(), "r+b") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.int64)
+
+    def _count(self, number: int) -> int:
+        """Value of a counter after round ``number`` of this publication: higher than any before."""
+        return (self._attempt << 32) + number + 1
+
+    def slot(self, number: int) -> Tensor:
+        return self._slots[number % NUM_SLOTS]
+
+    def reserve(self, number: int) -> None:
+        if number >= NUM_SLOTS:
+            self._wait_for_readers(number - NUM_SLOTS)
+
+    def _wait_for_readers(self, number: int) -> None:
+        """Until every worker that this rank sent something in round ``number`` has read it."""
+        to = {m.engine_rank for m in self._rounds[number].sent_by(self.place.rank)}
+        readers = [worker for rank in to for worker in self.place.workers(rank)]
+        self._wait_for(readers, number, "read")
+
+    def _wait_for(self, ranks: list[int], number: int, verb: str) -> None:
+        count = self._count(number)
+
+        def missing() -> list[int]:
+            return [rank for rank in ranks if self._counters[rank] < count]
+
+        self.wait_until(
+            lambda: not missing(),
+            lambda: f"{', '.join(map(self.place.name, missing()))} has not {verb} round {number} of weights",
+        )
+
+    def send(self, number: int, messages: Sequence[Message]) -> None:
+        self._announce(number)
+
+    def inbox(self, message: Message, number: int) -> Tensor:
+        slot = self._mapped[message.sender][number % NUM_SLOTS]
+        return slot[message.out_offset : message.out_offset + message.num_bytes]
+
+    def receive(self, number: int) -> None:
+        self._wait_for([m.sender for m in self._to_this_process(number)], number, "sent")
+
+    def release(self, number: int) -> None:
+        self._announce(number)
+
+    def _announce(self, number: int) -> None:
+        """Raise this process's counter when the GPU has come so far: by a thread, for the host goes on meanwhile."""
+        if self.device.type == "cpu":
+            self._counters[self.place.rank] = self._count(number)
+            return
+        event, count = recorded(self.device), self._count(number)
+
+        def announce() -> None:
+            event.synchronize()
+            self._counters[self.place.rank] = count
+
+        self._announced.append(self._announcer.submit(announce))
+
+    def finish(self) -> None:
+        announced, self._announced = self._announced, []
+        self.wait_until(lambda: all(f.done() for f in announced), lambda: "the GPU did not finish its part")
+        for future in announced:
+            future.result()
+        if self.place.is_trainer:
+            mine = [i for i, r in enumerate(self._rounds) if r.sent_by(self.place.rank)]
+            for number in mine[-NUM_SLOTS:]:
+                self._wait_for_readers(number)
+
+    def close(self) -> None:
+        if self.place.rank == 0:
+            self._remove_files()
+        self._announcer.shutdown(wait=False, cancel_futures=True)
+
+
+def _new_file(num_bytes: int) -> Path:
+    """A file of zeros in shared memory; the name lets a later run remove it if this one is killed."""
+    path = Path("/dev/shm") / f"megatron_fp8rl-{os.getpid()}-{os.urandom(4).hex()}"
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    finally:
+        os.close(descriptor)
+    return path
+
+
+def _export(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
+    """uint8 [slots, num_bytes] and what another process of this host needs to open it."""
+    if device.type == "cpu":
+        path = _new_file(NUM_SLOTS * num_bytes)
+        slots = torch.from_file(str(path), shared=True, size=NUM_SLOTS * num_bytes, dtype=torch.uint8)
+        return slots.view(NUM_SLOTS, num_bytes), {"path": str(path), "num_bytes": num_bytes}
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    slots = torch.empty(NUM_SLOTS, num_bytes, dtype=torch.uint8, device=device)
+    _, arguments = reduce_tensor(slots)
+    return slots, {"arguments": arguments}
+
+
+def _open(handle: dict[str, Any], device: torch.device) -> Tensor:
+    """The tensor behind a handle of :func:`_export`, as memory that ``device`` reads, also from another GPU."""
+    if "path" in handle:
+        size = NUM_SLOTS * handle["num_bytes"]
+        return torch.from_file(handle["path"], shared=True, size=size, dtype=torch.uint8).view(NUM_SLOTS, -1)
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    arguments = list(handle["arguments"])
+    # The GPU that opens the memory, which counts its own GPUs; CUDA maps that of a peer, even one it is not shown.
+    arguments[6] = device.index if device.index is not None else torch.cuda.current_device()
+    return rebuild_cuda_tensor(*arguments)

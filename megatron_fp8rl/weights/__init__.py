@@ -1,1 +1,0 @@
-"""The way of a weight from the trainer to the engines: names, plan, digest, export, transport, verify."""

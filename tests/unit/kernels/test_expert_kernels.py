@@ -1,0 +1,344 @@
+"""Data movement of grouped experts: torch's definition against loops over experts, and Triton's interpreter against it.
+
+The interpreter has to be chosen before Triton is imported, and other tests import it without; so this file runs itself
+in a process of its own.
+"""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+
+from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch
+from megatron_fp8rl.kernels.fused_moe import Layout, Quantized
+from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter
+
+in_torch = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
+
+COUNTS = {
+    "ragged": [3, 130, 0, 128, 255, 1],
+    "none at both ends": [0, 0, 77, 0],
+    "one has all": [0, 300, 0, 0, 0],
+    "all full": [128, 256, 128],
+    "one expert": [200],
+    "no token": [0, 0, 0],
+}
+
+
+CASES = {"ragged, fp32 scales": (COUNTS["ragged"], "fp32"), **{name: (c, "pow2") for name, c in COUNTS.items()}}
+each_case = pytest.mark.parametrize("counts, scales", CASES.values(), ids=CASES)
+
+
+@in_torch
+def test_in_the_interpreter():
+    assert_passes_interpreted(__file__, deadline_s=500.0)
+
+
+def layout_of(counts: list[int], *, exact: bool, dropped: int = 0) -> Layout:
+    return Layout.of(torch.tensor(counts), sum(counts) + dropped, counts if exact else None)
+
+
+def random_rows(num_rows: int, num_columns: int, seed: int = 0) -> torch.Tensor:
+    """BF16 numbers over many orders of magnitude, with blocks of zeros along rows and along columns."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, num_columns, generator=generator)
+    x *= torch.exp2(torch.randint(-12, 7, x.shape, generator=generator).float())
+    x[1::5, :128] = 0
+    x[:, 2::50] = 0
+    x[:2, -3:] = torch.tensor([448.0, 17.0, -19.0])
+    return x.bfloat16()
+
+
+def random_gates(num_rows: int, width: int) -> torch.Tensor:
+    """[num_rows, 2 width] whose silu is no subnormal number, which the interpreter does not convert to BF16."""
+    return random_rows(max(2, num_rows), 2 * width)[:num_rows].clamp(-60, 60)
+
+
+def width_of(scales: str) -> int:
+    """Two tiles in one of the cases; the interpreter takes a fifth of a second for each."""
+    return 256 if scales == "fp32" else 128
+
+
+def expected_padded(x: torch.Tensor, counts: list[int], num_rows: int) -> torch.Tensor:
+    """Padding by a loop over experts."""
+    out, first, row = torch.zeros(num_rows, x.shape[1], dtype=x.dtype), 0, 0
+    for count in counts:
+        out[row : row + count] = x[first : first + count]
+        first += count
+        row += -(-count // 128) * 128
+    return out
+
+
+def assert_equal(found: Quantized, expected: Quantized, layout: Layout) -> None:
+    """Bytes, scales and numbers of all rows up to the end of the last expert."""
+    end = int(layout.offsets[-1])
+    for name in ("rows", "row_scales", "columns", "column_scales", "bf16"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None), name
+        if ours is None:
+            continue
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, name
+        assert not ours.numel() or ours.stride() == theirs.stride(), name
+        if name.startswith("column"):
+            ours, theirs = ours[: end // 128], theirs[: end // 128]
+        else:
+            ours, theirs = ours[:end], theirs[:end]
+        if ours.dtype == torch.float8_e4m3fn:
+            ours, theirs = ours.view(torch.uint8), theirs.view(torch.uint8)
+            ours, theirs = (torch.where(x & 0x7F == 0x7F, 0x7F, x) for x in (ours, theirs))  # NaN has no sign
+        differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
+        where = differ.nonzero()[:1].tolist()
+        assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, first {where}"
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_layout(counts, exact):
+    layout = layout_of(counts, exact=exact, dropped=2)
+    padded = [-(-count // 128) * 128 for count in counts]
+    assert layout.num_rows >= sum(padded) and layout.num_rows % 128 == 0
+    assert layout.padded_counts.tolist() == padded and layout.offsets.tolist() == [0, *torch.tensor(padded).cumsum(0)]
+    assert layout.host_counts == (tuple(padded) if exact else None)
+    experts, rows = [-1] * layout.num_rows, [-1] * layout.num_rows
+    positions, token, row = [-1] * layout.num_tokens, 0, 0
+    for expert, count in enumerate(counts):
+        for i in range(count):
+            experts[row + i], rows[row + i], positions[token + i] = expert, token + i, row + i
+        token, row = token + count, row + padded[expert]
+    assert layout.experts.tolist() == experts and layout.rows.tolist() == rows
+    assert layout.positions.tolist() == positions
+    for tensor in (layout.offsets, layout.padded_counts, layout.experts, layout.rows, layout.positions):
+        assert tensor.dtype == torch.int32
+
+
+def test_no_counts_need_more_rows_than_the_bound():
+    for counts in ([1] * 8, [129, 1, 1], [1, 0, 0, 0], [128] * 3, [0, 0]):
+        needed = sum(-(-count // 128) * 128 for count in counts)
+        assert needed <= fused_moe.max_rows(sum(counts), len(counts))
+    assert fused_moe.max_rows(8, 8) == 1024 and fused_moe.max_rows(1, 128) == 128
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_columns_are_the_rows_of_each_experts_transpose(scales):
+    counts = COUNTS["ragged"]
+    layout, x = layout_of(counts, exact=True), random_rows(sum(counts), 256)
+    found = fused_moe.permute_quantize(x, layout, scales, columns=True, bf16=True)
+    padded = expected_padded(x, counts, layout.num_rows)
+    assert torch.equal(found.bf16, padded)
+    data, scale = blockwise.quantize_activation(padded, scales)
+    assert torch.equal(found.rows.view(torch.uint8), data.view(torch.uint8)) and torch.equal(found.row_scales, scale)
+    assert found.row_scales.stride() == (1, layout.num_rows)
+    offsets = layout.offsets.tolist()
+    for begin, end in zip(offsets, offsets[1:]):
+        data, scale = blockwise.quantize_activation(padded[begin:end].t(), scales)
+        mine = slice(begin // 128, end // 128)
+        pieces = found.columns.view(torch.uint8)[mine].reshape(-1, 256, 8, 16)
+        for feature in range(256):
+            line = pieces[:, feature, [piece ^ (feature % 8) for piece in range(8)]]
+            assert torch.equal(line.flatten(), data.view(torch.uint8)[feature])
+        assert torch.equal(found.column_scales[mine].t(), scale)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_columns_of_one_expert_may_be_a_matrix(scales):
+    layout, x = Layout.of(torch.tensor([300]), 300, [300], in_matrix=True), random_rows(300, 256)
+    found = fused_moe.permute_quantize(x, layout, scales, columns=True)
+    data, scale = blockwise.quantize_activation(expected_padded(x, [300], 384).t(), scales)
+    assert torch.equal(found.columns.view(torch.uint8), data.view(torch.uint8)) and found.columns.is_contiguous()
+    assert torch.equal(found.column_scales, scale) and found.column_scales.stride() == (1, 256)
+    with pytest.raises(ValueError, match="columns of 2 experts are not one matrix"):
+        Layout.of(torch.tensor([300, 5]), 305, [300, 5], in_matrix=True)
+
+
+@in_interpreter
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_interpreted_matrices(scales, monkeypatch):
+    use_the_interpreters_exponential(monkeypatch)
+    layout = Layout.of(torch.tensor([200]), 200, [200], in_matrix=True)
+    x, h = random_rows(200, 256), random_gates(256, 128)
+    wanted = dict(rows=True, columns=True, bf16=False)
+    found = fused_moe.permute_quantize(x, layout, scales, **wanted)
+    assert_equal_matrices(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=None, **wanted))
+    wanted |= dict(activation_columns=True, activation_bf16=False, probs=None)
+    dy = random_rows(256, 128, seed=1)
+    found = fused_moe.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    assert_equal_matrices(found.dh, expected.dh)
+    assert_equal_matrices(found.activation, expected.activation)
+
+
+def assert_equal_matrices(found: Quantized, expected: Quantized) -> None:
+    assert torch.equal(found.columns.view(torch.uint8), expected.columns.view(torch.uint8))
+    assert torch.equal(found.column_scales, expected.column_scales)
+    for ours, theirs in ((found.columns, expected.columns), (found.column_scales, expected.column_scales)):
+        assert ours.shape == theirs.shape and ours.stride() == theirs.stride()
+
+
+@in_interpreter
+@each_case
+def test_interpreted_permutation(counts, scales):
+    layout = layout_of(counts, exact=scales == "fp32", dropped=1)
+    x = random_rows(max(2, layout.num_tokens), width_of(scales))[: layout.num_tokens]
+    wanted = dict(rows=True, columns=True, bf16=True)
+    found = fused_moe.permute_quantize(x, layout, scales, **wanted)
+    expected = fused_moe_torch.permute_quantize(x, layout, scales, probs=None, **wanted)
+    assert_equal(found, expected, layout)
+    weights = torch.rand(layout.num_tokens)
+    found = fused_moe.permute_quantize(x, layout, scales, probs=weights, **wanted)
+    assert_equal(found, fused_moe_torch.permute_quantize(x, layout, scales, probs=weights, **wanted), layout)
+    garbage = torch.where(layout.experts[:, None] < 0, torch.nan, expected.bf16)
+    found = fused_moe.quantize_rows_columns(garbage, layout, scales)
+    again = fused_moe_torch.quantize_rows_columns(garbage, layout, scales, rows=True, columns=True)
+    assert_equal(found, again, layout)
+
+
+@in_interpreter
+@each_case
+def test_interpreted_swiglu(counts, scales, monkeypatch):
+    use_the_interpreters_exponential(monkeypatch)
+    layout = layout_of(counts, exact=False)
+    h = random_gates(layout.num_rows, width_of(scales))
+    h[layout.experts < 0] = torch.nan
+    wanted = dict(rows=True, columns=True, bf16=True)
+    found = fused_moe.swiglu_quantize(h, layout, scales, **wanted)
+    assert_equal(found, fused_moe_torch.swiglu_quantize(h, layout, scales, **wanted), layout)
+
+
+@in_interpreter
+@each_case
+def test_interpreted_swiglu_backward(counts, scales, monkeypatch):
+    weighted = len(counts) != 1
+    use_the_interpreters_exponential(monkeypatch)
+    layout = layout_of(counts, exact=False, dropped=1)
+    h = random_gates(layout.num_rows, width_of(scales))
+    dy = random_rows(max(2, layout.num_rows), width_of(scales), seed=1)[: layout.num_rows]
+    for x in (h, dy):
+        x[layout.experts < 0] = torch.nan
+    wanted = dict(rows=True, columns=True, bf16=True, activation_columns=True, activation_bf16=True)
+    wanted["probs"] = torch.rand(layout.num_tokens) if weighted else None
+    found = fused_moe.swiglu_backward_quantize(dy, h.clone(), layout, scales, **wanted)
+    expected = fused_moe_torch.swiglu_backward_quantize(dy, h, layout, scales, **wanted)
+    assert_equal(found.dh, expected.dh, layout)
+    assert_equal(found.activation, expected.activation, layout)
+    assert (found.dprobs is None) == (expected.dprobs is None) == (not weighted)
+    if weighted:
+        largest = expected.dprobs.abs().max()
+        torch.testing.assert_close(found.dprobs, expected.dprobs, rtol=1e-5, atol=float(largest) * 1e-6)
+
+
+@in_interpreter
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_interpreted_unpermutation(counts, weighted):
+    layout = layout_of(counts, exact=False, dropped=3)
+    y = random_rows(max(2, layout.num_rows), 640)[: layout.num_rows]
+    weights = torch.rand(layout.num_tokens) if weighted else None
+    found = fused_moe.unpermute(y, layout, weights)
+    assert torch.equal(found, fused_moe_torch.unpermute(y, layout, weights))
+    assert not found[sum(counts) :].any()
+
+
+@in_interpreter
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_makes_its_blocks_nan(bad):
+    counts = [130, 5]
+    layout, x = layout_of(counts, exact=True), torch.ones(135, 256, dtype=torch.bfloat16)
+    x[129, 200] = bad
+    found = fused_moe.permute_quantize(x, layout, "pow2", columns=True)
+    assert found.row_scales.isnan().nonzero().tolist() == [[129, 1]]
+    assert found.column_scales.isnan().nonzero().tolist() == [[1, 200]]
+    expected = fused_moe_torch.permute_quantize(
+        x, layout, "pow2", rows=True, columns=True, bf16=False, probs=None
+    )
+    assert_equal(found, expected, layout)
+
+
+@in_interpreter
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_weights_are_those_of_the_definition(scales):
+    from megatron_fp8rl.kernels.triton.quantize_weights import quantize_weights
+
+    weights = random_rows(2 * 256, 384, seed=3).view(2, 256, 384)
+    weights[1, :128, 128:256] = 0
+    weights[0, 200, 130] = torch.nan
+    found, found_scale = quantize_weights(weights, scales)
+    for index, weight in enumerate(weights):
+        data, scale = blockwise.quantize_weight(weight, scales)
+        torch.testing.assert_close(found_scale[index], scale, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(found[index].float(), data.float(), rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ValueError, match=r"multiples of 128, not torch.bfloat16 \[2, 256, 380\]"):
+        quantize_weights(weights[:, :, :380].contiguous(), scales)
+
+
+def use_the_interpreters_exponential(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter computes with numpy, whose exp of contiguous memory differs from torch's in the last bit."""
+    monkeypatch.setattr(torch, "exp", lambda x: torch.from_numpy(numpy.exp(x.contiguous().numpy())))
+
+
+@in_torch
+def test_swiglu_and_its_gradient_are_those_of_autograd():
+    counts = [100, 28]
+    layout = layout_of(counts, exact=True)
+    h = torch.randn(256, 512).bfloat16()
+    dout, weights = torch.randn(128, 256), torch.rand(128)
+    exact = h.double().requires_grad_()
+    p = weights.double().requires_grad_()
+    gate, up = exact.chunk(2, dim=1)
+    activation = torch.nn.functional.silu(gate) * up
+    (activation[layout.positions.long()] * p[:, None] * dout.double()).sum().backward()
+    dy = torch.zeros(256, 256)
+    dy[layout.positions.long()] = dout
+    found = fused_moe.swiglu_backward_quantize(
+        dy.bfloat16(), h.clone(), layout, "pow2", bf16=True, activation_bf16=True, probs=weights
+    )
+    torch.testing.assert_close(found.dh.bf16.double(), exact.grad, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(found.dprobs.double(), p.grad, rtol=0.02, atol=0.3)
+    expected = activation.detach()[layout.positions.long()] * weights[:, None]
+    found_activation = found.activation.bf16[layout.positions.long()].double()
+    torch.testing.assert_close(found_activation, expected, rtol=0.02, atol=1e-3)
+    forward = fused_moe.swiglu_quantize(h, layout, "pow2", bf16=True).bf16
+    padding = layout.experts < 0
+    assert not forward[padding].any() and not found.dh.bf16[padding].any()
+
+
+@in_torch
+def test_what_does_not_fit_is_named():
+    layout = layout_of([5, 3], exact=True)
+    with pytest.raises(ValueError, match=r"x_TK has to be contiguous bfloat16 \[8, a multiple of 128\], not float32"):
+        fused_moe.permute_quantize(torch.zeros(8, 128), layout, "pow2")
+    with pytest.raises(ValueError, match=r"h_P2F .* \[256, a multiple of 256\]"):
+        fused_moe.swiglu_quantize(torch.zeros(256, 128).bfloat16(), layout, "pow2")
+    with pytest.raises(ValueError, match="128 features for h_P2F of 512"):
+        fused_moe.swiglu_backward_quantize(
+            torch.zeros(256, 128).bfloat16(), torch.zeros(256, 512).bfloat16(), layout, "pow2"
+        )
+    with pytest.raises(ValueError, match=r"probs have to be float32 \[8\]"):
+        fused_moe.unpermute(torch.zeros(256, 128).bfloat16(), layout, torch.ones(7))
+    with pytest.raises(ValueError, match="counts of 1 experts"):
+        Layout.of(torch.tensor([5, 3]), 8, [8])
+    with pytest.raises(ValueError, match="tokens_per_expert"):
+        Layout.of(torch.tensor([5.0, 3.0]), 8)
+
+
+@in_torch
+def test_bytes_are_those_of_the_tensors():
+    counts = [128, 256]
+    layout, x = layout_of(counts, exact=True), random_rows(384, 512)
+
+    def size(*tensors: torch.Tensor | None) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def size_of(q: Quantized) -> int:
+        return size(q.rows, q.row_scales, q.columns, q.column_scales, q.bf16)
+
+    wanted = dict(rows=True, columns=True, bf16=True)
+    found = fused_moe.permute_quantize(x, layout, "pow2", **wanted)
+    moved = fused_moe.permute_quantize_bytes(384, 384, 512, **wanted)
+    assert moved == size(x, layout.rows) + size_of(found)
+    dy = x[:, :256].contiguous()
+    gradients = fused_moe.swiglu_backward_quantize(dy, x, layout, "pow2", activation_columns=True, **wanted)
+    moved = fused_moe.swiglu_backward_bytes(384, 384, 256, activation_columns=True, **wanted)
+    assert moved == size(dy, x, layout.rows) + size_of(gradients.dh) + size_of(gradients.activation)
+    out = fused_moe.unpermute(x, layout, torch.ones(384))
+    assert fused_moe.unpermute_bytes(384, 512, probs=True) == size(x, out, layout.positions, torch.ones(384))

@@ -1,0 +1,120 @@
+"""What a rank multiplies, and what ``auto`` makes of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig
+from megatron_fp8rl.precision import auto_kernels
+from megatron_fp8rl.precision.auto_kernels import Range, chosen
+from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, Use, experts_of, linears_of
+from megatron_fp8rl.preflight import rules
+from model_configs.deepseek import grpo_deepseek_v3
+from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
+
+
+def make(cfg, tokens: int = 16_384, **parallel):
+    return replace(
+        cfg,
+        parallel=ParallelConfig(**parallel),
+        rollout=replace(RolloutConfig(), max_tokens_per_microbatch=tokens),
+    )
+
+
+def test_experts_of_a_rank():
+    cfg = make(grpo_qwen3_30b_a3b(), world_size=16, tensor=2, expert=8)
+    assert experts_of(cfg) == Experts(16, 8192 * 8, 2048, 768)
+    assert experts_of(make(grpo_qwen3_30b_a3b(), world_size=2, context=2)) == Experts(128, 8192 * 8, 2048, 768)
+    divided = make(grpo_qwen3_30b_a3b(), world_size=2, expert_tensor=2)
+    assert experts_of(divided) == Experts(128, 16_384 * 8 * 2, 2048, 384)  # both ranks see the tokens of both
+    assert experts_of(grpo_qwen3_8b()) is None
+
+
+def test_linears_of_a_rank():
+    """Qwen3-8B: 32 query heads and 2 x 8 of keys and values, 128 wide."""
+    found = linears_of(make(grpo_qwen3_8b(), world_size=2, tensor=2))
+    assert [(use.name, use.shape) for use in found] == [
+        ("self_attention.linear_qkv", Linear("linear", 16_384, (32 + 16) * 128 // 2, 4096)),
+        ("self_attention.linear_proj", Linear("linear", 16_384, 4096, 4096 // 2)),
+        ("mlp.linear_fc1", Linear("mlp", 16_384, 4096, 12_288 // 2)),
+    ]
+    assert {use.num_layers for use in found} == {36}
+    assert [use.shape.what for use in linears_of(grpo_qwen3_30b_a3b())] == ["linear", "linear"]
+
+
+def test_replicated_linears_see_a_ranks_own_tokens():
+    cfg = grpo_deepseek_v3()
+    assert (cfg.parallel.tensor, cfg.rollout.max_tokens_per_microbatch) == (4, 8192)
+    by_name = {use.name: use for use in linears_of(cfg)}
+    assert by_name["self_attention.linear_kv_down_proj"].shape == Linear("linear", 2048, 512 + 64, 7168)
+    assert by_name["self_attention.linear_q_up_proj"].shape.tokens == 8192
+    assert (by_name["mlp.linear_fc1"].num_layers, by_name["mlp.shared_experts.linear_fc1"].num_layers) == (3, 58)
+
+
+def test_edge_layers_in_bf16_do_not_count():
+    cfg = replace(grpo_qwen3_8b(), precision=PrecisionConfig(trainer="bf16", bf16_first_layers=1, bf16_last_layers=2))
+    assert {use.num_layers for use in linears_of(cfg)} == {33}
+    none = replace(grpo_qwen3_8b(), precision=PrecisionConfig(bf16_first_layers=18, bf16_last_layers=18))
+    assert linears_of(none) == []
+
+
+def test_operations_match_the_parameters():
+    """Forward is 2 operations to a weight and token, backward 4."""
+    (qkv, proj, mlp) = linears_of(make(grpo_qwen3_8b()))
+    assert isinstance(mlp, Use)
+    weights = (48 + 32) * 128 * 4096 + 3 * 4096 * 12_288
+    assert sum(use.shape.num_operations for use in (qkv, proj, mlp)) == 6 * 16_384 * weights
+
+
+def test_auto_is_what_was_faster_on_an_h200():
+    moe = make(grpo_qwen3_30b_a3b())
+    for trainer, tokens, found in (
+        ("blockwise", 16_384, "deep_gemm"), ("blockwise", 512, "deep_gemm"), ("delayed", 16_384, "te"),
+        ("bf16", 16_384, "deep_gemm"), ("bf16", 32_768, "te"),
+    ):  # fmt: skip
+        cfg = replace(make(moe, tokens), precision=PrecisionConfig(trainer=trainer))
+        assert chosen("experts", cfg) == found, (trainer, tokens)
+    assert [chosen("linears", make(grpo_qwen3_8b(), tokens)) for tokens in (1024, 16_384)] == ["te", "deep_gemm"]
+
+
+@pytest.mark.parametrize("field", ["linears", "experts"])
+def test_auto_follows_the_thresholds_in_tokens_and_sides(monkeypatch, field):
+    # Of 16,384 tokens each of 128 experts receives 1,024; the largest linear of attention multiplies all.
+    tokens = {"linears": 16_384, "experts": 1024}[field]
+    cfg = make(grpo_qwen3_30b_a3b())
+    for found, expected in (
+        (Range(first=tokens), "deep_gemm"),
+        (Range(first=tokens + 1), "te"),
+        (Range(first=0, last=tokens), "deep_gemm"),
+        (Range(first=0, last=tokens - 1), "te"),
+        (Range(first=0, smallest_side=4096), "te"),
+    ):
+        monkeypatch.setitem(auto_kernels.DEEP_GEMM_IS_FASTER, (field, "blockwise"), found)
+        assert chosen(field, cfg) == expected
+        assert chosen(field, replace(cfg, precision=PrecisionConfig(**{field: "te"}))) == "te"
+    assert chosen(field, replace(cfg, precision=PrecisionConfig(**{field: "deep_gemm"}))) == "deep_gemm"
+
+
+@pytest.mark.parametrize("field", ["linears", "experts"])
+def test_auto_chooses_nothing_that_config_check_would_refuse(monkeypatch, field):
+    everywhere = dict.fromkeys(auto_kernels.DEEP_GEMM_IS_FASTER, Range(first=0))
+    monkeypatch.setattr(auto_kernels, "DEEP_GEMM_IS_FASTER", everywhere)
+    cfg, taken = grpo_qwen3_30b_a3b(), set()
+    for trainer in ("bf16", "delayed", "tensorwise", "blockwise"):
+        for more in ({}, {"gradients": "e5m2"}, {"params": "fp32"}, {"params": "fp8"}, {"kernels": "emulated"}):
+            asked = replace(cfg, precision=PrecisionConfig(trainer=trainer, rollout="bf16", **more))
+            if chosen(field, asked) != "deep_gemm":
+                continue
+            named = replace(asked, precision=replace(asked.precision, **{field: "deep_gemm"}))
+            before, after = (rules.check(c, accelerator="hopper") for c in (asked, named))
+            assert [v.field for v in after] == [v.field for v in before], (trainer, more)
+            taken.add(trainer)
+    assert taken == {"linears": {"blockwise"}, "experts": {"blockwise", "bf16"}}[field]
+
+
+def test_experts_that_the_kernels_do_not_divide_stay(monkeypatch):
+    monkeypatch.setitem(auto_kernels.DEEP_GEMM_IS_FASTER, ("experts", "blockwise"), Range(first=0, smallest_side=1))
+    odd = make(grpo_qwen3_30b_a3b(), world_size=4, expert_tensor=4)  # 192 features on a rank
+    assert chosen("experts", odd) == "te" and chosen("experts", grpo_qwen3_8b()) == "te"

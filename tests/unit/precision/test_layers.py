@@ -1,0 +1,67 @@
+"""The layer table of every family: which matrices are FP8, as the published FP8 checkpoints have it."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_fp8rl.config import MlaConfig, ModelConfig, PrecisionConfig, RouterConfig
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+
+COMMON = dict(num_layers=3, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, head_dim=16, vocab_size=64)
+EXPERTS = dict(num_experts=2, experts_per_token=1, moe_ffn_hidden_size=32)
+ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
+MLA = MlaConfig(q_lora_rank=32, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=16)
+MODELS = {
+    "qwen2": ModelConfig(family="qwen2", ffn_hidden_size=96, qkv_bias=True, **COMMON),
+    "mixtral": ModelConfig(family="mixtral", **EXPERTS, **COMMON),
+    "glm4_moe": ModelConfig(
+        family="glm4_moe", ffn_hidden_size=96, num_shared_experts=1, first_dense_layers=1, qkv_bias=True, qk_norm=True,
+        rotary_fraction=0.5, router=ROUTER, num_mtp_layers=1, **EXPERTS, **COMMON,
+    ),
+    "deepseek_v3": ModelConfig(
+        family="deepseek_v3", ffn_hidden_size=96, num_shared_experts=1, first_dense_layers=1, mla=MLA, router=ROUTER,
+        num_mtp_layers=1, **EXPERTS, **COMMON,
+    ),
+}  # fmt: skip
+QKVO = {f"self_attn.{x}_proj" for x in "qkvo"}
+DENSE = {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+ROUTED = {f"mlp.experts.{e}.{x}_proj" for e in range(2) for x in ("gate", "up", "down")}
+SHARED = {f"mlp.shared_experts.{x}_proj" for x in ("gate", "up", "down")}
+# As the weight_scale_inv of DeepSeek-V3's published checkpoint.
+LATENT = {f"self_attn.{x}" for x in ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}
+MIXTRAL = {f"block_sparse_moe.experts.{e}.w{i}" for e in range(2) for i in (1, 2, 3)}
+EXPECTED = {  # by layer; the last of four is for multi-token prediction
+    "qwen2": [QKVO | DENSE] * 3,
+    "mixtral": [QKVO | MIXTRAL] * 3,
+    "glm4_moe": [QKVO | DENSE] + [QKVO | ROUTED | SHARED] * 3,
+    "deepseek_v3": [LATENT | DENSE] + [LATENT | ROUTED | SHARED] * 3,
+}
+
+
+def fp8_names(model: ModelConfig, precision: PrecisionConfig) -> set[str]:
+    table = LayerTable.build(model, precision)
+    found = {name for name in registry.hf_tensors(model) if table.rollout_fp8(name)}
+    assert found == {name for name in registry.hf_tensors(model) if table.trainer_fp8(name)}
+    return found
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_projections_of_every_layer_and_nothing_else(family):
+    layers = enumerate(EXPECTED[family])
+    expected = {f"model.layers.{layer}.{name}.weight" for layer, found in layers for name in found}
+    assert fp8_names(MODELS[family], PrecisionConfig()) == expected
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_edges_stay_bf16(family):
+    found = fp8_names(MODELS[family], PrecisionConfig(bf16_first_layers=1, bf16_last_layers=1))
+    layers = {int(name.split(".")[2]) for name in found}
+    assert layers == ({1} if MODELS[family].num_mtp_layers == 0 else {1, 3})
+
+
+def test_parts_of_one_megatron_matrix_are_fp8_together():
+    for model in MODELS.values():
+        table = LayerTable.build(model, PrecisionConfig())
+        for name in registry.mcore_names(model):
+            assert len({table.trainer_fp8(part) for part in registry.hf_names_of(name, model)}) == 1, name

