@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_fp8rl.kernels.blockwise import Scales
-    from megatron_fp8rl.kernels.fused_moe import Layout
+    from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
 
 TE_RECIPES = ("bf16", "blockwise", "delayed", "tensorwise")
 OURS = {  # (trainer's precision, operands of weight gradients)
@@ -161,12 +161,13 @@ def give_gradient_buffers(parameters: Sequence[torch.nn.Parameter]) -> None:
         parameter.main_grad = part.view(parameter.shape)
 
 
-def movement_calls(layout: Layout, hidden: int, width: int, scales: Scales) -> Iterator[tuple[str, Call, int]]:
+def movement_calls(layout: ExpertPermutation, hidden: int, width: int, scales: Scales) -> Iterator[tuple[str, Call, int]]:
     """(name, call, bytes that it has to move) of each kernel around the products, forward and backward."""
     import torch
 
+    from benchmarks import moved_bytes
     from megatron_fp8rl.kernels import fused_moe as kernels
-    from megatron_fp8rl.kernels.grouped_gemm import quantized
+    from megatron_fp8rl.kernels.gemm import quantized
 
     num_tokens, num_rows = layout.num_tokens, layout.num_rows
 
@@ -176,16 +177,16 @@ def movement_calls(layout: Layout, hidden: int, width: int, scales: Scales) -> I
     x, y = random(num_tokens, hidden), random(num_rows, hidden)
     h, da, probs = random(num_rows, 2 * width), random(num_rows, width), torch.rand(num_tokens, device=device())
     both = dict(rows=True, columns=True)
-    num_bytes = kernels.permute_quantize_bytes(num_tokens, num_rows, hidden, **both)
+    num_bytes = moved_bytes.permute_quantize_bytes(num_tokens, num_rows, hidden, **both)
     yield "permute and quantize", lambda: kernels.permute_quantize(x, layout, scales, **both), num_bytes
-    num_bytes = kernels.swiglu_quantize_bytes(num_tokens, num_rows, width, rows=True)
+    num_bytes = moved_bytes.swiglu_quantize_bytes(num_tokens, num_rows, width, rows=True)
     yield "SwiGLU and quantize", lambda: kernels.swiglu_quantize(h, layout, scales), num_bytes
-    num_bytes = kernels.unpermute_bytes(num_tokens, hidden, probs=True)
+    num_bytes = moved_bytes.unpermute_bytes(num_tokens, hidden, probs=True)
     yield "unpermute, weighted", lambda: kernels.unpermute(y, layout, probs), num_bytes
-    num_bytes = kernels.swiglu_backward_bytes(num_tokens, num_rows, width, activation_columns=True, **both)
+    num_bytes = moved_bytes.swiglu_backward_bytes(num_tokens, num_rows, width, activation_columns=True, **both)
     call = partial(kernels.swiglu_backward_quantize, da, h, layout, scales, activation_columns=True, probs=probs)
     yield "SwiGLU backward and quantize", call, num_bytes
-    yield "unpermute", lambda: kernels.unpermute(y, layout), kernels.unpermute_bytes(num_tokens, hidden)
+    yield "unpermute", lambda: kernels.unpermute(y, layout), moved_bytes.unpermute_bytes(num_tokens, hidden)
     shapes = ((len(layout.padded_counts), *shape) for shape in ((2 * width, hidden), (hidden, width)))
     weights = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in shapes]
     num_weights = sum(weight.numel() for weight in weights)
@@ -194,11 +195,11 @@ def movement_calls(layout: Layout, hidden: int, width: int, scales: Scales) -> I
     yield "weights, transposed", lambda: [weight.transposed() for weight in made], 2 * num_weights
 
 
-def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str, Call, int]]:
+def product_calls(layout: ExpertPermutation, hidden: int, width: int) -> Iterator[tuple[str, Call, int]]:
     """(name, call, floating-point operations on tokens) of each grouped product, in FP8 and in BF16."""
     import torch
 
-    from megatron_fp8rl.kernels import fused_moe, grouped_gemm
+    from megatron_fp8rl.kernels import fused_moe, gemm
 
     num_experts = len(layout.padded_counts)
     for name, inner, outer in (
@@ -211,23 +212,23 @@ def product_calls(layout: Layout, hidden: int, width: int) -> Iterator[tuple[str
         q = fused_moe.quantize_rows_columns(x, layout, "pow2", columns=False)
         w = torch.randn(num_experts, outer, inner, device=device()).bfloat16()
         scales = torch.ones(num_experts, outer // 128, inner // 128, device=device())
-        w8 = grouped_gemm.Fp8(w.to(torch.float8_e4m3fn), scales)
+        w8 = gemm.Fp8(w.to(torch.float8_e4m3fn), scales)
         num_operations = 2 * layout.num_tokens * inner * outer
-        x8 = grouped_gemm.Fp8(q.rows, q.row_scales)
-        yield f"{name}, fp8", partial(grouped_gemm.multiply_fp8, x8, w8, layout, torch.bfloat16), num_operations
+        x8 = gemm.Fp8(q.rows, q.row_scales)
+        yield f"{name}, fp8", partial(gemm.multiply_fp8, x8, w8, layout, torch.bfloat16), num_operations
         if name in ("fc2", "fc1 dgrad"):  # what experts do: results at their tokens' places
             probs = torch.rand(layout.num_tokens, device=device()) if name == "fc2" else None
-            call = partial(grouped_gemm.multiply_fp8_to_tokens, x8, w8, layout, probs)
+            call = partial(gemm.multiply_fp8_to_tokens, x8, w8, layout, probs)
             yield f"{name} to tokens, fp8", call, num_operations
-        yield f"{name}, bf16", partial(grouped_gemm.multiply, x, w, layout), num_operations
+        yield f"{name}, bf16", partial(gemm.multiply, x, w, layout), num_operations
     for name, rows, columns in (("fc1 wgrad", 2 * width, hidden), ("fc2 wgrad", hidden, width)):
         grad, x = (torch.randn(layout.num_rows, n, device=device()).bfloat16() for n in (rows, columns))
         quantized = (fused_moe.quantize_rows_columns(m, layout, "pow2", rows=False) for m in (grad, x))
-        operands = [grouped_gemm.Fp8(q.columns, q.column_scales) for q in quantized]
+        operands = [gemm.Fp8(q.columns, q.column_scales) for q in quantized]
         out = torch.zeros(num_experts, rows, columns, device=device())
         num_operations = 2 * layout.num_tokens * rows * columns
-        yield f"{name}, fp8", partial(grouped_gemm.add_weight_gradients_fp8, *operands, layout, out), num_operations
-        yield f"{name}, bf16", partial(grouped_gemm.add_weight_gradients, grad, x, layout, out), num_operations
+        yield f"{name}, fp8", partial(gemm.add_weight_gradients_fp8, *operands, layout, out), num_operations
+        yield f"{name}, bf16", partial(gemm.add_weight_gradients, grad, x, layout, out), num_operations
 
 
 def _bf16() -> torch.dtype:

@@ -110,7 +110,7 @@ def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
     Weights, where they are FP8: 2 bytes of each are read and one is written, which is read and written transposed.
     Results of FP8 products are written to their tokens' places at once, those of BF16 products are copied there.
     """
-    from megatron_fp8rl.kernels import fused_moe as kernels
+    from benchmarks import moved_bytes
 
     num_rows = sum(-(-count // 128) * 128 for count in counts)
     trainer, wgrad = OURS[arm]
@@ -120,11 +120,11 @@ def moved_bytes(shape: Shape, counts: Sequence[int], arm: str) -> int:
     if fp8:
         others = 3 * shape.experts * shape.hidden * shape.width * (2 + 1 + 1 + 1)
     else:
-        others = sum(kernels.unpermute_bytes(shape.tokens, shape.hidden, probs=probs) for probs in (True, False))
+        others = sum(moved_bytes.unpermute_bytes(shape.tokens, shape.hidden, probs=probs) for probs in (True, False))
     return others + (
-        2 * kernels.permute_quantize_bytes(shape.tokens, num_rows, shape.hidden, **operand)
-        + kernels.swiglu_quantize_bytes(*size, rows=fp8, bf16=not fp8)
-        + kernels.swiglu_backward_bytes(*size, activation_columns=columns, activation_bf16=not columns, **operand)
+        2 * moved_bytes.permute_quantize_bytes(shape.tokens, num_rows, shape.hidden, **operand)
+        + moved_bytes.swiglu_quantize_bytes(*size, rows=fp8, bf16=not fp8)
+        + moved_bytes.swiglu_backward_bytes(*size, activation_columns=columns, activation_bf16=not columns, **operand)
     )
 
 
@@ -173,18 +173,18 @@ def measure_kernels(
     """A row for each kernel by itself that has none yet."""
     import torch
 
-    from megatron_fp8rl.kernels.fused_moe import Layout
+    from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
 
     counts = token_counts(pattern, shape.tokens, shape.experts)
     on_device = torch.tensor(counts, device=device())
-    layout = Layout.of(on_device, shape.tokens, counts)
+    layout = ExpertPermutation.of(on_device, shape.tokens, counts)
     base = {"measured": "kernels", **vars(shape), "pattern": pattern}
 
     def wanted(name: str) -> bool:
         return not options.is_known(base | {"arm": name})
 
     if wanted("layout"):
-        ms = milliseconds(lambda: Layout.of(on_device, shape.tokens, counts), options.rounds, busy=1.0)
+        ms = milliseconds(lambda: ExpertPermutation.of(on_device, shape.tokens, counts), options.rounds, busy=1.0)
         yield base | {"arm": "layout", "ms": round(ms, 4)}
     for name, call, num_bytes in movement_calls(layout, shape.hidden, shape.width, "pow2"):
         if wanted(name):

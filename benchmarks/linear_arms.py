@@ -116,9 +116,10 @@ def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
     """(name, call, operations, bytes that it has to move or 0) of each kernel of a linear on DeepGEMM."""
     import torch
 
-    from megatron_fp8rl.kernels import blockwise, dense_gemm, grouped_gemm
-    from megatron_fp8rl.kernels.fused_moe import Layout, permute_quantize, permute_quantize_bytes
-    from megatron_fp8rl.kernels.grouped_gemm import Fp8
+    from benchmarks.moved_bytes import permute_quantize_bytes
+    from megatron_fp8rl.kernels import blockwise, gemm
+    from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, permute_quantize
+    from megatron_fp8rl.kernels.gemm import Fp8
     from megatron_fp8rl.trainer.model import linear_deep_gemm
 
     require_whole_blocks(shape)
@@ -138,12 +139,12 @@ def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
     yield "transpose the weight", Fp8(*(part.unsqueeze(0) for part in w)).transposed, 0, 2 * numbers
     operations = 2 * tokens * numbers
     columns = [linear_deep_gemm._columns(m) for m in made]
-    yield "forward", partial(dense_gemm.multiply, linear_deep_gemm._rows(made[0]), w), operations, 0
-    yield "dgrad", partial(dense_gemm.multiply, linear_deep_gemm._rows(made[1]), w_KN), operations, 0
-    yield "wgrad", partial(dense_gemm.add_weight_gradient, columns[1], columns[0], out), operations, 0
-    layout = Layout.of(torch.tensor([tokens], device=device()), tokens, [tokens])
+    yield "forward", partial(gemm.multiply_dense, linear_deep_gemm._rows(made[0]), w), operations, 0
+    yield "dgrad", partial(gemm.multiply_dense, linear_deep_gemm._rows(made[1]), w_KN), operations, 0
+    yield "wgrad", partial(gemm.add_dense_weight_gradient, columns[1], columns[0], out), operations, 0
+    layout = ExpertPermutation.of(torch.tensor([tokens], device=device()), tokens, [tokens])
     blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]
     operands = [Fp8(m.columns, m.column_scales) for m in blocks]
-    grouped = partial(grouped_gemm.add_weight_gradients_fp8, *operands, layout, out.unsqueeze(0))
+    grouped = partial(gemm.add_weight_gradients_fp8, *operands, layout, out.unsqueeze(0))
     yield "wgrad, grouped kernel", grouped, operations, 0
     yield "forward in BF16, PyTorch", lambda: x @ weight.t(), operations, 0

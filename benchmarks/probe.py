@@ -98,7 +98,7 @@ def differences(
     from megatron_fp8rl.diagnose.operations import compare, share_of_other_experts
     from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
     from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.rollout.vllm_plugin.probe import record_prefill
+    from megatron_fp8rl.diagnose.engine_probe import record_prefill
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     prompt = prompt_of(cfg, options)

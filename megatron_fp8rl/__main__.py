@@ -62,7 +62,7 @@ def _eval(invocation: cli.Invocation) -> int:
         print(f"eval: {error}", file=sys.stderr)
         return 2
     deadline_s = _longest_wait_s(evaluation.cfg)
-    return _on_every_rank(evaluation.cfg, partial(evaluate.run, evaluation, deadline_s=deadline_s))
+    return _on_every_rank(evaluation.cfg, partial(_evaluate, evaluation, deadline_s))
 
 
 def _study(invocation: cli.Invocation) -> int:
@@ -82,6 +82,30 @@ def _report(invocation: cli.Invocation) -> int:
         print(f"report: {error}. Name the folder of a run: report RUN_DIR", file=sys.stderr)
         return 2
     return 0
+
+
+def _evaluate(evaluation: evaluate.Evaluation, deadline_s: float) -> None:
+    """Collective: evaluate, then draw the report of the run's folder."""
+    evaluate.run(evaluation, deadline_s=deadline_s)
+    if os.environ.get("RANK", "0") == "0":
+        write_reports(evaluation.cfg)
+
+
+def write_reports(cfg: RunConfig) -> None:
+    """Draw the report of a run and of its warm start, finished or failed. A report that fails does not fail the run."""
+    from megatron_fp8rl.report.run_report import write_report
+    from megatron_fp8rl.sft_loop import WARM_START
+
+    for folder in (Path(cfg.run_dir, WARM_START), Path(cfg.run_dir)):
+        try:
+            page = write_report(folder)
+        except FileNotFoundError:  # no run began there
+            continue
+        except Exception as error:
+            print(f"the report of {folder} could not be written: {error!r}", file=sys.stderr, flush=True)
+            continue
+        if cfg.observe.display != "none":
+            print(f"report: {page}", flush=True)
 
 
 def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
@@ -120,6 +144,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
         stack.callback(parallel.close)
         fleet = None
         if parallel.rank == 0:
+            stack.callback(write_reports, cfg)  # also after an error
             write_model_dir(cfg)
             if wants_rl and cfg.rollout.replay is None:
                 # Engines take about as long to start as a small model to warm up, so both happen at once.

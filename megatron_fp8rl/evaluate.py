@@ -9,7 +9,7 @@ checkpoint of a run, or a run's folder. Out, below ``<run>/evaluations/<checkpoi
     problems.jsonl   every problem with its completions and rewards
     logs/            of the engines that this program started
 
-and a section of the run's report. Every trainer rank loads its part of the weights, which then travel as they do in
+The report of the run's folder shows them. Every trainer rank loads its part of the weights, which then travel as they do in
 training, with the proof that they arrived: what is measured is the policy in the precision in which it would sample.
 
 What runs on a login node (:func:`plan`) needs no torch; the rest imports it when it runs, in every trainer rank.
@@ -260,9 +260,8 @@ def table(summary: Mapping[str, Any]) -> str:
 def _finish(
     evaluation: Evaluation, groups: Sequence[RolloutGroup], published: PublishReport, seconds: Mapping[str, float]
 ) -> None:
-    """Write the result, the problems and the report; print the table."""
+    """Write the result and the problems; print the table."""
     from megatron_fp8rl.observe.observer import write_json
-    from megatron_fp8rl.report.run_report import write_report
 
     cfg, folder = evaluation.cfg, evaluation.folder
     summary = {
@@ -289,7 +288,7 @@ def _finish(
         _say(cfg, f"the environments have only {len(groups)} different held-out problems of the {evaluation.num_problems}")
     print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.rollout.temperature:g}")
     print(table(summary))
-    print(f"{folder / RESULT}\n{write_report(cfg.run_dir)}", flush=True)
+    print(folder / RESULT, flush=True)
 
 
 def _problem(group: RolloutGroup) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Who may import whom: the layers of the library, and the folders that know a third party.
+"""Who may import whom: folders are floors, and few of them know a third party.
 
-The rules are the drawing in docs of the layout; a module that breaks one is named with the import that does.
+``megatron_fp8rl/README.md`` draws the floors; a module that breaks a rule is named with the import that does.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIBRARY = "megatron_fp8rl"
 
 # Lowest first. A folder imports only itself and what stands before it; so do the files at the top of the library.
 FLOORS = (
-    "types", "config", "kernels", "names", "precision", "algo", "envs", "data", "observe", "net", "preflight",
+    "types", "config", "kernels", "names", "precision", "algo", "net", "envs", "data", "observe", "preflight",
     "trainer", "weight_sync", "rollout",
 )  # fmt: skip
 PROGRAMS = ("report", "diagnose")  # run by themselves or by a command: nothing in the library imports them

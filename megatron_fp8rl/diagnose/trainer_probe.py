@@ -22,7 +22,7 @@ from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.diagnose.operations import operation_names
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.trainer.forward import Forward
-from megatron_fp8rl.trainer.model.build import _unwrap
+from megatron_fp8rl.trainer.model.build import unwrap
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import Sample
 
@@ -37,7 +37,7 @@ class TrainerProbe:
         if parallel.world_size != 1 or len(chunks) != 1:
             raise ValueError(f"a probe needs one trainer rank, not {parallel.world_size}, and one model chunk")
         self.cfg, self.parallel, self.names = cfg, parallel, operation_names(cfg.model)
-        self._chunks, self._model = chunks, _unwrap(chunks[0])
+        self._chunks, self._model = chunks, unwrap(chunks[0])
         self._num_tokens = 0
         self._calls: dict[str, _Call] = {}
 

@@ -2,11 +2,11 @@
 
 In:  BF16 rows sorted by expert, the number of tokens of each expert on the device, outputs of grouped GEMMs.
 Out: FP8 bytes and scales in the layouts of DeepGEMM's Hopper kernels, each tensor read once and written once.
-Which process: trainer ranks. On a GPU (and under TRITON_INTERPRET=1) Triton kernels run (expert_triton.py); elsewhere
-torch does (expert_reference.py), the definition that the kernels meet byte for byte.
+Which process: trainer ranks. On a GPU (and under TRITON_INTERPRET=1) Triton kernels run (triton/permute.py); elsewhere
+torch does (fused_moe_torch.py), the definition that the kernels meet byte for byte.
 
 Padding. The m-grouped GEMMs want each expert to begin at a multiple of 128 rows, weight gradients 128 tokens to a scale.
-So T rows lie among P: ``Layout``. Padding is zeros in all outputs of this file. Row blocks behind the last expert, which
+So T rows lie among P: ``ExpertPermutation``. Padding is zeros in all outputs of this file. Row blocks behind the last expert, which
 exist when P is an upper bound, are neither read nor written, and GEMMs skip them.
 
 Quantization is ``blockwise.quantize_activation`` along rows, and along the tokens of an expert for the columns:
@@ -14,7 +14,7 @@ Quantization is ``blockwise.quantize_activation`` along rows, and along the toke
     rows     float8_e4m3fn [P, K]                    row_scales     float32 [P, K / 128], strides (1, P)
     columns  float8_e4m3fn [P / 128, K, 128]         column_scales  float32 [P / 128, K]
 
-Columns are made for cuda/weight_gradients.cu: of a block of 128 rows, which are of one expert, and a feature a line of
+Columns are made for cuda/grouped_wgrad.cu: of a block of 128 rows, which are of one expert, and a feature a line of
 its 128 numbers, whose eight pieces of 16 bytes lie at piece ^ (feature % 8), as tensor cores read them. So a tile of
 them is one piece of memory. DeepGEMM, which multiplies those of dense layers, wants one matrix [K, P], with scales
 [K, P / 128] of strides (1, K): that is what a layout ``in_matrix`` says.
@@ -25,20 +25,18 @@ K features of what is moved (a multiple of 128), F features of one half of the g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ExpertPermutation:
     """Where T rows, sorted by expert, lie among P rows in which each expert begins at a multiple of 128."""
 
     num_tokens: int  # T
@@ -55,7 +53,7 @@ class Layout:
     @classmethod
     def of(
         cls, tokens_per_expert: Tensor, num_tokens: int, counts: Sequence[int] | None = None, in_matrix: bool = False
-    ) -> Layout:
+    ) -> ExpertPermutation:
         """The layout of ``tokens_per_expert`` (int32 or int64 [E], on the device of the tokens).
 
         Never waits for the device. ``counts`` are the same numbers on the host, if the dispatcher has brought them
@@ -93,7 +91,7 @@ class Quantized:
 
 def permute_quantize(
     x_TK: Tensor,
-    layout: Layout,
+    layout: ExpertPermutation,
     scales: Scales,
     *,
     rows: bool = True,
@@ -110,7 +108,7 @@ def permute_quantize(
 
 
 def quantize_rows_columns(
-    x_PK: Tensor, layout: Layout, scales: Scales, *, rows: bool = True, columns: bool = True
+    x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool = True, columns: bool = True
 ) -> Quantized:
     """Quantize a BF16 matrix that is padded already, in one read; what stands in its padding is taken for zeros."""
     _require_matrix("x_PK", x_PK, layout.num_rows)
@@ -118,7 +116,7 @@ def quantize_rows_columns(
 
 
 def swiglu_quantize(
-    h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool = True, columns: bool = False, bf16: bool = False
+    h_P2F: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool = True, columns: bool = False, bf16: bool = False
 ) -> Quantized:
     """silu(gate), rounded to BF16, times up, rounded to BF16, quantized: [P, F].
 
@@ -140,7 +138,7 @@ class SwigluGradients:
 def swiglu_backward_quantize(
     dy_PF: Tensor,
     h_P2F: Tensor,
-    layout: Layout,
+    layout: ExpertPermutation,
     scales: Scales,
     *,
     rows: bool = True,
@@ -170,7 +168,7 @@ def swiglu_backward_quantize(
     )  # fmt: skip
 
 
-def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None = None) -> Tensor:
+def unpermute(y_PN: Tensor, layout: ExpertPermutation, probs: Tensor | None = None) -> Tensor:
     """BF16 [T, N]: the row of each token, times ``probs`` (float32 [T]) in float32; zeros for a token without a row."""
     _require_matrix("y_PN", y_PN, layout.num_rows, multiple=8)
     if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
@@ -178,46 +176,9 @@ def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None = None) -> Tens
     return _implementation(y_PN).unpermute(y_PN, layout, probs)
 
 
-def output_bytes(
-    num_rows: int, num_columns: int, *, rows: bool = False, columns: bool = False, bf16: bool = False
-) -> int:
-    """Bytes of a :class:`Quantized` of [num_rows, num_columns]: with its scales."""
-    numbers = num_rows * num_columns
-    return (rows + columns) * (numbers + 4 * numbers // BLOCK) + bf16 * 2 * numbers
-
-
-def permute_quantize_bytes(num_tokens: int, num_rows: int, num_columns: int, **outputs: bool) -> int:
-    """Bytes that :func:`permute_quantize` has to move: tokens in, outputs out, and two index words to a row."""
-    return 2 * num_tokens * num_columns + output_bytes(num_rows, num_columns, **outputs) + 4 * num_rows
-
-
-def swiglu_quantize_bytes(num_tokens: int, num_rows: int, width: int, **outputs: bool) -> int:
-    """Bytes that :func:`swiglu_quantize` has to move; ``width`` is F."""
-    return 4 * num_tokens * width + output_bytes(num_rows, width, **outputs) + 4 * num_rows
-
-
-def swiglu_backward_bytes(
-    num_tokens: int,
-    num_rows: int,
-    width: int,
-    *,
-    activation_columns: bool = False,
-    activation_bf16: bool = False,
-    **outputs: bool,
-) -> int:
-    """Bytes that :func:`swiglu_backward_quantize` has to move; ``width`` is F."""
-    activation = output_bytes(num_rows, width, columns=activation_columns, bf16=activation_bf16)
-    return 6 * num_tokens * width + output_bytes(num_rows, 2 * width, **outputs) + activation + 4 * num_rows
-
-
-def unpermute_bytes(num_tokens: int, num_columns: int, *, probs: bool = False) -> int:
-    """Bytes that :func:`unpermute` has to move."""
-    return 4 * num_tokens * num_columns + (4 + 4 * probs) * num_tokens
-
-
 def _implementation(tensor: Tensor):
     """The module whose functions work on this tensor."""
-    if tensor.is_cuda or _INTERPRETED:
+    if runs_triton(tensor):
         from megatron_fp8rl.kernels.triton import permute  # imports Triton
 
         return permute

@@ -1,6 +1,6 @@
-"""The data movement of grouped experts by torch alone: the definition that expert_triton.py meets, and the CPU's path.
+"""The data movement of grouped experts by torch alone: the definition that triton/permute.py meets, and the CPU's path.
 
-The functions, their inputs and their outputs are those of expert_kernels.py. They wait for the device where they read
+The functions, their inputs and their outputs are those of fused_moe.py. They wait for the device where they read
 numbers from it, and pass over memory several times. Row blocks behind the last expert are zeros here, with scales of 1.
 """
 
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, Scales, quantize_activation
-from megatron_fp8rl.kernels.fused_moe import Layout, Quantized, SwigluGradients
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized, SwigluGradients
 
 
 def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, ...]:
-    """(offsets, padded_counts, experts, rows, positions) of a ``Layout``."""
+    """(offsets, padded_counts, experts, rows, positions) of a ``ExpertPermutation``."""
     device = tokens_per_expert.device
     counts = tokens_per_expert.long()
     padded_counts = (counts + BLOCK - 1) // BLOCK * BLOCK
@@ -33,7 +33,7 @@ def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) ->
 
 
 def quantized(
-    x_PK: Tensor, layout: Layout, scales: Scales, *, rows: bool = False, columns: bool = False, bf16: bool = False
+    x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool = False, columns: bool = False, bf16: bool = False
 ) -> Quantized:
     """The orientations of BF16 ``x_PK``, whose padding is taken for zeros."""
     x = _without_padding(x_PK, layout)
@@ -59,7 +59,7 @@ def swizzled(lines: Tensor) -> Tensor:
 
 
 def permute_quantize(
-    x_TK: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool, probs: Tensor | None
+    x_TK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool, probs: Tensor | None
 ) -> Quantized:
     x = x_TK if probs is None else (x_TK.float() * probs[:, None]).bfloat16()
     x_PK = x.new_zeros(layout.num_rows, x.shape[1])
@@ -68,12 +68,12 @@ def permute_quantize(
     return quantized(x_PK, layout, scales, rows=rows, columns=columns, bf16=bf16)
 
 
-def quantize_rows_columns(x_PK: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
+def quantize_rows_columns(x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
     return quantized(x_PK, layout, scales, rows=rows, columns=columns)
 
 
 def swiglu_quantize(
-    h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool
+    h_P2F: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool
 ) -> Quantized:
     return quantized(swiglu(_without_padding(h_P2F, layout)), layout, scales, rows=rows, columns=columns, bf16=bf16)
 
@@ -94,7 +94,7 @@ def swiglu_backward(dy_PF: Tensor, h_P2F: Tensor) -> Tensor:
 
 
 def swiglu_backward_quantize(
-    dy_PF: Tensor, h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
+    dy_PF: Tensor, h_P2F: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
     activation_columns: bool, activation_bf16: bool, probs: Tensor | None,
 ) -> SwigluGradients:  # fmt: skip
     h, dy = _without_padding(h_P2F, layout), _without_padding(dy_PF, layout).float()
@@ -115,7 +115,7 @@ def swiglu_backward_quantize(
     )
 
 
-def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None) -> Tensor:
+def unpermute(y_PN: Tensor, layout: ExpertPermutation, probs: Tensor | None) -> Tensor:
     if not layout.num_rows:
         return y_PN.new_zeros(layout.num_tokens, y_PN.shape[1])
     y = y_PN[layout.positions.clamp(min=0).long()]
@@ -129,5 +129,5 @@ def _column_major(x: Tensor) -> Tensor:
     return torch.empty_like(x.t(), memory_format=torch.contiguous_format).copy_(x.t()).t()
 
 
-def _without_padding(x: Tensor, layout: Layout) -> Tensor:
+def _without_padding(x: Tensor, layout: ExpertPermutation) -> Tensor:
     return torch.where(layout.experts[:, None] >= 0, x, 0.0)

@@ -45,10 +45,10 @@ _STEP_FILES = ("metrics.jsonl", "details.jsonl", "rollouts.jsonl")
 
 
 class Observer:
-    """Use as a context manager around a whole run: an error is recorded, reported and raised again.
+    """Use as a context manager around a whole run: an error is recorded and raised again.
 
-    ``num_steps`` is what the progress counts up to; ``with_report`` False leaves out the page at the end. Metrics may
-    be given by every rank; the writer's are kept, so they have to be reduced over ranks before.
+    ``num_steps`` is what the progress counts up to. Metrics may be given by every rank; the writer's are kept, so they
+    have to be reduced over ranks before.
     """
 
     def __init__(
@@ -59,13 +59,11 @@ class Observer:
         *,
         num_steps: int | None = None,
         title: str = "",
-        with_report: bool = True,
     ) -> None:
         self.cfg = cfg
         self.is_writer = is_writer
         self.run_dir = Path(run_dir if run_dir is not None else cfg.run_dir)
         self._num_steps = cfg.num_steps if num_steps is None else num_steps
-        self._with_report = with_report
         self._last_step: int | None = None
         self._open_step: StepLog | None = None
         self._files: dict[str, Any] = {}
@@ -107,8 +105,6 @@ class Observer:
             write_json(self.run_dir / "done.json", {"step": self._last_step, "finished_unix_s": time()})
         elif not isinstance(error, SystemExit):  # which a run raises that stops early, to go on later
             self._record_failure(error)
-        if self._with_report:
-            self._write_report()
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
@@ -219,15 +215,6 @@ class Observer:
             "failed_unix_s": time(),
         }
         write_json(self.run_dir / "failure.json", failure)
-
-    def _write_report(self) -> None:
-        from megatron_fp8rl.report.run_report import write_report  # matplotlib, needed at the end only
-
-        try:
-            self._display.message(f"report: {write_report(self.run_dir)}")
-        except Exception as error:  # the run matters more than its plots, above all when it failed
-            _log.exception("the report of %s could not be written", self.run_dir)
-            self._display.warn(f"the report could not be written: {error}")
 
 
 class StepLog:

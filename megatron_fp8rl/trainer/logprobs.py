@@ -16,14 +16,13 @@ Shapes: N = tokens, H = hidden size, V = vocabulary rows of this rank, T = packe
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+from megatron_fp8rl.kernels.backend import runs_triton
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ def _chunks(num: int, size: int) -> list[slice]:
 
 def _kernels(logits_nV: Tensor):
     """The module of Triton kernels, where these logits are for them; None: torch does it."""
-    if logits_nV.dtype != torch.bfloat16 or not (logits_nV.is_cuda or _INTERPRETED):
+    if logits_nV.dtype != torch.bfloat16 or not runs_triton(logits_nV):
         return None
     from megatron_fp8rl.kernels.triton import log_softmax  # imports Triton
 

@@ -82,7 +82,7 @@ def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:
     """Keys that a model asks for and a converted folder lacks, and the reverse, by Megatron-Core's own strict load."""
     from megatron.core import dist_checkpointing, parallel_state
 
-    from megatron_fp8rl.trainer.model.build import _unwrap, build_chunks
+    from megatron_fp8rl.trainer.model.build import unwrap, build_chunks
     from megatron_fp8rl.trainer.parallel import Parallel
 
     found = {}
@@ -90,9 +90,9 @@ def _plain_load(folder: str) -> dict[str, tuple[set[str], set[str]]]:
     for kind, model in FAMILIES.items():
         (chunk,) = build_chunks(run_config(model=model), parallel)
         metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-        state = _unwrap(chunk).sharded_state_dict(metadata=metadata | {"singleton_local_shards": False})
+        state = unwrap(chunk).sharded_state_dict(metadata=metadata | {"singleton_local_shards": False})
         loaded, missing, unexpected = dist_checkpointing.load(state, f"{folder}/{kind}.megatron", strict="return_all")
-        _unwrap(chunk).load_state_dict({key: loaded[key] for key in state})
+        unwrap(chunk).load_state_dict({key: loaded[key] for key in state})
         found[kind] = missing, unexpected
     return found
 

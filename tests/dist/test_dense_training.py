@@ -37,12 +37,11 @@ def _config(model: str, layout: dict, precision: dict | None = None, **optim):
 
 def _train_twice(cfg) -> list:
     """Runs on a rank: (metrics, old log-probabilities, weights) with the linears' kernels, and with DeepGEMM's."""
-    from megatron_fp8rl.kernels import dense_gemm
     from megatron_fp8rl.trainer.model import linear_deep_gemm
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
-    parallel, runs, calls = Parallel.init(cfg.parallel, deadline_s=60), [], {"linear": 0, "mlp": 0, "multiply": 0}
+    parallel, runs, calls = Parallel.init(cfg.parallel, deadline_s=60), [], {"linear": 0, "mlp": 0, "multiply_dense": 0}
     with pytest.MonkeyPatch.context() as patch:
 
         def count(module, name):
@@ -54,7 +53,7 @@ def _train_twice(cfg) -> list:
 
             patch.setattr(module, name, counted)
 
-        for module, name in ((linear_deep_gemm, "linear"), (linear_deep_gemm, "mlp"), (dense_gemm, "multiply")):
+        for module, name in ((linear_deep_gemm, "linear"), (linear_deep_gemm, "mlp"), (linear_deep_gemm, "multiply_dense")):
             count(module, name)
         for kind in ("te", "deep_gemm"):
             policy = Policy.build(replace(cfg, precision=replace(cfg.precision, linears=kind)), parallel)

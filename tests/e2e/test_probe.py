@@ -18,7 +18,7 @@ from megatron_fp8rl.diagnose.operations import (
     table,
 )
 from megatron_fp8rl.rollout.client import EngineError
-from megatron_fp8rl.rollout.vllm_plugin.probe import load_probe, record_prefill
+from megatron_fp8rl.diagnose.engine_probe import load_probe, record_prefill
 from tests.helpers.dist import run_ranks
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(45)]

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
-from megatron_fp8rl.kernels import dense_gemm, grouped_gemm
+from megatron_fp8rl.kernels import gemm
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
-from megatron_fp8rl.kernels.fused_moe import Layout, permute_quantize
-from megatron_fp8rl.kernels.grouped_gemm import Fp8
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, permute_quantize
+from megatron_fp8rl.kernels.gemm import Fp8
 from megatron_fp8rl.precision.recipes import make_recipe
 from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from megatron_fp8rl.trainer.model import linear_deep_gemm
@@ -143,13 +143,13 @@ def test_weight_gradients_are_those_of_the_grouped_kernel_and_are_added(tokens):
     made = [linear_deep_gemm._quantize(m, "pow2", rows=False, columns=True) for m in (grad, x)]
     ours = torch.ones(2 * FEATURES, H, device="cuda")
     for _ in range(2):
-        dense_gemm.add_weight_gradient(*map(linear_deep_gemm._columns, made), ours)
-    layout = Layout.of(torch.tensor([tokens], device="cuda"), tokens, [tokens])
+        gemm.add_dense_weight_gradient(*map(linear_deep_gemm._columns, made), ours)
+    layout = ExpertPermutation.of(torch.tensor([tokens], device="cuda"), tokens, [tokens])
     grouped = torch.ones(1, 2 * FEATURES, H, device="cuda")
     blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]
     operands = [Fp8(m.columns, m.column_scales) for m in blocks]
     for _ in range(2):
-        grouped_gemm.add_weight_gradients_fp8(*operands, layout, grouped)
+        gemm.add_weight_gradients_fp8(*operands, layout, grouped)
     exact = grad.double().t() @ x.double()
     error = ((ours - 1) / 2 - exact).norm() / exact.norm()
     print(f"\nwgrad of {tokens} tokens: error {error:.4f}, bits of the grouped kernel: {torch.equal(ours, grouped[0])}")

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch, grouped_gemm
-from megatron_fp8rl.kernels.fused_moe import Layout, Quantized
+from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch, gemm
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized
 from megatron_fp8rl.kernels.triton import swiglu
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -31,8 +31,8 @@ def counts_of(kind: str, num_tokens: int, num_experts: int = NUM_EXPERTS) -> lis
     return torch.bincount(drawn, minlength=num_experts).tolist()
 
 
-def layout_of(counts: list[int], *, exact: bool = True) -> Layout:
-    return Layout.of(torch.tensor(counts, device="cuda"), sum(counts), counts if exact else None)
+def layout_of(counts: list[int], *, exact: bool = True) -> ExpertPermutation:
+    return ExpertPermutation.of(torch.tensor(counts, device="cuda"), sum(counts), counts if exact else None)
 
 
 def random_rows(*shape: int, seed: int = 0, octaves: int = 12) -> torch.Tensor:
@@ -44,7 +44,7 @@ def random_rows(*shape: int, seed: int = 0, octaves: int = 12) -> torch.Tensor:
     return x.bfloat16()
 
 
-def assert_equal(found: Quantized, expected: Quantized, layout: Layout) -> None:
+def assert_equal(found: Quantized, expected: Quantized, layout: ExpertPermutation) -> None:
     end = int(layout.offsets[-1])
     for name in ("rows", "row_scales", "columns", "column_scales", "bf16"):
         ours, theirs = getattr(found, name), getattr(expected, name)
@@ -63,7 +63,7 @@ def assert_equal(found: Quantized, expected: Quantized, layout: Layout) -> None:
         assert not differ.any(), f"{name}: {int(differ.sum())} of {differ.numel()}, first {where}"
 
 
-def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor, layout: Layout) -> None:
+def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor, layout: ExpertPermutation) -> None:
     """Equal but for numbers that a last bit of float32 rounds to the neighbour among BF16 numbers."""
     end = int(layout.offsets[-1])
     found, expected = found[:end].float(), expected[:end].float()
@@ -77,7 +77,7 @@ def assert_nearly_equal(found: torch.Tensor, expected: torch.Tensor, layout: Lay
 def test_permutation(kind, scales):
     counts = counts_of(kind, 20_000)
     layout = layout_of(counts, exact=kind != "skewed")
-    expected = Layout.of(torch.tensor(counts), sum(counts), counts if kind != "skewed" else None)
+    expected = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts if kind != "skewed" else None)
     for name in ("offsets", "padded_counts", "experts", "rows", "positions"):
         assert torch.equal(getattr(layout, name).cpu(), getattr(expected, name)), name
     x, probs = random_rows(layout.num_tokens, 1024), torch.rand(layout.num_tokens, device="cuda")
@@ -129,7 +129,7 @@ def test_swiglu(kind, scales):
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_weights_are_those_that_are_published(scales):
     weights = random_rows(3 * 512, 384).view(3, 512, 384)
-    found = grouped_gemm.quantized(weights, scales)
+    found = gemm.quantized(weights, scales)
     data, scale = blockwise.quantize_weight(weights.view(-1, 384), scales)
     assert torch.equal(found.data.view(torch.uint8).view(-1, 384), data.view(torch.uint8))
     assert torch.equal(found.scale.flatten(0, 1), scale)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
 from megatron_fp8rl.kernels.deep_gemm import deep_gemm, has_deep_gemm
-from megatron_fp8rl.kernels.grouped_gemm import Fp8
+from megatron_fp8rl.kernels.gemm import Fp8
 from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from tests.helpers.experts import (
     build_experts,

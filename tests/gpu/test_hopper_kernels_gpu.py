@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from benchmarks.timing import milliseconds
-from megatron_fp8rl.kernels.cuda import hopper
+from megatron_fp8rl.kernels.cuda import launch
 from megatron_fp8rl.kernels.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.kernels.fused_moe import (
-    Layout,
+    ExpertPermutation,
     permute_quantize,
     quantize_rows_columns,
     swiglu_backward_quantize,
     unpermute,
 )
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
-from megatron_fp8rl.kernels.grouped_gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens, quantized
+from megatron_fp8rl.kernels.gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens, quantized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +39,7 @@ COUNTS = {
 
 def operands(counts, *widths: int, scales: str = "pow2"):
     """The layout, and for each width random tokens in columns."""
-    layout = Layout.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
+    layout = ExpertPermutation.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
     generator = torch.Generator("cuda").manual_seed(0)
     made = []
     for width in widths:
@@ -62,7 +62,7 @@ def test_the_sums_are_exact_and_every_experts_own(shape, counts, scales):
     layout, (g, gs, x, xs) = operands(counts, *shape, scales=scales)
     before = torch.randn(len(counts), *shape, device="cuda")
     ours, blocks = before.clone(), [rows // 128 for rows in layout.host_counts]
-    hopper.add_weight_gradients(g, gs, x, xs, layout.offsets, ours)
+    launch.add_weight_gradients(g, gs, x, xs, layout.offsets, ours)
     numbers = [swizzled(data).double() * scale[..., None] for data, scale in ((g, gs), (x, xs))]
     first = 0
     for expert, count in enumerate(blocks):
@@ -72,7 +72,7 @@ def test_the_sums_are_exact_and_every_experts_own(shape, counts, scales):
         torch.testing.assert_close(ours[expert].double(), expected, rtol=0, atol=1e-3 * float(expected.abs().max()))
         alone = before[expert : expert + 1].clone()
         offsets = torch.tensor([0, count * 128], dtype=torch.int32, device="cuda")
-        hopper.add_weight_gradients(g[mine], gs[mine], x[mine], xs[mine], offsets, alone)
+        launch.add_weight_gradients(g[mine], gs[mine], x[mine], xs[mine], offsets, alone)
         assert torch.equal(alone[0], ours[expert]), expert
         first += count
 
@@ -85,7 +85,7 @@ def test_the_sums_have_the_bits_of_deep_gemms(shape, counts):
     layout, (g, gs, x, xs) = operands(counts, *shape)
     ours = torch.randn(len(counts), *shape, device="cuda")
     theirs = ours.clone()
-    hopper.add_weight_gradients(g, gs, x, xs, layout.offsets, ours)
+    launch.add_weight_gradients(g, gs, x, xs, layout.offsets, ours)
     deep_gemm().k_grouped_fp8_gemm_nt_contiguous(
         in_matrices(g, gs, layout), in_matrices(x, xs, layout), theirs, layout.host_counts, layout.padded_counts, theirs
     )
@@ -95,13 +95,13 @@ def test_the_sums_have_the_bits_of_deep_gemms(shape, counts):
 def test_sums_are_the_same_at_every_time_and_wait_for_nobody():
     layout, tensors = operands(COUNTS["ragged"], 768, 512)
     first = torch.zeros(8, 768, 512, device="cuda")
-    hopper.add_weight_gradients(*tensors, layout.offsets, first)
+    launch.add_weight_gradients(*tensors, layout.offsets, first)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         others = [torch.zeros_like(first) for _ in range(4)]
         for out in others:
-            hopper.add_weight_gradients(*tensors, layout.offsets, out)
+            launch.add_weight_gradients(*tensors, layout.offsets, out)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(out, first) for out in others)
@@ -111,7 +111,7 @@ def test_what_is_no_number_stays_with_its_feature():
     layout, (g, gs, x, xs) = operands([200, 300], 256, 256)
     gs[1, 7] = torch.nan  # the second block of the first expert
     out = torch.zeros(2, 256, 256, device="cuda")
-    hopper.add_weight_gradients(g, gs, x, xs, layout.offsets, out)
+    launch.add_weight_gradients(g, gs, x, xs, layout.offsets, out)
     assert out[0, 7].isnan().all() and not out[1].isnan().any()
     assert not out[0, [row for row in range(256) if row != 7]].isnan().any()
 
@@ -122,7 +122,7 @@ def test_weight_gradients_are_faster_than_deep_gemms():
     for shape in ((1536, 2048), (2048, 768)):
         layout, (g, gs, x, xs) = operands([1024] * 128, *shape)
         out = torch.zeros(128, *shape, device="cuda")
-        ours = busy_ms(lambda: hopper.add_weight_gradients(g, gs, x, xs, layout.offsets, out))
+        ours = busy_ms(lambda: launch.add_weight_gradients(g, gs, x, xs, layout.offsets, out))
         matrices = in_matrices(g, gs, layout), in_matrices(x, xs, layout)
         theirs = busy_ms(
             lambda: deep_gemm().k_grouped_fp8_gemm_nt_contiguous(
@@ -135,7 +135,7 @@ def test_weight_gradients_are_faster_than_deep_gemms():
 
 def products(counts, shape, scales="pow2"):
     """The layout, padded tokens [P, K] in rows, and weights [E, N, K]."""
-    layout = Layout.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
+    layout = ExpertPermutation.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(layout.num_rows, shape[1], device="cuda", generator=generator).bfloat16()
     weights = torch.randn(len(counts), *shape, device="cuda", generator=generator).bfloat16() / 16
@@ -154,7 +154,7 @@ def test_rows_have_the_bits_of_deep_gemms(shape, counts, scales):
         theirs = multiply_fp8(x, weights, layout, torch.bfloat16)
         ours = torch.full_like(theirs, torch.nan)
         if layout.num_rows:
-            hopper.multiply_rows(*x, *weights, layout.offsets, layout.experts, ours)
+            launch.multiply_rows(*x, *weights, layout.offsets, layout.experts, ours)
         assert torch.equal(ours, theirs)
         for p in (probs, None):
             found = multiply_fp8_to_tokens(x, weights, layout, p)
@@ -167,7 +167,7 @@ def test_products_to_tokens_are_faster_than_deep_gemms_and_a_copy(shape):
     """Experts of Qwen3-30B-A3B. The bound is so wide that the kernel has to be broken to miss it."""
     layout, x, w = products([1000] * 128, shape)
     out = torch.empty(layout.num_rows, shape[0], dtype=torch.bfloat16, device="cuda")
-    to_rows = busy_ms(lambda: hopper.multiply_rows(*x, *w, layout.offsets, layout.experts, out))
+    to_rows = busy_ms(lambda: launch.multiply_rows(*x, *w, layout.offsets, layout.experts, out))
     theirs_to_rows = busy_ms(lambda: multiply_fp8(x, w, layout, torch.bfloat16))
     ours = busy_ms(lambda: multiply_fp8_to_tokens(x, w, layout))
     theirs = busy_ms(lambda: unpermute(multiply_fp8(x, w, layout, torch.bfloat16), layout))
@@ -180,7 +180,7 @@ def test_products_to_tokens_are_faster_than_deep_gemms_and_a_copy(shape):
 def test_the_gradient_of_swiglu_is_tritons(counts, weighted, monkeypatch):
     """Both add and multiply in float32, which compilers may contract differently, before they round to BF16."""
     counts, width = COUNTS.get(counts, [1024] * 128), 768
-    layout = Layout.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
+    layout = ExpertPermutation.of(torch.tensor(counts, device="cuda"), sum(counts), counts)
     generator = torch.Generator("cuda").manual_seed(0)
     h = torch.randn(layout.num_rows, 2 * width, device="cuda", generator=generator).bfloat16()
     dy = torch.randn(layout.num_rows, width, device="cuda", generator=generator).bfloat16()
@@ -191,7 +191,7 @@ def test_the_gradient_of_swiglu_is_tritons(counts, weighted, monkeypatch):
         return swiglu_backward_quantize(dy, h, layout, "pow2", activation_columns=True, probs=probs)
 
     ours, ms = run(), busy_ms(run)
-    monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
+    monkeypatch.setattr(launch, "is_hopper", lambda device: False)
     theirs, tritons_ms = run(), busy_ms(run)
     print(f"\n{sum(counts)} tokens: {ms:.3f} ms, Triton {tritons_ms:.3f} ms")
     names = [("dh", "rows"), ("dh", "row_scales"), ("dh", "columns"), ("dh", "column_scales")]

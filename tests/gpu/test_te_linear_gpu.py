@@ -85,7 +85,7 @@ def test_forward_and_gradients(name, shape):
     histories = [AmaxHistory(2, len(weights), torch.device("cuda")) for _ in range(2)]
     emulated = quantized_linear(x, weights, recipe, splits=splits, history=histories[0])
     emulated = _products(emulated, x, weights, grad)
-    found = linear_te(x, weights, recipe, splits=splits, history=histories[1])
+    found = te_linear(x, weights, recipe, splits=splits, history=histories[1])
     found = _products(found, x, weights, grad)
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in zip(found, emulated, strict=True))
     assert torch.equal(histories[0].current, histories[1].current)
@@ -157,12 +157,12 @@ def test_weight_gradients_are_added_to_main_grad(name, shape):
     x, weights, splits, grad = _case(shape)
     history = AmaxHistory(2, len(weights), torch.device("cuda"))
     exact = _exact(x, weights, splits, grad)
-    separate = _products(linear_te(x, weights, recipe, splits=splits, history=history), x, weights, grad)
+    separate = _products(te_linear(x, weights, recipe, splits=splits, history=history), x, weights, grad)
     for weight in weights:
         weight.main_grad, weight.grad_added_to_main_grad = torch.ones(weight.shape, device="cuda"), False
     cache = WeightCache()
     for _ in range(2):
-        _products(linear_te(x, weights, recipe, splits=splits, history=history, cache=cache), x, weights, grad)
+        _products(te_linear(x, weights, recipe, splits=splits, history=history, cache=cache), x, weights, grad)
     size = max(float(dw.abs().max()) for dw in exact[2:])
     for weight, dw in zip(weights, separate[2:]):
         assert weight.grad_added_to_main_grad
@@ -178,10 +178,10 @@ def test_an_order_of_rows_changes_the_blocks_and_nothing_else():
     order = torch.randperm(weights[0].shape[0], device="cuda")
     y = quantized_linear(x, (weights[0][order],), recipe)[:, order.argsort()]
     emulated = _products(y, x, weights, grad)
-    found = _products(linear_te(x, weights, recipe, block_rows=order), x, weights, grad)
+    found = _products(te_linear(x, weights, recipe, block_rows=order), x, weights, grad)
     assert min(_decibels(found, emulated)) > TE_DECIBELS
     weights[0].main_grad, weights[0].grad_added_to_main_grad = torch.zeros_like(weights[0], dtype=torch.float32), False
-    _products(linear_te(x, weights, recipe, block_rows=order), x, weights, grad)
+    _products(te_linear(x, weights, recipe, block_rows=order), x, weights, grad)
     assert torch.allclose(weights[0].main_grad.bfloat16(), found[2], rtol=2**-7, atol=1e-6)
 
 
@@ -199,9 +199,9 @@ def test_delayed_scaling_over_steps():
                 splits = [200, 100, 16, 129, 1, 578]
             before = histories[1].current.clone()
             with torch.no_grad():
-                linear_te(x * 5, weights, recipe, splits=splits, history=histories[1], cache=cache)
+                te_linear(x * 5, weights, recipe, splits=splits, history=histories[1], cache=cache)
             assert torch.equal(before, histories[1].current)
-            found = linear_te(x, weights, recipe, splits=splits, history=histories[1], cache=cache)
+            found = te_linear(x, weights, recipe, splits=splits, history=histories[1], cache=cache)
             found = _products(found, x, weights, grad)
             emulated = quantized_linear(x, weights, recipe, splits=splits, history=histories[0])
             emulated = _products(emulated, x, weights, grad)
@@ -247,7 +247,7 @@ def test_speed_of_a_layer():
         history, cache = AmaxHistory(2, 1, torch.device("cuda")), WeightCache()
 
         def run():
-            y = linear_te(x, [weight], recipe, history=history, cache=cache)  # noqa: B023
+            y = te_linear(x, [weight], recipe, history=history, cache=cache)  # noqa: B023
             torch.autograd.grad(y, [x, weight], grad)  # noqa: B023
 
         run()

@@ -193,7 +193,7 @@ ON_GPU float as_float(u32 x) { return __uint_as_float(x); }
 
 ON_GPU u32 as_bits(float x) { return __float_as_uint(x); }
 
-// Arithmetic: that of expert_tiles.py.
+// Arithmetic: that of triton/tiles.py.
 
 ON_GPU float sigmoid(float x) {
     float y;

@@ -1,15 +1,59 @@
-"""What kernels in Triton share: rounding to BF16, which Triton's interpreter does by cutting off."""
+"""Bits of numbers and scales, shared by the Triton kernels: blockwise scales, rounding to E4M3 and to BF16.
+
+Triton's interpreter rounds conversions its own way, so each rounding is also written in integers or float32 additions.
+"""
 
 from __future__ import annotations
-
-import os
 
 import triton
 import triton.language as tl
 
-from megatron_fp8rl.kernels.triton.quantize import _INFINITY_BITS
+from megatron_fp8rl.kernels.backend import INTERPRETED
+from megatron_fp8rl.kernels.blockwise import E4M3_MAX
 
-HARDWARE = os.environ.get("TRITON_INTERPRET") != "1"  # a GPU runs the kernels, not the interpreter
+HARDWARE = not INTERPRETED  # a GPU runs the kernels
+
+_MAX: tl.constexpr = tl.constexpr(E4M3_MAX)
+INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
+NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
+_ONE_BITS: tl.constexpr = tl.constexpr(0x3F800000)
+_TINY_BITS: tl.constexpr = tl.constexpr(0x00800000)  # the smallest normal float32
+
+
+@triton.jit
+def bits_of_scale(amax_bits, POW2: tl.constexpr):
+    """``blockwise.scale_of`` on the bits of float32 numbers: int32 scalar -> int32 scalar."""
+    if POW2:
+        exponent = ((amax_bits + 0x1FFFFF) >> 23) - 8
+        bits = tl.maximum(exponent, 1) << 23
+    else:
+        amax = amax_bits.to(tl.float32, bitcast=True)
+        bits = tl.maximum(tl.div_rn(amax, _MAX).to(tl.int32, bitcast=True), _TINY_BITS)
+    bits = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, bits)
+    return tl.where(amax_bits == 0, _ONE_BITS, bits)
+
+
+@triton.jit
+def e4m3_bytes(x, HARDWARE: tl.constexpr):
+    """Bytes (uint8) of the E4M3 numbers nearest to float32 ``x``, ties to even; no magnitude rounds above 448.
+
+    Triton's interpreter rounds conversions to FP8 its own way, so that there the float32 adder rounds, as in
+    ``blockwise.round_to_grid_``.
+    """
+    if HARDWARE:
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude_bits = bits & 0x7FFFFFFF
+    magnitude = magnitude_bits.to(tl.float32, bitcast=True)
+    # 1.5 * 2^20 times the power of two at or below |x|, and at least that of the smallest normal number, 2^-6.
+    shift = tl.maximum(magnitude_bits & INFINITY_BITS, (127 - 6) << 23).to(tl.float32, bitcast=True) * 1572864.0
+    rounded = (magnitude + shift) - shift
+    normal = (rounded.to(tl.int32, bitcast=True) >> 20) - ((127 - 7) << 3)
+    subnormal = (rounded * 512.0).to(tl.int32)
+    byte = tl.where(rounded >= 0.015625, normal, subnormal)
+    byte = tl.where(magnitude_bits > INFINITY_BITS, 0x7F, byte)
+    return (sign | byte).to(tl.uint8)
 
 
 @triton.jit
@@ -19,4 +63,4 @@ def rounded_to_bf16(x, HARDWARE: tl.constexpr):
         return x.to(tl.bfloat16)
     bits = x.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-    return tl.where((bits & 0x7FFFFFFF) > _INFINITY_BITS, x, rounded).to(tl.bfloat16)
+    return tl.where((bits & 0x7FFFFFFF) > INFINITY_BITS, x, rounded).to(tl.bfloat16)

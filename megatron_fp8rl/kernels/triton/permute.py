@@ -1,14 +1,13 @@
-"""The data movement of grouped experts on a GPU: expert_reference.py in Triton, with memory read and written once.
+"""The data movement of grouped experts on a GPU: fused_moe_torch.py in Triton, with memory read and written once.
 
-The functions, their inputs and their outputs are those of expert_kernels.py. The gradient of SwiGLU is Triton's in the
-less frequent forms; in FP8 with power-of-two scales, in rows and columns, it is a kernel of hopper.py. A program works
-on one tile of expert_tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where they
+The functions, their inputs and their outputs are those of fused_moe.py. The gradient of SwiGLU is Triton's in the
+less frequent forms; in FP8 with power-of-two scales, in rows and columns, it is a kernel of cuda/launch.py. A program works
+on one tile of triton/tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where they
 are not. Programs of row blocks behind the last expert end at once, and leave memory as they find it.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,9 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
-from megatron_fp8rl.kernels.cuda import hopper
-from megatron_fp8rl.kernels.fused_moe import Layout, Quantized, SwigluGradients
+from megatron_fp8rl.kernels.cuda import launch
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized, SwigluGradients
+from megatron_fp8rl.kernels.triton.bits import HARDWARE
 from megatron_fp8rl.kernels.triton.tiles import (
+    SIDE,
     activations,
     high,
     in_order,
@@ -33,8 +34,6 @@ from megatron_fp8rl.kernels.triton.tiles import (
     two_rows_backward,
 )
 
-_HARDWARE = os.environ.get("TRITON_INTERPRET") != "1"
-SIDE: tl.constexpr = tl.constexpr(BLOCK)
 _IN_BLOCKS: tl.constexpr = tl.constexpr(1)  # forms of columns; 0: none
 _IN_MATRIX: tl.constexpr = tl.constexpr(2)
 
@@ -240,7 +239,7 @@ def _unpermute(
 
 
 def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, ...]:
-    """(offsets, padded_counts, experts, rows, positions) of a ``Layout``, in one launch."""
+    """(offsets, padded_counts, experts, rows, positions) of a ``ExpertPermutation``, in one launch."""
     num_experts = len(tokens_per_expert)
     sizes = (num_experts + 1, num_experts, num_rows, num_rows, num_tokens)
     tensors = tuple(torch.empty(size, dtype=torch.int32, device=tokens_per_expert.device) for size in sizes)
@@ -254,7 +253,7 @@ def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) ->
 
 
 def _outputs(
-    layout: Layout, num_columns: int, device: torch.device, rows: bool, columns: bool, bf16: bool
+    layout: ExpertPermutation, num_columns: int, device: torch.device, rows: bool, columns: bool, bf16: bool
 ) -> Quantized:
     """Memory for the orientations that are wanted."""
     num_rows, num_blocks = layout.num_rows, layout.num_rows // BLOCK
@@ -276,7 +275,7 @@ def _outputs(
     )
 
 
-def _form(columns: bool, layout: Layout) -> int:
+def _form(columns: bool, layout: ExpertPermutation) -> int:
     return 0 if not columns else (_IN_MATRIX if layout.in_matrix else _IN_BLOCKS).value
 
 
@@ -296,7 +295,7 @@ def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run_quantize(
-    x: Tensor, layout: Layout, scales: Scales, rows: bool, columns: bool, bf16: bool, probs: Tensor | None, gather: bool
+    x: Tensor, layout: ExpertPermutation, scales: Scales, rows: bool, columns: bool, bf16: bool, probs: Tensor | None, gather: bool
 ) -> Quantized:
     out = _outputs(layout, x.shape[1], x.device, rows, columns, bf16)
     how = _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
@@ -305,24 +304,24 @@ def _run_quantize(
             _quantize[(x.shape[1] // BLOCK * (layout.num_rows // (4 * how.quads)),)](
                 x, x if probs is None else probs, layout.rows, layout.experts, *_pointers(out, x),
                 layout.num_rows, x.shape[1], GATHER=gather, WEIGHTED=probs is not None,
-                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
+                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=HARDWARE,
                 **how.options(columns),
             )  # fmt: skip
     return out
 
 
 def permute_quantize(
-    x_TK: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool, probs: Tensor | None
+    x_TK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool, probs: Tensor | None
 ) -> Quantized:
     return _run_quantize(x_TK, layout, scales, rows, columns, bf16, probs, gather=True)
 
 
-def quantize_rows_columns(x_PK: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
+def quantize_rows_columns(x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
     return _run_quantize(x_PK, layout, scales, rows, columns, False, None, gather=False)
 
 
 def swiglu_quantize(
-    h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool
+    h_P2F: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool
 ) -> Quantized:
     width = h_P2F.shape[1] // 2
     out = _outputs(layout, width, h_P2F.device, rows, columns, bf16)
@@ -331,14 +330,14 @@ def swiglu_quantize(
         with torch.cuda.device_of(h_P2F):
             _swiglu_quantize[(width // BLOCK * (layout.num_rows // (4 * how.quads)),)](
                 h_P2F, layout.experts, *_pointers(out, h_P2F), layout.num_rows, width,
-                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=_HARDWARE,
+                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=HARDWARE,
                 **how.options(columns),
             )  # fmt: skip
     return out
 
 
 def swiglu_backward_quantize(
-    dy_PF: Tensor, h_P2F: Tensor, layout: Layout, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
+    dy_PF: Tensor, h_P2F: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
     activation_columns: bool, activation_bf16: bool, probs: Tensor | None,
 ) -> SwigluGradients:  # fmt: skip
     width, device = dy_PF.shape[1], h_P2F.device
@@ -347,8 +346,8 @@ def swiglu_backward_quantize(
     activation = _outputs(layout, width, device, False, activation_columns, activation_bf16)
     sums = None if probs is None else torch.empty(width // BLOCK, layout.num_rows, device=device)
     is_fp8 = rows and columns and activation_columns and not (bf16 or activation_bf16)
-    if layout.num_rows and is_fp8 and not layout.in_matrix and scales == "pow2" and hopper.is_hopper(device):
-        hopper.swiglu_backward(
+    if layout.num_rows and is_fp8 and not layout.in_matrix and scales == "pow2" and launch.is_hopper(device):
+        launch.swiglu_backward(
             dy_PF, h_P2F, probs, layout.rows, layout.experts,
             (dh.rows, dh.row_scales, dh.columns, dh.column_scales), (activation.columns, activation.column_scales), sums,
         )  # fmt: skip
@@ -359,12 +358,12 @@ def swiglu_backward_quantize(
                 *_pointers(dh, h_P2F), *_pointers(activation, h_P2F)[2:], h_P2F if sums is None else sums,
                 layout.num_rows, width, WEIGHTED=probs is not None, ROWS=rows, COLUMNS=_form(columns, layout),
                 BF16=bf16, A_COLUMNS=_form(activation_columns, layout), A_BF16=activation_bf16, POW2=scales == "pow2",
-                HARDWARE=_HARDWARE, **_BACKWARD.options(columns),
+                HARDWARE=HARDWARE, **_BACKWARD.options(columns),
             )  # fmt: skip
     return SwigluGradients(dh, activation, None if sums is None else _of_tokens(sums, layout))
 
 
-def _of_tokens(sums: Tensor, layout: Layout) -> Tensor:
+def _of_tokens(sums: Tensor, layout: ExpertPermutation) -> Tensor:
     """float32 [T]: the total of partial sums [n, P] for each token; 0 for one that has no row."""
     if not layout.num_rows:
         return sums.new_zeros(layout.num_tokens)
@@ -376,7 +375,7 @@ def _of_tokens(sums: Tensor, layout: Layout) -> Tensor:
     return out
 
 
-def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None) -> Tensor:
+def unpermute(y_PN: Tensor, layout: ExpertPermutation, probs: Tensor | None) -> Tensor:
     num_tokens, num_columns = layout.num_tokens, y_PN.shape[1]
     out = y_PN.new_empty(num_tokens, num_columns)
     if num_tokens:
@@ -384,7 +383,7 @@ def unpermute(y_PN: Tensor, layout: Layout, probs: Tensor | None) -> Tensor:
         with torch.cuda.device_of(y_PN):
             _unpermute[grid](
                 y_PN, y_PN if probs is None else probs, layout.positions, out, num_tokens, num_columns,
-                WEIGHTED=probs is not None, ROWS=_UNPERMUTE_ROWS, COLUMNS=_UNPERMUTE_COLUMNS, HARDWARE=_HARDWARE,
+                WEIGHTED=probs is not None, ROWS=_UNPERMUTE_ROWS, COLUMNS=_UNPERMUTE_COLUMNS, HARDWARE=HARDWARE,
                 num_warps=_UNPERMUTE_WARPS,
             )  # fmt: skip
     return out

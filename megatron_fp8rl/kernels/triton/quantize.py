@@ -12,7 +12,6 @@ hundreds of expert matrices of a layer cost as much as one matrix of their size.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,55 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3_MAX, Scales
+from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
+from megatron_fp8rl.kernels.triton.bits import HARDWARE, INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _VECTOR_BYTES = 16  # of the widest load and store
 _SOURCES = {torch.bfloat16: tl.uint16, torch.float32: tl.uint32}  # as which the bits are read
 _TABLE_COLUMNS: tl.constexpr = tl.constexpr(7)
 
 _SIDE: tl.constexpr = tl.constexpr(BLOCK)
-_MAX: tl.constexpr = tl.constexpr(E4M3_MAX)
-_INFINITY_BITS: tl.constexpr = tl.constexpr(0x7F800000)
-_NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
-_ONE_BITS: tl.constexpr = tl.constexpr(0x3F800000)
-_TINY_BITS: tl.constexpr = tl.constexpr(0x00800000)  # the smallest normal float32
-
-
-@triton.jit
-def _scale_bits(amax_bits, POW2: tl.constexpr):
-    """``blockwise.scale_of`` on the bits of float32 numbers: int32 scalar -> int32 scalar."""
-    if POW2:
-        exponent = ((amax_bits + 0x1FFFFF) >> 23) - 8
-        bits = tl.maximum(exponent, 1) << 23
-    else:
-        amax = amax_bits.to(tl.float32, bitcast=True)
-        bits = tl.maximum(tl.div_rn(amax, _MAX).to(tl.int32, bitcast=True), _TINY_BITS)
-    bits = tl.where(amax_bits >= _INFINITY_BITS, _NAN_BITS, bits)
-    return tl.where(amax_bits == 0, _ONE_BITS, bits)
-
-
-@triton.jit
-def _e4m3_bytes(x, HARDWARE: tl.constexpr):
-    """Bytes (uint8) of the E4M3 numbers nearest to float32 ``x``, ties to even; no magnitude rounds above 448.
-
-    Triton's interpreter rounds conversions to FP8 its own way, so that there the float32 adder rounds, as in
-    ``blockwise.round_to_grid_``.
-    """
-    if HARDWARE:
-        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    magnitude_bits = bits & 0x7FFFFFFF
-    magnitude = magnitude_bits.to(tl.float32, bitcast=True)
-    # 1.5 * 2^20 times the power of two at or below |x|, and at least that of the smallest normal number, 2^-6.
-    shift = tl.maximum(magnitude_bits & _INFINITY_BITS, (127 - 6) << 23).to(tl.float32, bitcast=True) * 1572864.0
-    rounded = (magnitude + shift) - shift
-    normal = (rounded.to(tl.int32, bitcast=True) >> 20) - ((127 - 7) << 3)
-    subnormal = (rounded * 512.0).to(tl.int32)
-    byte = tl.where(rounded >= 0.015625, normal, subnormal)
-    byte = tl.where(magnitude_bits > _INFINITY_BITS, 0x7F, byte)
-    return (sign | byte).to(tl.uint8)
 
 
 @triton.jit
@@ -106,15 +64,15 @@ def _quantize_blocks(
 
     # On the bits, because they order magnitudes and put NaN above infinity, which a maximum of floats would drop.
     amax_bits = tl.max(tl.max((bits & 0x7FFFFFFF).to(tl.int32, bitcast=True), axis=1), axis=0)
-    scale_bits = _scale_bits(amax_bits, POW2)
+    scale_bits = bits_of_scale(amax_bits, POW2)
     tl.store(scales + local, scale_bits)
     if POW2:
         # The reciprocal of a power of two is exact, and so is the product with it where the quotient is.
-        inverse_bits = tl.where(amax_bits >= _INFINITY_BITS, _NAN_BITS, (254 << 23) - scale_bits)
+        inverse_bits = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits)
         quotient = x * inverse_bits.to(tl.float32, bitcast=True)
     else:
         quotient = tl.div_rn(x, tl.zeros_like(x) + scale_bits.to(tl.float32, bitcast=True))
-    tl.store(data + rows[:, None] * num_columns + columns[None, :], _e4m3_bytes(quotient, HARDWARE), mask=inside)
+    tl.store(data + rows[:, None] * num_columns + columns[None, :], e4m3_bytes(quotient, HARDWARE), mask=inside)
 
 
 def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
@@ -184,7 +142,7 @@ def _prepared(members: list[tuple[Tensor, Tensor, Tensor]], scales: Scales) -> C
                 SOURCE=_SOURCES[first.dtype],
                 POW2=scales == "pow2",
                 ALIGNED=aligned,
-                HARDWARE=not _INTERPRETED,
+                HARDWARE=HARDWARE,
                 num_warps=4 if scales == "pow2" else 16,  # the fastest of 4, 8 and 16 on an H200
             )
 

@@ -6,17 +6,15 @@ TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
-import os
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
+from megatron_fp8rl.kernels.triton.bits import HARDWARE
 from megatron_fp8rl.kernels.triton.tiles import SIDE, load_pair, store_block
 
-_HARDWARE = os.environ.get("TRITON_INTERPRET") != "1"
 _WARPS = 8
 
 
@@ -56,6 +54,6 @@ def quantize_weights(weights_ENK: Tensor, scales: Scales) -> tuple[Tensor, Tenso
     with torch.cuda.device_of(weights_ENK):
         _quantize_weights[(scale.numel(),)](
             weights_ENK, data.view(torch.uint8), scale.view(torch.int32), num_rows, num_columns,
-            POW2=scales == "pow2", HARDWARE=_HARDWARE, num_warps=_WARPS,
+            POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=_WARPS,
         )  # fmt: skip
     return data, scale

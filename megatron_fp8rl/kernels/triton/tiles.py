@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp8rl.kernels.blockwise import BLOCK
-from megatron_fp8rl.kernels.triton.quantize import _INFINITY_BITS, _NAN_BITS, _e4m3_bytes, _scale_bits
+from megatron_fp8rl.kernels.triton.bits import INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes
 
 SIDE: tl.constexpr = tl.constexpr(BLOCK)
 _MAGNITUDES: tl.constexpr = tl.constexpr(0x7FFF7FFF)
@@ -54,7 +54,7 @@ def _bf16_bits(x):
     """Bits of the BF16 number nearest to float32 ``x``, ties to even, in the upper half of a word."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER
-    return tl.where((bits & 0x7FFFFFFF) > _INFINITY_BITS, _NAN_BITS, rounded)
+    return tl.where((bits & 0x7FFFFFFF) > INFINITY_BITS, NAN_BITS, rounded)
 
 
 @triton.jit
@@ -170,7 +170,7 @@ def _factor(amax_bits, scale_bits, POW2: tl.constexpr):
     """What :func:`_quotient` takes for a block: the inverse of its scale, or the scale."""
     if POW2:
         # The reciprocal of a power of two is exact, and so is the product with it where the quotient is.
-        scale_bits = tl.where(amax_bits >= _INFINITY_BITS, _NAN_BITS, (254 << 23) - scale_bits)
+        scale_bits = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits)
     return scale_bits.to(tl.float32, bitcast=True)
 
 
@@ -186,16 +186,16 @@ def _bytes_of_four(a, b, c, d, HARDWARE: tl.constexpr):
     """Words of the E4M3 numbers nearest to four float32 ones, the first in the lowest byte."""
     if HARDWARE:
         return tl.inline_asm_elementwise(_PTX_BYTES, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
-    lower = _e4m3_bytes(a, False).to(tl.int32) | (_e4m3_bytes(b, False).to(tl.int32) << 8)
-    return lower | (_e4m3_bytes(c, False).to(tl.int32) << 16) | (_e4m3_bytes(d, False).to(tl.int32) << 24)
+    lower = e4m3_bytes(a, False).to(tl.int32) | (e4m3_bytes(b, False).to(tl.int32) << 8)
+    return lower | (e4m3_bytes(c, False).to(tl.int32) << 16) | (e4m3_bytes(d, False).to(tl.int32) << 24)
 
 
 @triton.jit
 def _store_row(x, amax_bits, place, POW2: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantize each row of float32 ``x`` [Q, 128]; the bits of the rows' scales."""
-    scale_bits = _scale_bits(amax_bits, POW2)
+    scale_bits = bits_of_scale(amax_bits, POW2)
     factor = _factor(amax_bits, scale_bits, POW2)
-    tl.store(place, _e4m3_bytes(_quotient(x, factor[:, None], POW2), HARDWARE))
+    tl.store(place, e4m3_bytes(_quotient(x, factor[:, None], POW2), HARDWARE))
     return scale_bits
 
 
@@ -231,7 +231,7 @@ def store_columns(
     feature = column + tl.arange(0, SIDE)
     m = _largest(_larger(x & _MAGNITUDES, y & _MAGNITUDES, HARDWARE), 0, HARDWARE)
     amax_bits = tl.maximum(m << 16, m & _UPPER)
-    scale_bits = _scale_bits(amax_bits, POW2)
+    scale_bits = bits_of_scale(amax_bits, POW2)
     line = row // SIDE * num_columns + feature
     tl.store(scales + line, scale_bits)
     factor = _factor(amax_bits, scale_bits, POW2)[None, :]
@@ -265,10 +265,10 @@ def store_block(x, y, place, num_columns, scale, POW2: tl.constexpr, HARDWARE: t
     """Write a block of 128x128 as bytes, rows 4 i to ``place`` [32, 128] and the others below; and its one scale."""
     m = _largest(_larger(x & _MAGNITUDES, y & _MAGNITUDES, HARDWARE), 1, HARDWARE)
     amax_bits = tl.max(tl.maximum(m << 16, m & _UPPER), axis=0)
-    scale_bits = _scale_bits(amax_bits, POW2)
+    scale_bits = bits_of_scale(amax_bits, POW2)
     tl.store(scale, scale_bits)
     factor = _factor(amax_bits, scale_bits, POW2)
-    tl.store(place, _e4m3_bytes(_quotient(low(x), factor, POW2), HARDWARE))
-    tl.store(place + num_columns, _e4m3_bytes(_quotient(high(x), factor, POW2), HARDWARE))
-    tl.store(place + 2 * num_columns, _e4m3_bytes(_quotient(low(y), factor, POW2), HARDWARE))
-    tl.store(place + 3 * num_columns, _e4m3_bytes(_quotient(high(y), factor, POW2), HARDWARE))
+    tl.store(place, e4m3_bytes(_quotient(low(x), factor, POW2), HARDWARE))
+    tl.store(place + num_columns, e4m3_bytes(_quotient(high(x), factor, POW2), HARDWARE))
+    tl.store(place + 2 * num_columns, e4m3_bytes(_quotient(low(y), factor, POW2), HARDWARE))
+    tl.store(place + 3 * num_columns, e4m3_bytes(_quotient(high(y), factor, POW2), HARDWARE))

@@ -1,24 +1,19 @@
-"""What an engine computes for one prompt, operation by operation.
+"""What an engine computes for one prompt, operation by operation: the worker's part of a probe.
 
-In:  a prompt, through :func:`record_prefill`. Out: a safetensors file with the result of each operation that
-     ``diagnose/operations.py`` names, in the engine's types.
-Runs in the engine worker (:class:`Probe`, part of its extension) and where a client is (:func:`record_prefill`).
+In: a prompt that a client sends. Out: a safetensors file with the result of each operation that
+``diagnose/operations.py`` names, in the engine's types. Runs in the engine worker, as part of its extension;
+``diagnose/engine_probe.py`` drives it.
 
 Hooks fire only where modules are called: the engine has to run eagerly, for a CUDA graph replays kernels alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from megatron_fp8rl.rollout.client import EngineClient
 
 _Names = tuple[str, ...]  # of a module's result, or of both when it returns (norm, residual stream)
 
@@ -113,27 +108,3 @@ class Probe:
     def _record_logits(self, module: nn.Module, arguments: Any, output: Tensor) -> None:
         if "final_norm" in self._probed and "logits" not in self._probed:
             self._probed["logits"] = output.detach()[-1:].to("cpu", copy=True).contiguous()
-
-
-async def record_prefill(client: EngineClient, prompt_token_ids: Sequence[int], path: Path) -> dict[str, Tensor]:
-    """What the engine of ``client`` computes for the prompt, by operation name; ``path`` must be on its host.
-
-    Waits for what the engine is sampling; nothing else may be asked of it meanwhile. Raises EngineError with the
-    worker's reason.
-    """
-    await client.pause("wait")
-    await client.resume()
-    await client.reset_cache()
-    await client.collective_rpc("start_probe", num_tokens=len(prompt_token_ids))
-    sampling = replace(client.sampling, max_tokens=1, stop_strings=())
-    await client.generate(prompt_token_ids, 1, 0, sampling=sampling)
-    await client.collective_rpc("finish_probe", path=str(path))
-    return load_probe(path)
-
-
-def load_probe(path: Path) -> dict[str, Tensor]:
-    """The tensors that ``finish_probe`` wrote."""
-    from safetensors.torch import load_file
-
-    with torch.inference_mode(False):
-        return load_file(path)

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.kernels import engine_ops
 from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from megatron_fp8rl.trainer.model.packed_sequences import Segments
 
@@ -158,27 +159,10 @@ def _by_cudnn(
 def _like_engine(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
-    except ImportError as error:
-        raise RuntimeError(
-            "precision.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, or "
-            "choose --precision.attention auto"
-        ) from error
-    out, sums_HT = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        max_seqlen_q=segments.max_queries,
-        cu_seqlens_q=segments.cu_queries,
-        max_seqlen_k=segments.max_keys,
-        cu_seqlens_k=segments.cu_keys,
-        softmax_scale=scale,
-        causal=True,  # aligned to the bottom right, as segments are
-        num_splits=1,
-        fa_version=3,
-        return_softmax_lse=True,
-    )
+    out, sums_HT = engine_ops.flash_attention(
+        query, key, value, cu_queries=segments.cu_queries, cu_keys=segments.cu_keys,
+        max_queries=segments.max_queries, max_keys=segments.max_keys, scale=scale,
+    )  # fmt: skip
     no_dropout = torch.zeros(2, dtype=torch.int64, device=query.device)
     return out, (sums_HT.t().contiguous().unsqueeze(-1), no_dropout)
 

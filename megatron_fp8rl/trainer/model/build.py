@@ -270,7 +270,7 @@ def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
 
 def named_global_parameters(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
     """(global Megatron name, parameter) of this rank, wrappers or not; parameters are this rank's pieces."""
-    for chunk in map(_unwrap, chunks):
+    for chunk in map(unwrap, chunks):
         for name, parameter in chunk.named_parameters():
             yield _global_name(name, chunk, parallel), parameter
 
@@ -278,7 +278,7 @@ def named_global_parameters(chunks: Sequence[nn.Module], parallel: Parallel) -> 
 def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
     """(global Megatron name, tensor) of all that a Hugging Face checkpoint holds: parameters, and router biases."""
     yield from named_global_parameters(chunks, parallel)
-    for chunk in map(_unwrap, chunks):
+    for chunk in map(unwrap, chunks):
         for name, buffer in chunk.named_buffers():
             if name.endswith(".router.expert_bias"):
                 yield _global_name(name, chunk, parallel), buffer
@@ -294,13 +294,13 @@ def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfi
     """
     forget_quantized_weights()
     if not callable(source) and is_distributed(source):
-        load_distributed([_unwrap(chunk) for chunk in chunks], source, cfg.model)
+        load_distributed([unwrap(chunk) for chunk in chunks], source, cfg.model)
         return
     get = source if callable(source) else _open_checkpoint(Path(source))
     _fill(chunks, lambda name: registry.from_hf(name, get, cfg.model), cfg.model, parallel)
 
 
-def _unwrap(chunk: nn.Module) -> GPTModel:
+def unwrap(chunk: nn.Module) -> GPTModel:
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module
     return chunk
@@ -310,7 +310,7 @@ def named_linears(
     chunks: Sequence[nn.Module], parallel: Parallel
 ) -> Iterator[tuple[tuple[str, ...], QuantizableLinear]]:
     """(global names of its weights, linear) for each linear of this rank that can be FP8; grouped ones have many."""
-    for chunk in map(_unwrap, chunks):
+    for chunk in map(unwrap, chunks):
         for prefix, module in chunk.named_modules():
             if isinstance(module, QuantizableLinear):
                 if isinstance(module, GroupedLinear):  # its parameters are registered the other way round

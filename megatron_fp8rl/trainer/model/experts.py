@@ -8,7 +8,7 @@ gradient buffer themselves. Parameters are those of ``GroupedLinear``: checkpoin
     backward    dy, padded and quantized -> fc2 -> da -> SwiGLU backward with p: dh and (p a), quantized -> fc1 -> dx
                 dW2 += dy^T (p a)        dW1 += dh^T x        dp = sum(a da)
 
-``expert_kernels.py`` moves and quantizes, ``grouped_gemm.py`` multiplies; on a CPU both are torch, with the same
+``fused_moe.py`` moves and quantizes, ``gemm.py`` multiplies; on a CPU both are torch, with the same
 roundings. Forward is the engine's: the same bytes go into the same DeepGEMM kernels, a row's bits do not depend on the
 rows beside it, and p multiplies an expert's output. Backward needs no output of fc2 for the gradient of p: what arrives
 at fc2's input, times that input, is the same sum, so h and FP8 columns of x are all that is kept between the two.
@@ -33,14 +33,14 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3, Scales
 from megatron_fp8rl.kernels.fused_moe import (
-    Layout,
+    ExpertPermutation,
     Quantized,
     permute_quantize,
     swiglu_backward_quantize,
     swiglu_quantize,
     unpermute,
 )
-from megatron_fp8rl.kernels.grouped_gemm import (
+from megatron_fp8rl.kernels.gemm import (
     Fp8,
     add_weight_gradients,
     add_weight_gradients_fp8,
@@ -80,7 +80,7 @@ class GroupedExperts(TEGroupedMLP):
         counts = tokens_per_expert.tolist()
         on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
         call = _Call(
-            layout=Layout.of(on_device, hidden.shape[0], counts),
+            layout=ExpertPermutation.of(on_device, hidden.shape[0], counts),
             scales=self._scales(),
             wgrad_fp8=self.wgrad == "fp8",
             caches=(self._cache_of(self.linear_fc1), self._cache_of(self.linear_fc2)),
@@ -120,7 +120,7 @@ def require_supported(recipe: Recipe | None) -> None:
 class _Call:
     """The arguments of one call that are no differentiable tensors."""
 
-    layout: Layout
+    layout: ExpertPermutation
     scales: Scales | None  # None: BF16
     wgrad_fp8: bool
     caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
@@ -128,7 +128,7 @@ class _Call:
     weighs: bool = True  # whether outputs are multiplied by p; backward is the same
 
     def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
-        """The forms in which a matrix is needed for the weight gradient alone, as arguments of expert_kernels.py."""
+        """The forms in which a matrix is needed for the weight gradient alone, as arguments of fused_moe.py."""
         return {columns: wgrad and self.in_columns, bf16: wgrad and not self.in_columns}
 
     def forms(self, *, wgrad: bool) -> dict[str, bool]:

@@ -9,8 +9,8 @@ for the product with the weight, columns for the weight gradient. What is kept f
               quantized -> fc2 -> y                       a, quantized -> fc1 -> dx;  dW2 += g^T a;  dW1 += dh^T x
 
 The forward pass of ``mlp`` computes the numbers of two linears with SwiGLU between them; the input of fc2 is never
-written in BF16, and nothing but h is kept between the two. ``expert_kernels.py`` moves and quantizes, for a dense
-layer is one expert; ``dense_gemm.py`` multiplies. On a CPU both are torch, with the same roundings.
+written in BF16, and nothing but h is kept between the two. ``fused_moe.py`` moves and quantizes, for a dense
+layer is one expert; ``gemm.py`` multiplies. On a CPU both are torch, with the same roundings.
 
 Weights are quantized once per optimizer step, and transposed in the same pass over them if gradients are wanted. NaN
 and infinity make the whole block that they are in NaN, and so every number that the block has a part in.
@@ -30,15 +30,14 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3, Scales
-from megatron_fp8rl.kernels.dense_gemm import add_weight_gradient, multiply
 from megatron_fp8rl.kernels.fused_moe import (
-    Layout,
+    ExpertPermutation,
     Quantized,
     permute_quantize,
     swiglu_backward_quantize,
     swiglu_quantize,
 )
-from megatron_fp8rl.kernels.grouped_gemm import Fp8, quantized
+from megatron_fp8rl.kernels.gemm import Fp8, add_dense_weight_gradient, multiply_dense, quantized
 from megatron_fp8rl.precision.recipes import Blockwise, Recipe
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient, no_gradients
@@ -140,7 +139,7 @@ class _Mlp(torch.autograd.Function):
         layout = _layout(num_tokens, x_TH.device)
         made = tuple(matrix.quantized() for matrix in (fc1, fc2))
         x = _quantize(x_TH, fc1.scales, rows=True, columns=needs_dw)
-        h_P2F = multiply(_rows(x), made[0].rows)
+        h_P2F = multiply_dense(_rows(x), made[0].rows)
         x = _columns(x) if needs_dw else None
         if record:
             # Not saved for backward, which keeps what is until it has returned: it is free when it has been read.
@@ -161,7 +160,7 @@ class _Mlp(torch.autograd.Function):
         (made1, made2), x, h_P2F = ctx.made, ctx.x, ctx.h
         ctx.made = ctx.x = ctx.h = None
         dy = _quantize(dy_TH, fc2.scales, rows=True, columns=needs_dw)
-        da_PF = multiply(_rows(dy), made2.transposed())
+        da_PF = multiply_dense(_rows(dy), made2.transposed())
         dy = _columns(dy) if needs_dw else None
         back = swiglu_backward_quantize(
             da_PF, h_P2F, _layout(num_tokens, dy_TH.device), fc1.scales,
@@ -180,10 +179,10 @@ class _Mlp(torch.autograd.Function):
 
 
 @functools.lru_cache(maxsize=8)  # passes of a few lengths take turns
-def _layout(num_tokens: int, device: torch.device) -> Layout:
+def _layout(num_tokens: int, device: torch.device) -> ExpertPermutation:
     """All tokens as those of one expert. Never waits for the device."""
     count = torch.full((1,), num_tokens, dtype=torch.int64, device=device)
-    return Layout.of(count, num_tokens, (num_tokens,), in_matrix=True)
+    return ExpertPermutation.of(count, num_tokens, (num_tokens,), in_matrix=True)
 
 
 def _quantize(x_TK: Tensor, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
@@ -201,8 +200,8 @@ def _columns(x: Quantized) -> Fp8:
 
 def _multiply(x: Quantized, weight: Fp8, num_tokens: int) -> Tensor:
     """BF16 [T, N], of tokens alone. Detached: autograd lets nobody write into a view that a function returns."""
-    return multiply(_rows(x), weight)[:num_tokens].detach()
+    return multiply_dense(_rows(x), weight)[:num_tokens].detach()
 
 
 def _adder(grad: Fp8, x: Fp8) -> Callable[[Tensor], None]:
-    return lambda out_NK: add_weight_gradient(grad, x, out_NK)
+    return lambda out_NK: add_dense_weight_gradient(grad, x, out_NK)

@@ -17,7 +17,6 @@ Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_fp8rl.config import RouterConfig
+from megatron_fp8rl.kernels import engine_ops
 
 _SCORED_PER_GROUP = 2  # a group of experts is as good as its two best (DeepSeek-V3)
 
@@ -61,25 +61,12 @@ def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, 
     Of a token for which the kernel takes other experts, as it may where logits are NaN, they stay, too.
     """
     is_plain = router.score == "softmax" and router.num_groups == 1 and not router.correction_bias
-    if not is_plain or not _has_vllms_kernels():
+    if not is_plain or not engine_ops.has_topk_softmax():
         return weights_TK
-    import vllm._custom_ops as ops
-
-    values_TK = torch.empty_like(weights_TK, dtype=torch.float32)
-    ids_TK = torch.empty_like(values_TK, dtype=torch.int32)
-    ops.topk_softmax(values_TK, ids_TK, torch.empty_like(ids_TK), logits_TE.detach().bfloat16(), router.normalize)
+    values_TK, ids_TK = engine_ops.topk_softmax(logits_TE.detach().bfloat16(), weights_TK.shape[1], router.normalize)
     same_T1 = (ids_TK == experts_TK).all(dim=1, keepdim=True)
     value = torch.where(same_T1, values_TK * router.scaling_factor, weights_TK.detach())
     return _Replaced.apply(weights_TK, value)
-
-
-@functools.cache
-def _has_vllms_kernels() -> bool:
-    try:
-        import vllm._custom_ops  # noqa: F401  loads the library of the kernels
-    except ImportError:
-        return False
-    return hasattr(torch.ops._moe_C, "topk_softmax")
 
 
 def _best(wanted_TE: Tensor, top_k: int) -> Tensor:

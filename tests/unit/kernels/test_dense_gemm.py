@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_fp8rl.kernels import dense_gemm
 from megatron_fp8rl.kernels.blockwise import dequantize_activation, dequantize_weight
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
@@ -66,8 +65,8 @@ def test_linear_and_feed_forward_part_call_the_kernels_as_they_want_it(tokens, m
         return found
 
     expected, stand_in = run(), StandIn()
-    monkeypatch.setattr(dense_gemm, "_is_on_gpu", lambda x: True)
-    monkeypatch.setattr(dense_gemm, "deep_gemm", lambda: stand_in)
+    monkeypatch.setattr(gemm, "_is_on_gpu", lambda x: True)
+    monkeypatch.setattr(gemm, "deep_gemm", lambda: stand_in)
     for ours, theirs in zip(run(), expected, strict=True):
         torch.testing.assert_close(ours, theirs, **BF16_ROUNDING)
     rows = -(-tokens // 128) * 128

@@ -10,8 +10,9 @@ import numpy
 import pytest
 import torch
 
+from benchmarks import moved_bytes
 from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch
-from megatron_fp8rl.kernels.fused_moe import Layout, Quantized
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter
 
 in_torch = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")
@@ -35,8 +36,8 @@ def test_in_the_interpreter():
     assert_passes_interpreted(__file__, deadline_s=500.0)
 
 
-def layout_of(counts: list[int], *, exact: bool, dropped: int = 0) -> Layout:
-    return Layout.of(torch.tensor(counts), sum(counts) + dropped, counts if exact else None)
+def layout_of(counts: list[int], *, exact: bool, dropped: int = 0) -> ExpertPermutation:
+    return ExpertPermutation.of(torch.tensor(counts), sum(counts) + dropped, counts if exact else None)
 
 
 def random_rows(num_rows: int, num_columns: int, seed: int = 0) -> torch.Tensor:
@@ -70,7 +71,7 @@ def expected_padded(x: torch.Tensor, counts: list[int], num_rows: int) -> torch.
     return out
 
 
-def assert_equal(found: Quantized, expected: Quantized, layout: Layout) -> None:
+def assert_equal(found: Quantized, expected: Quantized, layout: ExpertPermutation) -> None:
     """Bytes, scales and numbers of all rows up to the end of the last expert."""
     end = int(layout.offsets[-1])
     for name in ("rows", "row_scales", "columns", "column_scales", "bf16"):
@@ -142,20 +143,20 @@ def test_columns_are_the_rows_of_each_experts_transpose(scales):
 
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_columns_of_one_expert_may_be_a_matrix(scales):
-    layout, x = Layout.of(torch.tensor([300]), 300, [300], in_matrix=True), random_rows(300, 256)
+    layout, x = ExpertPermutation.of(torch.tensor([300]), 300, [300], in_matrix=True), random_rows(300, 256)
     found = fused_moe.permute_quantize(x, layout, scales, columns=True)
     data, scale = blockwise.quantize_activation(expected_padded(x, [300], 384).t(), scales)
     assert torch.equal(found.columns.view(torch.uint8), data.view(torch.uint8)) and found.columns.is_contiguous()
     assert torch.equal(found.column_scales, scale) and found.column_scales.stride() == (1, 256)
     with pytest.raises(ValueError, match="columns of 2 experts are not one matrix"):
-        Layout.of(torch.tensor([300, 5]), 305, [300, 5], in_matrix=True)
+        ExpertPermutation.of(torch.tensor([300, 5]), 305, [300, 5], in_matrix=True)
 
 
 @in_interpreter
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_interpreted_matrices(scales, monkeypatch):
     use_the_interpreters_exponential(monkeypatch)
-    layout = Layout.of(torch.tensor([200]), 200, [200], in_matrix=True)
+    layout = ExpertPermutation.of(torch.tensor([200]), 200, [200], in_matrix=True)
     x, h = random_rows(200, 256), random_gates(256, 128)
     wanted = dict(rows=True, columns=True, bf16=False)
     found = fused_moe.permute_quantize(x, layout, scales, **wanted)
@@ -316,9 +317,9 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"probs have to be float32 \[8\]"):
         fused_moe.unpermute(torch.zeros(256, 128).bfloat16(), layout, torch.ones(7))
     with pytest.raises(ValueError, match="counts of 1 experts"):
-        Layout.of(torch.tensor([5, 3]), 8, [8])
+        ExpertPermutation.of(torch.tensor([5, 3]), 8, [8])
     with pytest.raises(ValueError, match="tokens_per_expert"):
-        Layout.of(torch.tensor([5.0, 3.0]), 8)
+        ExpertPermutation.of(torch.tensor([5.0, 3.0]), 8)
 
 
 @in_torch
@@ -334,11 +335,11 @@ def test_bytes_are_those_of_the_tensors():
 
     wanted = dict(rows=True, columns=True, bf16=True)
     found = fused_moe.permute_quantize(x, layout, "pow2", **wanted)
-    moved = fused_moe.permute_quantize_bytes(384, 384, 512, **wanted)
+    moved = moved_bytes.permute_quantize_bytes(384, 384, 512, **wanted)
     assert moved == size(x, layout.rows) + size_of(found)
     dy = x[:, :256].contiguous()
     gradients = fused_moe.swiglu_backward_quantize(dy, x, layout, "pow2", activation_columns=True, **wanted)
-    moved = fused_moe.swiglu_backward_bytes(384, 384, 256, activation_columns=True, **wanted)
+    moved = moved_bytes.swiglu_backward_bytes(384, 384, 256, activation_columns=True, **wanted)
     assert moved == size(dy, x, layout.rows) + size_of(gradients.dh) + size_of(gradients.activation)
     out = fused_moe.unpermute(x, layout, torch.ones(384))
-    assert fused_moe.unpermute_bytes(384, 512, probs=True) == size(x, out, layout.positions, torch.ones(384))
+    assert moved_bytes.unpermute_bytes(384, 512, probs=True) == size(x, out, layout.positions, torch.ones(384))

@@ -12,14 +12,14 @@ import torch
 
 from megatron_fp8rl.kernels import fused_moe_torch
 from megatron_fp8rl.kernels.blockwise import quantize_weight
-from megatron_fp8rl.kernels.cuda import hopper
-from megatron_fp8rl.kernels.fused_moe import Layout, permute_quantize, unpermute
+from megatron_fp8rl.kernels.cuda import launch
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, permute_quantize, unpermute
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
-from megatron_fp8rl.kernels.grouped_gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens
+from megatron_fp8rl.kernels.gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 
-FOLDER = Path(hopper.__file__).parent
+FOLDER = Path(launch.__file__).parent
 EMULATION = Path(__file__).parents[2] / "helpers" / "emulated_gpu.h"
 DEADLINE_S = 120
 PROGRAM = """
@@ -46,12 +46,12 @@ def compiled(folder: Path, file: str, name: str, types: list[str], cluster: int,
     command = ["g++", "-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas", *options]
     subprocess.run([*command, str(folder / "run.cpp"), "-o", str(folder / "run.so")], check=True, timeout=DEADLINE_S)
     library = ctypes.CDLL(str(folder / "run.so"))
-    return lambda blocks: hopper._Kernel(hopper.launcher(library), 1, blocks, threads, 0), hopper.encoder(library)
+    return lambda blocks: launch._Kernel(launch.launcher(library), 1, blocks, threads, 0), launch.encoder(library)
 
 
 @pytest.fixture(autouse=True)
 def one_stream(monkeypatch):
-    monkeypatch.setattr(hopper, "_stream", lambda: None)
+    monkeypatch.setattr(launch, "_stream", lambda: None)
 
 
 @pytest.fixture(scope="module", params=CLUSTERS, ids=lambda size: f"{size[0]} x {size[1]}")
@@ -63,7 +63,7 @@ def add_weight_gradients(request, tmp_path_factory):
     options = [f"-DDOWN={down}", f"-DACROSS={across}", "-DSTAGES=3", "-DLONG=150"]
     folder = tmp_path_factory.mktemp("kernel")
     name = "add_weight_gradients"
-    return down, across, compiled(folder, "weight_gradients.cu", name, types, down * across, 384, options)[0]
+    return down, across, compiled(folder, "grouped_wgrad.cu", name, types, down * across, 384, options)[0]
 
 
 @pytest.mark.parametrize("counts, groups", [("one", 1), ("many", 1), ("few", 2)])
@@ -71,7 +71,7 @@ def test_weight_gradients_of_every_expert_are_added(add_weight_gradients, counts
     """``groups`` of blocks share the tiles; experts without a token keep what is there."""
     down, across, run = add_weight_gradients
     counts, num_rows, num_columns = COUNTS[counts], 128 * down * groups, 128 * across * 2
-    layout = Layout.of(torch.tensor(counts), sum(counts), counts)
+    layout = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts)
     generator = torch.Generator().manual_seed(0)
     tokens = (torch.randn(sum(counts), n, generator=generator).bfloat16() for n in (num_rows, num_columns))
     made = [permute_quantize(x, layout, "pow2", rows=False, columns=True) for x in tokens]
@@ -92,8 +92,8 @@ def multiply_rows(tmp_path_factory):
     """(the kernel, what describes matrices to it)."""
     types = ["const TensorMap", "const float*"] * 2 + ["const int*"] * 3 + ["const float*", "u16*"] + ["int"] * 6
     folder = tmp_path_factory.mktemp("kernel")
-    options = ["-DSTAGES=3", f"-DWIDTH={hopper._WIDTH}"]
-    return compiled(folder, "products.cu", "multiply_rows", types, 2, 384, options)
+    options = ["-DSTAGES=3", f"-DWIDTH={launch._WIDTH}"]
+    return compiled(folder, "grouped_gemm_to_tokens.cu", "multiply_rows", types, 2, 384, options)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +105,10 @@ def test_rows_are_multiplied_by_their_experts_weights_and_written_to_their_token
 ):
     """``exact``: the host knows the counts. With transposed scales; or to all rows of the layout."""
     kernel, encode = multiply_rows
-    monkeypatch.setattr(hopper, "_multiply_rows", lambda device: kernel(4))
-    monkeypatch.setattr(hopper, "_encoder", lambda: encode)
+    monkeypatch.setattr(launch, "_multiply_rows", lambda device: kernel(4))
+    monkeypatch.setattr(launch, "_encoder", lambda: encode)
     counts, depth = COUNTS[counts], 256
-    layout = Layout.of(torch.tensor(counts), sum(counts), counts if exact else None)
+    layout = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts if exact else None)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randn(sum(counts), depth, generator=generator).bfloat16()
     made = permute_quantize(tokens, layout, "pow2")
@@ -118,12 +118,12 @@ def test_rows_are_multiplied_by_their_experts_weights_and_written_to_their_token
     probs = torch.rand(layout.num_tokens, generator=generator) if weighted else None
     operands = made.rows, made.row_scales, *w, layout.offsets, layout.experts
     to_tokens = torch.full((layout.num_tokens, num_columns), torch.nan).bfloat16()
-    hopper.multiply_rows(*operands, to_tokens, layout.rows, probs)
+    launch.multiply_rows(*operands, to_tokens, layout.rows, probs)
     to_rows = torch.full((layout.num_rows, num_columns), torch.nan).bfloat16()
-    hopper.multiply_rows(*operands, to_rows)
+    launch.multiply_rows(*operands, to_rows)
 
     end = int(layout.offsets[-1])
-    alone = Layout.of(torch.tensor(counts), sum(counts), counts)
+    alone = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts)
     expected = multiply_fp8(Fp8(made.rows[:end], made.row_scales[:end]), w, alone, torch.bfloat16)
     close = dict(rtol=1e-2, atol=1e-2)  # sums round to BF16, and are in another order
     torch.testing.assert_close(to_rows[:end], expected, **close)
@@ -135,14 +135,14 @@ def test_rows_are_multiplied_by_their_experts_weights_and_written_to_their_token
 @pytest.mark.parametrize("counts, has_all", [([100, 28], True), ([100, 20], False), (None, False)])
 def test_tokens_without_a_row_are_zeros(monkeypatch, counts, has_all):
     """Memory is cleared where the host does not know that every token has a row, which the kernel writes."""
-    layout = Layout.of(torch.tensor(counts or [100, 28]), 128, counts)
+    layout = ExpertPermutation.of(torch.tensor(counts or [100, 28]), 128, counts)
     assert layout.has_all_tokens == has_all
     made = permute_quantize(torch.ones(128, 256).bfloat16(), layout, "pow2")
     w = Fp8(torch.zeros(2, 128, 256).to(torch.float8_e4m3fn), torch.ones(2, 1, 2))
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **how: empty(*size, **how).fill_(7))
-    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    monkeypatch.setattr(hopper, "multiply_rows", lambda *arguments: None)
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
+    monkeypatch.setattr(launch, "multiply_rows", lambda *arguments: None)
     out = multiply_fp8_to_tokens(Fp8(made.rows, made.row_scales), w, layout)
     assert out.shape == (128, 128) and (out == (7 if has_all else 0)).all()
 
@@ -161,7 +161,7 @@ def test_the_gradient_of_swiglu_is_torchs_in_bytes(swiglu_backward, counts, exac
     """In all forms at once; zeros, infinity and what stands in padding included."""
     weighted, run = swiglu_backward
     counts, width = COUNTS[counts], 256
-    layout = Layout.of(torch.tensor(counts), sum(counts), counts if exact else None)
+    layout = ExpertPermutation.of(torch.tensor(counts), sum(counts), counts if exact else None)
     num_rows, end = layout.num_rows, int(layout.offsets[-1])
     generator = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.randint(-4, 3, (num_rows, 1), generator=generator).float())

@@ -73,10 +73,10 @@ def make_report(level: float, step: int = 1, alarms: tuple[str, ...] = ()) -> Mi
 
 
 def observe_run(
-    run_dir, *, steps, cfg: RunConfig | None = None, mismatch=0.01, fail_at: int | None = None, with_report=False
+    run_dir, *, steps, cfg: RunConfig | None = None, mismatch=0.01, fail_at: int | None = None
 ) -> None:
     """Observe some steps of a run, with an alarm in step 2."""
-    with Observer(cfg or make_config(), True, run_dir, with_report=with_report) as observer:
+    with Observer(cfg or make_config(), True, run_dir) as observer:
         for step in steps:
             with observer.step(step) as log:
                 log.groups(make_groups(step))

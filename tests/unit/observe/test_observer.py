@@ -20,7 +20,7 @@ from megatron_fp8rl.types import PublishReport
 
 def test_a_step_is_one_line_with_everything_that_was_logged(tmp_path):
     groups = make_groups(step=1)
-    with Observer(make_config(), True, tmp_path, with_report=False) as observer, observer.step(1) as log:
+    with Observer(make_config(), True, tmp_path) as observer, observer.step(1) as log:
         with span("update"):
             pass
         add_seconds("generate", 2.0)
@@ -54,7 +54,7 @@ def test_a_step_is_one_line_with_everything_that_was_logged(tmp_path):
 def test_unknown_metrics_are_refused_at_once(tmp_path):
     with (
         pytest.raises(UnknownMetricError, match="'reward/scores/mean'"),
-        Observer(make_config(), True, tmp_path, with_report=False) as o,
+        Observer(make_config(), True, tmp_path) as o,
     ):
         with o.step(1) as log:
             log.update({"reward/scores/mean": 1.0})
@@ -70,7 +70,7 @@ def test_a_resumed_run_drops_what_came_after_and_goes_on(tmp_path):
     assert [step for step, _ in read_steps(tmp_path / "rollouts.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
     with (
         pytest.raises(ValueError, match="step 7 after step 7"),
-        Observer(make_config(), True, tmp_path, with_report=False) as observer,
+        Observer(make_config(), True, tmp_path) as observer,
     ):
         for _ in range(2):
             with observer.step(7):
@@ -80,7 +80,7 @@ def test_a_resumed_run_drops_what_came_after_and_goes_on(tmp_path):
 def test_a_resumed_run_keeps_the_step_that_it_resumes_after(tmp_path):
     observe_run(tmp_path, steps=range(1, 6))
     before = read_json_lines(tmp_path / "metrics.jsonl")
-    with Observer(make_config(), True, tmp_path, with_report=False) as observer:
+    with Observer(make_config(), True, tmp_path) as observer:
         with observer.prelude(3) as log:
             log.update({"eval/pass_rate/mean": 0.9})
         with observer.step(4) as log:
@@ -92,7 +92,7 @@ def test_a_resumed_run_keeps_the_step_that_it_resumes_after(tmp_path):
 
 
 def test_the_prelude_of_a_new_run_is_step_0(tmp_path):
-    with Observer(make_config(), True, tmp_path, with_report=False) as observer, observer.prelude(0) as log:
+    with Observer(make_config(), True, tmp_path) as observer, observer.prelude(0) as log:
         log.update({"eval/pass_rate/mean": 0.4})
     (record,) = read_json_lines(tmp_path / "metrics.jsonl")
     assert (record["step"], record["eval/pass_rate/mean"]) == (0, 0.4)
@@ -142,7 +142,8 @@ class _Links(HTMLParser):
 
 
 def test_the_report_stands_alone_and_shows_the_run(tmp_path):
-    observe_run(tmp_path, steps=range(1, 5), with_report=True)
+    observe_run(tmp_path, steps=range(1, 5))
+    write_report(tmp_path)
     page = (tmp_path / "report.html").read_text()
     links = _Links()
     links.feed(page)
@@ -158,7 +159,8 @@ def test_the_report_stands_alone_and_shows_the_run(tmp_path):
 
 def test_a_failed_run_has_its_report_and_raises(tmp_path):
     with pytest.raises(RuntimeError, match="down_proj <differs>"):
-        observe_run(tmp_path, steps=range(1, 5), fail_at=3, with_report=True)
+        observe_run(tmp_path, steps=range(1, 5), fail_at=3)
+    write_report(tmp_path)
     failure = json.loads((tmp_path / "failure.json").read_text())
     assert (failure["step"], failure["error"]) == (3, "RuntimeError")
     assert "reward/score/mean" in failure["metrics_of_the_unfinished_step"]
@@ -174,6 +176,7 @@ def test_a_failed_run_has_its_report_and_raises(tmp_path):
 def test_a_run_that_fails_before_its_first_step_has_a_report(tmp_path):
     with pytest.raises(RuntimeError, match="no engine"), Observer(make_config(), True, tmp_path):
         raise RuntimeError("no engine")
+    write_report(tmp_path)
     assert "The run failed before the first step" in (tmp_path / "report.html").read_text()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.kernels import blockwise, grouped_gemm
+from megatron_fp8rl.kernels import blockwise, gemm
 from megatron_fp8rl.trainer.model import experts as experts_module
 from megatron_fp8rl.trainer.model.experts import stacked
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
@@ -160,7 +160,7 @@ def test_weights_are_quantized_once_until_they_change(monkeypatch):
 def test_bytes_of_stacked_weights_are_those_that_are_published():
     grouped, _ = build("fp8", [1, 1, 1])
     linear = grouped.linear_fc1
-    made = grouped_gemm.quantized(stacked(linear.weights), "pow2")
+    made = gemm.quantized(stacked(linear.weights), "pow2")
     back = made.transposed()
     for index, weight in enumerate(linear.weights):
         data, scale = blockwise.quantize_weight(weight.detach(), "pow2")

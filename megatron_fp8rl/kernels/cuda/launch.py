@@ -8,7 +8,7 @@
     multiply_rows          y = x W^T of each expert, every row written to its token's place and weighted there. The bits
                            are DeepGEMM's, which writes all rows, with those that fill experts up: another kernel has to
                            copy them.
-    swiglu_backward        expert_kernels.swiglu_backward_quantize where rows and columns are wanted in FP8 with
+    swiglu_backward        fused_moe.swiglu_backward_quantize where rows and columns are wanted in FP8 with
                            power-of-two scales. What Triton makes of it waits for memory while it computes.
 
 ``cuda/*.cu`` tell how. NVRTC, which PyTorch brings, compiles each in less than a second when it is first called. On
@@ -100,7 +100,7 @@ def add_weight_gradients(
 ) -> None:
     """Add g^T x of each expert to ``out_ENK`` float32 [E, N, K], contiguous.
 
-    g float8_e4m3fn [P/128, N, 128] and x [P/128, K, 128] are in columns (expert_kernels.py), with float32 scales
+    g float8_e4m3fn [P/128, N, 128] and x [P/128, K, 128] are in columns (fused_moe.py), with float32 scales
     [P/128, N] and [P/128, K]; ``offsets`` int32 [E + 1] are the rows at which experts begin, and the end of the last.
     Raises RuntimeError on a GPU that is not Hopper's.
     """
@@ -130,7 +130,7 @@ def multiply_rows(
 
     x float8_e4m3fn [P, K] with float32 scales [P, K/128] of strides (1, P); w [E, N, K] with scales [E, N/128, K/128],
     whose last two dimensions may be transposed. ``offsets`` int32 [E + 1], ``experts`` and ``rows`` int32 [P] are those
-    of a layout (expert_kernels.py); ``probs`` float32 [T] multiply the rounded results. Places of tokens without a row
+    of a layout (fused_moe.py); ``probs`` float32 [T] multiply the rounded results. Places of tokens without a row
     are left as they are.
     """
     (num_experts, num_columns, depth), num_rows = w.shape, len(x)
@@ -155,7 +155,7 @@ def swiglu_backward(
     """Fill ``dh`` (rows, row scales, columns, column scales), ``activation`` (columns, column scales) and ``sums``.
 
     ``probs`` float32 [T], ``rows`` and ``experts`` int32 [P] of the layout, ``sums`` float32 [F/128, P] for the gradient
-    of probs, in the forms of expert_kernels.py: row scales are given as [2F/128, P].
+    of probs, in the forms of fused_moe.py: row scales are given as [2F/128, P].
     """
     num_rows, width = dy_PF.shape
     weights, partial = (dy_PF, dy_PF) if probs is None else (probs, sums)
@@ -179,7 +179,7 @@ def _weight_gradients(device: int, down: int, across: int) -> _Kernel:
     stages = 4
     shared_bytes = 2 * 1024 + stages * 2 * BLOCK * BLOCK + (stages + 1) * 1024 + BLOCK * (4 * BLOCK + 32)
     options = [f"-DDOWN={down}", f"-DACROSS={across}", f"-DSTAGES={stages}", f"-DLONG={_LONG}"]
-    return _compiled("weight_gradients", "add_weight_gradients", device, options, 384, shared_bytes, down * across)
+    return _compiled("grouped_wgrad", "add_weight_gradients", device, options, 384, shared_bytes, down * across)
 
 
 @functools.cache
@@ -187,7 +187,7 @@ def _multiply_rows(device: int) -> _Kernel:
     stages = 4
     shared_bytes = 4 * 1024 + stages * (BLOCK + _WIDTH) * BLOCK + BLOCK * (2 * _WIDTH + 16)
     options = [f"-DSTAGES={stages}", f"-DWIDTH={_WIDTH}"]
-    return _compiled("products", "multiply_rows", device, options, 384, shared_bytes, 2)
+    return _compiled("grouped_gemm_to_tokens", "multiply_rows", device, options, 384, shared_bytes, 2)
 
 
 @functools.cache

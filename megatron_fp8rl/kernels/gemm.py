@@ -1,21 +1,27 @@
-"""Products of all experts in one kernel: DeepGEMM's and ours on Hopper, the same products in torch on a CPU.
+"""Products in blockwise FP8 and BF16, of one matrix or of all experts: DeepGEMM and our CUDA on Hopper, torch on a CPU.
 
-    product             kernel                                operands                        result
-    y  = x W^T          m_grouped_*_gemm_nt_contiguous        x in rows, W in rows            BF16 [P, N]
-    dx = g W            m_grouped_*_gemm_nt_contiguous        g in rows, W transposed         BF16 [P, K]
-    to tokens (FP8)     cuda/products.cu                      either of these                 BF16 [T, N] or [T, K]
-    dW += g^T x (FP8)   cuda/weight_gradients.cu              g, x in columns                 FP32 [E, N, K]
-    dW += g^T x (BF16)  k_grouped_bf16_gemm_tn_contiguous     g, x in rows                    FP32 [E, N, K]
+    product              kernel                                operands                     result
+    dense
+    y  = x W^T           fp8_gemm_nt, 1x128 by 128x128         x rowwise, W rowwise         BF16 [P, N]
+    dx = g W             fp8_gemm_nt, 1x128 by 128x128         g rowwise, W transposed      BF16 [P, K]
+    dW += g^T x          fp8_gemm_nt, 1x128 by 1x128           g, x columnwise              FP32 [N, K]
+    grouped
+    y  = x W^T           m_grouped_*_gemm_nt_contiguous        x rowwise, W rowwise         BF16 [P, N]
+    dx = g W             m_grouped_*_gemm_nt_contiguous        g rowwise, W transposed      BF16 [P, K]
+    to tokens (FP8)      cuda/grouped_gemm_to_tokens.cu        either of these              BF16 [T, N] or [T, K]
+    dW += g^T x (FP8)    cuda/grouped_wgrad.cu                 g, x columnwise              FP32 [E, N, K]
+    dW += g^T x (BF16)   k_grouped_bf16_gemm_tn_contiguous     g, x rowwise                 FP32 [E, N, K]
 
-DeepGEMM's are the kernels that vLLM's experts run on, so the forward pass computes the engine's numbers: a row has the
-same bits whatever rows are computed beside it. FP8 products accumulate in float32 after every 128 terms.
+DeepGEMM's forward kernels are those of vLLM's linears and experts, so the forward pass computes the engine's numbers: a
+row has the same bits whatever rows are computed beside it. FP8 products accumulate in float32 after every 128 terms.
+DeepGEMM compiles a kernel the first time that a shape of weights is multiplied, for seconds, and keeps it in
+DG_JIT_CACHE_DIR, by default where vLLM's engines keep theirs. The number of tokens is not compiled in.
 
-An expert's rows begin at multiples of 128 (``expert_kernels.Layout``); rows that fill an expert up hold zeros, which
-add nothing to a product. DeepGEMM compiles a kernel the first time that a shape of weights is multiplied, for seconds,
-and keeps it in DG_JIT_CACHE_DIR, by default where vLLM's engines keep theirs.
+An expert's rows begin at multiples of 128 (``fused_moe.ExpertPermutation``); rows that pad an expert hold zeros, which
+add nothing to a product.
 
-Shapes: P = rows of all experts with those that fill them up, E = experts of this rank, N = output features, K = input
-features.
+Shapes: P = rows with padding (of all experts, or of one dense matrix), a multiple of 128; E = experts of this rank;
+N = output features and K = input features, multiples of 128.
 """
 
 from __future__ import annotations
@@ -33,17 +39,19 @@ from megatron_fp8rl.kernels.blockwise import (
     operand_dtype,
     quantize_weight,
 )
-from megatron_fp8rl.kernels.cuda import hopper
+from megatron_fp8rl.kernels.cuda import launch
 from megatron_fp8rl.kernels.deep_gemm import deep_gemm
-from megatron_fp8rl.kernels.fused_moe import Layout, unpermute
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, unpermute
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
+
+_BOTH_BY_ROWS = (1, 1, 128)  # a block is 1 row and 128 terms of the sum, of the left operand and of the right one
 
 
 class Fp8(NamedTuple):
     """E4M3 numbers and the float32 scales of their blocks.
 
     Tokens in rows:    data [P, K], scale [P, K/128] with strides (1, P)      blocks of 1x128
-    Tokens in columns: data [P/128, K, 128], swizzled, scale [P/128, K]       blocks of 128x1 (expert_kernels.py)
+    Tokens in columns: data [P/128, K, 128], swizzled, scale [P/128, K]       blocks of 128x1 (fused_moe.py)
     Weights:           data [E, N, K], scale [E, N/128, K/128]                blocks of 128x128
     """
 
@@ -73,7 +81,7 @@ def quantized(weights_ENK: Tensor, scales: Scales) -> Fp8:
     return Fp8(data.view(weights_ENK.shape), scale.view(num_experts, num_rows // BLOCK, -1))
 
 
-def multiply_fp8(x: Fp8, weights: Fp8, layout: Layout, dtype: torch.dtype) -> Tensor:
+def multiply_fp8(x: Fp8, weights: Fp8, layout: ExpertPermutation, dtype: torch.dtype) -> Tensor:
     """x [P, K] times each expert's W [N, K]: [P, N] in ``dtype``, which on a GPU is bfloat16."""
     num_rows, num_columns = x.data.shape[0], weights.data.shape[1]
     if not x.data.is_cuda:
@@ -87,18 +95,18 @@ def multiply_fp8(x: Fp8, weights: Fp8, layout: Layout, dtype: torch.dtype) -> Te
     return out
 
 
-def multiply_fp8_to_tokens(x: Fp8, weights: Fp8, layout: Layout, probs: Tensor | None = None) -> Tensor:
-    """BF16 [T, N]: what :func:`multiply_fp8` and ``expert_kernels.unpermute`` make, bit for bit."""
-    if not hopper.is_hopper(x.data.device):
+def multiply_fp8_to_tokens(x: Fp8, weights: Fp8, layout: ExpertPermutation, probs: Tensor | None = None) -> Tensor:
+    """BF16 [T, N]: what :func:`multiply_fp8` and ``fused_moe.unpermute`` make, bit for bit."""
+    if not launch.is_hopper(x.data.device):
         return unpermute(multiply_fp8(x, weights, layout, torch.bfloat16), layout, probs)
     create = torch.empty if layout.has_all_tokens else torch.zeros
     out = create(layout.num_tokens, weights.data.shape[1], dtype=torch.bfloat16, device=x.data.device)
     if layout.num_rows:
-        hopper.multiply_rows(*x, *weights, layout.offsets, layout.experts, out, layout.rows, probs)
+        launch.multiply_rows(*x, *weights, layout.offsets, layout.experts, out, layout.rows, probs)
     return out
 
 
-def multiply(x_PK: Tensor, weights_ENK: Tensor, layout: Layout) -> Tensor:
+def multiply(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Tensor:
     """x [P, K] times each expert's W [N, K]: [P, N]. ``weights_ENK`` may be the transposed view of [E, K, N]."""
     if not x_PK.is_cuda:
         return _emulated_product(x_PK, weights_ENK, layout)
@@ -107,17 +115,17 @@ def multiply(x_PK: Tensor, weights_ENK: Tensor, layout: Layout) -> Tensor:
     return out
 
 
-def add_weight_gradients_fp8(grad: Fp8, x: Fp8, layout: Layout, out_ENK: Tensor) -> None:
+def add_weight_gradients_fp8(grad: Fp8, x: Fp8, layout: ExpertPermutation, out_ENK: Tensor) -> None:
     """Add g^T x of each expert to ``out_ENK`` float32 [E, N, K], contiguous; g and x are in columns."""
     if not layout.num_rows:
         return
     if not out_ENK.is_cuda:
         _emulated_gradients(_restored_columns(grad, layout), _restored_columns(x, layout), out_ENK)
         return
-    hopper.add_weight_gradients(*grad, *x, layout.offsets, out_ENK)
+    launch.add_weight_gradients(*grad, *x, layout.offsets, out_ENK)
 
 
-def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: Layout, out_ENK: Tensor) -> None:
+def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: ExpertPermutation, out_ENK: Tensor) -> None:
     """Add g^T x of each expert to ``out_ENK`` float32 [E, N, K], contiguous; g [P, N] and x [P, K]."""
     if not layout.num_rows:
         return
@@ -128,6 +136,36 @@ def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: Layout, out_ENK:
     deep_gemm().k_grouped_bf16_gemm_tn_contiguous(
         grad_PN, x_PK, out_ENK, layout.host_counts, layout.padded_counts, out_ENK
     )
+
+
+def multiply_dense(x: Fp8, weight: Fp8) -> Tensor:
+    """BF16 [P, N]: x [P, K] in rows times W [N, K], whose scales are contiguous."""
+    if not _is_on_gpu(x):
+        dtype = exact_dtype(x, weight, torch.bfloat16)
+        left, right = dequantize_activation(x.data, x.scale), dequantize_weight(weight.data, weight.scale)
+        return torch.mm(left.to(dtype), right.to(dtype).t()).bfloat16()
+    out = torch.empty(x.data.shape[0], weight.data.shape[0], dtype=torch.bfloat16, device=x.data.device)
+    # Hopper's kernels take float32 scales as they are; the last argument says so for other GPUs.
+    deep_gemm().fp8_gemm_nt(tuple(x), tuple(weight), out, disable_ue8m0_cast=True)
+    return out
+
+
+def add_dense_weight_gradient(grad: Fp8, x: Fp8, out_NK: Tensor) -> None:
+    """Add g^T x to ``out_NK`` float32 [N, K], contiguous.
+
+    g and x are in columns: data [N, P] and [K, P], scales [N, P/128] and [K, P/128] with strides (1, N) and (1, K).
+    """
+    if not _is_on_gpu(x):
+        out_NK.addmm_(dequantize_activation(*grad), dequantize_activation(*x).t())
+        return
+    # The number of tokens is what is summed over, and shall not have a kernel of its own: m and n are compiled alone.
+    deep_gemm().fp8_gemm_nt(
+        tuple(grad), tuple(x), out_NK, c=out_NK, recipe=_BOTH_BY_ROWS, compiled_dims="mn", disable_ue8m0_cast=True
+    )
+
+
+def _is_on_gpu(x: Fp8) -> bool:
+    return x.data.is_cuda
 
 
 def exact_dtype(x: Fp8, weights: Fp8, dtype: torch.dtype) -> torch.dtype:
@@ -145,14 +183,14 @@ def _restored_weights(weights: Fp8, dtype: torch.dtype) -> Tensor:
     return torch.stack(parts).to(dtype)
 
 
-def _restored_columns(x: Fp8, layout: Layout) -> list[Tensor]:
+def _restored_columns(x: Fp8, layout: ExpertPermutation) -> list[Tensor]:
     """Each expert's matrix [K, its rows], float32."""
     numbers = swizzled(x.data).float() * x.scale[..., None]
     blocks = [rows // BLOCK for rows in layout.host_counts]
     return [part.transpose(0, 1).flatten(1) for part in numbers[: sum(blocks)].split(blocks)]
 
 
-def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: Layout) -> Tensor:
+def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Tensor:
     parts = zip(x_PK.split(layout.host_counts), weights_ENK)
     return torch.cat([torch.mm(rows, matrix.t()) for rows, matrix in parts])
 

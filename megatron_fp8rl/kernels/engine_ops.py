@@ -1,0 +1,60 @@
+"""vLLM's own GPU kernels that the trainer calls to get the engine's bits: FlashAttention 3 and the router's softmax."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, cu_queries: Tensor, cu_keys: Tensor, max_queries: int, max_keys: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal attention of packed segments: ([T, H, D] in the type of query, float32 [H, T] log-sum-exp).
+
+    query [T, H, D], key and value [S, G, D]; ``cu_queries`` and ``cu_keys`` int32, where segments begin and the last
+    ends. The mask is aligned to the bottom right of each segment. Raises RuntimeError without vLLM for CUDA.
+    """
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func
+    except ImportError as error:
+        raise RuntimeError(
+            "precision.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, or "
+            "choose --precision.attention auto"
+        ) from error
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        max_seqlen_q=max_queries,
+        cu_seqlens_q=cu_queries,
+        max_seqlen_k=max_keys,
+        cu_seqlens_k=cu_keys,
+        softmax_scale=scale,
+        causal=True,
+        num_splits=1,
+        fa_version=3,
+        return_softmax_lse=True,
+    )
+
+
+@functools.cache
+def has_topk_softmax() -> bool:
+    """Whether vLLM's kernel of the router is installed."""
+    try:
+        import vllm._custom_ops  # noqa: F401  loads the library of the kernels
+    except ImportError:
+        return False
+    return hasattr(torch.ops._moe_C, "topk_softmax")
+
+
+def topk_softmax(logits_TE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
+    """(weights float32 [T, K], experts int32 [T, K]) of BF16 logits on a GPU, by vLLM's kernel."""
+    import vllm._custom_ops as ops
+
+    weights_TK = torch.empty(len(logits_TE), top_k, dtype=torch.float32, device=logits_TE.device)
+    experts_TK = torch.empty_like(weights_TK, dtype=torch.int32)
+    ops.topk_softmax(weights_TK, experts_TK, torch.empty_like(experts_TK), logits_TE, normalize)
+    return weights_TK, experts_TK
