@@ -41,7 +41,11 @@ setup(
     packages=find_packages(
         include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools", "launch", "launch.*"]
     ),
-    package_data={"megatron_fp8rl.kernels.cuda": ["*"]},
+    package_data={
+        "megatron_fp8rl": ["README.md"],
+        "megatron_fp8rl.kernels": ["README.md"],
+        "megatron_fp8rl.kernels.cuda": ["*"],
+    },
     cmdclass={"build_py": BuildWithMeasuredRows},
     install_requires=PINS["core"],
     extras_require={name: extra(name) for name in PINS["extras"]},

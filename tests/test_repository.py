@@ -6,7 +6,9 @@ import ast
 import dataclasses
 import re
 import subprocess
+import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,7 @@ from megatron_fp8rl.observe.metrics import meaning
 
 ROOT = Path(__file__).parents[1]
 MAX_FILE_LINES = 400
+MAX_FOLDER_FILES = 15
 MAX_FUNCTION_LINES = 60
 TEXT = {".py", ".md", ".toml", ".sh", ".cfg", ".ini", ".txt", ""}
 
@@ -69,6 +72,72 @@ def test_files_and_functions_fit_a_reader():
                 if length > MAX_FUNCTION_LINES:
                     wrong.append(f"{place}:{node.lineno}: {node.name} has {length} lines, at most {MAX_FUNCTION_LINES}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_folders_are_small_and_a_name_occurs_once():
+    files = [path for path in library_files() if path.name not in ("__init__.py", "__main__.py")]
+    folders, stems = Counter(path.parent for path in files), Counter(path.stem for path in files)
+    wrong = [f"{place.relative_to(ROOT)}: {n} files" for place, n in folders.items() if n > MAX_FOLDER_FILES]
+    wrong += [f"{path.relative_to(ROOT)}: the name occurs {stems[path.stem]} times" for path in files if stems[path.stem] > 1]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_code_stands_in_an_init():
+    wrong = []
+    for path in library_files():
+        if path.name == "__init__.py":
+            code = [n for n in ast.parse(path.read_text()).body if not isinstance(n, ast.Expr) and "__version__" not in ast.unparse(n)]
+            wrong += [f"{path.relative_to(ROOT)}:{n.lineno}" for n in code]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_private_names_stay_in_their_folder():
+    """A name with an underscore, of a module of ours, is used in the module's own folder alone."""
+    ours = ("megatron_fp8rl", "launch", "checkpoint_tools", "model_configs")
+    wrong = []
+    for path in tracked_files():
+        place = path.relative_to(ROOT)
+        if path.suffix != ".py" or place.parts[0] not in ours:
+            continue
+        tree, modules = ast.parse(path.read_text(encoding="utf-8")), {}
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.ImportFrom) or (node.module or "").partition(".")[0] not in ours:
+                continue
+            for alias in node.names:
+                target = Path(*node.module.split("."))
+                modules[alias.asname or alias.name] = target  # the folder of an imported module
+                if alias.name.startswith("_") and not alias.name.startswith("__") and target.parent != place.parent:
+                    wrong.append(f"{place}:{node.lineno} imports {node.module}.{alias.name}")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                is_private = node.attr.startswith("_") and not node.attr.startswith("__")
+                if is_private and modules[node.value.id] != place.parent:
+                    wrong.append(f"{place}:{node.lineno} uses {node.value.id}.{node.attr}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_the_trainer_changes_nothing():
+    program = (
+        "import os, sys, torch\n"
+        "def state():\n"
+        "    found = [torch.Tensor.type, torch.Tensor.cuda, torch.cuda.current_device, torch.cuda.is_available]\n"
+        "    return found, dict(os.environ), list(sys.meta_path)\n"
+        "before = state()\n"
+        "import megatron_fp8rl.trainer\n"
+        "after = state()\n"
+        "sys.exit(0 if before == after else 'importing megatron_fp8rl.trainer changed torch, os.environ or sys.meta_path')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_map_shows_the_tree(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import house_map
+    from test_imports import FLOORS, PROGRAMS
+
+    text = house_map.README.read_text(encoding="utf-8")
+    assert text == house_map.written(text, FLOORS + PROGRAMS), "run python tools/house_map.py --write"
 
 
 def test_every_module_says_what_it_is():
