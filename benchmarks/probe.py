@@ -95,10 +95,10 @@ def differences(
 ) -> tuple[list[Difference], dict[str, dict[str, float]]]:
     """(one entry per operation; by layer the share of tokens with other experts in the trainer, total and own)."""
     from megatron_fp8rl.data.model_dir import write_model_dir
+    from megatron_fp8rl.diagnose.engine_probe import record_prefill
     from megatron_fp8rl.diagnose.operations import compare, share_of_other_experts
     from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
     from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.diagnose.engine_probe import record_prefill
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     prompt = prompt_of(cfg, options)

@@ -10,6 +10,7 @@ import torch
 from engine_weights import publish, random_weights
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.diagnose.engine_probe import load_probe, record_prefill
 from megatron_fp8rl.diagnose.operations import (
     compare,
     first_beyond_rounding,
@@ -18,7 +19,6 @@ from megatron_fp8rl.diagnose.operations import (
     table,
 )
 from megatron_fp8rl.rollout.client import EngineError
-from megatron_fp8rl.diagnose.engine_probe import load_probe, record_prefill
 from tests.helpers.dist import run_ranks
 
 PROMPT = [(7 * i) % 90 + 3 for i in range(45)]

@@ -1,4 +1,4 @@
-"""Kernels of ours in CUDA C++ for Hopper, where Triton's compiler, or DeepGEMM, leaves the GPU idle.
+"""Compiles and launches our CUDA C++ kernels for Hopper, which run where Triton or DeepGEMM leave the GPU idle.
 
     add_weight_gradients   dW[e] += g[e]^T x[e] of all experts, from FP8 in columns. DeepGEMM's kernel for this changes
                            the description of its operands when it comes to the next expert, without waiting for the

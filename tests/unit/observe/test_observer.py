@@ -3,16 +3,20 @@
 import json
 import math
 import re
+from contextlib import ExitStack
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from observed_run import make_config, make_groups, make_report, observe_run
 
+from megatron_fp8rl.__main__ import write_reports
 from megatron_fp8rl.observe.metrics import UnknownMetricError
 from megatron_fp8rl.observe.observer import Observer
 from megatron_fp8rl.observe.records import read_json_lines, read_steps
 from megatron_fp8rl.observe.spans import add_seconds, span
+from megatron_fp8rl.report import run_report
 from megatron_fp8rl.report.compare import compare_runs
 from megatron_fp8rl.report.run_report import write_report
 from megatron_fp8rl.types import PublishReport
@@ -178,6 +182,19 @@ def test_a_run_that_fails_before_its_first_step_has_a_report(tmp_path):
         raise RuntimeError("no engine")
     write_report(tmp_path)
     assert "The run failed before the first step" in (tmp_path / "report.html").read_text()
+
+
+def test_a_run_that_ends_with_an_error_has_its_report_drawn_by_the_program(tmp_path, monkeypatch, capsys):
+    cfg = replace(make_config(), output_dir=str(tmp_path))
+    write_reports(cfg)
+    assert not capsys.readouterr().err, "a run that never began has no report, and that is no error"
+    with pytest.raises(RuntimeError), ExitStack() as stack:
+        stack.callback(write_reports, cfg)
+        observe_run(cfg.run_dir, steps=range(1, 5), fail_at=3)
+    assert "The run failed in step 3" in Path(cfg.run_dir, "report.html").read_text()
+    monkeypatch.setattr(run_report, "write_report", lambda folder: 1 / 0)
+    write_reports(cfg)
+    assert "could not be written: ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
