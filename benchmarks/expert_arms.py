@@ -161,7 +161,9 @@ def give_gradient_buffers(parameters: Sequence[torch.nn.Parameter]) -> None:
         parameter.main_grad = part.view(parameter.shape)
 
 
-def movement_calls(layout: ExpertPermutation, hidden: int, width: int, scales: Scales) -> Iterator[tuple[str, Call, int]]:
+def movement_calls(
+    layout: ExpertPermutation, hidden: int, width: int, scales: Scales
+) -> Iterator[tuple[str, Call, int]]:
     """(name, call, bytes that it has to move) of each kernel around the products, forward and backward."""
     import torch
 

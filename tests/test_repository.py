@@ -78,7 +78,9 @@ def test_folders_are_small_and_a_name_occurs_once():
     files = [path for path in library_files() if path.name not in ("__init__.py", "__main__.py")]
     folders, stems = Counter(path.parent for path in files), Counter(path.stem for path in files)
     wrong = [f"{place.relative_to(ROOT)}: {n} files" for place, n in folders.items() if n > MAX_FOLDER_FILES]
-    wrong += [f"{path.relative_to(ROOT)}: the name occurs {stems[path.stem]} times" for path in files if stems[path.stem] > 1]
+    wrong += [
+        f"{path.relative_to(ROOT)}: the name occurs {stems[path.stem]} times" for path in files if stems[path.stem] > 1
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -86,7 +88,11 @@ def test_no_code_stands_in_an_init():
     wrong = []
     for path in library_files():
         if path.name == "__init__.py":
-            code = [n for n in ast.parse(path.read_text()).body if not isinstance(n, ast.Expr) and "__version__" not in ast.unparse(n)]
+            code = [
+                n
+                for n in ast.parse(path.read_text()).body
+                if not isinstance(n, ast.Expr) and "__version__" not in ast.unparse(n)
+            ]
             wrong += [f"{path.relative_to(ROOT)}:{n.lineno}" for n in code]
     assert not wrong, "\n".join(wrong)
 

@@ -5,9 +5,9 @@ Out: FP8 bytes and scales in the layouts of DeepGEMM's Hopper kernels, each tens
 Which process: trainer ranks. On a GPU (and under TRITON_INTERPRET=1) Triton kernels run (triton/permute.py); elsewhere
 torch does (fused_moe_torch.py), the definition that the kernels meet byte for byte.
 
-Padding. The m-grouped GEMMs want each expert to begin at a multiple of 128 rows, weight gradients 128 tokens to a scale.
-So T rows lie among P: ``ExpertPermutation``. Padding is zeros in all outputs of this file. Row blocks behind the last expert, which
-exist when P is an upper bound, are neither read nor written, and GEMMs skip them.
+Padding. The m-grouped GEMMs want each expert to begin at a multiple of 128 rows, weight gradients 128 tokens to a
+scale. So T rows lie among P: ``ExpertPermutation``. Padding is zeros in all outputs of this file. Row blocks after the
+last expert, which exist when P is an upper bound, are neither read nor written, and GEMMs skip them.
 
 Quantization is ``blockwise.quantize_activation`` along rows, and along the tokens of an expert for the columns:
 
@@ -116,7 +116,13 @@ def quantize_rows_columns(
 
 
 def swiglu_quantize(
-    h_P2F: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool = True, columns: bool = False, bf16: bool = False
+    h_P2F: Tensor,
+    layout: ExpertPermutation,
+    scales: Scales,
+    *,
+    rows: bool = True,
+    columns: bool = False,
+    bf16: bool = False,
 ) -> Quantized:
     """silu(gate), rounded to BF16, times up, rounded to BF16, quantized: [P, F].
 

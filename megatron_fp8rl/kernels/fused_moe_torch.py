@@ -33,7 +33,13 @@ def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) ->
 
 
 def quantized(
-    x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool = False, columns: bool = False, bf16: bool = False
+    x_PK: Tensor,
+    layout: ExpertPermutation,
+    scales: Scales,
+    *,
+    rows: bool = False,
+    columns: bool = False,
+    bf16: bool = False,
 ) -> Quantized:
     """The orientations of BF16 ``x_PK``, whose padding is taken for zeros."""
     x = _without_padding(x_PK, layout)
@@ -59,7 +65,14 @@ def swizzled(lines: Tensor) -> Tensor:
 
 
 def permute_quantize(
-    x_TK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool, probs: Tensor | None
+    x_TK: Tensor,
+    layout: ExpertPermutation,
+    scales: Scales,
+    *,
+    rows: bool,
+    columns: bool,
+    bf16: bool,
+    probs: Tensor | None,
 ) -> Quantized:
     x = x_TK if probs is None else (x_TK.float() * probs[:, None]).bfloat16()
     x_PK = x.new_zeros(layout.num_rows, x.shape[1])
@@ -68,7 +81,9 @@ def permute_quantize(
     return quantized(x_PK, layout, scales, rows=rows, columns=columns, bf16=bf16)
 
 
-def quantize_rows_columns(x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
+def quantize_rows_columns(
+    x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool
+) -> Quantized:
     return quantized(x_PK, layout, scales, rows=rows, columns=columns)
 
 

@@ -1,9 +1,9 @@
 """The data movement of grouped experts on a GPU: fused_moe_torch.py in Triton, with memory read and written once.
 
 The functions, their inputs and their outputs are those of fused_moe.py. The gradient of SwiGLU is Triton's in the
-less frequent forms; in FP8 with power-of-two scales, in rows and columns, it is a kernel of cuda/launch.py. A program works
-on one tile of triton/tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where they
-are not. Programs of row blocks behind the last expert end at once, and leave memory as they find it.
+less frequent forms; in FP8 with power-of-two scales, rowwise and columnwise, it is a kernel of cuda/launch.py. A program
+works on one tile of triton/tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where
+they are not. Programs of row blocks behind the last expert end at once, and leave memory as they find it.
 """
 
 from __future__ import annotations
@@ -102,9 +102,7 @@ def _store_tile(
         store_rows(x, y, row, column, num_rows, num_columns, data, row_scales, Q, POW2, HARDWARE)
     if COLUMNS:
         in_matrix: tl.constexpr = COLUMNS == _IN_MATRIX
-        store_columns(
-            x, y, row, column, num_rows, num_columns, columns_data, column_scales, in_matrix, POW2, HARDWARE
-        )
+        store_columns(x, y, row, column, num_rows, num_columns, columns_data, column_scales, in_matrix, POW2, HARDWARE)
     if BF16:
         store_bf16(x, y, row, column, num_columns, bf16, Q)
 
@@ -295,7 +293,14 @@ def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run_quantize(
-    x: Tensor, layout: ExpertPermutation, scales: Scales, rows: bool, columns: bool, bf16: bool, probs: Tensor | None, gather: bool
+    x: Tensor,
+    layout: ExpertPermutation,
+    scales: Scales,
+    rows: bool,
+    columns: bool,
+    bf16: bool,
+    probs: Tensor | None,
+    gather: bool,
 ) -> Quantized:
     out = _outputs(layout, x.shape[1], x.device, rows, columns, bf16)
     how = _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
@@ -311,12 +316,21 @@ def _run_quantize(
 
 
 def permute_quantize(
-    x_TK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool, probs: Tensor | None
+    x_TK: Tensor,
+    layout: ExpertPermutation,
+    scales: Scales,
+    *,
+    rows: bool,
+    columns: bool,
+    bf16: bool,
+    probs: Tensor | None,
 ) -> Quantized:
     return _run_quantize(x_TK, layout, scales, rows, columns, bf16, probs, gather=True)
 
 
-def quantize_rows_columns(x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool) -> Quantized:
+def quantize_rows_columns(
+    x_PK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool
+) -> Quantized:
     return _run_quantize(x_PK, layout, scales, rows, columns, False, None, gather=False)
 
 
