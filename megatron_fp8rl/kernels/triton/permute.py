@@ -293,15 +293,9 @@ def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run_quantize(
-    x: Tensor,
-    layout: ExpertPermutation,
-    scales: Scales,
-    rows: bool,
-    columns: bool,
-    bf16: bool,
-    probs: Tensor | None,
+    x: Tensor, layout: ExpertPermutation, scales: Scales, rows: bool, columns: bool, bf16: bool, probs: Tensor | None,
     gather: bool,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     out = _outputs(layout, x.shape[1], x.device, rows, columns, bf16)
     how = _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
     if layout.num_rows:
@@ -316,15 +310,9 @@ def _run_quantize(
 
 
 def permute_quantize(
-    x_TK: Tensor,
-    layout: ExpertPermutation,
-    scales: Scales,
-    *,
-    rows: bool,
-    columns: bool,
-    bf16: bool,
+    x_TK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
     probs: Tensor | None,
-) -> Quantized:
+) -> Quantized:  # fmt: skip
     return _run_quantize(x_TK, layout, scales, rows, columns, bf16, probs, gather=True)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_fp8rl.kernels import gemm
 from megatron_fp8rl.kernels.blockwise import dequantize_activation, dequantize_weight
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
