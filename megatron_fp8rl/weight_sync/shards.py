@@ -320,7 +320,7 @@ def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:
     if kind != "auto":
         return kind
     if not on_gpu:
-        return "shm" if one_host else "gloo"
+        return "ipc" if one_host else "gloo"
     if one_host:
         return "ipc"
     return "gloo" if colocated else "nccl"  # NCCL does not take two processes on one GPU
