@@ -196,7 +196,7 @@ def run_case(case: Case, parallel: Parallel) -> Row:
     from megatron_fp8rl.rollout.client import EngineError
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.weight_sync.publish import WeightExporter
-    from megatron_fp8rl.weight_sync.transport import TransportError
+    from megatron_fp8rl.weight_sync.receivers import TransportError
     from megatron_fp8rl.weight_sync.verify import WeightMismatch
 
     cfg = run_config(case)

@@ -108,7 +108,7 @@ def update_and_score(family: str, rollout: str, folder: Path) -> dict:
     exporter.close()
     result["online"] = inprocess.prompt_logprobs(llm)
     result["held"] = sorted(llm.collective_rpc("weight_digests")[0]["digests"])
-    result["sent"] = sorted(t.name for bucket in exporter.plan.buckets for t in bucket.tensors)
+    result["sent"] = sorted(t.name for transfer in exporter.plan.transfers for t in transfer.wire_tensors())
     del llm, exporter
     inprocess.free_engines()
     result["fresh"] = inprocess.prompt_logprobs(inprocess.build_engine(cfg, folder, load_format="auto"))

@@ -35,7 +35,7 @@ DENSE = ModelConfig(
 
 
 def config(kv_cache_dtype: str, hf_path: str | None = None) -> RunConfig:
-    rollout = RolloutConfig(transport="shm", update_deadline_s=120.0, kv_cache_dtype=kv_cache_dtype)
+    rollout = RolloutConfig(update_deadline_s=120.0, kv_cache_dtype=kv_cache_dtype)
     return RunConfig(
         name="kv_cache",
         model=dataclasses.replace(DENSE, hf_path=hf_path),

@@ -10,7 +10,8 @@ import pytest
 from megatron_fp8rl.config import MlaConfig, ModelConfig, PrecisionConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.weight_sync.plan import EngineLayout, PlanError, TrainerLayout, plan
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.weight_sync.plan import PlanError, plan
 
 # As their authors published them; keys that say nothing about the architecture are left out of some.
 LLAMA31_8B = {

@@ -1,0 +1,146 @@
+"""The engines as a publication sees them: what it asks of their replicas, and all of them called at once.
+
+Runs on trainer rank 0. Which replicas there are is settled when a publication begins, by :meth:`Engines.begin_update`;
+one that dies meanwhile fails the publication, which is then repeated without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
+
+from megatron_fp8rl.types import KVScales
+
+
+class TransportError(RuntimeError):
+    """Weights could not be delivered; the engines are left paused with weights of no version."""
+
+
+class NoReplicaError(TransportError):
+    """No replica is left to publish to, and none comes back; the text says how the first one failed."""
+
+
+class Receiver(Protocol):
+    """One replica. Every method raises an error that names it when it fails, has died or does not answer in time."""
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Have every worker connect to the trainer."""
+
+    async def pause(self, mode: str) -> None:
+        """Stop sampling and drop the KV cache; with ``keep`` what is running continues after :meth:`resume`."""
+
+    async def start_update(self) -> None:
+        """Expect weights."""
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Receive and load a whole publication."""
+
+    async def finish_update(self, version: int) -> None:
+        """Complete it: the weights are those of ``version``."""
+
+    async def abandon_update(self) -> None:
+        """Give up an update that has begun, so that another can begin."""
+
+    async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
+        """Set scales of the FP8 KV cache; what each worker holds then."""
+
+    async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
+        """What each worker holds."""
+
+    async def resume(self) -> None:
+        """Sample again."""
+
+
+class Receivers(Protocol):
+    """All replicas that there are at the moment, as ``rollout.fleet.Fleet`` keeps them."""
+
+    clients: Sequence[Receiver]
+
+    def begin_update(self) -> Sequence[Receiver]:
+        """The replicas that take part in the publication that begins; waits while there is none.
+
+        Raises NoReplicaError when none comes back.
+        """
+
+    def has_lost_replica(self, clients: Sequence[Receiver]) -> bool:
+        """After a failure: whether one of these has died; they are not asked again then."""
+
+    def sync(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
+        """Run a coroutine on the event loop of the clients and return its result. Raises TimeoutError when it is late."""
+
+
+class Engines:
+    """All replicas of a fleet, driven together from a blocking thread. Every call has what is left of one deadline."""
+
+    def __init__(self, fleet: Receivers, deadline_s: float):
+        self._fleet = fleet
+        self._clients: tuple[Receiver, ...] = tuple(fleet.clients)
+        self._proven: tuple[Receiver, ...] = ()  # those that have been through a whole publication
+        self._is_settled = True  # nothing has failed since
+        self._deadline_s = deadline_s
+        self._end = time.monotonic() + deadline_s
+
+    def begin_update(self) -> tuple[bool, bool, int]:
+        """Begin a publication, with ``deadline_s`` for all of its calls.
+
+        Returns whether connections have to be made, since the replicas are others or the last attempt failed; whether
+        one of them has not been proven yet; and how many there are. Waits while there is none. Raises NoReplicaError
+        when none comes back.
+        """
+        clients = tuple(self._fleet.begin_update())
+        must_connect = clients != self._clients or not self._is_settled
+        survivors = () if self._is_settled else [client for client in clients if client in self._clients]
+        self._clients = clients
+        self._end = time.monotonic() + self._deadline_s
+        if survivors:
+            self._call("abandon an update", lambda _, client: client.abandon_update(), survivors)
+        self._is_settled = True
+        return must_connect, any(client not in self._proven for client in clients), len(clients)
+
+    def note_success(self) -> None:
+        """A publication has been proven."""
+        self._proven = self._clients
+
+    def has_lost_replica(self) -> bool:
+        """After a failure: whether a replica has died, so that the publication may be repeated without it."""
+        self._is_settled = False
+        self._proven = ()  # their loaders may have been interrupted
+        return bool(self._fleet.has_lost_replica(self._clients))
+
+    def call(self, what: str, method: Callable[[int, Receiver], Awaitable[Any]]) -> list[Any]:
+        """``method(i, client)`` on all replicas at once; results in their order.
+
+        Raises TransportError with the replica and ``what`` as soon as one fails or the deadline passes.
+        """
+        return self._call(what, method, self._clients)
+
+    def _call(self, what: str, method: Callable[[int, Receiver], Awaitable[Any]], clients: Sequence[Receiver]) -> list[Any]:
+
+        async def one(index: int, client: Receiver) -> Any:
+            try:
+                return await method(index, client)
+            except Exception as error:  # of any layer of the client; the cause says which
+                raise TransportError(f"{what}: replica {index}: {error}") from error
+
+        async def everywhere() -> list[Any]:
+            return await asyncio.gather(*(one(i, client) for i, client in enumerate(clients)))
+
+        left_s = self._end - time.monotonic()
+        try:
+            return self._fleet.sync(everywhere(), max(left_s, 0.1))
+        except TimeoutError as error:
+            raise TransportError(
+                f"{what}: not all engines answered; the publication had {self._deadline_s:.0f} s "
+                "(rollout.update_deadline_s). Look at the engines' logs for one that hangs"
+            ) from error
+
+    def init_transfer(self, infos: Sequence[dict[str, Any]]) -> None:
+        """Hand replica i its ``infos[i]``."""
+        self.call("init_weight_transfer_engine", lambda i, client: client.init_transfer(infos[i]))
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        """Have all replicas receive and load a publication."""
+        what = f"policy version {info['version']} ({info['mode']})"
+        self.call(what, lambda _, client: client.update_weights(info))
