@@ -34,7 +34,7 @@ from megatron_fp8rl.rollout import placement, vllm_args
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, EngineError, Sampling, Tag
 from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, ping
 from megatron_fp8rl.rollout.server_process import TERM_GRACE_S
-from megatron_fp8rl.weight_sync.receivers import NoReplicaError
+from megatron_fp8rl.weight_sync.engines import NoReplicaError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -4,11 +4,11 @@ In:  a policy on all trainer ranks, a fleet of engines on rank 0.
 Out: engines that sample from the new weights, and a :class:`PublishReport`.
 Runs on every trainer rank; rank 0 alone talks to the engines.
 
-    rank 0     pauses the engines                                           weight_sync/receivers.py
+    rank 0     pauses the engines                                           weight_sync/engines.py
     all ranks  quantize and digest what they send, round by round           weight_sync/pack.py, weight_sync/sender.py
     all ranks  send it to the engine workers that keep it                   weight_sync/transports/
     engines    load it                                                      rollout/vllm_plugin/receiver.py
-    engines    digest what their kernels hold                               rollout/vllm_plugin/worker.py
+    engines    digest what their kernels hold                               rollout/vllm_plugin/kernel_weights.py
     rank 0     compares by name, and has the engines resume                 weight_sync/verify.py
 
 The first publication to an engine goes twice: through vLLM's own loaders, then straight into the tensors that its
@@ -32,9 +32,9 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.types import KVScales, PublishReport
 from megatron_fp8rl.weight_sync.agreement import TrainerRankError, together
 from megatron_fp8rl.weight_sync.digest import combine
+from megatron_fp8rl.weight_sync.engines import Engines, NoReplicaError, Receivers, TransportError
 from megatron_fp8rl.weight_sync.plan import Plan
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
-from megatron_fp8rl.weight_sync.receivers import Engines, NoReplicaError, Receivers, TransportError
 from megatron_fp8rl.weight_sync.sender import ShardSender
 from megatron_fp8rl.weight_sync.transports.choose import resolve
 from megatron_fp8rl.weight_sync.verify import Expected, holds_all, verify, verify_kv_scales
@@ -181,7 +181,13 @@ class WeightExporter:
         if not self._is_connected:
             sender.connect(self._num_replicas)
             self._is_connected = True
-        together(lambda: self._stop_engines(sent) if self.rank == 0 else None, self._group)
+
+        def begin() -> None:
+            sender.prepare(sent.mode)  # before any rank or engine waits for this one
+            if self.rank == 0:
+                self._stop_engines(sent)
+
+        together(begin, self._group)
         sums = together(lambda: sender.send(sent.version, sent.mode), self._group)
         sent.pack_s += sender.pack_s
         sent.send_s += sender.send_s

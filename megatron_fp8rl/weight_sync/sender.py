@@ -24,9 +24,9 @@ from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.net.address import own_address
 from megatron_fp8rl.weight_sync.agreement import together
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, terms_of_words, values_of_sums
+from megatron_fp8rl.weight_sync.engines import Engines, TransportError
 from megatron_fp8rl.weight_sync.pack import LocalShards, RoundPacker
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
-from megatron_fp8rl.weight_sync.receivers import Engines, TransportError
 from megatron_fp8rl.weight_sync.schedule import SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Transport, open_store
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
@@ -146,8 +146,7 @@ class ShardSender:
         """
         assert self._transport is not None
         self._num_attempts += 1
-        schedule = self._whole if mode == "reload" else self._slices
-        packers = self._prepare(mode == "reload", schedule)
+        schedule, packers = self.prepare(mode)
         self._transport.begin(self._num_attempts, schedule.rounds)
         if self._receivers is not None:
             info = {"version": version, "mode": mode, "attempt": self._num_attempts}
@@ -159,7 +158,13 @@ class ShardSender:
                 self._request = None
         return sums
 
-    def _prepare(self, whole: bool, schedule: SendSchedule) -> list[RoundPacker]:
+    def prepare(self, mode: str) -> tuple[SendSchedule, list[RoundPacker]]:
+        """What will be sent when, and what fills the messages: worked out once, and again when parameters have moved.
+
+        Raises RuntimeError or ValueError when the parameters are no longer those of the model.
+        """
+        whole = mode == "reload"
+        schedule = self._whole if whole else self._slices
         addresses = self._shards.addresses()
         if addresses != self._addresses:
             self._packers.clear()
@@ -180,7 +185,7 @@ class ShardSender:
                     for i, number in enumerate(schedule.rounds)
                 ]
             }
-        return self._packers[whole]
+        return schedule, self._packers[whole]
 
     def _send_rounds(self, schedule: SendSchedule, packers: list[RoundPacker]) -> Tensor:
         """All rounds; the sums of this rank's parts in order, int64 on the CPU."""

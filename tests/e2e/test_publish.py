@@ -14,8 +14,8 @@ from conftest import write_hf_dir
 from inprocess import policy_of, random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weight_sync.engines import NoReplicaError
 from megatron_fp8rl.weight_sync.publish import WeightExporter
-from megatron_fp8rl.weight_sync.receivers import NoReplicaError
 from megatron_fp8rl.weight_sync.transports import choose
 from megatron_fp8rl.weight_sync.transports.process_group import GlooTransport
 

@@ -19,7 +19,7 @@ from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout.client import EngineDeadError
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.rollout.stream import RolloutStream
-from megatron_fp8rl.weight_sync.receivers import NoReplicaError
+from megatron_fp8rl.weight_sync.engines import NoReplicaError
 from model_configs.tiny import tiny_qwen3_moe
 
 # ---- the stream
