@@ -8,6 +8,7 @@ from pathlib import Path
 import inprocess
 import pytest
 import torch
+from engine_weights import policy_of
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.weight_sync.publish import WeightExporter
@@ -61,7 +62,7 @@ def update_and_reload(case: str, folder: Path) -> dict:
     inprocess.write_checkpoint(cfg, second, folder)
     llm = inprocess.build_engine(cfg, folder, load_format="dummy")
     result = {}
-    policy = inprocess.policy_of(cfg, first)
+    policy = policy_of(cfg, first)
     exporter = WeightExporter(policy, inprocess.InProcessFleet(llm), cfg)
     for version, weights in ((1, first), (2, second)):  # by vLLM's loaders and then directly; directly alone
         inprocess.set_weights(policy, weights)
@@ -134,7 +135,7 @@ def damage_and_recover(folder: Path) -> list:
     fleet = inprocess.InProcessFleet(llm)
     choose.TRANSPORTS["ipc"] = DamagingTransport  # in this process alone
     DamagingTransport.previous = old[NORM].view(torch.uint8)
-    policy = inprocess.policy_of(cfg, old)
+    policy = policy_of(cfg, old)
     exporter = WeightExporter(policy, fleet, cfg)
     found = []
     for kind, name, _ in DAMAGES:

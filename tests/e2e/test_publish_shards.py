@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine_weights import write_hf_dir
-from inprocess import policy_of, random_weights, set_weights
+from engine_weights import policy_of, write_hf_dir
+from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weight_sync.publish import WeightExporter
