@@ -39,8 +39,7 @@ def _cfg() -> RunConfig:
         kv_cache_dtype="fp8",
         torch_compile=False,
         sleep_level=1,
-        weight_update="reload",
-        transport="shm",
+        transport="gloo",  # the test's parameters are on the CPU
         max_prompt_tokens=128,
         max_completion_tokens=128,
         max_num_sequences=32,
