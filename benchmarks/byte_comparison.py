@@ -121,8 +121,9 @@ def transformer_engine(scales: str, device: torch.device) -> TransformerEngine |
 
 def groups(cfg: RunConfig) -> Iterator[tuple[str, list[Transfer]]]:
     """The transfers of each Megatron parameter, in the layout of ``cfg``."""
+    from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
     from megatron_fp8rl.precision.layer_table import LayerTable
-    from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
+    from megatron_fp8rl.weight_sync.plan import plan
 
     table = LayerTable.build(cfg.model, cfg.precision)
     layouts = TrainerLayout.from_config(cfg.parallel), EngineLayout.from_config(cfg.rollout)

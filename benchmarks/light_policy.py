@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.table import Weight, split_indices
-from megatron_fp8rl.weight_sync.plan import TrainerLayout
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel

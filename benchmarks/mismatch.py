@@ -315,7 +315,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--compile", choices=["on", "off", "eager"], default="off", help=compiled)
     parser.add_argument("--batch-invariant", action="store_true", help="the engine's batch-invariant kernels")
     parser.add_argument("--experts", choices=["te", "deep_gemm"], default="te", help="the trainer's kernels")
-    parser.add_argument("--transport", choices=["auto", "shm", "gloo", "ipc"], default="auto")
+    parser.add_argument("--transport", choices=["auto", "gloo", "ipc"], default="auto")
     parser.add_argument("--warm-steps", type=int, default=100)
     parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")
     parser.add_argument("--lr", type=float, default=3e-4)

@@ -43,7 +43,6 @@ def run_config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConf
         cfg.rollout,
         num_replicas=1,
         tensor=1,
-        transport="shm",
         gpu_memory_utilization=0.3,
         kv_cache_bytes=(1 << 30) if num_gpus() else (64 << 20),
         max_num_sequences=8,

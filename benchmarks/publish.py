@@ -49,7 +49,7 @@ MODELS = {
     "qwen3_30b_a3b": qwen3.qwen3_30b_a3b,
     "tiny": lambda: tiny.tiny_qwen3_moe().model,
 }
-KEYS = ("model", "layers", "precision", "layout", "transport", "weight_update", "device")
+KEYS = ("model", "layers", "precision", "layout", "transport", "device")
 _CHUNK_BYTES = 256 << 20  # of the plain copies
 _CASE_DEADLINE_S = 420.0
 
@@ -63,12 +63,11 @@ class Case:
     precision: str  # bf16 or fp8, at both ends
     layout: str
     transport: str
-    weight_update: str
     rounds: int
 
     @property
     def name(self) -> str:
-        parts = (self.model, self.layers or "all", self.precision, self.layout, self.transport, self.weight_update)
+        parts = (self.model, self.layers or "all", self.precision, self.layout, self.transport)
         return "-".join(map(str, parts))
 
 
@@ -98,7 +97,6 @@ def run_config(case: Case) -> RunConfig:
     rollout = RolloutConfig(
         **engine,
         transport=case.transport,
-        weight_update=case.weight_update,
         max_prompt_tokens=128,
         max_completion_tokens=128,
         max_num_sequences=16,
@@ -255,12 +253,12 @@ def run_case(case: Case) -> Row:
 
 def plan_cases(options: argparse.Namespace) -> Iterator[Case]:
     """All combinations that exist: NCCL needs GPUs of its own at each end, expert parallelism experts."""
-    for model, text, precision, transport, update in itertools.product(
-        options.model, options.layout, options.precision, options.transport, options.weight_update
+    for model, text, precision, transport in itertools.product(
+        options.model, options.layout, options.precision, options.transport
     ):
         if (transport == "nccl" and text == "colocated") or ("ep" in text and not MODELS[model]().is_moe):
             continue
-        yield Case(model, options.layers, precision, text, transport, update, options.rounds)
+        yield Case(model, options.layers, precision, text, transport, options.rounds)
 
 
 def table(rows: Sequence[Row]) -> list[dict[str, str]]:
@@ -271,7 +269,7 @@ def table(rows: Sequence[Row]) -> list[dict[str, str]]:
         head = {
             "model": f"{row['model']}{layers}, {row['precision']}",
             "trainer+engine": row["layout"],
-            "transport, update": f"{row['transport']}, {row['weight_update']}",
+            "transport": row["transport"],
         }
         names = ("GB", "first pause s", "pause s", "publication s", "parts of it, s", "plain copy s", "share")
         if "error" in row:
@@ -304,10 +302,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=0, help="of the model; 0: all")
     parser.add_argument("--layout", nargs="+", default=["colocated"], help="colocated, 1+1, tp2+tp2, tp2ep2+ep2, ...")
     parser.add_argument("--precision", nargs="+", choices=["fp8", "bf16"], default=["fp8"])
-    parser.add_argument("--transport", nargs="+", choices=["ipc", "nccl", "shm"], default=["ipc"])
-    parser.add_argument("--weight-update", nargs="+", choices=["direct", "reload"], default=["direct"])
+    parser.add_argument("--transport", nargs="+", choices=["ipc", "nccl", "gloo"], default=["ipc"])
     parser.add_argument("--rounds", type=int, default=4, help="publications after the first")
-    parser.add_argument("--quick", action="store_true", help="4 layers of qwen3_8b on one GPU; tiny over shm on a CPU")
+    parser.add_argument("--quick", action="store_true", help="4 layers of qwen3_8b on one GPU; tiny on a CPU")
     parser.add_argument("--again", action="store_true", help="measure also what --results has already")
     parser.add_argument("--budget-s", type=float, default=570.0, help="start no case that may not end before")
     parser.add_argument("--case-s", type=float, default=90.0, help="what one case may take")
@@ -317,7 +314,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if options.quick:
         on_gpu = num_gpus() > 0
         options.model, options.layers = (["qwen3_8b"], 4) if on_gpu else (["tiny"], 0)
-        options.transport = ["ipc"] if on_gpu else ["shm"]
+        options.transport = ["ipc"]
     return options
 
 

@@ -180,7 +180,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trainer-layout", choices=TRAINERS, default="single", help="default: one rank")
     parser.add_argument("--engine-layout", nargs="+", choices=ENGINES, default=["tp1"])
     parser.add_argument("--placement", choices=["colocated", "separate"], help="default: separate when ranks are several")
-    parser.add_argument("--transport", default="auto", choices=["auto", "shm", "gloo", "ipc", "nccl"])
+    parser.add_argument("--transport", default="auto", choices=["auto", "gloo", "ipc", "nccl"])
     parser.add_argument("--quick", action="store_true", help="2 layers")
     parser.add_argument("--budget-s", type=float, default=570.0, help="start no engine that may not end before")
     parser.add_argument("--case-s", type=float, default=120.0, help="what one case may take")

@@ -1,7 +1,7 @@
 """Does an engine that is updated, put to sleep and woken compute what an engine does that loads the same weights?
 
     python -m benchmarks.updates
-    python -m benchmarks.updates --model small_moe --linear deep_gemm --moe triton deep_gemm --update direct reload
+    python -m benchmarks.updates --model small_moe --linear deep_gemm --moe triton deep_gemm
 
 For every choice of kernels one engine starts with dummy weights and CUDA graphs and lives through five publications of
 two sets of random weights in turn, some of them after sleeping: level 1 (weights in host memory) and level 2 (weights
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
 
-KEYS = ("model", "linear", "moe", "update", "scales", "device")
+KEYS = ("model", "linear", "moe", "scales", "device")
 # (set of weights, sleep level before the publication) of versions 1 to 5.
 ROUNDS = ((1, 0), (2, 0), (1, 1), (2, 2), (1, 2))
 PROMPT_TOKENS = (5, 40, 200)  # the longest gives grouped kernels more rows than their smallest tile
@@ -53,7 +53,6 @@ class Case:
     model: str
     linear: str
     moe: str  # "auto" for a dense model
-    update: str
     scales: str
 
     @property
@@ -69,9 +68,8 @@ def plan_cases(options: argparse.Namespace) -> Iterator[Case]:
         else:
             kernels = [(linear, "auto") for linear in options.linear]
         for linear, moe in kernels:
-            for update in options.update:
-                for scales in options.scales:
-                    yield Case(model, linear, moe, update, scales)
+            for scales in options.scales:
+                yield Case(model, linear, moe, scales)
 
 
 def run_config(case: Case) -> RunConfig:
@@ -84,7 +82,6 @@ def run_config(case: Case) -> RunConfig:
         rollout=RolloutConfig(
             linear_backend=case.linear,
             moe_backend=case.moe,
-            weight_update=case.update,
             transport="auto",
             torch_compile=False,
             sleep_level=1 if num_gpus() else 0,  # asks vLLM for memory that can sleep, at any level
@@ -195,8 +192,8 @@ def run_case(case: Case, parallel: Parallel) -> Row:
     from megatron_fp8rl.data.model_dir import write_model_dir
     from megatron_fp8rl.rollout.client import EngineError
     from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.weight_sync.engines import TransportError
     from megatron_fp8rl.weight_sync.publish import WeightExporter
-    from megatron_fp8rl.weight_sync.transport import TransportError
     from megatron_fp8rl.weight_sync.verify import WeightMismatch
 
     cfg = run_config(case)
@@ -277,7 +274,6 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "model": row["model"],
             "linear kernels": row["linear"],
             "expert kernels": row["moe"] if MODELS[row["model"]]().is_moe else "-",
-            "update": row["update"],
             "scales": row["scales"],
             "kernels that ran": ", ".join(f"{kind} {name}" for kind, name in row["kernels"].items()) or "-",
             "outcome": row["outcome"],
@@ -305,7 +301,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     linear = ["deep_gemm", "cutlass", "triton"]
     parser.add_argument("--linear", nargs="+", choices=[*linear, "auto"], default=linear)
     parser.add_argument("--moe", nargs="+", choices=["triton", "deep_gemm", "auto"], default=["triton", "deep_gemm"])
-    parser.add_argument("--update", nargs="+", choices=["direct", "reload"], default=["direct"])
     parser.add_argument("--scales", nargs="+", choices=["pow2", "fp32"], default=["pow2"])
     parser.add_argument("--quick", action="store_true", help="one dense model on DeepGEMM's linears")
     parser.add_argument("--again", action="store_true", help="measure also what --results has already")

@@ -29,9 +29,10 @@ from checkpoint_tools.work import Bucket, Volume, WorkOptions, fill_buckets, run
 from megatron_fp8rl.config import FP8_BLOCK, PrecisionConfig
 from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout.vllm_args import quantization_config
-from megatron_fp8rl.weight_sync.plan import EngineLayout, PlanError, TrainerLayout, Transfer, plan
+from megatron_fp8rl.weight_sync.plan import PlanError, Transfer, plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +98,7 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
         raise CheckpointError(source.path, problems) from error
     if not any(t.is_fp8 for t in planned.transfers):
         raise CheckpointError(source.path, "no matrix would be FP8; lower --bf16_first_layers or --bf16_last_layers")
-    wire = {t.name: (getattr(torch, t.dtype), t.shape) for bucket in planned.buckets for t in bucket.tensors}
+    wire = {t.name: (getattr(torch, t.dtype), t.shape) for transfer in planned.transfers for t in transfer.wire_tensors()}
     sizes = {t.name: sum(_size(wire[name]) for name in _outputs(t)) for t in planned.transfers}
     buckets, total = fill_buckets(sizes.items()), sum(sizes.values())
     decides = {

@@ -247,7 +247,7 @@ def lines(spec: JobSpec) -> list[str]:
 def across_nodes(cfg: RunConfig, layout: Layout, needs_engines: bool) -> list[str]:
     """What does not reach from one node to another."""
     places = {node for place in layout.replicas for node in place.nodes} | set(layout.trainer_nodes[:1])
-    if needs_engines and len(places | set(layout.trainer_nodes)) > 1 and cfg.rollout.transport in ("shm", "ipc"):
+    if needs_engines and len(places | set(layout.trainer_nodes)) > 1 and cfg.rollout.transport == "ipc":
         return [
             f"--rollout.transport = {cfg.rollout.transport!r}: trainer and replicas are on {layout.nodes} nodes, and "
             "this ends at a node. Use --rollout.transport auto."

@@ -7,8 +7,6 @@ check a configuration in a second.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -189,7 +187,6 @@ class RolloutConfig:
     attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
     batch_invariant: bool = False  # results do not depend on what else is in the batch; slower, and not compiled
     torch_compile: bool = True  # False: CUDA graphs without torch.compile, which starts a minute sooner
-    weight_update: Literal["direct", "reload"] = "direct"  # into the kernels' tensors, or through vLLM's loaders
     prompts_per_step: int = 32
     completions_per_prompt: int = 8
     max_prompt_tokens: int = 64
@@ -206,8 +203,8 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.85
     max_num_sequences: int = 256  # decoded at a time by one replica
     enforce_eager: bool = False
-    transport: Literal["auto", "shm", "gloo", "ipc", "nccl"] = "auto"  # how weights travel
-    bucket_bytes: int = 256 << 20  # of weights in flight
+    transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"  # how weights travel
+    bucket_bytes: int = 256 << 20  # of weights that travel in one round
     start_deadline_s: float = 600.0
     request_deadline_s: float = 600.0
     update_deadline_s: float = 300.0

@@ -327,12 +327,12 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
             )
         )
     node = options.gpus_per_node
-    if wanted > node and cfg.rollout.transport == "shm":
+    if wanted > node and cfg.rollout.transport == "ipc":
         found.append(
             Finding(
                 severity="error",
                 subject="--rollout.transport",
-                problem=f"{wanted} GPUs are on more than one node of {node}, and shared memory ends at a node",
+                problem=f"{wanted} GPUs are on more than one node of {node}, and CUDA IPC ends at a node",
                 change=(("rollout.transport", "auto"),),
             )
         )

@@ -34,19 +34,19 @@ def _check_placement(found: Findings, accelerator: str) -> None:
 
 def _check_transport(found: Findings, accelerator: str) -> None:
     rollout = found.cfg.rollout
-    if rollout.placement == "remote" and rollout.transport in ("shm", "ipc") and rollout.replay is None:
+    if rollout.placement == "remote" and rollout.transport == "ipc" and rollout.replay is None:
         found.refuse(
             "rollout.transport",
             "travels through memory of one host, and rollout.placement = 'remote' puts the engines on others",
             "Choose auto, which takes gloo without GPUs and nccl between them",
         )
-    elif rollout.transport in ("ipc", "nccl") and accelerator == "cpu":
-        found.refuse("rollout.transport", "travels between GPUs, and this machine has none", "Choose auto, shm or gloo")
+    elif rollout.transport == "nccl" and accelerator == "cpu":
+        found.refuse("rollout.transport", "travels between GPUs, and this machine has none", "Choose auto, ipc or gloo")
     elif rollout.transport == "nccl" and rollout.placement == "colocated":
         found.refuse(
             "rollout.transport",
             "NCCL does not take two processes on one GPU, and the engines are colocated with the trainer",
-            "Choose ipc, or --rollout.placement separate",
+            "Choose ipc, gloo across hosts, or --rollout.placement separate",
         )
 
 

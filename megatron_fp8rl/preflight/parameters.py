@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, RunConfig
 from megatron_fp8rl.names import blocks, slicing
+from megatron_fp8rl.names.layouts import VOCAB_PADDING, TrainerLayout
 from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Row, Weight, fill
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.weight_sync.plan import VOCAB_PADDING, TrainerLayout
 
 _BF16_BYTES, _FP32_BYTES = 2, 4
 

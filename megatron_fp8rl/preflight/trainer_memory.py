@@ -29,12 +29,12 @@ import math
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
+from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.registry import padded_vocab_size
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.hardware import GIB, Gpu
 from megatron_fp8rl.preflight.memory import Estimate, Part
 from megatron_fp8rl.preflight.parameters import RankWeights, on_trainer_rank
-from megatron_fp8rl.weight_sync.plan import TrainerLayout
 
 # Not arithmetic but allowances: a CUDA context with its modules and cuBLAS's workspaces (measured on one H200: 1.7 GiB
 # for a dense model, 2.1 for one with experts), and NCCL's buffers for each process group that has more than one rank.

@@ -251,7 +251,7 @@ class EngineClient:
         await self._call("/start_weight_update", deadline_s=self._update_deadline_s)
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Receive one bucket that ``info`` describes; returns when every worker has loaded it."""
+        """Receive a publication that ``info`` describes; returns when every worker has loaded it."""
         await self._call("/update_weights", body={"update_info": dict(info)}, deadline_s=self._update_deadline_s)
 
     async def finish_update(self, version: int) -> None:

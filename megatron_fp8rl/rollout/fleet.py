@@ -5,9 +5,9 @@ Which process: trainer rank 0. Each replica is a process group of its own, with 
 live on an event loop in a thread of the fleet; the training loop, which is not asynchronous, goes through
 :meth:`Fleet.sync`.
 
-**A replica that dies** is taken out of :attr:`Fleet.clients`; what it was asked is asked of the others. Its successor is
+**A replica that dies** is removed from :attr:`Fleet.clients`; what it was asked is asked of the others. Its successor is
 started (or, of a launched job, found: see ``rollout/replicas.py``) meanwhile, and waits until a publication begins, which
-admits it; it samples when that publication has proven its weights. Only when no replica is left, and none comes back,
+it joins; it samples when that publication has proven its weights. Only when no replica is left, and none comes back,
 the run ends, with the first failure.
 """
 
@@ -32,8 +32,9 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import replica_name
 from megatron_fp8rl.rollout import placement, vllm_args
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, EngineError, Sampling, Tag
-from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, knock
+from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, ping
 from megatron_fp8rl.rollout.server_process import TERM_GRACE_S
+from megatron_fp8rl.weight_sync.engines import NoReplicaError
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -55,7 +56,7 @@ class Fleet:
         self.clients: tuple[EngineClient, ...] = ()
         self._hf_dir = Path(hf_dir)
         self._replicas = replicas
-        self._joining: list[EngineClient] = []  # they answer, and wait for the publication that admits them
+        self._joining: list[EngineClient] = []  # they answer, and wait for the publication that they join
         self._is_ready = False
         self._ready: dict[int, asyncio.Future[EngineClient]] = {}  # the first incarnations
         self._given_up: set[int] = set()
@@ -133,7 +134,7 @@ class Fleet:
             try:
                 await call(client)
             except EngineDeadError as error:
-                self.take_out(client, str(error))
+                self.remove(client, str(error))
 
         async def all_clients() -> None:
             await asyncio.gather(*(one(client) for client in self.clients))
@@ -163,8 +164,8 @@ class Fleet:
 
     # ---- replicas that come and go
 
-    def take_out(self, client: EngineClient, reason: str, *, asked_again: int = 0) -> None:
-        """Ask this replica no more, for it has ended. On the loop. ``asked_again`` prompts have to be asked of others."""
+    def remove(self, client: EngineClient, reason: str, *, asked_again: int = 0) -> None:
+        """Ask this replica no more, because it has ended. On the loop. ``asked_again`` prompts have to be asked of others."""
         self._num_asked_again += asked_again
         if self._first_failure is None:
             self._first_failure = reason
@@ -181,7 +182,7 @@ class Fleet:
         return bool(self._joining) and not self.clients
 
     async def wait_for_members(self, *, or_joining: bool = False) -> None:
-        """Return when a replica may be asked; ``or_joining`` when one waits to be admitted, too. On the loop.
+        """Return when a replica may be asked; ``or_joining`` when one waits to join, too. On the loop.
 
         Raises EngineDeadError with the first failure of the run when there is none and none will come back, or none has
         within ``rollout.start_deadline_s``.
@@ -195,13 +196,13 @@ class Fleet:
                 raise EngineDeadError(f"no rollout replica is left, and {why}. The first failure: {self._first_failure}")
             await asyncio.sleep(_MEMBER_POLL_S)
 
-    def admit(self) -> tuple[EngineClient, ...]:
+    def begin_update(self) -> tuple[EngineClient, ...]:
         """The replicas that take part in the publication that begins: those that sample, and those that came back.
 
-        Waits while there is none, as :meth:`wait_for_members` does, and raises what it does.
+        Waits while there is none, as :meth:`wait_for_members` does. Raises NoReplicaError when none comes back.
         """
 
-        async def admit() -> tuple[EngineClient, ...]:
+        async def join() -> tuple[EngineClient, ...]:
             while True:
                 await self.wait_for_members(or_joining=True)
                 joining, self._joining = self._joining, []
@@ -211,16 +212,19 @@ class Fleet:
                 if alive:
                     return self.clients
 
-        return self.sync(admit(), self.cfg.rollout.start_deadline_s + 2 * _PROGRESS_S)
+        try:
+            return self.sync(join(), self.cfg.rollout.start_deadline_s + 2 * _PROGRESS_S)
+        except EngineDeadError as error:
+            raise NoReplicaError(str(error)) from error
 
-    def lost(self, clients: Sequence[EngineClient]) -> bool:
+    def has_lost_replica(self, clients: Sequence[EngineClient]) -> bool:
         """Whether one of these has ended, which may be why a call has just failed; they are asked no more then."""
 
         async def look() -> bool:
             await asyncio.wait([c.replica.exited for c in clients], timeout=_NEWS_S, return_when=asyncio.FIRST_COMPLETED)
             dead = [client for client in clients if not client.is_alive]
             for client in dead:
-                self.take_out(client, _ended(client.replica))
+                self.remove(client, _ended(client.replica))
             return bool(dead)
 
         return self.sync(look(), 2 * _NEWS_S)
@@ -262,7 +266,7 @@ class Fleet:
                 except EngineError as error:
                     if self._replicas.starts_here and not first.done():
                         raise
-                    self.take_out(client, str(error))
+                    self.remove(client, str(error))
                     await client.close()
                     continue
                 self._replicas.note_ready(replica)
@@ -273,7 +277,7 @@ class Fleet:
                 else:
                     first.set_result(client)
                 await replica.exited
-                self.take_out(client, _ended(replica))
+                self.remove(client, _ended(replica))
                 await client.close()
             self._given_up.add(index)
         except Exception as error:  # a defect, or a mistake in the configuration: whoever waits for the replica has it
@@ -373,7 +377,7 @@ async def _answers(client: EngineClient) -> bool:
             f"rollout replica {replica.name} {replica.exited.result()} while it started; "
             f"{replica.log_path} ends with\n{replica.last_log_lines()}"
         )
-    if await knock(replica.url) is not None:
+    if await ping(replica.url) is not None:
         return False  # bound, not yet listening
     await client.health()
     return True

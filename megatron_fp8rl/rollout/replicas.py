@@ -5,7 +5,7 @@ Which process: trainer rank 0, on the fleet's event loop.
 
     local    started by :class:`LocalReplicas`; again when one has died, at most ``rollout.max_replica_restarts`` times
     remote   started by others (``rollout/replica.py``); :class:`RemoteReplicas` reads the files that they write, and
-             knocks at their doors: a replica is gone when nothing listens any more, its host is silent, or its file
+             pings at their doors: a replica is gone when nothing listens any more, its host is silent, or its file
              names another incarnation
 """
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _EXIT_POLL_S = 0.1
 _FILE_POLL_S = 0.5
-_KNOCK_S = 0.5  # between connections to a remote replica
+_PING_S = 0.5  # between connections to a remote replica
 _SILENCE_S = 15.0  # after which a host that does not answer has gone
 _LOG_TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
@@ -173,7 +173,7 @@ class RemoteReplicas:
         path = endpoint_path(self._run_dir, index)
         while True:
             endpoint = await asyncio.to_thread(Endpoint.read, path)
-            if endpoint is not None and endpoint != self._known.get(index) and await knock(endpoint.url) is None:
+            if endpoint is not None and endpoint != self._known.get(index) and await ping(endpoint.url) is None:
                 break
             await asyncio.sleep(_FILE_POLL_S)
         self._known[index] = endpoint
@@ -212,11 +212,11 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) ->
     heard_s = time.monotonic()
     num_refusals = 0
     while True:
-        await asyncio.sleep(_KNOCK_S)
+        await asyncio.sleep(_PING_S)
         newer = await asyncio.to_thread(Endpoint.read, path)
         if newer is not None and newer != endpoint:
             return exited.set_result(f"was started again on {newer.host} (incarnation {newer.incarnation})")
-        problem = await knock(endpoint.url)
+        problem = await ping(endpoint.url)
         if problem is None:
             heard_s, num_refusals = time.monotonic(), 0
             continue
@@ -228,7 +228,7 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) ->
             return exited.set_result(f"has gone: {endpoint.host} has been silent for {silent_s:.0f} s ({problem})")
 
 
-async def knock(url: str) -> OSError | None:
+async def ping(url: str) -> OSError | None:
     """None when someone listens at ``url``, else why not."""
     parts = urlsplit(url)
     try:

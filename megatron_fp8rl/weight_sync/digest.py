@@ -56,9 +56,18 @@ def headers_of(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> np.ndarr
 
 def values_of_sums(totals: np.ndarray, headers: np.ndarray) -> np.ndarray:
     """Digests as numbers, uint64, of tensors whose words have these sums: (u)int64, of one shape with ``headers``."""
-    x = totals.view(np.uint64) + headers
+    return _mix_array(totals.view(np.uint64) + headers)
+
+
+def terms_of_words(words: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """What int64 words at ``places`` (int64, counted from 0) each add to the sum of a tensor, modulo 2^64: int64."""
+    golden = (places.view(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
+    return _mix_array(words.view(np.uint64) + golden).view(np.int64)
+
+
+def _mix_array(x: np.ndarray) -> np.ndarray:
     for shift, multiplier in itertools.zip_longest(_SHIFTS, _MULTIPLIERS):
-        x ^= x >> np.uint64(shift)
+        x = x ^ (x >> np.uint64(shift))
         if multiplier is not None:
             x *= np.uint64(multiplier)
     return x
@@ -76,7 +85,7 @@ def _finish(totals: list[int], tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor that is digested in place of ``tensor``: int64 of the bits of float32 numbers. See ``partial.py``."""
+    """The tensor that is digested in place of ``tensor``: int64 of the bits of float32 numbers. See ``part_sums.py``."""
     return tensor.view(torch.int32).to(torch.int64) if tensor.dtype == torch.float32 else tensor
 
 

@@ -1,54 +1,95 @@
-"""The engines as an exporter sees them: all replicas at once, with one deadline for a publication.
+"""The engines as a publication sees them: what it asks of their replicas, and all of them called at once.
 
-Runs on trainer rank 0. Which replicas there are is settled when a publication begins, by :meth:`Engines.meet`; one that
-dies meanwhile fails the publication, which is then repeated without it.
+Runs on trainer rank 0. Which replicas there are is settled when a publication begins, by :meth:`Engines.begin_update`;
+one that dies meanwhile fails the publication, which is then repeated without it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol
 
-from megatron_fp8rl.rollout.client import EngineDeadError
-from megatron_fp8rl.weight_sync.transport import TransportError
+from megatron_fp8rl.types import KVScales
 
-if TYPE_CHECKING:
-    from megatron_fp8rl.rollout.fleet import Fleet
+
+class TransportError(RuntimeError):
+    """Weights could not be delivered; the engines are left paused with weights of no version."""
 
 
 class NoReplicaError(TransportError):
     """No replica is left to publish to, and none comes back; the text says how the first one failed."""
 
 
+class Receiver(Protocol):
+    """One replica. Every method raises an error that names it when it fails, has died or does not answer in time."""
+
+    async def init_transfer(self, info: Mapping[str, Any]) -> None:
+        """Have every worker connect to the trainer."""
+
+    async def pause(self, mode: str) -> None:
+        """Stop sampling and drop the KV cache; with ``keep`` what is running continues after :meth:`resume`."""
+
+    async def start_update(self) -> None:
+        """Expect weights."""
+
+    async def update_weights(self, info: Mapping[str, Any]) -> None:
+        """Receive and load a whole publication."""
+
+    async def finish_update(self, version: int) -> None:
+        """Complete it: the weights are those of ``version``."""
+
+    async def abandon_update(self) -> None:
+        """Give up an update that has begun, so that another can begin."""
+
+    async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
+        """Set scales of the FP8 KV cache; what each worker holds then."""
+
+    async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
+        """What each worker holds."""
+
+    async def resume(self) -> None:
+        """Sample again."""
+
+
+class Receivers(Protocol):
+    """All replicas that there are at the moment, as ``rollout.fleet.Fleet`` keeps them."""
+
+    clients: Sequence[Receiver]
+
+    def begin_update(self) -> Sequence[Receiver]:
+        """The replicas that take part in the publication that begins; waits while there is none.
+
+        Raises NoReplicaError when none comes back.
+        """
+
+    def has_lost_replica(self, clients: Sequence[Receiver]) -> bool:
+        """After a failure: whether one of these has died; they are not asked again then."""
+
+    def sync(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
+        """Run a coroutine on the event loop of the clients and return its result. Raises TimeoutError when it is late."""
+
+
 class Engines:
     """All replicas of a fleet, driven together from a blocking thread. Every call has what is left of one deadline."""
 
-    def __init__(self, fleet: Fleet, rollout_tensor: int, deadline_s: float):
-        self.workers_per_replica = rollout_tensor
+    def __init__(self, fleet: Receivers, deadline_s: float):
         self._fleet = fleet
-        self._clients: tuple[Any, ...] = tuple(fleet.clients)
-        self._proven: tuple[Any, ...] = ()  # those that have been through a whole publication
+        self._clients: tuple[Receiver, ...] = tuple(fleet.clients)
+        self._proven: tuple[Receiver, ...] = ()  # those that have been through a whole publication
         self._is_settled = True  # nothing has failed since
         self._deadline_s = deadline_s
         self._end = time.monotonic() + deadline_s
 
-    @property
-    def num_replicas(self) -> int:
-        return len(self._clients)
-
-    def meet(self) -> tuple[bool, bool, int]:
+    def begin_update(self) -> tuple[bool, bool, int]:
         """Begin a publication, with ``deadline_s`` for all of its calls.
 
         Returns whether connections have to be made, since the replicas are others or the last attempt failed; whether
         one of them has not been proven yet; and how many there are. Waits while there is none. Raises NoReplicaError
         when none comes back.
         """
-        try:
-            clients = tuple(self._fleet.admit())
-        except EngineDeadError as error:
-            raise NoReplicaError(str(error)) from error
+        clients = tuple(self._fleet.begin_update())
         must_connect = clients != self._clients or not self._is_settled
         survivors = () if self._is_settled else [client for client in clients if client in self._clients]
         self._clients = clients
@@ -62,22 +103,22 @@ class Engines:
         """A publication has been proven."""
         self._proven = self._clients
 
-    def lost_one(self) -> bool:
+    def has_lost_replica(self) -> bool:
         """After a failure: whether a replica has died, so that the publication may be repeated without it."""
         self._is_settled = False
         self._proven = ()  # their loaders may have been interrupted
-        return bool(self._fleet.lost(self._clients))
+        return bool(self._fleet.has_lost_replica(self._clients))
 
-    def call(self, what: str, method: Callable[[int, Any], Awaitable[Any]]) -> list[Any]:
+    def call(self, what: str, method: Callable[[int, Receiver], Awaitable[Any]]) -> list[Any]:
         """``method(i, client)`` on all replicas at once; results in their order.
 
         Raises TransportError with the replica and ``what`` as soon as one fails or the deadline passes.
         """
         return self._call(what, method, self._clients)
 
-    def _call(self, what: str, method: Callable[[int, Any], Awaitable[Any]], clients: Sequence[Any]) -> list[Any]:
+    def _call(self, what: str, method: Callable[[int, Receiver], Awaitable[Any]], clients: Sequence[Receiver]) -> list[Any]:
 
-        async def one(index: int, client: Any) -> Any:
+        async def one(index: int, client: Receiver) -> Any:
             try:
                 return await method(index, client)
             except Exception as error:  # of any layer of the client; the cause says which
@@ -96,12 +137,10 @@ class Engines:
             ) from error
 
     def init_transfer(self, infos: Sequence[dict[str, Any]]) -> None:
-        """See :class:`megatron_fp8rl.weight_sync.transport.Receivers`."""
+        """Hand replica i its ``infos[i]``."""
         self.call("init_weight_transfer_engine", lambda i, client: client.init_transfer(infos[i]))
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        """See :class:`megatron_fp8rl.weight_sync.transport.Receivers`."""
+        """Have all replicas receive and load a publication."""
         what = f"policy version {info['version']} ({info['mode']})"
-        if "bucket" in info:
-            what = f"bucket {info['bucket'] + 1} of {info['num_buckets']} ({info['names'][0]} to {info['names'][-1]})"
         self.call(what, lambda _, client: client.update_weights(info))

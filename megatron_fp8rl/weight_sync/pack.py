@@ -1,6 +1,6 @@
 """Fill a trainer rank's messages: its parameters, quantized straight into the memory that engines read.
 
-In:  this rank's parameters, and an exchange that says what of them goes where in which round.
+In:  this rank's parameters, and a schedule that says what of them goes where in which round.
 Out: the bytes of a round in the sender's slot, their sums for the digests, and whether all of them are finite.
 Runs on every trainer rank. Which bytes come from where is worked out once; a publication then costs a few launches for
 each round, however many experts a round holds.
@@ -15,20 +15,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
-from megatron_fp8rl.kernels.blockwise import Scales, canonical, quantize_weight
+from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, has_nan, is_fp8
 from megatron_fp8rl.names import registry, slicing
+from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.table import Weight
 from megatron_fp8rl.weight_sync.copies import Copies
-from megatron_fp8rl.weight_sync.partial import PartialSums
-from megatron_fp8rl.weight_sync.plan import TrainerLayout, Transfer
+from megatron_fp8rl.weight_sync.part_sums import PartSums
+from megatron_fp8rl.weight_sync.plan import Transfer
 from megatron_fp8rl.weight_sync.schedule import Gathering, Message, Part, Round
 
 Quantization = tuple[Tensor, Tensor, Tensor]  # BF16 matrix, its E4M3 bytes, its scales
 Copied = tuple[Tensor, Tensor]  # (where to, from where)
 
 
-class Holdings:
+class LocalShards:
     """This rank's parameters, as parts of Hugging Face tensors."""
 
     def __init__(self, parameters: Mapping[str, Tensor], trainer: TrainerLayout, model: ModelConfig, rank: int):
@@ -52,11 +53,16 @@ class Holdings:
         """Views that make up [start, stop) of the transfer's axis: (view, first, end), in order. Of FP8 parameters their
         bytes.
 
-        Raises ValueError for an FP8 parameter that would have to travel in BF16.
+        Raises ValueError for an FP8 parameter that would have to be quantized again or to travel in BF16.
         """
         tensor = self._tensor(transfer.mcore_name)
         if is_fp8(tensor):
-            if transfer.quantize != "at_source":
+            if transfer.quantize == "gathered":
+                raise ValueError(
+                    f"{transfer.name}: its parts on trainer ranks cut blocks of {FP8_BLOCK}, and FP8 parameters are not "
+                    "quantized again. Choose --precision.params bf16"
+                )
+            if transfer.quantize == "never":
                 raise ValueError(
                     f"{transfer.name}: trainer rank {self._rank} holds it in FP8, and it would travel in BF16. Choose "
                     "--precision.params bf16"
@@ -120,16 +126,15 @@ class RoundPacker:
         self,
         number: Round,
         slot: Tensor,
-        holdings: Holdings,
+        shards: LocalShards,
         *,
         scales: Scales,
         rank: int,
         group: dist.ProcessGroup | None,
-        in_canonical_form: bool = False,
     ):
         self._messages = number.sent_by(rank)
         self._gatherings = [
-            _Gather(gathering, holdings, rank, slot.device, group)
+            TensorGather(gathering, shards, rank, slot.device, group)
             for gathering in number.gatherings
             if any(source.rank == rank for source in gathering.sources)
         ]
@@ -145,16 +150,16 @@ class RoundPacker:
             for part, target in views:
                 if part.is_scale:
                     continue
-                if holdings.are_fp8(part.transfer) and part.name not in whole:
+                if shards.are_fp8(part.transfer) and part.name not in whole:
                     scale = by_key[part.transfer.scale_name, part.start // FP8_BLOCK]
-                    copies += _raw_copies(part, holdings, target, scale)
+                    copies += _raw_copies(part, shards, target, scale)
                     self._as_they_are.append((part, target, scale))
                     continue
                 if part.name in whole:
                     view = whole[part.name].narrow(part.transfer.axis, part.start, part.stop - part.start)
                     pieces = [(view, part.start, part.stop)]
                 else:
-                    pieces = holdings.pieces(part.transfer, part.start, part.stop)
+                    pieces = shards.pieces(part.transfer, part.start, part.stop)
                 if part.transfer.is_fp8:
                     scale = by_key[part.transfer.scale_name, part.start // FP8_BLOCK]
                     quantizations += self._quantizations(part, pieces, target, scale)
@@ -163,9 +168,7 @@ class RoundPacker:
                     copies += [(target.narrow(axis, a - part.start, b - a), view) for view, a, b in pieces]
         self._copy = Copies(copies)
         self._quantize = _prepared(quantizations, scales)
-        made = [outs for _, *outs in quantizations] + [outs for _, *outs in self._as_they_are]
-        self._canonical = made if in_canonical_form else []
-        self._sums = PartialSums([(tensor, part.words) for part, tensor in self._parts])
+        self._sums = PartSums([(tensor, part.extent) for part, tensor in self._parts])
 
     def _quantizations(
         self, part: Part, pieces: list[tuple[Tensor, int, int]], target: Tensor, scale: Tensor
@@ -193,20 +196,16 @@ class RoundPacker:
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Fill the messages on the current stream: (sums int64 [parts], whether all is finite, bool []).
+        """Fill the messages on the current stream: (what :class:`PartSums` returns, whether all is finite, bool []).
 
         Collective over the ranks that share a gathered tensor of this round.
         """
-        for gather in self._gatherings:
-            gather()
+        gather_all(self._gatherings)
         for target, view in self._joins:
             target.copy_(view)
         self._copy()
         self._quantize()
-        for data, scale in self._canonical:
-            for target, source in zip((data, scale), canonical(data, scale)):
-                target.copy_(source)
-        return self._sums().clone(), self._all_finite()
+        return self._sums(), self._all_finite()
 
     def _all_finite(self) -> Tensor:
         # An FP8 block that is not finite has such a scale. Sums of BF16 numbers in float32 do not overflow.
@@ -234,12 +233,12 @@ def _views(message: Message, slot: Tensor) -> Iterator[tuple[Part, Tensor]]:
         yield part, slot[start : start + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
 
 
-def _raw_copies(part: Part, holdings: Holdings, target: Tensor, scale: Tensor) -> Iterator[Copied]:
+def _raw_copies(part: Part, shards: LocalShards, target: Tensor, scale: Tensor) -> Iterator[Copied]:
     """Bytes and scales of an FP8 parameter, each to its place in the slot."""
     axis, first_block = part.transfer.axis, part.start // FP8_BLOCK
-    for view, first, end in holdings.pieces(part.transfer, part.start, part.stop):
+    for view, first, end in shards.pieces(part.transfer, part.start, part.stop):
         yield target.narrow(axis, first - part.start, end - first), view
-    for view, first, end in holdings.scales(part.transfer, part.start, part.stop):
+    for view, first, end in shards.scales(part.transfer, part.start, part.stop):
         yield scale.narrow(axis, first - first_block, end - first), view
 
 
@@ -259,51 +258,62 @@ def _prepared(quantizations: Sequence[Quantization], scales: Scales) -> Callable
     return run
 
 
-class _Gather:
-    """One tensor, put together in BF16 from the parts of several ranks on one of them."""
+class TensorGather:
+    """One tensor, put together in the type of its plan from the parts of several ranks on one of them.
+
+    ``whole`` is that tensor on the collector, on ``device``, and None elsewhere; :func:`gather_all` fills it. ``group``
+    carries messages between CPUs; GPUs use the default group.
+    """
 
     def __init__(
-        self,
-        gathering: Gathering,
-        holdings: Holdings,
-        rank: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
+        self, gathering: Gathering, shards: LocalShards, rank: int, device: torch.device, group: dist.ProcessGroup | None
     ):
         self.transfer = transfer = gathering.transfer
         self.whole: Tensor | None = None
         self._collector = gathering.collector
         self._group = group if device.type == "cpu" else None
-        self._own: list[tuple[Tensor, Tensor]] = []  # where this rank's pieces are put first
+        self._own: list[Copied] = []  # this rank's pieces
         self._receive: list[tuple[Tensor, Tensor, int]] = []  # (place in the whole, memory for a message, from whom)
         self._send: Tensor | None = None
-        is_collector = rank == gathering.collector
+        dtype, is_collector = getattr(torch, transfer.dtype), rank == gathering.collector
         if is_collector:
-            self.whole = torch.empty(transfer.shape, dtype=torch.bfloat16, device=device)
+            self.whole = torch.empty(transfer.shape, dtype=dtype, device=device)
         for source in gathering.sources:
             shape = list(transfer.shape)
             shape[transfer.axis] = source.stop - source.start
             if is_collector:
                 place = self.whole.narrow(transfer.axis, source.start, source.stop - source.start)
             else:
-                place = torch.empty(shape, dtype=torch.bfloat16, device=device) if source.rank == rank else None
+                place = torch.empty(shape, dtype=dtype, device=device) if source.rank == rank else None
             if source.rank == rank:
-                for view, first, end in holdings.pieces(transfer, source.start, source.stop):
+                for view, first, end in shards.pieces(transfer, source.start, source.stop):
                     self._own.append((place.narrow(transfer.axis, first - source.start, end - first), view))
                 if not is_collector:
                     self._send = place
             elif is_collector:
-                self._receive.append((place, torch.empty(shape, dtype=torch.bfloat16, device=device), source.rank))
+                self._receive.append((place, torch.empty(shape, dtype=dtype, device=device), source.rank))
 
-    def __call__(self) -> None:
-        """Collective over the ranks that hold parts."""
+    def start(self) -> list[dist.P2POp]:
+        """Copy this rank's pieces; the messages that have to travel."""
         for target, view in self._own:
             target.copy_(view)
         operations = [dist.P2POp(dist.irecv, memory, peer, self._group) for _, memory, peer in self._receive]
         if self._send is not None:
             operations.append(dist.P2POp(dist.isend, self._send, self._collector, self._group))
-        if operations:
-            for request in dist.batch_isend_irecv(operations):
-                request.wait()
+        return operations
+
+    def finish(self) -> None:
+        """Once they have travelled."""
         for place, memory, _ in self._receive:
             place.copy_(memory)
+
+
+@torch.no_grad()
+def gather_all(gathers: Sequence[TensorGather]) -> None:
+    """Collective over the ranks that hold parts of these tensors, which all give them in one order."""
+    operations = [operation for gather in gathers for operation in gather.start()]
+    if operations:
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+    for gather in gathers:
+        gather.finish()

@@ -1,4 +1,4 @@
-"""Which trainer rank sends which part of which tensor, in which precision, in which bucket. Pure and deterministic.
+"""Which trainer rank sends which part of which tensor, in which precision. Pure and deterministic.
 
 In:  the model, the table of FP8 layers, the trainer's layout, the engine's layout.
 Out: a :class:`Plan`. Every rank computes the same one and acts on its own part of it; nothing is negotiated.
@@ -16,18 +16,16 @@ first. Either way the bytes are those of the whole tensor, for every layout.
 
 from __future__ import annotations
 
-import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, ParallelConfig, RolloutConfig
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.names import registry, slicing
+from megatron_fp8rl.names.layouts import VOCAB_PADDING, EngineLayout, TrainerLayout
 from megatron_fp8rl.names.table import DType, Weight, split_indices
 from megatron_fp8rl.precision.layer_table import LayerTable
-
-ALIGNMENT_BYTES = 64  # of every tensor in a bucket: a cache line, and enough for any vector load
-VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it divides it over ranks
 
 
 class PlanError(ValueError):
@@ -38,86 +36,8 @@ class PlanError(ValueError):
         super().__init__(f"{len(problems)} tensors cannot be published:\n" + "\n".join(f"  {p}" for p in problems))
 
 
-def aligned(num_bytes: int) -> int:
-    """Where the next tensor of a bucket or message begins, behind ``num_bytes``."""
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-def layers_per_chunk(num_layers: int, num_chunks: int) -> list[int]:
-    """How many layers each chunk of a pipeline holds, in order. The first chunks take what does not divide evenly: the
-    last one has the output head as well."""
-    least, rest = divmod(num_layers, num_chunks)
-    return [least + (chunk < rest) for chunk in range(num_chunks)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerLayout:
-    """Degrees of parallelism of the trainer and Megatron's order of ranks (tensor fastest, pipeline slowest)."""
-
-    world_size: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_stages: int = 1
-    context: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-
-    @classmethod
-    def from_config(cls, parallel: ParallelConfig) -> TrainerLayout:
-        return cls(
-            world_size=parallel.world_size,
-            tensor=parallel.tensor,
-            pipeline=parallel.pipeline,
-            virtual_stages=parallel.virtual_stages,
-            context=parallel.context,
-            expert=parallel.expert,
-            expert_tensor=parallel.expert_tensor,
-        )
-
-    @property
-    def ranks_per_stage(self) -> int:
-        return self.world_size // self.pipeline
-
-    def stage(self, layer: int, num_layers: int) -> int:
-        """Pipeline rank of a layer. With virtual stages, consecutive chunks of layers go around the ranks."""
-        ends = itertools.accumulate(layers_per_chunk(num_layers, self.pipeline * self.virtual_stages))
-        chunk = next(chunk for chunk, end in enumerate(ends) if layer < end)
-        return chunk % self.pipeline
-
-    def holders(self, weight: Weight, model: ModelConfig) -> list[list[int]]:
-        """For each part of a parameter, in order, all ranks that hold it: its replicas, in ascending order."""
-        pattern, layer, expert = split_indices(weight.name)
-        if layer >= 0:
-            stage = self.stage(layer, model.num_layers)
-        else:
-            stage = 0 if pattern.startswith("embedding.") else self.pipeline - 1
-        ranks = range(stage * self.ranks_per_stage, (stage + 1) * self.ranks_per_stage)
-        if expert < 0:
-            if weight.cut == "none":
-                return [list(ranks)]
-            return [list(ranks[t :: self.tensor]) for t in range(self.tensor)]
-        owner = expert // (model.num_experts // self.expert)
-        step = self.expert * self.expert_tensor
-        return [list(ranks[owner * self.expert_tensor + t :: step]) for t in range(self.expert_tensor)]
-
-    def shards(self, weight: Weight, model: ModelConfig) -> list[int]:
-        """The ranks that hold the parts of a parameter, in order; the lowest rank among replicas."""
-        return [ranks[0] for ranks in self.holders(weight, model)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLayout:
-    """Degrees of parallelism of one engine replica. ``expert`` is 1, or ``tensor`` when experts are spread whole."""
-
-    tensor: int = 1
-    expert: int = 1
-
-    @classmethod
-    def from_config(cls, rollout: RolloutConfig) -> EngineLayout:
-        return cls(tensor=rollout.tensor, expert=rollout.expert)
-
-
 Range = tuple[int, int]  # [start, stop)
+ITEM_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,28 +70,26 @@ class Transfer:
     def scale_name(self) -> str:
         return f"{self.name}_scale_inv"
 
+    def wire_tensors(self) -> Iterator[WireTensor]:
+        """What travels: the tensor, or its FP8 bytes and then their scales."""
+        if not self.is_fp8:
+            yield WireTensor(self.name, self.dtype, self.shape)
+            return
+        yield WireTensor(self.name, "float8_e4m3fn", self.shape)
+        yield WireTensor(self.scale_name, "float32", tuple(-(-n // FP8_BLOCK) for n in self.shape))
+
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """One tensor in a bucket."""
+    """One tensor as it travels, whole."""
 
     name: str
     dtype: Literal["bfloat16", "float8_e4m3fn", "float32"]
     shape: tuple[int, ...]
-    offset: int  # bytes from the start of the bucket
 
     @property
     def num_bytes(self) -> int:
-        return {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}[self.dtype] * math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors that travel together. ``tensors`` says where each lies; an FP8 weight is followed by its scales."""
-
-    transfers: tuple[Transfer, ...]
-    tensors: tuple[WireTensor, ...]
-    num_bytes: int
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -180,16 +98,12 @@ class Plan:
 
     trainer: TrainerLayout
     engine: EngineLayout
-    buckets: tuple[Bucket, ...]
-
-    @property
-    def transfers(self) -> list[Transfer]:
-        return [t for bucket in self.buckets for t in bucket.transfers]
+    transfers: tuple[Transfer, ...]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that one replica receives."""
-        return sum(t.num_bytes for bucket in self.buckets for t in bucket.tensors)
+        """Bytes of all tensors, each counted once."""
+        return sum(tensor.num_bytes for transfer in self.transfers for tensor in transfer.wire_tensors())
 
 
 def block_edges_only(transfer_shape: tuple[int, ...], axis: int, parts: list[Range]) -> bool:
@@ -275,38 +189,6 @@ def _untiled(name: str, weight: Weight, shape: tuple[int, ...], kept: list[Range
     ]
 
 
-def _wire_tensors(transfer: Transfer, offset: int) -> tuple[list[WireTensor], int]:
-    """The tensors that a transfer puts into a bucket from ``offset`` on, and the first free byte after them."""
-    if transfer.is_fp8:
-        blocks = tuple(-(-n // FP8_BLOCK) for n in transfer.shape)
-        kinds = [(transfer.name, "float8_e4m3fn", transfer.shape), (transfer.scale_name, "float32", blocks)]
-    else:
-        kinds = [(transfer.name, transfer.dtype, transfer.shape)]
-    tensors = []
-    for name, dtype, shape in kinds:
-        tensor = WireTensor(name, dtype, shape, offset)
-        tensors.append(tensor)
-        offset += aligned(tensor.num_bytes)
-    return tensors, offset
-
-
-def _fill_buckets(transfers: list[Transfer], bucket_bytes: int) -> tuple[Bucket, ...]:
-    buckets: list[Bucket] = []
-    members: list[Transfer] = []
-    tensors: list[WireTensor] = []
-    end = 0
-    for transfer in transfers:
-        added, new_end = _wire_tensors(transfer, end)
-        if members and new_end > bucket_bytes:
-            buckets.append(Bucket(tuple(members), tuple(tensors), end))
-            members, tensors = [], []
-            added, new_end = _wire_tensors(transfer, 0)
-        members.append(transfer)
-        tensors += added
-        end = new_end
-    return (*buckets, Bucket(tuple(members), tuple(tensors), end))
-
-
 def _check_layouts(model: ModelConfig, trainer: TrainerLayout, engine: EngineLayout) -> list[str]:
     problems = []
     stages = trainer.pipeline * trainer.virtual_stages
@@ -325,17 +207,8 @@ def _check_layouts(model: ModelConfig, trainer: TrainerLayout, engine: EngineLay
     return problems
 
 
-def plan(
-    model: ModelConfig,
-    table: LayerTable,
-    trainer: TrainerLayout,
-    engine: EngineLayout,
-    *,
-    bucket_bytes: int = RolloutConfig.bucket_bytes,
-) -> Plan:
+def plan(model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: EngineLayout) -> Plan:
     """Plan a publication.
-
-    A bucket holds at most ``bucket_bytes``, or one tensor that is larger by itself.
 
     Raises PlanError that names every tensor that a layout cannot hold, and what to do.
     """
@@ -350,4 +223,4 @@ def plan(
             problems += wrong
     if problems:
         raise PlanError(problems)
-    return Plan(trainer, engine, _fill_buckets(transfers, bucket_bytes))
+    return Plan(trainer, engine, tuple(transfers))

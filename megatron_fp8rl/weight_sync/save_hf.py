@@ -11,19 +11,23 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.kernels.fp8_parameter import plain
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.weight_sync.gather import Gather, together
-from megatron_fp8rl.weight_sync.plan import Bucket, EngineLayout, TrainerLayout, plan
+from megatron_fp8rl.weight_sync.agreement import together
+from megatron_fp8rl.weight_sync.pack import LocalShards, TensorGather, gather_all
+from megatron_fp8rl.weight_sync.plan import Transfer, plan
+from megatron_fp8rl.weight_sync.schedule import Gathering
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
@@ -49,36 +53,64 @@ def save_hf(
 
     A shard holds at most ``max_shard_bytes`` of weights (or one larger tensor), and rank 0 one shard in memory.
     """
-    model, parallel = policy.cfg.model, policy.parallel
+    parallel = policy.parallel
     group = dist.new_group(backend="gloo", timeout=_DEADLINE) if parallel.world_size > 1 else None
-    table = LayerTable.build(model, PrecisionConfig(trainer="bf16", rollout="bf16"))
-    trainer = TrainerLayout.from_config(policy.cfg.parallel)
-    whole = plan(model, table, trainer, EngineLayout(), bucket_bytes=max_shard_bytes)
-    shards = whole.buckets
-    gather = Gather(
-        whole,
-        model,
-        dict(policy.named_tensors()),
-        scales=policy.cfg.precision.scales,
-        rank=parallel.rank,
-        group=group,
-        device=parallel.device,
-    )
+    shards = _divide(plan_whole(policy), max_shard_bytes)
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
-    together(lambda: _start(gather, partial), group)
+    together(lambda: _start(policy, partial), group)
     for index, shard in enumerate(shards):
-        own = together(lambda shard=shard: gather.pack(shard), group)
-        pieces = gather.collect(shard, own)
-        together(lambda: _write_shard(gather, shard, pieces, partial / _shard_name(index, len(shards))), group)
+        gathers = together(lambda shard=shard: prepare_gathers(policy, shard, group), group)
+        gather_all(gathers)
+        together(lambda: _write_shard(gathers, partial / _shard_name(index, len(shards))), group)
     together(lambda: _complete(policy, shards, partial, path, Path(tokenizer_dir)), group)
     if group is not None:
         dist.destroy_process_group(group)
 
 
-def _start(gather: Gather, partial: Path) -> None:
-    gather.check()
-    if gather.rank == 0:
+def plan_whole(policy: Policy) -> tuple[Transfer, ...]:
+    """Every tensor of the checkpoint, in its order, none of them in FP8."""
+    model = policy.cfg.model
+    table = LayerTable.build(model, PrecisionConfig(trainer="bf16", rollout="bf16"))
+    return plan(model, table, TrainerLayout.from_config(policy.cfg.parallel), EngineLayout()).transfers
+
+
+def _num_bytes(transfer: Transfer) -> int:
+    (tensor,) = transfer.wire_tensors()
+    return tensor.num_bytes
+
+
+def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int) -> list[list[Transfer]]:
+    """In shards of at most ``max_shard_bytes``, or one tensor that is larger by itself."""
+    shards: list[list[Transfer]] = []
+    filled = 0
+    for transfer in transfers:
+        num_bytes = _num_bytes(transfer)
+        if not shards or filled + num_bytes > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(transfer)
+        filled += num_bytes
+    return shards
+
+
+def prepare_gathers(
+    policy: Policy, transfers: Sequence[Transfer], group: dist.ProcessGroup | None
+) -> list[TensorGather]:
+    """This rank's part in gathering ``transfers`` on rank 0; FP8 parameters as the numbers that they mean.
+
+    Raises RuntimeError or ValueError when its model does not hold what the plan expects of it.
+    """
+    rank, cfg = policy.parallel.rank, policy.cfg
+    taking_part = [t for t in transfers if rank == 0 or any(source.rank == rank for source in t.sources)]
+    names = {t.mcore_name for t in taking_part}
+    held = {name: plain(tensor) for name, tensor in policy.named_tensors() if name in names}
+    local = LocalShards(held, TrainerLayout.from_config(cfg.parallel), cfg.model, rank)
+    return [TensorGather(Gathering(t, 0, t.sources), local, rank, policy.parallel.device, group) for t in taking_part]
+
+
+def _start(policy: Policy, partial: Path) -> None:
+    if policy.parallel.rank == 0:
         shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
         partial.mkdir(parents=True)
 
@@ -87,21 +119,19 @@ def _shard_name(index: int, num_shards: int) -> str:
     return "model.safetensors" if num_shards == 1 else f"model-{index + 1:05d}-of-{num_shards:05d}.safetensors"
 
 
-def _write_shard(gather: Gather, shard: Bucket, pieces: Any, file: Path) -> None:
-    if gather.rank != 0:
-        return
-    tensors = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in shard.tensors}
-    gather.assemble(shard, pieces, tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
+def _write_shard(gathers: Sequence[TensorGather], file: Path) -> None:
+    tensors = {gather.transfer.name: gather.whole.cpu() for gather in gathers if gather.whole is not None}
+    if tensors:
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
-def _complete(policy: Policy, shards: tuple[Bucket, ...], partial: Path, path: Path, tokenizer_dir: Path) -> None:
+def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path: Path, tokenizer_dir: Path) -> None:
     """Rank 0: everything but the weights, then the name."""
     if policy.parallel.rank != 0:
         return
     if len(shards) > 1:
-        where = {t.name: _shard_name(i, len(shards)) for i, shard in enumerate(shards) for t in shard.tensors}
-        total = sum(t.num_bytes for shard in shards for t in shard.tensors)
+        where = {t.name: _shard_name(i, len(shards)) for i, shard in enumerate(shards) for t in shard}
+        total = sum(_num_bytes(t) for shard in shards for t in shard)
         index = {"metadata": {"total_size": total}, "weight_map": where}
         _write_json(partial / "model.safetensors.index.json", index)
     special = _copy_tokenizer(tokenizer_dir, partial)

@@ -1,6 +1,6 @@
 """Which bytes travel straight from which trainer rank to which engine rank, and when. Pure and deterministic.
 
-In:  a :class:`Plan`. Out: an :class:`Exchange`: rounds of messages. Trainer ranks and engine workers compute the same
+In:  a :class:`Plan`. Out: a :class:`SendSchedule`: rounds of messages. Trainer ranks and engine workers compute the same
 one from the same configuration, so that nothing but a version number has to be agreed on.
 
     round 0    every sender's first ``bucket_bytes``, one message for each engine rank
@@ -23,10 +23,46 @@ from functools import cached_property
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.weight_sync.plan import Plan, PlanError, Range, Source, Transfer, aligned, scale_range
+from megatron_fp8rl.weight_sync.plan import ITEM_BYTES, Plan, Range, Source, Transfer, scale_range
 
-_ITEM_BYTES = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}
-WORD_BYTES = {"bfloat16": 8, "float8_e4m3fn": 8, "float32": 4}  # of a digest: see weight_sync/partial.py
+_ALIGNMENT_BYTES = 64  # of every part in a message: a cache line, and enough for any vector load
+
+
+def aligned(num_bytes: int) -> int:
+    """Where the next part of a message begins, after ``num_bytes``."""
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the bytes of a part lie in the tensor that it is a part of: row after row, each of ``row`` bytes."""
+
+    first: int  # byte of the tensor that the part begins with
+    row: int  # bytes in a row of the part
+    pitch: int  # bytes from the start of one row to that of the next
+    num_rows: int
+    total: int  # bytes of the tensor
+
+    def words(self, word_bytes: int) -> tuple[int, int, int] | None:
+        """(first word, words in a row, words from row to row) of a digest; None for a part that cuts words.
+
+        The last word of a tensor may be short: zeros follow it.
+        """
+        is_last = self.num_rows == 1 and self.first + self.row == self.total
+        if self.first % word_bytes or (self.row % word_bytes and not is_last):
+            return None
+        if self.num_rows > 1 and self.pitch % word_bytes:
+            return None
+        row = -(-self.row // word_bytes)
+        return self.first // word_bytes, row, row if self.num_rows == 1 else self.pitch // word_bytes
+
+    def cut_words(self) -> list[int]:
+        """Words of 8 bytes, in order, that hold bytes of this part and of others; none unless :meth:`words` is None."""
+        if self.words(8) is not None:
+            return []
+        starts = (self.first + number * self.pitch for number in range(self.num_rows))
+        edges = (edge for start in starts for edge in (start, start + self.row))
+        return sorted({edge // 8 for edge in edges if edge % 8 and edge != self.total})
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +89,7 @@ class Part:
 
     @property
     def num_bytes(self) -> int:
-        return _ITEM_BYTES[self.dtype] * math.prod(self.shape)
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
@@ -63,24 +99,25 @@ class Part:
         return tuple(shape)
 
     @property
-    def words(self) -> tuple[int, int, int]:
-        """(first word, words in a row of the part, words in a row of the slice) in the digest of the slice."""
-        item, word = _ITEM_BYTES[self.dtype], WORD_BYTES[self.dtype]
-        first = self.start - self.kept[0]
-        if (self.start, self.stop) == self.kept:
-            row = -(-math.prod(self.shape) * item // word)
-            return 0, row, row
-        if self.transfer.axis == 1:
-            edges = (first * item, self.shape[1] * item, (self.kept[1] - self.kept[0]) * item)
-        else:
-            row_bytes = math.prod(self.shape[1:]) * item
-            edges = (first * row_bytes, self.shape[0] * row_bytes, self.shape[0] * row_bytes)
-        if any(edge % word for edge in edges):
-            raise PlanError(
-                [f"{self.name}: part [{self.start}, {self.stop}) of axis {self.transfer.axis} of {self.transfer.shape} "
-                 f"does not fill words of {word} bytes; choose rollout.transport shm or gloo, which send it whole"]
-            )  # fmt: skip
-        return edges[0] // word, edges[1] // word, edges[2] // word
+    def extent(self) -> Extent:
+        """Where this part lies in the engine rank's slice."""
+        item, first = ITEM_BYTES[self.dtype], self.start - self.kept[0]
+        row_bytes = math.prod(self.shape[1:]) * item
+        total = math.prod(self.kept_shape) * item
+        if self.transfer.axis == 1 and (self.start, self.stop) != self.kept:
+            pitch = (self.kept[1] - self.kept[0]) * item
+            return Extent(first * item, row_bytes, pitch, self.shape[0], total)
+        return Extent(first * row_bytes, self.num_bytes, self.num_bytes, 1, total)
+
+    @property
+    def words(self) -> tuple[int, int, int] | None:
+        """:meth:`Extent.words` in the slice's digest: of 8 bytes, and of each float32 number by itself."""
+        return self.extent.words(4 if self.dtype == "float32" else 8)
+
+    @property
+    def cut_words(self) -> list[int]:
+        """:meth:`Extent.cut_words` in the slice's digest."""
+        return [] if self.dtype == "float32" else self.extent.cut_words()
 
 
 @dataclass(frozen=True)
@@ -119,7 +156,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class SendSchedule:
     """One publication from all trainer ranks to the engine ranks of a replica."""
 
     rounds: tuple[Round, ...]
@@ -144,8 +181,8 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class _Cargo:
-    """A range of one tensor that one sender puts on its way at once."""
+class _Item:
+    """A range of one tensor that one sender sends at once."""
 
     transfer: Transfer
     index: int  # of the transfer in the plan
@@ -165,14 +202,14 @@ def _kept(transfer: Transfer, engine_rank: int, whole: bool) -> Range | None:
     return (0, transfer.shape[transfer.axis]) if whole else transfer.slices[engine_rank]
 
 
-def _message_parts(cargo: list[_Cargo], engine_rank: int, whole: bool) -> tuple[tuple[Part, ...], int]:
-    """What of a sender's cargo goes to an engine rank, and the bytes that it fills.
+def _message_parts(items: list[_Item], engine_rank: int, whole: bool) -> tuple[tuple[Part, ...], int]:
+    """What of a sender's items goes to an engine rank, and the bytes that it fills.
 
     Data before scales and rows before columns: what an engine keeps as neighbours (the experts of a layer, stacked)
     arrives as neighbours, and is written by one copy.
     """
     entries: list[tuple[tuple[bool, int, int, int], Transfer, Range, Range]] = []
-    for item in cargo:
+    for item in items:
         kept = _kept(item.transfer, engine_rank, whole)
         if kept is None:
             continue
@@ -192,7 +229,7 @@ def _message_parts(cargo: list[_Cargo], engine_rank: int, whole: bool) -> tuple[
 
 def _pieces(transfer: Transfer, source: Source, limit: int) -> list[Range]:
     """A source's part in pieces of at most about ``limit`` bytes: rows can be cut between any two blocks."""
-    row_bytes = math.prod(transfer.shape[1:]) * _ITEM_BYTES["float8_e4m3fn" if transfer.is_fp8 else transfer.dtype]
+    row_bytes = math.prod(transfer.shape[1:]) * ITEM_BYTES["float8_e4m3fn" if transfer.is_fp8 else transfer.dtype]
     if transfer.axis != 0 or len(transfer.shape) == 1 or transfer.quantize == "gathered":
         return [(source.start, source.stop)]
     step = max(1, limit // (row_bytes * FP8_BLOCK)) * FP8_BLOCK
@@ -201,12 +238,12 @@ def _pieces(transfer: Transfer, source: Source, limit: int) -> list[Range]:
     return list(zip(edges, edges[1:]))
 
 
-def _load_cargo(plan: Plan, model: ModelConfig, limit: int) -> dict[int, list[_Cargo]]:
+def _items_by_sender(plan: Plan, model: ModelConfig, limit: int) -> dict[int, list[_Item]]:
     """Everything that each trainer rank sends, in the order of the plan."""
     weights = registry.weights(model)
     holders: dict[str, dict[int, list[int]]] = {}
     loads = [0] * plan.trainer.world_size
-    cargo: dict[int, list[_Cargo]] = {}
+    by_sender: dict[int, list[_Item]] = {}
     for index, transfer in enumerate(plan.transfers):
         if transfer.mcore_name not in holders:
             shards = plan.trainer.holders(weights[transfer.mcore_name], model)
@@ -220,18 +257,18 @@ def _load_cargo(plan: Plan, model: ModelConfig, limit: int) -> dict[int, list[_C
             sources.append(Source(rank, source.start, source.stop))
         if transfer.quantize == "gathered":
             gathering = Gathering(transfer, sources[0].rank, tuple(sources))
-            item = _Cargo(transfer, index, (0, transfer.shape[transfer.axis]), gathering)
-            cargo.setdefault(gathering.collector, []).append(item)
+            item = _Item(transfer, index, (0, transfer.shape[transfer.axis]), gathering)
+            by_sender.setdefault(gathering.collector, []).append(item)
             continue
         for source in sources:
-            items = [_Cargo(transfer, index, span, None) for span in _pieces(transfer, source, limit)]
-            cargo.setdefault(source.rank, []).extend(items)
-    return cargo
+            items = [_Item(transfer, index, span, None) for span in _pieces(transfer, source, limit)]
+            by_sender.setdefault(source.rank, []).extend(items)
+    return by_sender
 
 
-def _fill_rounds(items: list[_Cargo], num_engine_ranks: int, whole: bool, limit: int) -> list[list[_Cargo]]:
-    """A sender's cargo, divided into rounds of at most ``limit`` bytes (or one piece that is larger by itself)."""
-    rounds: list[list[_Cargo]] = []
+def _fill_rounds(items: list[_Item], num_engine_ranks: int, whole: bool, limit: int) -> list[list[_Item]]:
+    """A sender's items, divided into rounds of at most ``limit`` bytes (or one piece that is larger by itself)."""
+    rounds: list[list[_Item]] = []
     filled = limit + 1
     for item in items:
         num_bytes = sum(_message_parts([item], rank, whole)[1] for rank in range(num_engine_ranks))
@@ -243,7 +280,7 @@ def _fill_rounds(items: list[_Cargo], num_engine_ranks: int, whole: bool, limit:
     return rounds
 
 
-def exchange(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool = False) -> Exchange:
+def plan_schedule(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool = False) -> SendSchedule:
     """The messages of one publication.
 
     A sender puts at most ``bucket_bytes`` into a round, less where many of them feed few engine ranks, so that an
@@ -255,22 +292,22 @@ def exchange(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool =
     limit = max(1, bucket_bytes * min(num_engine_ranks, num_senders) // num_senders)
     by_sender = {
         sender: _fill_rounds(items, num_engine_ranks, whole, limit)
-        for sender, items in sorted(_load_cargo(plan, model, limit).items())
+        for sender, items in sorted(_items_by_sender(plan, model, limit).items())
     }
     rounds = []
     for number in range(max(map(len, by_sender.values()))):
         messages, received = [], [0] * num_engine_ranks
         gatherings: list[Gathering] = []
-        for sender, cargo in by_sender.items():
-            if number >= len(cargo):
+        for sender, rounds_of_sender in by_sender.items():
+            if number >= len(rounds_of_sender):
                 continue
             sent = 0
-            gatherings += [item.gathering for item in cargo[number] if item.gathering is not None]
+            gatherings += [item.gathering for item in rounds_of_sender[number] if item.gathering is not None]
             for rank in range(num_engine_ranks):
-                parts, num_bytes = _message_parts(cargo[number], rank, whole)
+                parts, num_bytes = _message_parts(rounds_of_sender[number], rank, whole)
                 if parts:
                     messages.append(Message(sender, rank, parts, num_bytes, sent, received[rank]))
                     sent += num_bytes
                     received[rank] += num_bytes
         rounds.append(Round(tuple(messages), tuple(gatherings)))
-    return Exchange(tuple(rounds), num_engine_ranks)
+    return SendSchedule(tuple(rounds), num_engine_ranks)

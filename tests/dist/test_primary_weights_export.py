@@ -12,16 +12,15 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_export import MODELS, Engine, Fleet, build, config, layout_name
-from test_shards import Fleet as ShardFleet
+from test_export import MODELS, Fleet, build, config, layout_name
 from test_shards import Replica
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
-from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.weight_sync.wire import PlanInputs
-from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.fake_fp8_tensor import Fp8Tensor
 
@@ -29,7 +28,7 @@ WIDE = replace(MODELS["dense"], head_dim=128, ffn_hidden_size=512)
 FUSED = "decoder.layers.1.mlp.linear_fc1.weight"
 
 
-def _config(kind: str, layout: dict[str, int], transport: str = "shm") -> RunConfig:
+def _config(kind: str, layout: dict[str, int], transport: str = "ipc") -> RunConfig:
     if kind == "wide":
         cfg = replace(config("dense", layout), model=WIDE)
     else:
@@ -79,25 +78,21 @@ def _publish(cfg: RunConfig, is_fp8: bool, nan: str = "") -> dict[str, torch.Ten
     policy = _policy(cfg, is_fp8=is_fp8)
     if nan and policy.parallel.rank == policy.parallel.world_size - 1:
         policy.tensors[nan]._rowwise_data[3, 5] = 0xFF
-    shards = cfg.rollout.transport != "shm"
-    client = Replica(cfg) if shards else Engine(cfg)
-    fleet = (ShardFleet if shards else Fleet)(client)
-    exporter = WeightExporter(policy, fleet if policy.parallel.rank == 0 else None, cfg)
+    client = Replica(cfg)
+    exporter = WeightExporter(policy, Fleet(client) if policy.parallel.rank == 0 else None, cfg)
     exporter.publish(1)
     exporter.publish(2)
     exporter.close()
-    return (client.workers[0].held if shards else client.tensors) if policy.parallel.rank == 0 else {}
+    return client.workers[0].held if policy.parallel.rank == 0 else {}
 
 
 CASES = [
-    ("wide", dict(world_size=1), "shm"),
-    ("wide", dict(world_size=2, tensor=2), "shm"),
+    ("wide", dict(world_size=1), "ipc"),
     ("wide", dict(world_size=2, tensor=2), "ipc"),
-    ("moe", dict(world_size=2, expert=2), "shm"),
-    ("moe", dict(world_size=2, expert=2), "nccl"),
+    ("moe", dict(world_size=2, expert=2), "gloo"),
     ("moe", dict(world_size=2, pipeline=2), "ipc"),
-    ("latent", dict(world_size=1), "shm"),  # with a matrix whose last block of rows is cut short
-    ("latent", dict(world_size=2, pipeline=2), "nccl"),
+    ("latent", dict(world_size=1), "ipc"),  # with a matrix whose last block of rows is cut short
+    ("latent", dict(world_size=2, pipeline=2), "gloo"),
 ]
 
 
@@ -124,7 +119,7 @@ def test_bytes_are_those_of_the_parameters(kind, layout, transport):
     assert PlanInputs.of(cfg).plan.num_bytes == PlanInputs.of(_config(kind, dict(world_size=1))).plan.num_bytes
 
 
-@pytest.mark.parametrize("transport", ["shm", "nccl"])
+@pytest.mark.parametrize("transport", ["ipc", "gloo"])
 def test_a_nan_among_the_bytes_is_named(transport):
     cfg = _config("wide", dict(world_size=2, tensor=2), transport)
     with pytest.raises(RankError, match=r"NaN.*: model\.layers\.1\.mlp\.gate_proj\.weight"):
@@ -138,21 +133,13 @@ def test_parts_that_cut_blocks_are_refused_by_name():
 
 def _saved_pieces(cfg: RunConfig, is_fp8: bool) -> dict[str, torch.Tensor]:
     """What save_hf writes, without the tokenizer."""
-    from megatron_fp8rl.config import PrecisionConfig
-    from megatron_fp8rl.weight_sync.gather import Gather
-    from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
+    from megatron_fp8rl.weight_sync.pack import gather_all
+    from megatron_fp8rl.weight_sync.save_hf import plan_whole, prepare_gathers
 
     policy = _policy(cfg, is_fp8=is_fp8)
-    table = LayerTable.build(cfg.model, PrecisionConfig(trainer="bf16", rollout="bf16"))
-    whole = plan(cfg.model, table, TrainerLayout.from_config(cfg.parallel), EngineLayout(), bucket_bytes=1 << 30)
-    gather = Gather(
-        whole, cfg.model, policy.tensors, scales="pow2", rank=0, group=None, device=torch.device("cpu")
-    )
-    gather.check()
-    (bucket,) = whole.buckets
-    tensors = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in bucket.tensors}
-    gather.assemble(bucket, gather.collect(bucket, gather.pack(bucket)), tensors)
-    return tensors
+    gathers = prepare_gathers(policy, plan_whole(policy), None)
+    gather_all(gathers)
+    return {gather.transfer.name: gather.whole for gather in gathers}
 
 
 def test_saved_weights_are_the_values_of_the_bytes():

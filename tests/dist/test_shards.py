@@ -1,7 +1,7 @@
-"""From shard to shard without GPUs: gloo in the place of NCCL, shared memory in the place of CUDA IPC, the same code.
+"""What is published does not depend on the trainer's layout, follows the parameters, and fails on all ranks alike.
 
 The engine workers are threads of rank 0 that keep what arrives; what they hold has to be, byte for byte, what they cut
-out of the whole tensors that one trainer rank publishes by way of rank 0.
+out of the whole tensors, quantized whole.
 """
 
 from __future__ import annotations
@@ -13,26 +13,34 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_export import Fleet, build, config, digests_of, layout_name, publish, report_of, timeless
+from test_export import LAYOUTS, Fleet, build, config, digests_of, expected_wire, layout_name, report_of, timeless
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.weight_sync.transports.base import Fabric, Place, open_fabric, open_store
-from megatron_fp8rl.weight_sync.wire import PlanInputs
 from megatron_fp8rl.types import PublishReport
+from megatron_fp8rl.weight_sync.plan import scale_range
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from megatron_fp8rl.weight_sync.transports.base import Peer, Transport, open_store
+from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from tests.helpers.dist import run_ranks
+from tests.helpers.training import continue_training, full_weights, weight_pieces
 
 CPU = torch.device("cpu")
 CASES = [
-    ("dense", "nccl", dict(world_size=2, tensor=2), dict()),
+    ("dense", "gloo", dict(world_size=2, tensor=2), dict()),
     ("dense", "ipc", dict(world_size=2, pipeline=2, virtual_stages=2), dict()),
     ("tied", "ipc", dict(world_size=2, tensor=2), dict()),
-    ("moe", "nccl", dict(world_size=2, tensor=2), dict(tensor=2)),
+    ("moe", "gloo", dict(world_size=2, tensor=2), dict(tensor=2)),
     ("moe", "ipc", dict(world_size=2, expert=2), dict(tensor=2, expert=2, num_replicas=2)),
-    ("moe", "nccl", dict(world_size=2, expert=2), dict(tensor=1)),
-    ("moe", "nccl", dict(world_size=2, pipeline=2), dict(tensor=2, num_replicas=2)),
+    ("moe", "gloo", dict(world_size=2, expert=2), dict(tensor=1)),
+    ("moe", "gloo", dict(world_size=2, pipeline=2), dict(tensor=2, num_replicas=2)),
     ("moe", "ipc", dict(world_size=2), dict(tensor=2)),
     ("moe", "ipc", dict(world_size=4, tensor=2, expert=2, expert_tensor=2), dict(tensor=2, expert=2)),
-    ("latent", "nccl", dict(world_size=2, tensor=2, expert=2), dict()),
+    ("latent", "gloo", dict(world_size=2, tensor=2, expert=2), dict()),
+]
+CASES += [
+    (kind, "ipc", layout, dict(tensor=config(kind, layout).rollout.tensor))
+    for kind, layout in LAYOUTS
+    if (kind, layout) not in [(kind, layout) for kind, _, layout, _ in CASES]
 ]
 
 
@@ -42,38 +50,38 @@ class Worker:
     def __init__(self, engine_rank: int):
         self.engine_rank = engine_rank
         self.held: dict[str, torch.Tensor] = {}
-        self.fabric: Fabric | None = None
+        self.transport: Transport | None = None
         self.die_at = -1
 
     def join(self, info: dict) -> None:
         self.inputs = PlanInputs.from_json(info["config"])
-        self.exchanges = self.inputs.exchanges()
-        place = Place(
+        self.schedules = self.inputs.schedules()
+        peer = Peer(
             rank=info["rank_offset"] + self.engine_rank,
             num_trainers=info["num_trainers"],
             num_replicas=info["num_replicas"],
             num_engine_ranks=self.inputs.rollout.tensor,
         )
         store = open_store(info["host"], info["port"], info["timeout_s"], is_master=False)
-        self.fabric = open_fabric(info["kind"], place, store, CPU, info["timeout_s"], self.exchanges)
+        self.transport = open_transport(info["kind"], peer, store, CPU, info["timeout_s"], self.schedules)
 
     def update(self, info: dict) -> None:
         try:
             self._update(info)
         except Exception as error:
-            self.fabric.fail(str(error))  # as the engine does, so that nobody waits for this worker
+            self.transport.fail(str(error))  # as the engine does, so that nobody waits for this worker
             raise
 
     def _update(self, info: dict) -> None:
-        exchange = self.exchanges[info["mode"] == "reload"]
+        schedule = self.schedules[info["mode"] == "reload"]
         self.held.clear()
-        self.fabric.begin(info["attempt"], exchange.rounds)
-        for number, messages in enumerate(exchange.rounds):
-            self.fabric.receive(number)
+        self.transport.begin(info["attempt"], schedule.rounds)
+        for number, messages in enumerate(schedule.rounds):
+            self.transport.receive(number)
             if number == self.die_at:
                 raise ConnectionError("rollout-0 died with exit code -9")
             for message in messages.received_by(self.engine_rank):
-                inbox = self.fabric.inbox(message, number)
+                inbox = self.transport.inbox(message, number)
                 for part in message.parts:
                     data = inbox[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
                     empty = torch.empty(part.kept_shape, dtype=data.dtype)
@@ -81,8 +89,8 @@ class Worker:
                     target.narrow(part.transfer.axis, part.start - part.kept[0], part.stop - part.start).copy_(
                         data.view(part.shape)
                     )
-            self.fabric.release(number)
-        self.fabric.finish()
+            self.transport.release(number)
+        self.transport.finish()
 
 
 class Replica:
@@ -132,9 +140,8 @@ def exporter_of(cfg: RunConfig):
 
     policy = build(cfg)
     replicas = [Replica(cfg) for _ in range(cfg.rollout.num_replicas)]
-    fleet = Fleet(replicas[0])
-    fleet.clients = tuple(replicas)
-    return WeightExporter(policy, fleet if policy.parallel.rank == 0 else None, cfg), policy, replicas
+    fleet = Fleet(*replicas) if policy.parallel.rank == 0 else None
+    return WeightExporter(policy, fleet, cfg), policy, replicas
 
 
 def publish_shards(cfg: RunConfig) -> tuple[PublishReport, list[list[dict[str, torch.Tensor]]], list[str]]:
@@ -146,33 +153,69 @@ def publish_shards(cfg: RunConfig) -> tuple[PublishReport, list[list[dict[str, t
     return report, [[worker.held for worker in replica.workers] for replica in replicas], replicas[0].calls
 
 
+def build_alone(kind: str):
+    """Runs on the only rank: what the policy has to become on the wire, and the report of publishing it."""
+    cfg = shard_config(kind, "ipc", dict(world_size=1), dict(tensor=config(kind, {}).rollout.tensor))
+    exporter, policy, _ = exporter_of(cfg)
+    exporter.publish(1)
+    report = exporter.publish(2)
+    exporter.close()
+    return expected_wire(cfg, {name: tensor.detach() for name, tensor in policy.named_tensors()}), report
+
+
 @functools.cache
-def whole(kind: str) -> tuple[PublishReport, dict[str, torch.Tensor]]:
-    """By way of rank 0, from one rank."""
-    report, tensors, _ = run_ranks(1, publish, kind, dict(world_size=1))[0]
-    return report, tensors
+def whole(kind: str) -> tuple[dict[str, torch.Tensor], PublishReport]:
+    return run_ranks(1, build_alone, kind)[0]
+
+
+def require_slices(cfg: RunConfig, workers: list[dict[str, torch.Tensor]], tensors: dict[str, torch.Tensor]) -> None:
+    for engine_rank, held in enumerate(workers):
+        kept = {}
+        for transfer in PlanInputs.of(cfg).plan.transfers:
+            span = transfer.slices[engine_rank]
+            if span is not None and span[0] < span[1]:
+                kept[transfer.name] = transfer.axis, span
+                if transfer.is_fp8:
+                    kept[transfer.scale_name] = transfer.axis, scale_range(span)
+        assert held.keys() == kept.keys()
+        for name, (axis, (start, stop)) in kept.items():
+            expected = tensors[name].narrow(axis, start, stop - start).contiguous()
+            assert torch.equal(held[name].view(torch.uint8), expected.view(torch.uint8)), name
 
 
 @pytest.mark.parametrize(("kind", "transport", "layout", "engine"), CASES, ids=layout_name)
-def test_every_worker_holds_its_slices_of_what_rank_0_would_have_sent(kind, transport, layout, engine):
+def test_every_worker_holds_its_slices_of_the_quantized_whole(kind, transport, layout, engine):
     cfg = shard_config(kind, transport, layout, engine)
     ranks = run_ranks(layout["world_size"], publish_shards, cfg)
-    whole_report, tensors = whole(kind)
+    tensors, report_alone = whole(kind)
     report, replicas, calls = ranks[0]
     assert all(other == report for other, _, _ in ranks)
     assert len(replicas) == cfg.rollout.num_replicas
-    inputs = PlanInputs.of(cfg)
     for workers in replicas:
-        for engine_rank, held in enumerate(workers):
-            kept = {name: span for name, span in inputs.kept_by(engine_rank).items() if span[1][0] < span[1][1]}
-            assert held.keys() == kept.keys()
-            for name, (axis, (start, stop)) in kept.items():
-                expected = tensors[name].narrow(axis, start, stop - start).contiguous()
-                assert torch.equal(held[name].view(torch.uint8), expected.view(torch.uint8)), name
+        require_slices(cfg, workers, tensors)
     if config(kind, layout).rollout.tensor == cfg.rollout.tensor and cfg.rollout.expert == 1:
-        assert timeless(report) == timeless(whole_report)  # the checksum too
+        assert timeless(report) == timeless(report_alone)  # the checksum too
+    # The first publication goes twice: through the loaders, and straight into the kernels' tensors.
     first = ["pause", "start", "reload", "start", "compare", "resume"]
     assert calls == [*first, "pause", "start", "direct", "resume"]
+
+
+def train_and_publish(cfg: RunConfig):
+    """Runs on a rank: (what the workers hold after an update, checksums before and after it, the weights after it)."""
+    exporter, policy, replicas = exporter_of(cfg)
+    first = exporter.publish(1).checksum
+    continue_training(policy, 1)
+    second = exporter.publish(2).checksum
+    exporter.close()
+    return [worker.held for worker in replicas[0].workers], (first, second), weight_pieces(policy)
+
+
+def test_a_publication_carries_the_current_parameters():
+    cfg = shard_config("moe", "ipc", dict(world_size=2, tensor=2, expert=2), dict(tensor=2))
+    ranks = run_ranks(2, train_and_publish, cfg)
+    workers, (first, second), _ = ranks[0]
+    assert first != second
+    require_slices(cfg, workers, expected_wire(cfg, full_weights(cfg.model, [pieces for _, _, pieces in ranks])))
 
 
 def fail_shards(cfg: RunConfig, failure: str):
@@ -183,7 +226,19 @@ def fail_shards(cfg: RunConfig, failure: str):
     if failure == "engine" and rank == 0:
         replicas[0].workers[1].die_at = 1
     elif failure == "late" and rank == 1:
-        exporter._shards.send = lambda version, mode: time.sleep(16.0)
+        exporter.sender.send = lambda version, mode: time.sleep(16.0)
+    elif failure == "hang" and rank == 0:
+        replicas[0].update_weights = lambda info: asyncio.sleep(60)
+        exporter._engines._deadline_s = 3.0
+    elif failure == "rank" and rank == 1:
+        name = "decoder.layers.2.mlp.experts.3.linear_fc2.weight"
+        exporter.sender._shards._parameters[name] = torch.zeros(3, 3, dtype=torch.bfloat16)
+    elif failure == "lie" and rank == 0:
+
+        async def lie(names=True):
+            return [report_of(r, 2, digests_of(replicas[0].workers[0].held)) for r in range(2)]
+
+        replicas[0].weight_digests = lie
     elif failure == "nan" and rank == 1:
         with torch.no_grad():
             weight = "decoder.layers.1.mlp.experts.2.linear_fc1.weight"
@@ -192,26 +247,31 @@ def fail_shards(cfg: RunConfig, failure: str):
     try:
         exporter.publish(2)
     except Exception as error:
-        return type(error).__name__, str(error), time.monotonic() - started
+        return type(error).__name__, str(error), time.monotonic() - started, replicas[0].calls
     finally:
         exporter.close()
     return None
 
 
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+@pytest.mark.parametrize("transport", ["ipc", "gloo"])
 @pytest.mark.parametrize(
     ("failure", "error", "texts"),
     [
         ("engine", "TransportError", ["replica 0", "exit code -9"]),
         ("late", "TransportError", ["replica 0", "trainer rank 1", "within 7.2 s"]),
+        ("hang", "TransportError", ["policy version 2 (direct)", "rollout.update_deadline_s"]),
+        ("rank", "ValueError", ["decoder.layers.2.mlp.experts.3.linear_fc2.weight: shape (3, 3)"]),
         ("nan", "ValueError", ["model.layers.1.mlp.experts.2.gate_proj.weight", "NaN"]),
+        ("lie", "WeightMismatch", ["model.embed_tokens.weight in replica 0 rank 1: corrupted"]),
     ],
 )
 def test_all_ranks_raise_the_same_error_before_the_deadline(transport, failure, error, texts):
     cfg = shard_config("moe", transport, dict(world_size=2, expert=2), dict(tensor=2))
     limit_s = 8.0 if failure == "late" else 100.0
     cfg = replace(cfg, rollout=replace(cfg.rollout, update_deadline_s=limit_s, bucket_bytes=100_000))
-    for raised, message, seconds in run_ranks(2, fail_shards, cfg, failure, deadline_s=300):
+    ranks = run_ranks(2, fail_shards, cfg, failure, deadline_s=300)
+    for raised, message, seconds, _ in ranks:
         assert raised == error, message
         assert all(text in message for text in texts), message
         assert seconds < 50.0
+    assert ranks[0][3].count("resume") == 1  # the engines stay paused after the failure

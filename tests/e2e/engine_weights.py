@@ -1,4 +1,4 @@
-"""Weights for engine tests, sent through shared memory without a trainer, and the model that they describe.
+"""Weights for engine tests, published without a trainer, and the model that they describe.
 
 The reference is transformers' own model. Where the layer table says FP8, its matrices multiply by ``blockwise.linear``;
 its experts run one after another.
@@ -7,9 +7,9 @@ its experts run one after another.
 from __future__ import annotations
 
 import json
-import os
-import uuid
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.registry import hf_tensors, to_hf_config
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout.fleet import Fleet
-from megatron_fp8rl.weight_sync.wire import BucketInfo
+from megatron_fp8rl.weight_sync.publish import WeightExporter
 
 
 def write_hf_dir(cfg: RunConfig, path: Path) -> Path:
@@ -45,54 +46,20 @@ def random_weights(cfg: RunConfig, seed: int) -> dict[str, Tensor]:
     return {name: weight.bfloat16() for name, weight in weights.items()}
 
 
-def wire_tensors(cfg: RunConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What travels: FP8 bytes and scales where the table says so."""
-    table = LayerTable.build(cfg.model, cfg.precision)
-    tensors = {}
-    for name, weight in weights.items():
-        if table.rollout_fp8(name):
-            tensors[name], tensors[f"{name}_scale_inv"] = blockwise.quantize_weight(weight, cfg.precision.scales)
-        else:
-            tensors[name] = weight
-    return tensors
+def policy_of(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
+    """What the exporter needs of a policy, on one rank. Its parameters are copies."""
+    parameters = {n: registry.from_hf(n, tensors.__getitem__, cfg.model).clone() for n in registry.mcore_names(cfg.model)}
+    parallel = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    return SimpleNamespace(cfg=cfg, parallel=parallel, named_tensors=lambda: iter(parameters.items()))
 
 
-def publish(fleet: Fleet, weights: dict[str, Tensor], version: int, *, resume: bool = True) -> None:
-    """Put ``weights`` into every engine of the fleet as policy ``version``, in one bucket."""
-    tensors = wire_tensors(fleet.cfg, weights)
-    offsets, end = [], 0
-    for tensor in tensors.values():
-        offsets.append(end)
-        end += -(-tensor.nbytes // 64) * 64
-    path = Path("/dev/shm") / f"megatron_fp8rl-{os.getpid()}-test-{uuid.uuid4().hex}"
-    buffer = torch.from_file(str(path), shared=True, size=end, dtype=torch.uint8)
-    for tensor, offset in zip(tensors.values(), offsets, strict=True):
-        buffer[offset : offset + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
-    info = BucketInfo(
-        version=version,
-        bucket=0,
-        num_buckets=1,
-        num_bytes=end,
-        names=list(tensors),
-        dtypes=[str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()],
-        shapes=[list(tensor.shape) for tensor in tensors.values()],
-        offsets=offsets,
-    )
-
-    async def update() -> None:
-        for client in fleet.clients:
-            await client.init_transfer({})
-            await client.pause("keep")
-            await client.start_update()
-            await client.update_weights(info.to_json() | {"path": str(path)})
-            await client.finish_update(version)
-            if resume:
-                await client.resume()
-
+def publish(fleet: Fleet, weights: dict[str, Tensor], version: int) -> None:
+    """Put ``weights`` into every engine of the fleet as policy ``version``."""
+    exporter = WeightExporter(policy_of(fleet.cfg, weights), fleet, fleet.cfg)
     try:
-        fleet.sync(update(), 60.0)
+        exporter.publish(version)
     finally:
-        path.unlink()
+        exporter.close()
 
 
 class Reference:

@@ -132,13 +132,6 @@ def random_weights(cfg: RunConfig, seed: int) -> dict[str, Tensor]:
     }
 
 
-def policy_of(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
-    """What the exporter needs of a policy, on one rank. Its parameters are copies."""
-    parameters = {n: names.from_hf(n, tensors.__getitem__, cfg.model).clone() for n in names.mcore_names(cfg.model)}
-    parallel = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
-    return SimpleNamespace(cfg=cfg, parallel=parallel, named_tensors=lambda: iter(parameters.items()))
-
-
 def write_checkpoint(cfg: RunConfig, tensors: Mapping[str, Tensor], folder: Path) -> Path:
     """The FP8 checkpoint of ``tensors`` as any producer of FP8 checkpoints writes it, straight from the layer table."""
     from safetensors.torch import save_file
@@ -235,10 +228,10 @@ class InProcessFleet:
     def __init__(self, *engines: Any):
         self.clients = tuple(Client(llm) for llm in engines)
 
-    def admit(self) -> tuple[Client, ...]:
+    def begin_update(self) -> tuple[Client, ...]:
         return self.clients
 
-    def lost(self, clients: Sequence[Client]) -> bool:
+    def has_lost_replica(self, clients: Sequence[Client]) -> bool:
         return False
 
     def sync(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 import inprocess
 import pytest
 import torch
+from engine_weights import policy_of
 
 from megatron_fp8rl.config import (
     MlaConfig,
@@ -103,12 +104,12 @@ def update_and_score(family: str, rollout: str, folder: Path) -> dict:
     weights = random_weights(cfg.model)
     inprocess.write_checkpoint(cfg, weights, folder)
     llm = inprocess.build_engine(cfg, folder, load_format="dummy")
-    exporter = WeightExporter(inprocess.policy_of(cfg, weights), inprocess.InProcessFleet(llm), cfg)
+    exporter = WeightExporter(policy_of(cfg, weights), inprocess.InProcessFleet(llm), cfg)
     result = {"report": exporter.publish(1)}
     exporter.close()
     result["online"] = inprocess.prompt_logprobs(llm)
     result["held"] = sorted(llm.collective_rpc("weight_digests")[0]["digests"])
-    result["sent"] = sorted(t.name for bucket in exporter.plan.buckets for t in bucket.tensors)
+    result["sent"] = sorted(t.name for transfer in exporter.plan.transfers for t in transfer.wire_tensors())
     del llm, exporter
     inprocess.free_engines()
     result["fresh"] = inprocess.prompt_logprobs(inprocess.build_engine(cfg, folder, load_format="auto"))

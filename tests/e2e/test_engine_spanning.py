@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_weights import Reference, write_hf_dir
-from inprocess import policy_of, random_weights
+from engine_weights import Reference, policy_of, write_hf_dir
+from inprocess import random_weights
 from test_remote_replicas import START_S, other_host, remote_cfg, sample, wait_for, words  # noqa: F401
 
 from megatron_fp8rl.config import RunConfig

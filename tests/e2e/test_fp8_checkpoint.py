@@ -7,6 +7,7 @@ from pathlib import Path
 import inprocess
 import pytest
 import torch
+from engine_weights import policy_of
 from test_engine_families import DEEPSEEK, MIXTRAL
 from test_online_update import DENSE, MOE
 
@@ -46,7 +47,7 @@ def load_and_update(case: str, folder: Path) -> dict:
     llm = inprocess.build_engine(cfg, options.target, load_format="auto")
     loaded = inprocess.prompt_logprobs(llm)
     held = llm.collective_rpc("weight_digests")[0]["digests"]
-    exporter = WeightExporter(inprocess.policy_of(cfg, weights), inprocess.InProcessFleet(llm), cfg)
+    exporter = WeightExporter(policy_of(cfg, weights), inprocess.InProcessFleet(llm), cfg)
     exporter.publish(1)
     exporter.close()
     again = llm.collective_rpc("weight_digests")[0]["digests"]

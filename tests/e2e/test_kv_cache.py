@@ -13,6 +13,7 @@ from pathlib import Path
 import inprocess
 import pytest
 import torch
+from engine_weights import policy_of
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.types import KVScales, Prompt
@@ -35,7 +36,7 @@ DENSE = ModelConfig(
 
 
 def config(kv_cache_dtype: str, hf_path: str | None = None) -> RunConfig:
-    rollout = RolloutConfig(transport="shm", update_deadline_s=120.0, kv_cache_dtype=kv_cache_dtype)
+    rollout = RolloutConfig(update_deadline_s=120.0, kv_cache_dtype=kv_cache_dtype)
     return RunConfig(
         name="kv_cache",
         model=dataclasses.replace(DENSE, hf_path=hf_path),
@@ -73,7 +74,7 @@ def logprobs_under(folder: str, scales: KVScales) -> dict:
         cfg = config(dtype)
         llm = inprocess.build_engine(cfg, Path(folder), load_format="dummy")
         fleet = inprocess.InProcessFleet(llm)
-        exporter = WeightExporter(inprocess.policy_of(cfg, inprocess.random_weights(cfg, 1)), fleet, cfg)
+        exporter = WeightExporter(policy_of(cfg, inprocess.random_weights(cfg, 1)), fleet, cfg)
         if dtype == "auto":
             exporter.publish(1)
             found["bf16"] = inprocess.prompt_logprobs(llm)

@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import write_hf_dir
-from inprocess import policy_of, random_weights, set_weights
+from engine_weights import policy_of, write_hf_dir
+from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
-from megatron_fp8rl.weight_sync.publish import Engines, WeightExporter
-from megatron_fp8rl.weight_sync.transport import GlooTransport
+from megatron_fp8rl.weight_sync.publish import WeightExporter
+from megatron_fp8rl.weight_sync.transports import choose
+from megatron_fp8rl.weight_sync.transports.process_group import GlooTransport
 
 PROMPT = list(range(20, 40))
 
@@ -49,37 +50,35 @@ def test_publications_over_http(fleet):
 
 
 class KillingTransport(GlooTransport):
-    """Kills replica 0 between two buckets."""
+    """Kills replica 0 between two rounds."""
 
-    def __init__(self, *args, fleet, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.fleet = fleet
-        self.kill_at = -1
+    fleet: Fleet
+    kill_at = -1
 
-    def send(self, info):
-        if info.bucket == self.kill_at:
-            self.kill_at = -1
+    def send(self, number, messages):
+        if number == self.kill_at:
+            KillingTransport.kill_at = -1
             os.killpg(self.fleet.clients[0].replica.process_group, signal.SIGKILL)
-        super().send(info)
+        super().send(number, messages)
 
 
-def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path):
-    """Gloo, which has two ways to notice, the broadcast and the request; the deadline would be 200 s."""
+def test_an_engine_killed_in_the_middle_is_named(engine_cfg, tmp_path, monkeypatch):
+    """Gloo, which has two ways to notice, the messages and the request; the deadline would be 200 s."""
     rollout = replace(
         engine_cfg.rollout, transport="gloo", bucket_bytes=200_000, update_deadline_s=200.0, max_replica_restarts=0
     )
     cfg = replace(engine_cfg, rollout=rollout)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
-        transport = KillingTransport(Engines(fleet, 1, 200.0), fleet=fleet, deadline_s=200.0)
-        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, cfg, transport=transport)
-        assert len(exporter.plan.buckets) > 4
+        monkeypatch.setitem(choose.TRANSPORTS, "gloo", KillingTransport)
+        KillingTransport.fleet = fleet
+        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, cfg)
         exporter.publish(1)
         assert len(sample(fleet).token_ids) == 8
-        transport.kill_at = 2
+        KillingTransport.kill_at = 2
         started = time.monotonic()
-        # The bucket before may still be on its way.
         with pytest.raises(NoReplicaError, match="(?s)no rollout replica is left.*rollout-0 died with exit code -9") as end:
             exporter.publish(2)
-        assert re.search("bucket [23] of .*replica 0.*rollout-0 died with exit code -9", str(end.value.__cause__))
+        assert KillingTransport.kill_at == -1
+        assert re.search("policy version 2.*replica 0.*rollout-0 died with exit code -9", str(end.value.__cause__))
         assert time.monotonic() - started < 100.0
         exporter.close()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine_weights import write_hf_dir
-from inprocess import policy_of, random_weights, set_weights
+from engine_weights import policy_of, write_hf_dir
+from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.weight_sync.publish import WeightExporter
@@ -26,7 +26,7 @@ def test_two_workers_get_their_slices(engine_cfg, tmp_path):
     weights = [random_weights(cfg, seed) for seed in (1, 2)]
     seen = {}
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
-        for transport in ("ipc", "shm"):
+        for transport in ("ipc", "gloo"):
             chosen = replace(cfg, rollout=replace(cfg.rollout, transport=transport))
             policy = policy_of(chosen, weights[0])
             exporter = WeightExporter(policy, fleet, chosen)
@@ -35,6 +35,6 @@ def test_two_workers_get_their_slices(engine_cfg, tmp_path):
                 report = exporter.publish(version)
                 seen[transport, version] = report.checksum, sample(fleet).rollout_logprobs
             exporter.close()
-    assert seen["ipc", 1] == seen["ipc", 3] == seen["shm", 1]
-    assert seen["ipc", 2] == seen["shm", 2] != seen["ipc", 1]
+    assert seen["ipc", 1] == seen["ipc", 3] == seen["gloo", 1]
+    assert seen["ipc", 2] == seen["gloo", 2] != seen["ipc", 1]
     assert 0 < report.load_s < report.seconds

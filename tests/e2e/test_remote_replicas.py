@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_weights import write_hf_dir
-from inprocess import policy_of, random_weights, set_weights
+from engine_weights import policy_of, write_hf_dir
+from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path

@@ -8,11 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-from engine_weights import write_hf_dir
-from inprocess import policy_of, random_weights, set_weights
+from engine_weights import policy_of, write_hf_dir
+from inprocess import random_weights, set_weights
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import PromptStream
@@ -151,14 +150,24 @@ def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(p
     policy = policy_of(cfg, random_weights(cfg, 0))
     wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
     exporter = WeightExporter(policy, pair, cfg)
-    deliver = exporter._transport.send
+    send_rounds = exporter.sender.send
 
-    def send(info) -> None:
-        if info.bucket == 3 and info.mode == mode:
-            kill(pair, 1)
-        deliver(info)
+    def send(version, sent_mode):
+        transport = exporter.sender._transport
+        deliver = transport.send
 
-    exporter._transport.send = send
+        def deliver_or_kill(number, messages) -> None:
+            if number == 3 and sent_mode == mode:
+                kill(pair, 1)
+            deliver(number, messages)
+
+        transport.send = deliver_or_kill
+        try:
+            return send_rounds(version, sent_mode)
+        finally:
+            transport.send = deliver
+
+    exporter.sender.send = send
     for version, mode in ((5, "reload"), (6, "direct")):
         set_weights(policy, random_weights(cfg, version))
         started = time.monotonic()

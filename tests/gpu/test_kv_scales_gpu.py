@@ -19,8 +19,7 @@ from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion, KVScales
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from model_configs.tiny import tiny_qwen3
-from tests.e2e.engine_weights import random_weights, write_hf_dir
-from tests.e2e.inprocess import policy_of
+from tests.e2e.engine_weights import policy_of, random_weights, write_hf_dir
 from tests.helpers.measured_attention import measure_attention
 from tests.tolerances import ENGINE_LOGPROB_MEAN
 
@@ -40,8 +39,7 @@ def _cfg() -> RunConfig:
         kv_cache_dtype="fp8",
         torch_compile=False,
         sleep_level=1,
-        weight_update="reload",
-        transport="shm",
+        transport="gloo",  # the test's parameters are on the CPU
         max_prompt_tokens=128,
         max_completion_tokens=128,
         max_num_sequences=32,

@@ -143,21 +143,26 @@ def test_checkpoints_go_both_ways(saved, loaded, tmp_path):
 
 
 def test_what_is_published_are_the_bytes():
-    from megatron_fp8rl.weight_sync.gather import Gather
-    from megatron_fp8rl.weight_sync.wire import PlanInputs
+    from megatron_fp8rl.names.layouts import TrainerLayout
+    from megatron_fp8rl.weight_sync.pack import LocalShards, RoundPacker
+    from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 
     cfg = _cfg(DENSE, "fp8")
     with alone(cfg) as parallel:
         policy = _policy(cfg, parallel)
         continue_training(policy, 2)
         parameters = dict(policy.named_tensors())
-        plan = PlanInputs.of(cfg).plan
-        gather = Gather(plan, cfg.model, parameters, scales="pow2", rank=0, group=None, device=parallel.device)
-        gather.check()
-        sent = {}
-        for bucket in plan.buckets:
-            for index, piece in gather.pack(bucket).items():
-                sent[bucket.transfers[index].name] = piece
+        shards = LocalShards(parameters, TrainerLayout(), cfg.model, 0)
+        found = {}
+        for number in PlanInputs.of(cfg).schedules()[1].rounds:
+            (message,) = number.messages
+            slot = torch.zeros(message.num_bytes, dtype=torch.uint8, device=parallel.device)
+            RoundPacker(number, slot, shards, scales="pow2", rank=0, group=None)()
+            for part in message.parts:
+                data = slot[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
+                found.setdefault(part.name, []).append(data)
+        whole = {name: torch.cat(parts) for name, parts in found.items()}
+        sent = {name: (data, whole.get(f"{name}_scale_inv")) for name, data in whole.items()}
         for layer in range(cfg.model.num_layers - 1):
             ours, theirs = f"decoder.layers.{layer}", f"model.layers.{layer}"
             attention_out = parameters[f"{ours}.self_attention.linear_proj.weight"]

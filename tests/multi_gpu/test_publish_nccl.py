@@ -131,8 +131,8 @@ def _compare(cfg: RunConfig, policy, fleet, layout, exporter_class) -> str:
         report = exporter.publish(version)
     exporter.close()
     direct = _sample(fleet) if fleet is not None else []
-    by_file = replace(cfg, rollout=replace(cfg.rollout, transport="shm"))  # reloads and compares first
-    exporter = exporter_class(policy, fleet, by_file)
+    by_host = replace(cfg, rollout=replace(cfg.rollout, transport="gloo"))  # reloads and compares first
+    exporter = exporter_class(policy, fleet, by_host)
     expected = exporter.publish(4)
     exporter.close()
     assert report.checksum == expected.checksum

@@ -4,13 +4,9 @@ In:  requests of vLLM's weight-update API: ``init`` once; ``start``, ``update`` 
 Out: the model's kernel tensors, changed in place.
 Runs in every engine worker; ``rollout/vllm_plugin/plugin.py`` registers the engine.
 
-Bytes arrive in one of two ways (``InitInfo.kind``):
-
-    shm, gloo   buckets of whole tensors from trainer rank 0, one request for each
-    ipc, nccl   messages from every trainer rank with what this worker keeps; one request for all of them, in which the
-                worker runs the rounds of the same exchange that the trainer ranks compute (``weight_sync/transports/base.py``)
-
-and are loaded in one of three (``UpdateInfo.mode``):
+One request brings a whole publication: messages from every trainer rank with what this worker keeps. The worker runs the
+rounds of the same schedule that the trainer ranks compute (``weight_sync/transports/base.py``) and loads what comes in one
+of three ways (``UpdateInfo.mode``):
 
     reload      by vLLM's layerwise reload, which slices and fuses tensors of a checkpoint as a fresh load does
     compare     into the tensors that the kernels read, after a look whether vLLM's loaders had put the same there
@@ -21,15 +17,14 @@ An engine's first publication takes the first two, which proves where every weig
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -39,68 +34,67 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_fp8rl.kernels.blockwise import canonical
-from megatron_fp8rl.rollout.vllm_plugin.kernel_table import DerivedTensors, KernelTable, UnwritableKernel, narrowed
+from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import DerivedTensors, KernelTable, UnwritableKernel
 from megatron_fp8rl.weight_sync.copies import Copies
-from megatron_fp8rl.weight_sync.schedule import Exchange, Message, Part
-from megatron_fp8rl.weight_sync.transports.base import Fabric, Place, open_fabric, open_store
-from megatron_fp8rl.weight_sync.wire import BucketInfo, GlooGroup, PlanInputs, read_file, unpack
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from megatron_fp8rl.weight_sync.schedule import Message, Part, SendSchedule
+from megatron_fp8rl.weight_sync.transports.base import Peer, Transport, open_store
+from megatron_fp8rl.weight_sync.transports.choose import open_transport
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How weights will come. Without a ``config`` an engine can only reload.
+    """How weights will come.
 
-    ``rank_offset`` is the rank of the first worker of this replica among all processes that take part: trainer rank 0
-    (gloo) or all ``num_trainers`` trainer ranks (ipc, nccl) come first.
+    ``rank_offset`` is the rank of the first worker of this replica among all processes that take part: all
+    ``num_trainers`` trainer ranks come first. Trainer rank 0 hosts a store at ``host`` and ``port``.
     """
 
-    kind: str = "shm"
-    config: dict[str, Any] | None = None  # of PlanInputs
-    host: str = ""
-    port: int = 0
-    rank_offset: int = 0
-    world_size: int = 0
-    num_trainers: int = 1
-    num_replicas: int = 1
-    timeout_s: float = 0.0
+    kind: str  # of rollout.transport
+    config: dict[str, Any]  # of PlanInputs
+    host: str
+    port: int
+    rank_offset: int
+    num_trainers: int
+    num_replicas: int
+    timeout_s: float
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: the fields of :class:`BucketInfo`, and the file that holds the bytes when they travel in one.
-
-    Or a whole publication over a fabric: ``attempt`` counts them, and there is one "bucket" without content.
-    """
+    """A whole publication. ``attempt`` counts them."""
 
     version: int
-    mode: str = "reload"
-    attempt: int = 0
-    bucket: int = 0
-    num_buckets: int = 1
-    num_bytes: int = 0
-    names: list[str] = field(default_factory=list)
-    dtypes: list[str] = field(default_factory=list)
-    shapes: list[list[int]] = field(default_factory=list)
-    offsets: list[int] = field(default_factory=list)
-    path: str = ""
-
-    @property
-    def info(self) -> BucketInfo:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(BucketInfo)}
-        return BucketInfo(**fields)
+    mode: str
+    attempt: int
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for the warning that the rotary embedding received no weights: it has none."""
+def _silence_modules_without_weights() -> None:
+    """Drop the warning of vLLM 0.25.1 at every update that the rotary embedding received no weights: it has none.
+
+    Remove when vLLM's reload skips such modules.
+    """
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_logging)
+
+
+def _is_worth_logging(record: logging.LogRecord) -> bool:
     return not (record.msg == "%s: Failed to load weights" and record.args == ("RotaryEmbedding",))
 
 
+def _forget_loaded_weights(model: nn.Module) -> None:
+    """Have the end of a reload put the kernel tensors of all modules back, as vLLM does for those that got nothing."""
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        info.loaded_weights.clear()
+        info.load_numel = 0
+
+
 class TransferEngine(WeightTransferEngine):
-    """Loads publications and keeps count of their buckets.
+    """Loads publications.
 
     ``version`` is the policy version whose weights were loaded last, or None before the first publication. An update
-    that fails or loses a bucket leaves no version. ``load_s`` is what the last one spent in this worker;
-    ``num_reloads`` counts how often vLLM's loaders may have bound other tensors to the model.
+    that fails leaves no version. ``load_s`` is what the last one spent in this worker; ``num_reloads`` counts how often
+    vLLM's loaders may have bound other tensors to the model.
     """
 
     init_info_cls = InitInfo
@@ -111,112 +105,76 @@ class TransferEngine(WeightTransferEngine):
         self.version: int | None = None
         self.load_s = 0.0
         self.num_reloads = 0
-        self._incoming: int | None = None
+        self._loaded: int | None = None  # the version that has come in the update under way
         self._mode = "reload"
         self._is_reloading = False  # vLLM's loaders hold the model in pieces
-        self._num_received = 0
-        self._num_expected = 0
-        self._init = InitInfo()
-        self._inputs: PlanInputs | None = None
-        self._group: GlooGroup | None = None
-        self._fabric: Fabric | None = None
+        self._transport: Transport | None = None
         self._table: KernelTable | None = None
         self._derived: DerivedTensors | None = None
-        self._slices: dict[str, tuple[int, tuple[int, int]]] = {}
         self._copies: list[Copies] = []
-        # vLLM 0.25.1 warns at every update about modules without weights; remove when its reload skips them.
-        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_news)
+        _silence_modules_without_weights()
 
     @property
     def _engine_rank(self) -> int:
         return self.parallel_config.rank
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Collective but for shm: joins the trainer and the workers of all replicas. A second call starts anew."""
+        """Collective: joins the trainer and the workers of all replicas. A second call starts anew."""
         self.shutdown()
-        self._init = init_info
-        self._inputs = None if init_info.config is None else PlanInputs.from_json(init_info.config)
         self._table = None
         self._copies = []
+        self._slices, self._whole = PlanInputs.from_json(init_info.config).schedules()
         parallel = self.parallel_config
-        rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        if init_info.kind == "gloo":
-            self._group = GlooGroup(
-                host=init_info.host,
-                port=init_info.port,
-                rank=rank,
-                world_size=init_info.world_size,
-                timeout_s=init_info.timeout_s,
-            )
-        elif init_info.kind in ("ipc", "nccl"):
-            assert self._inputs is not None
-            self._slice_exchange, self._whole_exchange = self._inputs.exchanges()
-            place = Place(
-                rank=rank,
-                num_trainers=init_info.num_trainers,
-                num_replicas=init_info.num_replicas,
-                num_engine_ranks=parallel.world_size,
-            )
-            store = open_store(init_info.host, init_info.port, init_info.timeout_s, is_master=False)
-            exchanges = (self._slice_exchange, self._whole_exchange)
-            self._fabric = open_fabric(init_info.kind, place, store, self.device, init_info.timeout_s, exchanges)
+        peer = Peer(
+            rank=init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            num_trainers=init_info.num_trainers,
+            num_replicas=init_info.num_replicas,
+            num_engine_ranks=parallel.world_size,
+        )
+        store = open_store(init_info.host, init_info.port, init_info.timeout_s, is_master=False)
+        schedules = (self._slices, self._whole)
+        self._transport = open_transport(init_info.kind, peer, store, self.device, init_info.timeout_s, schedules)
 
     def start_weight_update(self) -> None:
-        self.version = self._incoming = None
-        self._num_received = self._num_expected = 0
+        self.version = self._loaded = None
         self.load_s = 0.0
         if self._derived is None:
             self._derived = DerivedTensors(self.model, self.model_config.dtype)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load one bucket, or everything that comes over a fabric.
+        """Load everything that comes.
 
-        Raises RuntimeError when it is not the next bucket of the update, FabricError when a trainer rank fails or is
-        late, and UnwritableKernel when weights cannot be written directly.
+        Raises RuntimeError when no trainer has connected, DeliveryError when a trainer rank fails or is late, and
+        UnwritableKernel when weights cannot be written directly.
         """
-        if update_info.bucket != self._num_received or self._incoming not in (None, update_info.version):
-            raise RuntimeError(
-                f"bucket {update_info.bucket} of policy version {update_info.version} arrived where bucket "
-                f"{self._num_received} of version {self._incoming} was due; publish again from the start"
-            )
+        if self._transport is None:
+            raise RuntimeError("weights arrived before init_weight_transfer_engine connected this worker to the trainer")
         started = time.perf_counter()
-        if self._num_received == 0:
-            self._mode = update_info.mode
-            if self._mode == "reload":
-                self._is_reloading = True
-                initialize_layerwise_reload(self.model)
-        self._incoming = update_info.version
-        if self._fabric is None:
-            self._load_bucket(update_info)
-        else:
-            self._load_rounds(update_info.attempt)
-        self._num_received += 1
-        self._num_expected = update_info.num_buckets
+        self._mode = update_info.mode
+        if self._mode == "reload":
+            self._is_reloading = True
+            initialize_layerwise_reload(self.model)
+        self._load_rounds(update_info.attempt, self._transport)
+        self._loaded = update_info.version
         self.load_s += time.perf_counter() - started
 
     def finish_weight_update(self) -> None:
-        """Complete the update. Raises RuntimeError when a bucket is missing."""
-        if self._incoming is None or self._num_received != self._num_expected:
-            raise RuntimeError(
-                f"policy version {self._incoming}: {self._num_received} of {self._num_expected} buckets have arrived; "
-                "publish again from the start"
-            )
+        """Complete the update. Raises RuntimeError when no weights have come."""
+        if self._loaded is None:
+            raise RuntimeError("the update ends without weights; publish again from the start")
         if self._mode == "reload":
             self._end_reload()
         else:
             assert self._derived is not None
             self._derived.refresh()
-        self.version = self._incoming
+        self.version = self._loaded
 
     def abandon(self) -> None:
         """Give up an update that has begun, and the connections that it came by. There is no version then."""
         self.shutdown()
-        self.version = self._incoming = None
+        self.version = self._loaded = None
         if self._is_reloading:
-            for module in self.model.modules():
-                info = get_layerwise_info(module)
-                info.loaded_weights.clear()  # vLLM puts the kernel tensors back of modules that got nothing
-                info.load_numel = 0
+            _forget_loaded_weights(self.model)
             self._end_reload()
 
     def _end_reload(self) -> None:
@@ -227,93 +185,46 @@ class TransferEngine(WeightTransferEngine):
         self._derived.keep_in_place()
 
     def shutdown(self) -> None:
-        if self._fabric is not None:
-            self._fabric.close()
-        self._group = self._fabric = None
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
 
     @staticmethod
     def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
-        raise NotImplementedError("the trainer sends through megatron_fp8rl.weight_sync.transport")
+        raise NotImplementedError("the trainer sends through megatron_fp8rl.weight_sync.publish")
 
-    # ---- buckets of whole tensors
-
-    def _load_bucket(self, update_info: UpdateInfo) -> None:
-        if self._init.kind == "gloo":
-            if self._group is None:
-                raise RuntimeError("weights arrived before init_weight_transfer_engine set up the gloo group")
-            buffer = torch.empty(update_info.num_bytes, dtype=torch.uint8)
-            self._group.broadcast(buffer)
-        else:
-            buffer = read_file(update_info.path, update_info.num_bytes)
-        # The reload keeps references until the last tensor of a module has come, so the bytes are this engine's own.
-        tensors = unpack(buffer.to(self.device), update_info.info)
-        if self._mode == "reload":
-            self.model.load_weights(tensors)
-        else:
-            self._write(self._own_slices(tensors))
-
-    def _own_slices(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """(name, what this worker keeps of a tensor, where its kernels hold it)."""
-        if not self._slices:
-            self._slices = self._require_inputs().kept_by(self._engine_rank)
-        for name, tensor in tensors:
-            if name in self._slices:
-                axis, kept = self._slices[name]
-                source = narrowed(tensor, axis, kept)
-                yield name, source, self._place(name, source.dtype, source.shape, axis, 0, source.shape[axis])
-
-    def _require_inputs(self) -> PlanInputs:
-        if self._inputs is None:
-            raise RuntimeError("weights can be written directly only after an init that brought the trainer's config")
-        return self._inputs
-
-    def _place(self, *part: Any) -> Tensor:
-        if self._table is None:
-            self._table = KernelTable(self.model)
-        return self._table.place(*part)
-
-    def _write(self, entries: Iterator[tuple[str, Tensor, Tensor]]) -> None:
-        found = list(entries)
-        with torch.inference_mode():
-            if self._mode == "compare":
-                compare(found)
-            Copies([(target, source) for _, source, target in found])()
-
-    # ---- messages of all trainer ranks
-
-    def _load_rounds(self, attempt: int) -> None:
-        assert self._fabric is not None
-        exchange = self._whole_exchange if self._mode == "reload" else self._slice_exchange
+    def _load_rounds(self, attempt: int, transport: Transport) -> None:
+        schedule = self._whole if self._mode == "reload" else self._slices
         try:
-            self._fabric.begin(attempt, exchange.rounds)
+            transport.begin(attempt, schedule.rounds)
             with torch.inference_mode():
                 if self._mode == "reload":
-                    self._reload_rounds(exchange, self._fabric)
+                    self._reload_rounds(schedule, transport)
                 else:
-                    self._write_rounds(exchange, self._fabric)
-            self._fabric.finish()
+                    self._write_rounds(schedule, transport)
+            transport.finish()
         except Exception as error:
-            self._fabric.fail(f"{type(error).__name__}: {error}")
+            transport.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _write_rounds(self, exchange: Exchange, fabric: Fabric) -> None:
+    def _write_rounds(self, schedule: SendSchedule, transport: Transport) -> None:
         if not self._copies:
-            self._copies = [Copies(pairs) for pairs in self._pairs(exchange, fabric)]
+            self._copies = [Copies(pairs) for pairs in self._pairs(schedule, transport)]
         for number, copies in enumerate(self._copies):
-            fabric.receive(number)
+            transport.receive(number)
             if self._mode == "compare":
-                for message in exchange.rounds[number].received_by(self._engine_rank):
-                    compare([(part.name, s, self._target(part)) for part, s in _parts(message, fabric, number)])
+                for message in schedule.rounds[number].received_by(self._engine_rank):
+                    compare([(part.name, s, self._target(part)) for part, s in _parts(message, transport, number)])
             copies()
-            fabric.release(number)
+            transport.release(number)
 
-    def _pairs(self, exchange: Exchange, fabric: Fabric) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def _pairs(self, schedule: SendSchedule, transport: Transport) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """For each round (target, source) of everything that comes. Raises when a weight would get nothing."""
         named = set()
-        for number, messages in enumerate(exchange.rounds):
+        for number, messages in enumerate(schedule.rounds):
             pairs = []
             for message in messages.received_by(self._engine_rank):
-                for part, source in _parts(message, fabric, number):
+                for part, source in _parts(message, transport, number):
                     pairs.append((self._target(part), source))
                     named.add(part.name)
             yield pairs
@@ -324,16 +235,19 @@ class TransferEngine(WeightTransferEngine):
 
     def _target(self, part: Part) -> Tensor:
         dtype, axis = getattr(torch, part.dtype), part.transfer.axis
-        return self._place(part.name, dtype, part.kept_shape, axis, part.start - part.kept[0], part.stop - part.start)
+        if self._table is None:
+            self._table = KernelTable(self.model)
+        first, size = part.start - part.kept[0], part.stop - part.start
+        return self._table.place(part.name, dtype, part.kept_shape, axis, first, size)
 
-    def _reload_rounds(self, exchange: Exchange, fabric: Fabric) -> None:
+    def _reload_rounds(self, schedule: SendSchedule, transport: Transport) -> None:
         """Put whole tensors together and hand them to vLLM's loaders as they become complete."""
         incomplete: dict[str, tuple[Tensor, int]] = {}
-        for number, messages in enumerate(exchange.rounds):
-            fabric.receive(number)
+        for number, messages in enumerate(schedule.rounds):
+            transport.receive(number)
             complete: list[tuple[str, Tensor]] = []
             for message in messages.received_by(self._engine_rank):
-                for part, source in _parts(message, fabric, number):
+                for part, source in _parts(message, transport, number):
                     whole, missing = incomplete.pop(part.name, (None, 0))
                     if whole is None:
                         whole = torch.empty(part.kept_shape, dtype=source.dtype, device=self.device)
@@ -344,15 +258,15 @@ class TransferEngine(WeightTransferEngine):
                         incomplete[part.name] = whole, missing
                     else:
                         complete.append((part.name, whole))
-            fabric.release(number)
+            transport.release(number)
             if complete:
                 self.model.load_weights(iter(complete))
         assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not come"
 
 
-def _parts(message: Message, fabric: Fabric, number: int) -> Iterator[tuple[Part, Tensor]]:
+def _parts(message: Message, transport: Transport, number: int) -> Iterator[tuple[Part, Tensor]]:
     """The parts of a message that has come, as tensors."""
-    inbox = fabric.inbox(message, number)
+    inbox = transport.inbox(message, number)
     for part in message.parts:
         data = inbox[part.offset : part.offset + part.num_bytes]
         yield part, data.view(getattr(torch, part.dtype)).view(part.shape)
@@ -376,8 +290,7 @@ def compare(entries: list[tuple[str, Tensor, Tensor]]) -> None:
                 continue
         raise UnwritableKernel(
             f"{name}: the engine's kernels do not hold what vLLM's own loaders were given, so they keep it in a form "
-            "that cannot be written directly; choose rollout.weight_update reload, or other kernels "
-            "(rollout.linear_backend, rollout.moe_backend)"
+            "that cannot be written directly; choose other kernels (rollout.linear_backend, rollout.moe_backend)"
         )
 
 

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.layouts import layers_per_chunk
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.recipes import Blockwise, Delayed, finish_step, make_recipe
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
@@ -46,7 +47,6 @@ from megatron_fp8rl.trainer.model.linear_deep_gemm import can_multiply
 from megatron_fp8rl.trainer.model.router import Router
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.weight_sync.plan import layers_per_chunk
 
 Get = Callable[[str], Tensor]  # a Hugging Face tensor by its name
 

@@ -1,16 +1,19 @@
-"""How messages get from every trainer rank to every engine worker, without a detour and without a request for each.
+"""What every transport has in common: how messages get from every trainer rank to every engine worker.
 
-In:  messages of an :class:`~megatron_fp8rl.weight_sync.schedule.Exchange` in memory that the fabric owns.
+In:  messages of a :class:`~megatron_fp8rl.weight_sync.schedule.SendSchedule` in memory that the transport owns.
 Out: the same bytes where the engine worker can read them.
-Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. Two ways:
+Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``rollout.transport`` names one:
 
     ipc    the receiver maps the sender's buffers and reads them; counters in shared memory say what may be read and
            what has been. Buffers are CUDA memory, opened by handle across processes and GPUs of one host, or files in
            shared memory on a machine without a GPU, where the same protocol runs.
-    group  one process group of all trainer ranks and all engine workers: NCCL between GPUs, gloo without them.
+    nccl   one NCCL process group of all trainer ranks and all engine workers, on GPUs of their own.
+    gloo   the same over TCP, with or without GPUs: theirs are copied through pinned host memory.
 
-Both keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines, and see
+All keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines, and see
 within a fraction of a second when someone else has failed, through a key in a store that trainer rank 0 hosts.
+
+A new transport is a subclass of :class:`Transport` and an entry in ``choose.py`` (and in ``config.RolloutConfig``).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp8rl.weight_sync.schedule import Exchange, Message, Round
+from megatron_fp8rl.weight_sync.schedule import Message, Round, SendSchedule
 
 NUM_SLOTS = 2
 _FAILED = "failed"
@@ -32,13 +35,13 @@ _LOOK_S = 0.2  # between looks for the failure of someone else
 _NAP_S = 20e-6
 
 
-class FabricError(RuntimeError):
+class DeliveryError(RuntimeError):
     """Messages could not be delivered; the text says who waited for whom."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where one process stands: trainer ranks come first, then the workers of replica after replica."""
+class Peer:
+    """One process among all that take part: trainer ranks come first, then the workers of replica after replica."""
 
     rank: int
     num_trainers: int
@@ -68,14 +71,14 @@ class Place:
         return f"replica {replica} rank {engine_rank}"
 
 
-class Fabric:
-    """What both ways have in common: a store, a deadline, and the news that someone has failed.
+class Transport:
+    """The interface, and what all of them share: a store, a deadline, and the news that someone has failed.
 
     ``store`` is connected to trainer rank 0. ``device`` is where messages lie.
     """
 
-    def __init__(self, place: Place, store: dist.Store, device: torch.device, timeout_s: float):
-        self.place = place
+    def __init__(self, peer: Peer, store: dist.Store, device: torch.device, timeout_s: float):
+        self.peer = peer
         self.device = device
         self.timeout_s = timeout_s
         self.watch: Callable[[], None] = lambda: None
@@ -84,8 +87,8 @@ class Fabric:
         self._rounds: tuple[Round, ...] = ()
         self._end = time.monotonic() + timeout_s
 
-    def connect(self, exchanges: Sequence[Exchange]) -> None:
-        """Collective: make contact, with buffers that hold any of ``exchanges``."""
+    def connect(self, schedules: Sequence[SendSchedule]) -> None:
+        """Collective: make contact, with buffers that hold any of ``schedules``."""
         raise NotImplementedError
 
     # ---- a publication
@@ -99,12 +102,12 @@ class Fabric:
     def fail(self, reason: str) -> None:
         """Tell everyone who waits in this publication."""
         try:
-            self._store.set(f"{_FAILED}/{self._attempt}", f"{self.place.name(self.place.rank)}: {reason}")
+            self._store.set(f"{_FAILED}/{self._attempt}", f"{self.peer.name(self.peer.rank)}: {reason}")
         except RuntimeError:
             return  # the store is gone, and with it everyone who could be waiting
 
     def wait_until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Return when ``done()``. Raises FabricError when someone fails first, or ``what()`` takes too long."""
+        """Return when ``done()``. Raises DeliveryError when someone fails first, or ``what()`` takes too long."""
         look = time.monotonic() + _LOOK_S
         while not done():
             now = time.monotonic()
@@ -113,7 +116,7 @@ class Fabric:
                 self.watch()
                 self._raise_failure(what)
             if now > self._end:
-                raise FabricError(f"{what()} within {self.timeout_s:g} s (rollout.update_deadline_s)")
+                raise DeliveryError(f"{what()} within {self.timeout_s:g} s (rollout.update_deadline_s)")
             time.sleep(_NAP_S)
 
     def _raise_failure(self, what: Callable[[], str]) -> None:
@@ -121,9 +124,9 @@ class Fabric:
         try:
             failed = self._store.check([key])
         except RuntimeError as error:
-            raise FabricError(f"{what()}: trainer rank 0 has gone ({error})") from error
+            raise DeliveryError(f"{what()}: trainer rank 0 has gone ({error})") from error
         if failed:
-            raise FabricError(f"{what()}: {self._store.get(key).decode()}")
+            raise DeliveryError(f"{what()}: {self._store.get(key).decode()}")
 
     # ---- the trainer's side
 
@@ -163,35 +166,12 @@ class Fabric:
         """Release memory and connections. Harmless when called again, or after an error."""
 
     def _to_this_process(self, number: int) -> list[Message]:
-        return self._rounds[number].received_by(self.place.engine_rank)
+        return self._rounds[number].received_by(self.peer.engine_rank)
 
 
 def open_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> dist.TCPStore:
     """Trainer rank 0 hosts (port 0 finds a free one: see ``store.port``), all others connect."""
     return dist.TCPStore(host, port, None, is_master, timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-def open_fabric(
-    kind: str,
-    place: Place,
-    store: dist.Store,
-    device: torch.device,
-    timeout_s: float,
-    exchanges: Sequence[Exchange],
-    *,
-    watch: Callable[[], None] = lambda: None,
-) -> Fabric:
-    """Collective over all trainer ranks and engine workers: the fabric of ``rollout.transport`` ipc or nccl.
-
-    Its buffers hold any of ``exchanges``. ``watch`` is called now and then while waiting, to raise what else is known.
-    """
-    from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcFabric
-    from megatron_fp8rl.weight_sync.transports.process_group import GroupFabric
-
-    fabric = {"ipc": IpcFabric, "nccl": GroupFabric}[kind](place, store, device, timeout_s)
-    fabric.watch = watch
-    fabric.connect(exchanges)
-    return fabric
 
 
 def recorded(device: torch.device) -> torch.cuda.Event:

@@ -1,6 +1,6 @@
 """Weights through memory that the receiver maps: CUDA IPC between the GPUs of a host, files where there are none.
 
-Runs in the trainer and in engine workers. See ``fabric.py`` for what a fabric is.
+Runs in the trainer and in engine workers. See ``base.py`` for what a transport is.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import atexit
 import mmap
 import os
 import pickle
+import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,26 +19,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.weight_sync.schedule import Exchange, Message
-from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, Fabric, recorded
+from megatron_fp8rl.weight_sync.schedule import Message, SendSchedule
+from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError, Transport, recorded
+
+_FOLDER = Path("/dev/shm")
+_PREFIX = "megatron_fp8rl-"
 
 
-class IpcFabric(Fabric):
+class IpcTransport(Transport):
     """The sender's buffers, mapped by every receiver; counters in one small file that all processes of the host map."""
 
-    def connect(self, exchanges: Sequence[Exchange]) -> None:
+    def connect(self, schedules: Sequence[SendSchedule]) -> None:
         """Collective: exchange the handles of buffers."""
-        place = self.place
+        peer = self.peer
         self._announcer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-ipc")
         self._announced: list[Any] = []
         self._counters = self._map_counters()
-        if place.is_trainer:
-            num_bytes = max(x.out_bytes(place.rank) for x in exchanges)
+        if peer.is_trainer:
+            num_bytes = max(x.out_bytes(peer.rank) for x in schedules)
             if num_bytes:
                 self._slots, handle = _export(num_bytes, self.device)
-                self._store.set(f"ipc/{place.rank}", pickle.dumps(handle))
+                self._store.set(f"ipc/{peer.rank}", pickle.dumps(handle))
         else:
-            senders = sorted({sender for x in exchanges for sender in x.senders})
+            senders = sorted({sender for x in schedules for sender in x.senders})
             self._mapped = {}
             for sender in senders:
                 key = f"ipc/{sender}"
@@ -48,18 +52,18 @@ class IpcFabric(Fabric):
                 self._mapped[sender] = _open(pickle.loads(self._store.get(key)), self.device)
         self._store.add("joined", 1)
         self.wait_until(
-            lambda: self._store.add("joined", 0) >= place.world_size,
-            lambda: f"{self._store.add('joined', 0)} of {place.world_size} processes opened the buffers",
+            lambda: self._store.add("joined", 0) >= peer.world_size,
+            lambda: f"{self._store.add('joined', 0)} of {peer.world_size} processes opened the buffers",
         )
-        if place.rank == 0:
+        if peer.rank == 0:
             self._remove_files()
-        if place.is_trainer and self.device.type == "cpu" and num_bytes:
+        if peer.is_trainer and self.device.type == "cpu" and num_bytes:
             Path(handle["path"]).unlink(missing_ok=True)
 
     def _map_counters(self) -> np.ndarray:
         """int64 [world_size]: rounds that a trainer rank has filled, or that a worker has read, since the start."""
-        num_bytes = 8 * self.place.world_size
-        if self.place.rank == 0:
+        num_bytes = 8 * self.peer.world_size
+        if self.peer.rank == 0:
             path = _new_file(num_bytes)
             atexit.register(path.unlink, missing_ok=True)
             self._remove_files = lambda: path.unlink(missing_ok=True)
@@ -81,8 +85,8 @@ class IpcFabric(Fabric):
 
     def _wait_for_readers(self, number: int) -> None:
         """Until every worker that this rank sent something in round ``number`` has read it."""
-        to = {m.engine_rank for m in self._rounds[number].sent_by(self.place.rank)}
-        readers = [worker for rank in to for worker in self.place.workers(rank)]
+        to = {m.engine_rank for m in self._rounds[number].sent_by(self.peer.rank)}
+        readers = [worker for rank in to for worker in self.peer.workers(rank)]
         self._wait_for(readers, number, "read")
 
     def _wait_for(self, ranks: list[int], number: int, verb: str) -> None:
@@ -93,7 +97,7 @@ class IpcFabric(Fabric):
 
         self.wait_until(
             lambda: not missing(),
-            lambda: f"{', '.join(map(self.place.name, missing()))} has not {verb} round {number} of weights",
+            lambda: f"{', '.join(map(self.peer.name, missing()))} has not {verb} round {number} of weights",
         )
 
     def send(self, number: int, messages: Sequence[Message]) -> None:
@@ -112,13 +116,13 @@ class IpcFabric(Fabric):
     def _announce(self, number: int) -> None:
         """Raise this process's counter when the GPU has come so far: by a thread, for the host goes on meanwhile."""
         if self.device.type == "cpu":
-            self._counters[self.place.rank] = self._count(number)
+            self._counters[self.peer.rank] = self._count(number)
             return
         event, count = recorded(self.device), self._count(number)
 
         def announce() -> None:
             event.synchronize()
-            self._counters[self.place.rank] = count
+            self._counters[self.peer.rank] = count
 
         self._announced.append(self._announcer.submit(announce))
 
@@ -127,26 +131,44 @@ class IpcFabric(Fabric):
         self.wait_until(lambda: all(f.done() for f in announced), lambda: "the GPU did not finish its part")
         for future in announced:
             future.result()
-        if self.place.is_trainer:
-            mine = [i for i, r in enumerate(self._rounds) if r.sent_by(self.place.rank)]
+        if self.peer.is_trainer:
+            mine = [i for i, r in enumerate(self._rounds) if r.sent_by(self.peer.rank)]
             for number in mine[-NUM_SLOTS:]:
                 self._wait_for_readers(number)
 
     def close(self) -> None:
-        if self.place.rank == 0:
+        if self.peer.rank == 0:
             self._remove_files()
         self._announcer.shutdown(wait=False, cancel_futures=True)
 
 
 def _new_file(num_bytes: int) -> Path:
     """A file of zeros in shared memory; the name lets a later run remove it if this one is killed."""
-    path = Path("/dev/shm") / f"megatron_fp8rl-{os.getpid()}-{os.urandom(4).hex()}"
+    _remove_leftovers()
+    path = _FOLDER / f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
+        # Memory is claimed now: a mapping of a file that /dev/shm cannot hold dies by SIGBUS at the first write.
         os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        path.unlink(missing_ok=True)
+        free = os.statvfs(_FOLDER)
+        raise DeliveryError(
+            f"{_FOLDER} has {free.f_bavail * free.f_frsize / 2**20:.0f} MiB left, and buffers of weights need "
+            f"{num_bytes / 2**20:.0f} MiB; lower rollout.bucket_bytes, enlarge {_FOLDER} (docker: --shm-size) or set "
+            "rollout.transport to gloo"
+        ) from error
     finally:
         os.close(descriptor)
     return path
+
+
+def _remove_leftovers() -> None:
+    """Delete files of processes that no longer exist: what a killed run could not clean up."""
+    for file in _FOLDER.glob(f"{_PREFIX}*"):
+        owner = re.match(rf"{_PREFIX}(\d+)-", file.name)
+        if owner and not Path(f"/proc/{owner[1]}").exists():
+            file.unlink(missing_ok=True)
 
 
 def _export(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:

@@ -1,10 +1,11 @@
-"""Weights over one process group of all trainer ranks and all engine workers: NCCL between GPUs, gloo without them.
+"""Weights over one process group of all trainer ranks and all engine workers: NCCL between GPUs, gloo everywhere.
 
-Runs in the trainer and in engine workers. See ``fabric.py`` for what a fabric is.
+Runs in the trainer and in engine workers. See ``base.py`` for what a transport is.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,44 +15,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp8rl.weight_sync.schedule import Exchange, Message, Round
-from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, Fabric, FabricError, recorded
-from megatron_fp8rl.weight_sync.wire import gloo_group
+from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.weight_sync.schedule import Message, Round, SendSchedule
+from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError, Transport, recorded
 
 
-class GroupFabric(Fabric):
-    """One process group: a send of each message to the worker of every replica that keeps its slices."""
+class _GroupTransport(Transport):
+    """A send of each message to the worker of every replica that keeps its slices.
+
+    ``_slots`` are where messages are written and read, ``_wire`` the memory that the group sends from and receives into.
+    """
 
     _group: Any = None
 
-    def connect(self, exchanges: Sequence[Exchange]) -> None:
+    def connect(self, schedules: Sequence[SendSchedule]) -> None:
         """Collective: build the group and this process's buffers."""
-        place = self.place
-        if place.is_trainer:
-            num_bytes = max(x.out_bytes(place.rank) for x in exchanges)
+        peer = self.peer
+        if peer.is_trainer:
+            num_bytes = max(x.out_bytes(peer.rank) for x in schedules)
         else:
-            num_bytes = max(x.in_bytes(place.engine_rank) for x in exchanges)
+            num_bytes = max(x.in_bytes(peer.engine_rank) for x in schedules)
         self._slots = torch.empty(NUM_SLOTS, num_bytes, dtype=torch.uint8, device=self.device)
+        self._wire = self._wire_memory()
         self._pending: dict[int, list[Any]] = {}
         self._peers: dict[int, list[int]] = {}  # by round, for messages
-        prefix = dist.PrefixStore("group", self._store)
-        timeout = timedelta(seconds=self.timeout_s)
-        if self.device.type == "cpu":
-            self._group = gloo_group(prefix, place.rank, place.world_size, timeout)
-            return
-        options = dist.ProcessGroupNCCL.Options()
-        # Deadlines are ours: past its own one, NCCL's watchdog ends the whole process.
-        options._timeout = timedelta(days=1)
-        self._group = dist.ProcessGroupNCCL(prefix, place.rank, place.world_size, options)
-        # The communicator is built here and not in the first publication, by everyone at once.
-        self._group.allreduce(torch.zeros(1, device=self.device)).wait()
-        event = recorded(self.device)
-        self.wait_until(event.query, lambda: "not all processes joined the NCCL communicator")
+        self._group = self._build_group(dist.PrefixStore("group", self._store))
 
     def begin(self, attempt: int, rounds: tuple[Round, ...]) -> None:
         super().begin(attempt, rounds)
         self._pending.clear()
-        if not self.place.is_trainer:
+        if not self.peer.is_trainer:
             self._expect(0)
 
     def slot(self, number: int) -> Tensor:
@@ -61,17 +54,17 @@ class GroupFabric(Fabric):
         self._wait(number - NUM_SLOTS)
 
     def send(self, number: int, messages: Sequence[Message]) -> None:
-        slot = self.slot(number)
+        wire = self._wire[number % NUM_SLOTS]
         operations = [
-            (self._group.send, slot[m.out_offset : m.out_offset + m.num_bytes], worker)
+            (self._group.send, wire[m.out_offset : m.out_offset + m.num_bytes], worker)
             for m in messages
-            for worker in self.place.workers(m.engine_rank)
+            for worker in self.peer.workers(m.engine_rank)
         ]
         self._pending[number] = self._start(operations, number)
         self._peers[number] = [peer for _, _, peer in operations]
 
     def inbox(self, message: Message, number: int) -> Tensor:
-        return self._slots[number % NUM_SLOTS][message.in_offset : message.in_offset + message.num_bytes]
+        return self.slot(number)[message.in_offset : message.in_offset + message.num_bytes]
 
     def receive(self, number: int) -> None:
         # The next round travels while this one is read; its slot was read before.
@@ -83,39 +76,116 @@ class GroupFabric(Fabric):
 
     def _expect(self, number: int) -> None:
         if number < len(self._rounds):
-            messages = self._to_this_process(number)
-            operations = [(self._group.recv, self.inbox(m, number), m.sender) for m in messages]
-            self._pending[number] = self._start(operations, number)
+            messages, wire = self._to_this_process(number), self._wire[number % NUM_SLOTS]
+            parts = [(wire[m.in_offset : m.in_offset + m.num_bytes], m.sender) for m in messages]
+            self._pending[number] = self._start([(self._group.recv, *part) for part in parts], number)
             self._peers[number] = [message.sender for message in messages]
+
+    def _wait(self, number: int) -> None:
+        """Return when a round may be used, or have the current stream wait for it."""
+        try:
+            for work in self._pending.pop(number, ()):
+                self._wait_for(work, number)
+        except DeliveryError:
+            raise
+        except RuntimeError as error:
+            raise DeliveryError(f"{self._stuck(number)}: a process has died or hangs ({error})") from error
+
+    def _stuck(self, number: int) -> str:
+        peers = ", ".join(map(self.peer.name, dict.fromkeys(self._peers.get(number, ()))))
+        return f"round {number} of weights has not passed between {self.peer.name(self.peer.rank)} and {peers}"
+
+    def finish(self) -> None:
+        for number in sorted(self._pending):
+            self._wait(number)
+        if self.device.type == "cuda":
+            last = len(self._rounds) - 1
+            self.wait_until(recorded(self.device).query, lambda: self._stuck(last))
+
+    def _wire_memory(self) -> Tensor:
+        """uint8 [slots, bytes]."""
+        return self._slots
+
+    def _build_group(self, store: dist.Store) -> Any:
+        """Collective."""
+        raise NotImplementedError
+
+    def _start(self, operations: list[tuple[Any, Tensor, int]], number: int) -> list[Any]:
+        """Begin (send or recv, memory, rank of the other end) of one round."""
+        raise NotImplementedError
+
+    def _wait_for(self, work: Any, number: int) -> None:
+        raise NotImplementedError
+
+
+class NcclTransport(_GroupTransport):
+    """From GPU to GPU, on the current stream."""
+
+    def _build_group(self, store: dist.Store) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        # Deadlines are ours: past its own one, NCCL's watchdog ends the whole process.
+        options._timeout = timedelta(days=1)
+        group = dist.ProcessGroupNCCL(store, self.peer.rank, self.peer.world_size, options)
+        # The communicator is built here and not in the first publication, by everyone at once.
+        group.allreduce(torch.zeros(1, device=self.device)).wait()
+        event = recorded(self.device)
+        self.wait_until(event.query, lambda: "not all processes joined the NCCL communicator")
+        return group
 
     def _start(self, operations: list[tuple[Any, Tensor, int]], number: int) -> list[Any]:
         if not operations:
             return []
-        if self.device.type == "cpu":
-            return [call([buffer], peer, number) for call, buffer, peer in operations]
         self._group._start_coalescing()  # one launch on the communicator of all, not one communicator for each pair
         for call, buffer, peer in operations:
             call([buffer], peer, 0)
         return [self._group._end_coalescing()]
 
-    def _wait(self, number: int) -> None:
-        """Gloo: wait for a round; NCCL: have the current stream wait for it."""
-        try:
-            for work in self._pending.pop(number, ()):
-                if self.device.type == "cpu":
-                    self._wait_aside(work, number)
-                else:
-                    work.wait()
-        except FabricError:
-            raise
-        except RuntimeError as error:
-            raise FabricError(f"{self._stuck(number)}: a process has died or hangs ({error})") from error
+    def _wait_for(self, work: Any, number: int) -> None:
+        work.wait()
 
-    def _stuck(self, number: int) -> str:
-        peers = ", ".join(map(self.place.name, dict.fromkeys(self._peers.get(number, ()))))
-        return f"round {number} of weights has not passed between {self.place.name(self.place.rank)} and {peers}"
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()  # after a failure nothing else ends what waits on the GPU
 
-    def _wait_aside(self, work: Any, number: int) -> None:
+
+class GlooTransport(_GroupTransport):
+    """Over TCP between hosts. A GPU's messages pass through pinned host memory, copied on the current stream."""
+
+    def _wire_memory(self) -> Tensor:
+        if self.device.type == "cpu":
+            return self._slots
+        self._copied: dict[int, torch.cuda.Event] = {}  # by slot, when a worker has read the host's memory
+        return torch.empty(self._slots.shape, dtype=torch.uint8, pin_memory=True)
+
+    def _build_group(self, store: dist.Store) -> Any:
+        return _gloo_group(store, self.peer.rank, self.peer.world_size, timedelta(seconds=self.timeout_s))
+
+    def send(self, number: int, messages: Sequence[Message]) -> None:
+        if self.device.type == "cuda" and messages:
+            num_bytes = max(m.out_offset + m.num_bytes for m in messages)
+            self._wire[number % NUM_SLOTS][:num_bytes].copy_(self.slot(number)[:num_bytes], non_blocking=True)
+            self.wait_until(recorded(self.device).query, lambda: f"the GPU did not finish round {number} of weights")
+        super().send(number, messages)
+
+    def receive(self, number: int) -> None:
+        super().receive(number)
+        messages = self._to_this_process(number)
+        if self.device.type == "cuda" and messages:
+            num_bytes = max(m.in_offset + m.num_bytes for m in messages)
+            self.slot(number)[:num_bytes].copy_(self._wire[number % NUM_SLOTS][:num_bytes], non_blocking=True)
+            self._copied[number % NUM_SLOTS] = recorded(self.device)
+
+    def _expect(self, number: int) -> None:
+        if self.device.type == "cuda" and number % NUM_SLOTS in self._copied:
+            copied = self._copied.pop(number % NUM_SLOTS)
+            self.wait_until(copied.query, lambda: f"the GPU did not copy what came before round {number} of weights")
+        super()._expect(number)
+
+    def _start(self, operations: list[tuple[Any, Tensor, int]], number: int) -> list[Any]:
+        return [call([buffer], peer, number) for call, buffer, peer in operations]
+
+    def _wait_for(self, work: Any, number: int) -> None:
         """Wait in a thread: gloo's own wait would not notice that someone else has failed."""
         done: list[RuntimeError | None] = []
 
@@ -132,14 +202,19 @@ class GroupFabric(Fabric):
         if done[0] is not None:
             raise done[0]
 
-    def finish(self) -> None:
-        for number in sorted(self._pending):
-            self._wait(number)
-        if self.device.type == "cuda":
-            last = len(self._rounds) - 1
-            self.wait_until(recorded(self.device).query, lambda: self._stuck(last))
-
     def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and self.device.type == "cuda":
-            group.abort()  # after a failure nothing else ends what waits on the GPU
+        self._group = None
+
+
+def _gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    """A gloo group that other hosts reach.
+
+    By itself gloo listens on the address that the host's name resolves to, which on many nodes is one of loopback.
+    ``GLOO_SOCKET_IFNAME`` is respected as usual.
+    """
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address())]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, world_size, options)

@@ -7,7 +7,8 @@ import pytest
 from benchmarks import publish
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.types import PublishReport
-from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.weight_sync.plan import plan
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_an_unknown_layout_is_refused_by_name():
 
 @pytest.mark.parametrize("text", ["tp2+tp2", "ep2+ep2", "tp2ep2+ep2", "pp2+tp2"])
 def test_the_large_mixture_of_experts_can_be_published_in_every_layout(text):
-    case = publish.Case("qwen3_30b_a3b", 2, "fp8", text, "ipc", "direct", 1)
+    case = publish.Case("qwen3_30b_a3b", 2, "fp8", text, "ipc", 1)
     cfg = publish.run_config(case)
     found = plan(
         cfg.model,
@@ -53,7 +54,7 @@ def test_cases_that_cannot_exist_are_left_out():
 
 
 def test_rows_give_the_first_publication_and_the_median_of_the_others():
-    case = publish.Case("qwen3_8b", 0, "fp8", "1+1", "ipc", "direct", 3)
+    case = publish.Case("qwen3_8b", 0, "fp8", "1+1", "ipc", 3)
     reports = [
         PublishReport(version=v, num_tensors=3, num_fp8_tensors=2, num_bytes=8_000_000_000, seconds=2 * pause,
                       pause_s=pause, checksum="")

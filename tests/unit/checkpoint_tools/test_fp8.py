@@ -17,10 +17,12 @@ from checkpoint_tools.work import WorkOptions
 from megatron_fp8rl.config import MlaConfig, ModelConfig, RouterConfig
 from megatron_fp8rl.kernels.blockwise import dequantize_weight
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.digest import digests
-from megatron_fp8rl.weight_sync.gather import Gather
-from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
+from megatron_fp8rl.weight_sync.pack import LocalShards, RoundPacker
+from megatron_fp8rl.weight_sync.plan import plan
+from megatron_fp8rl.weight_sync.schedule import plan_schedule
 from tests.helpers.checkpoints import random_tensors, read_tensors, write_folder
 
 _COMMON = dict(num_layers=3, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, vocab_size=131)
@@ -56,16 +58,18 @@ def quantized(model: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloa
 
 
 def published(model: ModelConfig, tensors: dict, options: hf_to_fp8.Options) -> dict[str, torch.Tensor]:
-    """What the exporter of one trainer rank hands to the transport, by name."""
+    """What the exporter of one trainer rank sends, by name."""
     planned = plan(model, LayerTable.build(model, options.precision), TrainerLayout(), EngineLayout())
     parameters = {name: registry.from_hf(name, tensors.__getitem__, model) for name in registry.mcore_names(model)}
-    cpu = torch.device("cpu")
-    gather = Gather(planned, model, parameters, scales=options.scales, rank=0, group=None, device=cpu)
+    shards = LocalShards(parameters, TrainerLayout(), model, 0)
     sent: dict[str, torch.Tensor] = {}
-    for bucket in planned.buckets:
-        parts = {t.name: torch.empty(t.shape, dtype=getattr(torch, t.dtype)) for t in bucket.tensors}
-        gather.assemble(bucket, gather.collect(bucket, gather.pack(bucket)), parts)
-        sent |= parts
+    for number in plan_schedule(planned, model, bucket_bytes=1 << 40).rounds:
+        (message,) = number.messages
+        slot = torch.zeros(message.num_bytes, dtype=torch.uint8)
+        RoundPacker(number, slot, shards, scales=options.scales, rank=0, group=None)()
+        for part in message.parts:
+            data = slot[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
+            sent[part.name] = data.view(part.shape)
     return sent
 
 

@@ -166,7 +166,7 @@ def test_a_replica_over_nodes_gets_vllms_flags():
 
 def test_every_problem_is_named_at_once():
     """Of the cluster, of the configuration and of the layout."""
-    wrong = request("tiny_qwen3_moe", *SMALL, "shm", "--parallel.tensor", "3", cluster=CPU, nodes=9)
+    wrong = request("tiny_qwen3_moe", *SMALL, "ipc", "--parallel.tensor", "3", cluster=CPU, nodes=9)
     problems = "\n".join(plan_training(wrong).problems)
     assert "--parallel.tensor = 3" in problems and "--nodes 9" in problems
     broken = dataclasses.replace(CPU, time_limit="x", max_restarts=-1)
@@ -175,12 +175,12 @@ def test_every_problem_is_named_at_once():
 
 
 def test_shared_memory_ends_at_a_node():
-    [problem] = plan_training(request("tiny_qwen3_moe", *SMALL, "shm", cluster=CPU, nodes=3)).problems
-    assert "--rollout.transport = 'shm'" in problem and "--rollout.transport auto" in problem
+    [problem] = plan_training(request("tiny_qwen3_moe", *SMALL, "ipc", cluster=CPU, nodes=3)).problems
+    assert "--rollout.transport = 'ipc'" in problem and "--rollout.transport auto" in problem
 
 
 def test_a_mistake_that_doctor_sees_too_is_named_once():
-    words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16", "--rollout.transport", "shm")
+    words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16", "--rollout.transport", "ipc")
     problems = plan_training(request("grpo_qwen3_8b_colocated", *words)).problems
     assert sum("--rollout.transport" in problem for problem in problems) == 1
 

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.weight_sync.plan import EngineLayout, TrainerLayout, plan
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.weight_sync.plan import plan
 
 # Odd on purpose: one key/value head, heads unrelated to the hidden size, three layers, six experts, odd vocabulary.
 COMMON = {

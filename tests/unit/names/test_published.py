@@ -9,8 +9,9 @@ import pytest
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, PrecisionConfig, RopeScaling, RouterConfig
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.weight_sync.plan import EngineLayout, PlanError, TrainerLayout, plan
+from megatron_fp8rl.weight_sync.plan import PlanError, plan
 
 # As their authors published them; keys that say nothing about the architecture are left out of some.
 LLAMA31_8B = {
@@ -273,7 +274,7 @@ def test_deepseek_v3_travels_in_blocks_that_its_matrices_fill_but_for_one():
     trainer = TrainerLayout(world_size=64, tensor=8, expert=64)
     made = plan(model, LayerTable.build(model, PrecisionConfig()), trainer, EngineLayout(tensor=8, expert=8))
     assert {t.quantize for t in made.transfers if t.is_fp8} == {"at_source"}
-    shapes = {t.name: t.shape for bucket in made.buckets for t in bucket.tensors}
+    shapes = {t.name: t.shape for transfer in made.transfers for t in transfer.wire_tensors()}
     latent = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"
     assert (shapes[latent], shapes[f"{latent}_scale_inv"]) == ((576, 7168), (5, 56))
     assert shapes["model.layers.3.mlp.experts.255.down_proj.weight_scale_inv"] == (56, 16)

@@ -90,7 +90,7 @@ def test_a_run_that_cannot_work_and_the_command_that_makes_it_work():
 
 
 def test_each_command_takes_its_finding_away():
-    cfg = change(grpo_qwen3_8b(), precision__trainer="mxfp8", rollout__transport="shm", rollout__num_replicas=8)
+    cfg = change(grpo_qwen3_8b(), precision__trainer="mxfp8", rollout__transport="ipc", rollout__num_replicas=8)
     cfg = change(cfg, rollout__gpu_memory_utilization=0.999, algo__correction="off")
     found = diagnose(cfg)
     proposed = [f for f in found.findings if f.change and f.subject != "--model.hf_path"]
@@ -141,7 +141,7 @@ def test_machines_that_there_cannot_be_are_refused():
 
 
 def test_shared_memory_ends_at_a_node():
-    found = diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5, rollout__transport="shm"))
+    found = diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5, rollout__transport="ipc"))
     assert errors(found)["--rollout.transport"].change == (("rollout.transport", "auto"),)
     assert "--rollout.transport" not in errors(diagnose(change(grpo_qwen3_8b(), rollout__num_replicas=5)))
 

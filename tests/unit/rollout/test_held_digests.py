@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_fp8rl.weight_sync.digest import digests, widened
 
-worker = pytest.importorskip("megatron_fp8rl.rollout.vllm_plugin.worker")
+worker = pytest.importorskip("megatron_fp8rl.rollout.vllm_plugin.kernel_weights")
 
 
 class Norm(nn.Module):

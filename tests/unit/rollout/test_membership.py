@@ -19,6 +19,7 @@ from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout.client import EngineDeadError
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.rollout.stream import RolloutStream
+from megatron_fp8rl.weight_sync.engines import NoReplicaError
 from model_configs.tiny import tiny_qwen3_moe
 
 # ---- the stream
@@ -47,7 +48,7 @@ class MortalFleet(Fleet):
     def wants_publication(self):
         return bool(self.joining) and not self.clients
 
-    def take_out(self, client, reason, *, asked_again=0):
+    def remove(self, client, reason, *, asked_again=0):
         assert "exit code -9" in reason
         self.num_asked_again += asked_again
         if client in self.clients:
@@ -174,8 +175,8 @@ def test_one_that_comes_back_waits_for_a_publication(started):
     first, second = fleet.clients
     die(fleet, source, 0, "died with exit code -9")
     assert fleet.clients == (second,) and not fleet.wants_publication
-    assert fleet.lost([first]) and not fleet.lost([second])
-    admitted = fleet.admit()
+    assert fleet.has_lost_replica([first]) and not fleet.has_lost_replica([second])
+    admitted = fleet.begin_update()
     assert [client.name for client in admitted] == ["rollout-0", "rollout-1"] and admitted[0] is not first
     assert not admitted[0]._open.is_set()  # until it is resumed, with proven weights
     metrics = fleet.take_metrics()
@@ -189,15 +190,15 @@ def test_a_publication_waits_for_the_first_that_comes_back(started):
     die(fleet, source, 0, "died with exit code 1")
     die(fleet, source, 1, "died with exit code 2")
     assert fleet.wants_publication
-    assert [client.name for client in fleet.admit()] == ["rollout-0"]
+    assert [client.name for client in fleet.begin_update()] == ["rollout-0"]
 
 
 def test_without_a_replica_and_restarts_the_first_failure_ends_the_run(started):
     fleet, source = started(2)
     die(fleet, source, 1, "died with exit code -11")
     die(fleet, source, 0, "died with exit code 1")
-    with pytest.raises(EngineDeadError, match=r"max_replica_restarts is used up.*rollout-1 died with exit code -11"):
-        fleet.admit()
+    with pytest.raises(NoReplicaError, match=r"max_replica_restarts is used up.*rollout-1 died with exit code -11"):
+        fleet.begin_update()
 
 
 def test_requests_that_wait_for_weights_hear_of_the_end_of_their_replica(started):

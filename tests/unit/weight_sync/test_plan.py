@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ import torch
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.weight_sync.plan import EngineLayout, PlanError, TrainerLayout, block_edges_only, plan, scale_range
+from megatron_fp8rl.weight_sync.plan import PlanError, block_edges_only, plan, scale_range
 
 DENSE = ModelConfig(
     family="qwen3",
@@ -169,29 +171,21 @@ def test_parts_between_block_edges_quantize_to_the_whole():
     assert not block_edges_only(weight.shape, 0, [(0, 192), (192, 384)])
 
 
-@pytest.mark.parametrize("bucket_bytes", [1, 200_000, 1 << 30])
-def test_buckets(bucket_bytes):
-    made = plan(MOE, table(MOE, "edges"), TrainerLayout(), EngineLayout(), bucket_bytes=bucket_bytes)
+def test_what_travels():
+    made = plan(MOE, table(MOE, "edges"), TrainerLayout(), EngineLayout())
     assert [t.name for t in made.transfers] == list(registry.hf_tensors(MOE))
-    for bucket in made.buckets:
-        assert bucket.num_bytes <= bucket_bytes or len(bucket.transfers) == 1
-        end = 0
-        for tensor in bucket.tensors:
-            assert tensor.offset % 64 == 0 and tensor.offset >= end
-            end = tensor.offset + tensor.num_bytes
-        assert end <= bucket.num_bytes
-    sent = {t.name: t for bucket in made.buckets for t in bucket.tensors}
+    sent = {t.name: t for transfer in made.transfers for t in transfer.wire_tensors()}
     experts = [n for n in sent if n.startswith("model.layers.1.mlp.experts.") and n.endswith("weight_scale_inv")]
     assert len(experts) == 3 * MOE.num_experts
     assert sent["model.layers.1.mlp.experts.3.up_proj.weight_scale_inv"].shape == (2, 2)
     num_fp8 = sum(t.dtype == "float8_e4m3fn" for t in sent.values())
     assert num_fp8 == 2 * (4 + 3 * MOE.num_experts)  # of layers 1 and 2
-    if bucket_bytes == 1:
-        assert len(made.buckets) == len(made.transfers)
+    assert made.num_bytes == sum(math.prod(t.shape) * getattr(torch, t.dtype).itemsize for t in sent.values())
 
 
 def test_the_wire_does_not_depend_on_the_trainer_layout():
-    wires = {plan(MOE, table(MOE, "edges"), layout, EngineLayout()).buckets[0].tensors for layout in LAYOUTS}
+    plans = [plan(MOE, table(MOE, "edges"), layout, EngineLayout()) for layout in LAYOUTS]
+    wires = {tuple(t for transfer in made.transfers for t in transfer.wire_tensors()) for made in plans}
     assert len(wires) == 1
 
 

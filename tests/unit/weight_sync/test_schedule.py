@@ -11,10 +11,11 @@ import torch
 from test_plan import DENSE, LAYOUTS, MOE, TIED, table
 
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.weight_sync.digest import digest, headers_of, values_of_sums, widened
-from megatron_fp8rl.weight_sync.partial import PartialSums
-from megatron_fp8rl.weight_sync.plan import EngineLayout, PlanError, plan
-from megatron_fp8rl.weight_sync.schedule import Exchange, Part, exchange
+from megatron_fp8rl.names.layouts import EngineLayout
+from megatron_fp8rl.weight_sync.digest import digest, headers_of, terms_of_words, values_of_sums, widened
+from megatron_fp8rl.weight_sync.part_sums import PartSums
+from megatron_fp8rl.weight_sync.plan import Transfer, plan
+from megatron_fp8rl.weight_sync.schedule import Part, SendSchedule, plan_schedule
 
 ENGINES = [EngineLayout(), EngineLayout(tensor=2), EngineLayout(tensor=2, expert=2), EngineLayout(tensor=4, expert=4)]
 
@@ -30,11 +31,11 @@ def every_case():
 CASES = list(every_case())
 
 
-def whole_tensors(exchanged: Exchange) -> dict[str, torch.Tensor]:
+def whole_tensors(planned: SendSchedule) -> dict[str, torch.Tensor]:
     """Random content for every wire tensor, in the dtype that travels."""
     generator = torch.Generator().manual_seed(3)
     tensors = {}
-    for part in (part for r in exchanged.rounds for m in r.messages for part in m.parts):
+    for part in (part for r in planned.rounds for m in r.messages for part in m.parts):
         if part.name not in tensors:
             shape = [-(-n // 128) for n in part.transfer.shape] if part.is_scale else part.transfer.shape
             tensors[part.name] = torch.randn(shape, generator=generator).to(getattr(torch, part.dtype))
@@ -49,12 +50,12 @@ def part_of(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 def test_every_kept_byte_arrives_once_and_the_sums_of_its_parts_are_its_digest(model, layout, engine):
     precision = "fp8" if engine.tensor < 4 else "bf16"
     made = plan(model, table(model, precision), layout, engine)
-    exchanged = exchange(made, model, bucket_bytes=random.Random(str(layout)).choice((1 << 14, 1 << 17, 1 << 30)))
-    tensors = whole_tensors(exchanged)
+    planned = plan_schedule(made, model, bucket_bytes=random.Random(str(layout)).choice((1 << 14, 1 << 17, 1 << 30)))
+    tensors = whole_tensors(planned)
     held: dict[tuple[int, str], torch.Tensor] = {}
     counts: dict[tuple[int, str], torch.Tensor] = {}
-    sums: dict[tuple[int, str], int] = {}
-    for number in exchanged.rounds:
+    sums: dict[tuple[int, str], list[tuple[Part, torch.Tensor]]] = {}
+    for number in planned.rounds:
         for message in number.messages:
             end = 0
             for part in message.parts:
@@ -65,7 +66,7 @@ def test_every_kept_byte_arrives_once_and_the_sums_of_its_parts_are_its_digest(m
                 local = (part.transfer.axis, part.start - part.kept[0], part.stop - part.start)
                 held.setdefault(key, torch.zeros(part.kept_shape, dtype=sent.dtype)).narrow(*local).copy_(sent)
                 counts.setdefault(key, torch.zeros(part.kept_shape)).narrow(*local).add_(1)
-                sums[key] = sums.get(key, 0) + PartialSums([(sent, part.words)])().item()
+                sums.setdefault(key, []).append((part, PartSums([(sent, part.extent)])()))
             assert message.num_bytes >= end
     assert all((count == 1).all() for count in counts.values())
     for transfer in made.transfers:
@@ -76,19 +77,32 @@ def test_every_kept_byte_arrives_once_and_the_sums_of_its_parts_are_its_digest(m
             expected = tensors[transfer.name].narrow(transfer.axis, kept[0], kept[1] - kept[0])
             assert torch.equal(held[rank, transfer.name].view(torch.uint8), expected.contiguous().view(torch.uint8))
     for key, tensor in held.items():
-        wide = widened(tensor)
-        found = np.array([sums[key] & (1 << 64) - 1], dtype=np.uint64)
-        (value,) = values_of_sums(found, headers_of([(wide.dtype, tuple(wide.shape))]))
-        assert f"{value:016x}" == digest(wide), key
+        assert digest_of(sums[key], tensor) == digest(widened(tensor)), key
+
+
+def digest_of(found: list[tuple[Part, torch.Tensor]], whole: torch.Tensor) -> str:
+    """From what senders take of their parts, as trainer rank 0 puts it together."""
+    total, words = 0, {}
+    for part, numbers in found:
+        first, *cut = numbers.tolist()
+        total += first
+        for word, value in zip(part.cut_words, cut, strict=True):
+            words[word] = words.get(word, 0) + value
+    places, values = (np.array(list(column), dtype=np.int64) for column in (words, words.values()))
+    total += sum(terms_of_words(values, places).tolist())
+    wide = widened(whole)
+    sums = np.array([total & (1 << 64) - 1], dtype=np.uint64)
+    (value,) = values_of_sums(sums, headers_of([(wide.dtype, tuple(wide.shape))]))
+    return f"{value:016x}"
 
 
 @pytest.mark.parametrize(("model", "layout"), [(m, t) for m, t, e in CASES if e == ENGINES[1]])
 def test_senders_hold_what_they_send_and_share_the_work(model, layout):
     made = plan(model, table(model, "fp8"), layout, EngineLayout(tensor=2))
-    exchanged = exchange(made, model, bucket_bytes=1 << 16)
+    planned = plan_schedule(made, model, bucket_bytes=1 << 16)
     weights = registry.weights(model)
     sent = dict.fromkeys(range(layout.world_size), 0)
-    for message in (m for r in exchanged.rounds for m in r.messages):
+    for message in (m for r in planned.rounds for m in r.messages):
         for part in message.parts:
             sent[message.sender] += part.num_bytes
             if part.transfer.quantize == "gathered":
@@ -105,25 +119,25 @@ def test_senders_hold_what_they_send_and_share_the_work(model, layout):
 
 def test_rounds_are_bounded_and_end_together():
     made = plan(MOE, table(MOE, "fp8"), LAYOUTS[-1], EngineLayout(tensor=2))
-    exchanged = exchange(made, MOE, bucket_bytes=1 << 18)
-    assert exchanged.senders == list(range(8)) and len(exchanged.rounds) > 3
-    for sender in exchanged.senders:
-        assert exchanged.out_bytes(sender) <= 1 << 17  # eight senders feed two ranks; the largest piece is smaller
-    assert all(exchanged.in_bytes(rank) <= 8 << 17 for rank in range(2))
-    assert exchanged == exchange(made, MOE, bucket_bytes=1 << 18)
-    assert exchanged.num_bytes >= made.num_bytes  # what both ranks keep is sent to both
+    planned = plan_schedule(made, MOE, bucket_bytes=1 << 18)
+    assert planned.senders == list(range(8)) and len(planned.rounds) > 3
+    for sender in planned.senders:
+        assert planned.out_bytes(sender) <= 1 << 17  # eight senders feed two ranks; the largest piece is smaller
+    assert all(planned.in_bytes(rank) <= 8 << 17 for rank in range(2))
+    assert planned == plan_schedule(made, MOE, bucket_bytes=1 << 18)
+    assert planned.num_bytes >= made.num_bytes  # what both ranks keep is sent to both
 
 
 def test_whole_tensors_for_loaders():
     made = plan(MOE, table(MOE, "fp8"), LAYOUTS[9], EngineLayout(tensor=2, expert=2))
-    exchanged = exchange(made, MOE, bucket_bytes=1 << 20, whole=True)
-    assert exchanged.num_bytes == 2 * made.num_bytes
+    planned = plan_schedule(made, MOE, bucket_bytes=1 << 20, whole=True)
+    assert planned.num_bytes == 2 * made.num_bytes
 
 
 def test_experts_lie_as_the_engine_stacks_them():
     """Gate and up of one expert after another, then all down: few copies write them."""
     made = plan(MOE, table(MOE, "fp8"), LAYOUTS[0], EngineLayout())
-    (number,) = exchange(made, MOE, bucket_bytes=1 << 30).rounds
+    (number,) = plan_schedule(made, MOE, bucket_bytes=1 << 30).rounds
     (message,) = number.messages
     order = [part.name for part in message.parts]
     prefix = "model.layers.1.mlp.experts"
@@ -132,10 +146,34 @@ def test_experts_lie_as_the_engine_stacks_them():
     assert order.index(f"{prefix}.1.down_proj.weight") == order.index(f"{prefix}.0.down_proj.weight") + 1
 
 
-def test_parts_that_cut_words_are_refused():
+@pytest.mark.parametrize("seed", range(40))
+def test_any_parts_of_a_tensor_have_its_digest(seed):
+    """Odd sizes and edges, rows and columns, every type that travels."""
+    draw = random.Random(seed)
+    dtype = draw.choice(("bfloat16", "float8_e4m3fn", "float32"))
+    axis = draw.randrange(2)
+    shape = (draw.randint(1, 40),) if draw.random() < 0.3 and axis == 0 else (draw.randint(1, 40), draw.randint(1, 40))
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, dtype))
+    length = shape[axis]
+    edges = sorted({0, length, *(draw.randint(0, length) for _ in range(draw.randint(0, 6)))})
+    transfer = Transfer(
+        name="w", mcore_name="w", shape=shape, axis=axis, sources=(), quantize="never", dtype=dtype, slices=()
+    )
+    found = []
+    for start, stop in zip(edges, edges[1:]):
+        part_shape = list(shape)
+        part_shape[axis] = stop - start
+        part = Part(transfer, False, start, stop, (0, length), tuple(part_shape), 0)
+        found.append((part, PartSums([(part_of(tensor, part), part.extent)])()))
+    assert digest_of(found, tensor) == digest(widened(tensor))
+
+
+def test_words_that_parts_cut_are_few_and_known_to_both_ends():
     odd = replace(DENSE, hidden_size=130, num_attention_heads=2, num_key_value_heads=2, head_dim=1, vocab_size=6)
     made = plan(odd, table(odd, "bf16"), LAYOUTS[1], EngineLayout())
-    with pytest.raises(PlanError, match="does not fill words of 8 bytes; choose rollout.transport shm"):
-        for message in (m for r in exchange(made, odd, bucket_bytes=1 << 20).rounds for m in r.messages):
-            for part in message.parts:
-                assert len(part.words) == 3
+    parts = [part for r in plan_schedule(made, odd, bucket_bytes=1 << 20).rounds for m in r.messages for part in m.parts]
+    cut = [part for part in parts if part.words is None]
+    assert cut and all(part.cut_words for part in cut)
+    for part in parts:
+        content = torch.zeros(part.shape, dtype=getattr(torch, part.dtype))
+        assert len(PartSums([(content, part.extent)])()) == 1 + len(part.cut_words)

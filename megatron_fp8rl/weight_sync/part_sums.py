@@ -4,8 +4,9 @@ A digest (see ``digest.py``) is a sum over words of a tensor that depends on eac
 of the parts, each with the places that its words have in the whole, add up to the sum of the whole. What is sent is
 digested where it is sent from; only sums travel to rank 0.
 
-A float32 number counts as one word, widened to 64 bits: rows of block scales may hold an odd number of them, and a part
-has to begin with a word. ``digest.widened`` does the same to a tensor that lies in one place.
+A float32 number counts as one word, widened to 64 bits: rows of block scales may hold an odd number of them.
+``digest.widened`` does the same to a tensor that lies in one place. A part may cut words: those travel to rank 0 as they
+are, which adds up what all parts hold of each before it counts as a word.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.weight_sync.digest import sum_words, widened
+from megatron_fp8rl.weight_sync.schedule import Extent
 
 _CHUNK_WORDS = 1 << 12  # of one program on a GPU
 
@@ -32,27 +34,53 @@ def _words(part: Tensor) -> Tensor:
     return data.view(torch.int64)
 
 
-class PartialSums:
+class PartSums:
     """Sums of the words of fixed places in memory, computed again and again as their content changes.
 
-    ``places``: (contiguous tensor, (first word, words in a row of the part, words in a row of the whole)).
+    ``parts``: contiguous tensors, and where each lies in the tensor that it is digested as a part of.
     """
 
-    def __init__(self, places: Sequence[tuple[Tensor, tuple[int, int, int]]]):
-        self._places = list(places)
-        on_gpu = bool(places) and places[0][0].is_cuda
+    def __init__(self, parts: Sequence[tuple[Tensor, Extent]]):
+        places = [(i, t, extent.words(4 if t.dtype == torch.float32 else 8)) for i, (t, extent) in enumerate(parts)]
+        self._places = [(index, tensor, words) for index, tensor, words in places if words is not None]
+        self._cut = {index: _CutPart(*parts[index]) for index, _, words in places if words is None}
+        on_gpu = bool(parts) and parts[0][0].is_cuda
         self._launches = _prepare(self._places) if on_gpu else []
-        self._sums = torch.zeros(len(places), dtype=torch.int64, device=places[0][0].device if places else "cpu")
+        self._sums = torch.zeros(len(parts), dtype=torch.int64, device=parts[0][0].device if parts else "cpu")
 
     def __call__(self) -> Tensor:
-        """int64 [len(places)], modulo 2^64, on the device of the places; overwritten by the next call."""
+        """int64, modulo 2^64, on the device of the parts: the sum of each part, then of parts that cut words, in their
+        order, the words that they fill in part, with zeros for what others hold (``Extent.cut_words``)."""
         self._sums.zero_()
         for launch in self._launches:
             launch(self._sums)
         if not self._launches:
-            for index, (tensor, layout) in enumerate(self._places):
-                self._sums[index] = _sum(tensor, layout)
-        return self._sums
+            for index, tensor, words in self._places:
+                self._sums[index] = _sum(tensor, words)
+        pieces = []
+        for index, part in self._cut.items():
+            self._sums[index], piece = part()
+            pieces.append(piece)
+        return torch.cat([self._sums, *pieces])
+
+
+class _CutPart:
+    """A part that begins or ends within a word, which is rare: what of it fills words, and what does not."""
+
+    def __init__(self, part: Tensor, extent: Extent):
+        self._part = part
+        rows = torch.arange(extent.num_rows, device=part.device) * extent.pitch + extent.first
+        places = (rows[:, None] + torch.arange(extent.row, device=part.device)).reshape(-1)
+        self._words, number = torch.unique(places // 8, return_inverse=True)  # in order
+        self._bytes = number * 8 + places % 8
+        self._is_cut = torch.isin(self._words, torch.tensor(extent.cut_words(), device=part.device))
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """(sum of the words that it fills, the others)."""
+        data = torch.zeros(8 * len(self._words), dtype=torch.uint8, device=self._part.device)
+        data[self._bytes] = self._part.reshape(-1).view(torch.uint8)
+        words = data.view(torch.int64)
+        return sum_words(words[~self._is_cut], self._words[~self._is_cut]), words[self._is_cut]
 
 
 def _sum(part: Tensor, layout: tuple[int, int, int]) -> Tensor:
@@ -64,11 +92,11 @@ def _sum(part: Tensor, layout: tuple[int, int, int]) -> Tensor:
     return sum_words(words, places + first)
 
 
-def _prepare(places: list[tuple[Tensor, tuple[int, int, int]]]) -> list[Any]:
+def _prepare(places: list[tuple[int, Tensor, tuple[int, int, int]]]) -> list[Any]:
     """One launch for parts of 64-bit words and one for float32 parts: functions that add to a tensor of sums."""
     launches = []
     for narrow in (False, True):
-        members = [(i, t, layout) for i, (t, layout) in enumerate(places) if (t.dtype == torch.float32) == narrow]
+        members = [place for place in places if (place[1].dtype == torch.float32) == narrow]
         if not members:
             continue
         device = members[0][1].device

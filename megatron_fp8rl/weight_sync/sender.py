@@ -1,4 +1,4 @@
-"""Publish from shard to shard: every trainer rank sends what it holds to the engine workers that keep it.
+"""A trainer rank's end of a publication: it sends what it holds to the engine workers that keep it.
 
 In:  this rank's parameters, the plan's inputs, and on rank 0 the engines.
 Out: messages delivered and loaded, digests of what every engine rank has to hold.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,20 +20,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, values_of_sums
-from megatron_fp8rl.weight_sync.gather import together
-from megatron_fp8rl.weight_sync.pack import Holdings, RoundPacker
-from megatron_fp8rl.weight_sync.plan import TrainerLayout
-from megatron_fp8rl.weight_sync.schedule import Exchange
-from megatron_fp8rl.weight_sync.transport import Receivers, TransportError, own_address
-from megatron_fp8rl.weight_sync.transports.base import Fabric, FabricError, Place, open_fabric, open_store
-from megatron_fp8rl.weight_sync.wire import PlanInputs
+from megatron_fp8rl.names.layouts import TrainerLayout
+from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.weight_sync.agreement import together
+from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, terms_of_words, values_of_sums
+from megatron_fp8rl.weight_sync.engines import Engines, TransportError
+from megatron_fp8rl.weight_sync.pack import LocalShards, RoundPacker
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from megatron_fp8rl.weight_sync.schedule import SendSchedule
+from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Transport, open_store
+from megatron_fp8rl.weight_sync.transports.choose import open_transport
 
 _GRACE_S = 10.0  # for the error that names a failed replica to arrive after the first sign of trouble
 
 
 class ShardSender:
-    """A trainer rank's end of the transports ipc and nccl.
+    """One trainer rank. ``kind`` is the transport.
 
     ``receivers`` are the engines on rank 0, None elsewhere; ``group`` is a gloo group of all trainer ranks (None: one).
     """
@@ -43,7 +45,7 @@ class ShardSender:
         kind: str,
         inputs: PlanInputs,
         parameters: Mapping[str, Tensor],
-        receivers: Receivers | None,
+        receivers: Engines | None,
         *,
         rank: int,
         group: dist.ProcessGroup | None,
@@ -60,30 +62,28 @@ class ShardSender:
         self._deadline_s = inputs.rollout.update_deadline_s
         # Less than a request has, so that the error that says who waited for whom comes back with it.
         self._timeout_s = 0.9 * self._deadline_s
-        self._slices, self._whole = inputs.exchanges()
-        self._holdings = Holdings(parameters, TrainerLayout.from_config(inputs.parallel), inputs.model, rank)
+        self._slices, self._whole = inputs.schedules()
+        self._shards = LocalShards(parameters, TrainerLayout.from_config(inputs.parallel), inputs.model, rank)
         self._packers: dict[bool, list[RoundPacker]] = {}
         self._addresses: list[int] = []
-        self._fabric: Fabric | None = None
+        self._transport: Transport | None = None
         self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
         self._request: Future[None] | None = None
         self._num_attempts = 0
         self._num_replicas = inputs.rollout.num_replicas
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one replica receives in a publication."""
-        return self._slices.num_bytes
-
     def check(self) -> None:
-        """Raise when this rank's model does not hold what it has to send, or a tensor cannot be sent in parts."""
+        """Raise RuntimeError or ValueError when this rank's model does not hold what it has to send."""
         for number in self._slices.rounds:
             for message in number.sent_by(self.rank):
                 for part in message.parts:
-                    assert part.words  # PlanError for parts that cut words
                     if part.transfer.quantize != "gathered" and not part.is_scale:
-                        self._holdings.pieces(part.transfer, part.start, part.stop)
+                        self._shards.pieces(part.transfer, part.start, part.stop)
+            for gathering in number.gatherings:
+                for source in gathering.sources:
+                    if source.rank == self.rank:
+                        self._shards.pieces(gathering.transfer, source.start, source.stop)
 
     # ---- connection
 
@@ -91,7 +91,7 @@ class ShardSender:
         """Collective over all trainer ranks and, by way of a request, all engine workers; again when they are others."""
         self._num_replicas = num_replicas
         self._request = None
-        self._close_fabric()
+        self._close_transport()
         if self._receivers is not None:  # a request to engines that have gone may still be under way
             self._requests.shutdown(wait=False, cancel_futures=True)
             self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
@@ -108,7 +108,7 @@ class ShardSender:
 
     def _join(self, store: dist.TCPStore | None, host: str, port: int) -> None:
         parallel, rollout = self.inputs.parallel, self.inputs.rollout
-        place = Place(
+        peer = Peer(
             rank=self.rank,
             num_trainers=parallel.world_size,
             num_replicas=self._num_replicas,
@@ -120,21 +120,20 @@ class ShardSender:
                 "config": self.inputs.to_json(),
                 "host": host,
                 "port": port,
-                "world_size": place.world_size,
-                "num_trainers": place.num_trainers,
-                "num_replicas": place.num_replicas,
+                "num_trainers": peer.num_trainers,
+                "num_replicas": peer.num_replicas,
                 "timeout_s": self._timeout_s,
             }
             infos = [
-                shared | {"rank_offset": place.num_trainers + i * place.num_engine_ranks}
-                for i in range(place.num_replicas)
+                shared | {"rank_offset": peer.num_trainers + i * peer.num_engine_ranks}
+                for i in range(peer.num_replicas)
             ]
             self._request = self._requests.submit(self._receivers.init_transfer, infos)
         store = store or open_store(host, port, self._timeout_s, is_master=False)
         with self._errors_named("connecting to the engines"):
-            exchanges = (self._slices, self._whole)
-            self._fabric = open_fabric(
-                self.kind, place, store, self._device, self._timeout_s, exchanges, watch=self._raise_request_error
+            schedules = (self._slices, self._whole)
+            self._transport = open_transport(
+                self.kind, peer, store, self._device, self._timeout_s, schedules, watch=self._raise_request_error
             )
 
     # ---- a publication
@@ -145,64 +144,68 @@ class ShardSender:
         Raises TransportError on this rank when anyone fails or is late, ValueError when a weight is not finite. The
         caller makes the ranks agree on the error.
         """
-        assert self._fabric is not None
+        assert self._transport is not None
         self._num_attempts += 1
-        exchange = self._whole if mode == "reload" else self._slices
-        packers = self._prepare(mode == "reload", exchange)
-        self._fabric.begin(self._num_attempts, exchange.rounds)
+        schedule, packers = self.prepare(mode)
+        self._transport.begin(self._num_attempts, schedule.rounds)
         if self._receivers is not None:
             info = {"version": version, "mode": mode, "attempt": self._num_attempts}
             self._request = self._requests.submit(self._receivers.update_weights, info)
         with self._errors_named(f"policy version {version}"), self._on_stream():
-            sums = self._send_rounds(exchange, packers)
+            sums = self._send_rounds(schedule, packers)
             if self._request is not None:
                 self._request.result(timeout=self._deadline_s + _GRACE_S)
                 self._request = None
         return sums
 
-    def _prepare(self, whole: bool, exchange: Exchange) -> list[RoundPacker]:
-        addresses = self._holdings.addresses()
+    def prepare(self, mode: str) -> tuple[SendSchedule, list[RoundPacker]]:
+        """What will be sent when, and what fills the messages: worked out once, and again when parameters have moved.
+
+        Raises RuntimeError or ValueError when the parameters are no longer those of the model.
+        """
+        whole = mode == "reload"
+        schedule = self._whole if whole else self._slices
+        addresses = self._shards.addresses()
         if addresses != self._addresses:
             self._packers.clear()
             self._addresses = addresses
         if whole not in self._packers:
-            assert self._fabric is not None
+            assert self._transport is not None
             nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._packers = {  # one at a time: the other's gathered tensors take memory
                 whole: [
                     RoundPacker(
                         number,
-                        self._fabric.slot(i) if number.sent_by(self.rank) else nothing,
-                        self._holdings,
+                        self._transport.slot(i) if number.sent_by(self.rank) else nothing,
+                        self._shards,
                         scales=self.inputs.precision.scales,
                         rank=self.rank,
                         group=self._group,
-                        in_canonical_form=self.inputs.loaders_requantize and self._device.type == "cuda",
                     )
-                    for i, number in enumerate(exchange.rounds)
+                    for i, number in enumerate(schedule.rounds)
                 ]
             }
-        return self._packers[whole]
+        return schedule, self._packers[whole]
 
-    def _send_rounds(self, exchange: Exchange, packers: list[RoundPacker]) -> Tensor:
+    def _send_rounds(self, schedule: SendSchedule, packers: list[RoundPacker]) -> Tensor:
         """All rounds; the sums of this rank's parts in order, int64 on the CPU."""
-        assert self._fabric is not None
+        assert self._transport is not None
         self.pack_s = self.send_s = 0.0
         sums: list[Tensor] = []
         finite: list[Tensor] = []
-        for number, (packer, content) in enumerate(zip(packers, exchange.rounds)):
+        for number, (packer, content) in enumerate(zip(packers, schedule.rounds)):
             started = time.perf_counter()
-            self._fabric.reserve(number)
+            self._transport.reserve(number)
             reserved = time.perf_counter()
             found, is_finite = packer()
             sums.append(found.to(self._device))
             finite.append(is_finite.to(self._device))
             packed = time.perf_counter()
-            self._fabric.send(number, content.sent_by(self.rank))
+            self._transport.send(number, content.sent_by(self.rank))
             self.pack_s += packed - reserved
             self.send_s += time.perf_counter() - packed + reserved - started
         started = time.perf_counter()
-        self._fabric.finish()
+        self._transport.finish()
         self.send_s += time.perf_counter() - started
         if not torch.stack(finite).all():
             self._raise_not_finite(packers)
@@ -229,34 +232,18 @@ class ShardSender:
             by_rank = gathered or []
         if self.rank != 0:
             return []
-        places, headers, of_engine = self._sums_of_names
-        totals = np.zeros(len(headers), dtype=np.int64)
-        for of_sender, values in zip(places, by_rank, strict=True):
+        slots = self._slots_of_sums
+        totals = np.zeros(slots.num_slots, dtype=np.int64)
+        for of_sender, values in zip(slots.by_sender, by_rank, strict=True):
             np.add.at(totals, of_sender, values)  # modulo 2^64
-        values = values_of_sums(totals, headers)
-        return [NamedDigests(names, values[chosen]) for names, chosen in of_engine]
+        np.add.at(totals, slots.of_words, terms_of_words(totals[slots.words], slots.word_places))
+        values = values_of_sums(totals[slots.names], slots.headers)
+        return [NamedDigests(names, values[chosen]) for names, chosen in slots.of_engine]
 
     @functools.cached_property
-    def _sums_of_names(self) -> tuple[list[np.ndarray], np.ndarray, list[tuple[Names, np.ndarray]]]:
-        """By sender the places that its sums are added to; their headers; by engine rank its names and their places."""
-        kinds: dict[tuple[int, str], tuple[torch.dtype, tuple[int, ...]]] = {}
-        index: dict[tuple[int, str], int] = {}
-        places: list[np.ndarray] = []
-        for sender in range(self.inputs.parallel.world_size):
-            of_sender = []
-            for message in (m for number in self._slices.rounds for m in number.sent_by(sender)):
-                for part in message.parts:
-                    key = message.engine_rank, part.name
-                    of_sender.append(index.setdefault(key, len(index)))
-                    # float32 numbers are digested as int64 words: see weight_sync/partial.py
-                    dtype = torch.int64 if part.dtype == "float32" else getattr(torch, part.dtype)
-                    kinds[key] = dtype, part.kept_shape
-            places.append(np.array(of_sender, dtype=np.int64))
-        of_engine = []
-        for rank in range(self._slices.num_engine_ranks):
-            names = Names(name for engine_rank, name in index if engine_rank == rank)
-            of_engine.append((names, np.array([index[rank, name] for name in names.ordered], dtype=np.int64)))
-        return places, headers_of(kinds[key] for key in index), of_engine
+    def _slots_of_sums(self) -> _Slots:
+        num_trainers = self.inputs.parallel.world_size
+        return _Slots(self._slices, num_trainers)
 
     # ---- errors
 
@@ -277,17 +264,17 @@ class ShardSender:
     def close(self) -> None:
         """Release memory and connections. Harmless when called again, or after an error."""
         self._requests.shutdown(wait=False, cancel_futures=True)
-        self._close_fabric()
+        self._close_transport()
 
-    def _close_fabric(self) -> None:
-        fabric, self._fabric = self._fabric, None
+    def _close_transport(self) -> None:
+        transport, self._transport = self._transport, None
         self._packers.clear()
-        if fabric is not None:
-            fabric.close()
+        if transport is not None:
+            transport.close()
 
 
 class _Named:
-    """Turns what a fabric raises into TransportError, after telling the others; an engine's own error comes first."""
+    """Turns what a transport raises into TransportError, after telling the others; an engine's own error comes first."""
 
     def __init__(self, sender: ShardSender, what: str):
         self._sender = sender
@@ -300,10 +287,10 @@ class _Named:
         if error is None:
             return
         sender = self._sender
-        if sender._fabric is not None:
-            sender._fabric.fail(f"{type(error).__name__}: {error}")
+        if sender._transport is not None:
+            sender._transport.fail(f"{type(error).__name__}: {error}")
         request, sender._request = sender._request, None
-        if isinstance(error, FabricError | RuntimeError) and not isinstance(error, TransportError):
+        if isinstance(error, DeliveryError | RuntimeError) and not isinstance(error, TransportError):
             if request is not None:
                 try:
                     request.result(timeout=_GRACE_S)
@@ -311,16 +298,45 @@ class _Named:
                     raise
                 except Exception:  # of the executor; the first error says more
                     pass
-            if isinstance(error, FabricError) or sender._fabric is None:
+            if isinstance(error, DeliveryError) or sender._transport is None:
                 raise TransportError(f"{self._what}: {error}") from error
 
 
-def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:
-    """What ``rollout.transport`` auto means here; other values mean themselves."""
-    if kind != "auto":
-        return kind
-    if not on_gpu:
-        return "shm" if one_host else "gloo"
-    if one_host:
-        return "ipc"
-    return "gloo" if colocated else "nccl"  # NCCL does not take two processes on one GPU
+class _Slots:
+    """Where the numbers that senders take of their parts (see ``part_sums.py``) are added up.
+
+    A slot is the sum of one tensor of one engine rank, or one word of it that several parts fill together.
+    """
+
+    def __init__(self, schedule: SendSchedule, num_trainers: int):
+        kinds: dict[tuple[int, str], tuple[torch.dtype, tuple[int, ...]]] = {}
+        index: dict[tuple[int, str, int], int] = {}  # by engine rank, name, and word; -1: the sum
+        self.by_sender = [self._of_sender(schedule, sender, index, kinds) for sender in range(num_trainers)]
+        self.num_slots = len(index)
+        names = [(rank, name) for rank, name, word in index if word < 0]
+        words = [key for key in index if key[2] >= 0]
+        self.names = np.array([index[rank, name, -1] for rank, name in names], dtype=np.int64)
+        self.headers = headers_of(kinds[key] for key in names)
+        self.words = np.array([index[key] for key in words], dtype=np.int64)
+        self.word_places = np.array([word for _, _, word in words], dtype=np.int64)
+        self.of_words = np.array([index[rank, name, -1] for rank, name, _ in words], dtype=np.int64)
+        position = {key: i for i, key in enumerate(names)}
+        self.of_engine: list[tuple[Names, np.ndarray]] = []
+        for rank in range(schedule.num_engine_ranks):
+            held = Names(name for engine_rank, name in names if engine_rank == rank)
+            self.of_engine.append((held, np.array([position[rank, name] for name in held.ordered], dtype=np.int64)))
+
+    @staticmethod
+    def _of_sender(schedule: SendSchedule, sender: int, index: dict, kinds: dict) -> np.ndarray:
+        """The slot of each number that a sender takes, round by round: sums of its parts, then words that they cut."""
+        slots = []
+        for number in schedule.rounds:
+            parts = [(m.engine_rank, part) for m in number.sent_by(sender) for part in m.parts]
+            for rank, part in parts:
+                slots.append(index.setdefault((rank, part.name, -1), len(index)))
+                # float32 numbers are digested as int64 words: see weight_sync/part_sums.py
+                dtype = torch.int64 if part.dtype == "float32" else getattr(torch, part.dtype)
+                kinds[rank, part.name] = dtype, part.kept_shape
+            for rank, part in parts:
+                slots += [index.setdefault((rank, part.name, word), len(index)) for word in part.cut_words]
+        return np.array(slots, dtype=np.int64)

@@ -1,0 +1,55 @@
+"""Trainer ranks that fail together: no rank is left waiting in a collective for one that has raised an error."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+
+
+class TrainerRankError(RuntimeError):
+    """Another trainer rank failed with an error that cannot travel; the message quotes it."""
+
+
+def together(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
+    """Collective: do ``work`` on every rank; when any rank fails, all raise the error of the lowest one that did.
+
+    Without this a failure on one rank would leave the others waiting in their next collective. ``group`` runs on the
+    CPU; None means that there is one rank.
+    """
+    result, error = None, None
+    try:
+        result = work()
+    except Exception as caught:  # whatever it is, the other ranks have to hear of it
+        error = caught
+    if group is None:
+        if error is not None:
+            raise error
+        return result  # type: ignore[return-value]
+    failed = torch.tensor([int(error is not None)])
+    dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
+    if not failed.item():
+        return result  # type: ignore[return-value]
+    errors: list[bytes | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(errors, _pickled(error), group=group)
+    rank, first = next((rank, e) for rank, e in enumerate(errors) if e is not None)
+    if rank == dist.get_rank(group):
+        raise error  # type: ignore[misc]
+    raise pickle.loads(first) from error
+
+
+def _pickled(error: Exception | None) -> bytes | None:
+    """The error in a form that survives the way to another rank, or its text."""
+    if error is None:
+        return None
+    try:
+        data = pickle.dumps(error)
+        pickle.loads(data)
+    except Exception:  # classes whose arguments do not rebuild them fail in ways of their own
+        data = pickle.dumps(TrainerRankError(f"{type(error).__name__}: {error}"))
+    return data

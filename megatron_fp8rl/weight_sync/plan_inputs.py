@@ -1,0 +1,68 @@
+"""What trainer ranks and engine workers agree on before weights travel: the inputs of the plan, as JSON carries them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.weight_sync.plan import Plan, plan
+from megatron_fp8rl.weight_sync.schedule import SendSchedule, plan_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """What a plan is computed from: trainer ranks and engine workers that have the same inputs have the same plan."""
+
+    model: ModelConfig
+    precision: PrecisionConfig
+    parallel: ParallelConfig
+    rollout: RolloutConfig
+
+    @classmethod
+    def of(cls, cfg: RunConfig) -> PlanInputs:
+        return cls(model=cfg.model, precision=cfg.precision, parallel=cfg.parallel, rollout=cfg.rollout)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> PlanInputs:
+        return _rebuild(cls, content)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """Raises PlanError when tensors cannot be divided so."""
+        return plan(
+            self.model,
+            LayerTable.build(self.model, self.precision),
+            TrainerLayout.from_config(self.parallel),
+            EngineLayout.from_config(self.rollout),
+        )
+
+    def schedules(self) -> tuple[SendSchedule, SendSchedule]:
+        """What engine ranks keep, and whole tensors for vLLM's loaders."""
+        slices, whole = (
+            plan_schedule(self.plan, self.model, bucket_bytes=self.rollout.bucket_bytes, whole=whole)
+            for whole in (False, True)
+        )
+        return slices, whole
+
+
+def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:
+    """A configuration dataclass from what JSON made of it."""
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for item in dataclasses.fields(cls):
+        value = content[item.name]
+        if isinstance(value, Mapping):
+            kinds = [hints[item.name], *typing.get_args(hints[item.name])]
+            value = _rebuild(next(kind for kind in kinds if dataclasses.is_dataclass(kind)), value)
+        values[item.name] = tuple(value) if isinstance(value, list) else value
+    return cls(**values)

@@ -1,0 +1,44 @@
+"""The transports by the values of ``rollout.transport``, and what ``auto`` means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from megatron_fp8rl.weight_sync.schedule import SendSchedule
+from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
+from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcTransport
+from megatron_fp8rl.weight_sync.transports.process_group import GlooTransport, NcclTransport
+
+TRANSPORTS: dict[str, type[Transport]] = {"ipc": IpcTransport, "nccl": NcclTransport, "gloo": GlooTransport}
+
+
+def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:
+    """What ``rollout.transport`` auto means here; other values mean themselves."""
+    if kind != "auto":
+        return kind
+    if one_host:
+        return "ipc"
+    return "nccl" if on_gpu and not colocated else "gloo"  # NCCL does not take two processes on one GPU
+
+
+def open_transport(
+    kind: str,
+    peer: Peer,
+    store: dist.Store,
+    device: torch.device,
+    timeout_s: float,
+    schedules: Sequence[SendSchedule],
+    *,
+    watch: Callable[[], None] = lambda: None,
+) -> Transport:
+    """Collective over all trainer ranks and engine workers: a transport that is connected.
+
+    Its buffers hold any of ``schedules``. ``watch`` is called now and then while waiting, to raise what else is known.
+    """
+    transport = TRANSPORTS[kind](peer, store, device, timeout_s)
+    transport.watch = watch
+    transport.connect(schedules)
+    return transport
