@@ -1,12 +1,10 @@
 """Packaging. Versions come from requirements.toml; settings of tools from pyproject.toml."""
 
 import re
-import shutil
 import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 PINS = tomllib.loads((ROOT / "requirements.toml").read_text())
@@ -19,20 +17,6 @@ def extra(name: str) -> list[str]:
     return [*shared, *PINS["extras"][name]]
 
 
-class BuildWithMeasuredRows(build_py):
-    """A package has no docs/; what the doctor quotes from docs/measured goes into its own folder."""
-
-    def run(self) -> None:
-        super().run()
-        if self.editable_mode:
-            return  # the working tree is the package, and has its docs
-        target = Path(self.build_lib, "megatron_fp8rl", "preflight", "rows")
-        for name in ("experts.jsonl", "linears.jsonl"):
-            if (rows := ROOT / "docs" / "measured" / name).is_file():
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copy(rows, target)
-
-
 setup(
     name="megatron-fp8rl",
     version=VERSION,
@@ -42,7 +26,6 @@ setup(
         include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools", "launch", "launch.*"]
     ),
     package_data={"megatron_fp8rl.kernels.cuda": ["*"]},
-    cmdclass={"build_py": BuildWithMeasuredRows},
     install_requires=PINS["core"],
     extras_require={name: extra(name) for name in PINS["extras"]},
     entry_points={

@@ -24,9 +24,8 @@ from megatron_fp8rl.preflight.expert_rules import check_experts
 from megatron_fp8rl.preflight.findings import Findings
 from megatron_fp8rl.preflight.fp8_params_rules import check_primary_weights
 from megatron_fp8rl.preflight.linear_rules import check_linears
-from megatron_fp8rl.preflight.shapes import check_degrees, check_model
-from megatron_fp8rl.preflight.source import check_source
-from megatron_fp8rl.preflight.tiling_rules import check_tiling
+from megatron_fp8rl.preflight.shapes import check_degrees, check_model, check_source
+from megatron_fp8rl.preflight.tiling import check_tiling
 
 Accelerator = Literal["cpu", "ampere", "hopper", "blackwell"]
 

@@ -17,7 +17,7 @@ from megatron_fp8rl import cli
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.preflight import colocated, doctor_report, packages, precision_table, repair, rules, tiling
 from megatron_fp8rl.preflight.doctor import DoctorOptions, diagnose
-from megatron_fp8rl.preflight.hardware import GPUS
+from megatron_fp8rl.preflight.memory import GPUS
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_8b_colocated, grpo_qwen3_30b_a3b
 from model_configs.tiny import tiny_qwen3_moe
