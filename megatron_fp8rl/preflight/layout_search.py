@@ -36,8 +36,8 @@ from megatron_fp8rl.preflight.memory import GIB, Gpu
 Judge = Callable[[RunConfig], Judgement]
 Option = tuple[float, dict[str, Any]]  # cost, fields
 
-_MAX_JUDGEMENTS, _DEADLINE_S = 300, 1.0
-_MAX_ENGINES, _MAX_LAYOUTS = 8, 400  # that are combined, the cheapest ones
+_MAX_JUDGEMENTS, _DEADLINE_S = 250, 1.0  # of this process's own time, so that neighbours do not count
+_MAX_ENGINES, _MAX_LAYOUTS = 6, 250  # that are combined, the cheapest ones
 _MAX_GROWTH = 32  # of the number of ranks, where nobody says how many GPUs there are
 _CUDA_BYTES = int(1.9 * GIB)
 _STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
@@ -89,48 +89,72 @@ def search(cfg: RunConfig, judge: Judge, gpu: Gpu, num_gpus: int | None, gpus_pe
         base = apply(cfg, change)
         if budget.accepts(base, change):
             return Outcome(change=change)
-        for candidate in _candidates(base, gpu, num_gpus, gpus_per_node):
-            layout = tuple((path, value) for path, value in candidate.items() if attrgetter(path)(base) != value)
-            if budget.is_spent or budget.accepts(apply(base, layout), (*change, *layout)):
+        steps = sorted(_steps(base), key=lambda option: option[0])
+        engines, layouts = _parts(base, gpu, num_gpus, gpus_per_node)
+        budget.num_engines, budget.num_layouts = len(engines), len(layouts)
+        for layout in _candidates(base, engines, layouts, num_gpus):
+            if budget.is_spent or _accepts_layout(budget, base, change, layout, [fields for _, fields in steps]):
                 break
         if budget.best:
             return Outcome(change=budget.best)
     return Outcome(tried=budget.text(num_gpus))
 
 
+def _accepts_layout(budget: _Budget, base: RunConfig, change: Change, layout: dict, steps: list[dict]) -> bool:
+    """Whether a layout works with one of the steps, the cheapest; where the most frugal one fails, all do."""
+
+    def accepts(step: dict[str, Any]) -> bool:
+        fields = {**layout, **step}
+        if fields["parallel.pipeline"] == 1:
+            fields["parallel.virtual_stages"] = 1
+        new = tuple((path, value) for path, value in fields.items() if attrgetter(path)(base) != value)
+        return budget.accepts(apply(base, new), (*change, *new))
+
+    accepted = accepts(steps[-1])
+    if not budget.last_works:
+        return False
+    return any(accepts(step) for step in steps[:-1]) or accepted
+
+
 class _Budget:
     """Judges candidates while there is room, and remembers the best one."""
 
     def __init__(self, judge: Judge):
-        self._judge, self._judged, self._end = judge, 0, time.monotonic() + _DEADLINE_S
+        self._judge, self._judged, self._end = judge, 0, time.process_time() + _DEADLINE_S
         self._closest: tuple[float, str] = (math.inf, "")
-        self.best: Change = ()  # without errors
+        self.best: Change = ()  # without errors, with the fewest warnings
+        self.last_works = False
+        self.num_engines = self.num_layouts = 0
         self._num_warnings = math.inf
 
     @property
     def is_spent(self) -> bool:
-        return self._judged >= _MAX_JUDGEMENTS or time.monotonic() > self._end
+        return self._judged >= _MAX_JUDGEMENTS or time.process_time() > self._end
 
     def accepts(self, cfg: RunConfig, change: Change) -> bool:
         """Whether nothing better has to be looked for."""
         found = self._judge(cfg)
         self._judged += 1
+        self.last_works = found.works
         if found.works:
-            if found.num_layout_warnings < self._num_warnings:
+            if found.num_layout_warnings <= self._num_warnings:
                 self.best, self._num_warnings = change, found.num_layout_warnings
-            return not self._num_warnings
+            return not found.num_layout_warnings
         estimates = [e for e in (found.trainer, found.engine and found.engine.estimate, *found.phases) if e is not None]
         if estimates:
             worst = max(estimates, key=lambda estimate: estimate.share)
-            shown = f"{words((), change)}: {worst.title} needs {worst.total_bytes / GIB:.1f} GiB of "
+            shown = f"{words((), change) or 'as it is'}: {worst.title} needs {worst.total_bytes / GIB:.1f} GiB of "
             self._closest = min(self._closest, (worst.share, f"{shown}{worst.capacity_bytes / GIB:.1f} GiB"))
         return False
 
     def text(self, num_gpus: int | None) -> str:
         limit = f"at most {num_gpus} GPUs" if num_gpus is not None else f"at most {_MAX_GROWTH} times as many ranks"
-        tried = f"{self._judged} layouts on {limit} were judged (tensor, pipeline, context, expert and expert tensor "
-        tried += "degrees, ranks, recompute, microbatches; tensor and expert degrees and number of engines), and none works"
-        return f"{tried}. The closest, {self._closest[1]}" if self._closest[1] else tried
+        tried = f"{self._judged} layouts on {limit} were judged. Of those nearest to this one, {self.num_engines} ways to "
+        tried += "divide an engine (rollout.tensor, expert, gpu_memory_utilization) tile and have room for its weights and a "
+        tried += f"KV cache, and {self.num_layouts} layouts of the trainer (world_size, tensor, pipeline, context, expert, "
+        tried += "expert_tensor) tile and have room for its states; each was tried with recompute, smaller microbatches and, "
+        tried += "where both share GPUs, sleeping and offloading"
+        return f"{tried}. The closest: {self._closest[1]}" if self._closest[1] else tried
 
 
 def _mend_fields(cfg: RunConfig, judge: Judge) -> tuple[Change, list[str]]:
@@ -187,43 +211,43 @@ def _precisions(cfg: RunConfig, judge: Judge) -> Iterator[Change]:
     wrong = {finding.subject for finding in judge(cfg).errors if _is_tiled_size(finding.problem)}
     if not wrong:
         yield ()
-        return
+        if cfg.precision.rollout == "bf16" or _degrees(cfg, "rollout.tensor") != [1]:
+            return  # blocks do not keep an engine from being divided
     first = cfg.model.first_dense_layers
     if wrong == {"--model.ffn_hidden_size"} and first:
         yield (("precision.bf16_first_layers", first),)
     yield (("precision.trainer", "bf16"), ("precision.rollout", "bf16"))
 
 
-def _candidates(cfg: RunConfig, gpu: Gpu, num_gpus: int | None, node: int) -> Iterator[dict[str, Any]]:
-    """Layouts, the nearest first."""
+def _parts(cfg: RunConfig, gpu: Gpu, num_gpus: int | None, node: int) -> tuple[list[Option], list[Option]]:
+    """(ways to divide an engine, layouts of the trainer) that tile and have room, the nearest of each."""
     ranks = num_gpus or cfg.parallel.world_size * _MAX_GROWTH
-    layouts = _layouts(cfg, gpu, ranks, num_gpus is not None, node)
-    steps = sorted(_steps(cfg), key=lambda option: option[0])
-    merged = []
-    for cost, engine in itertools.islice(_engines(cfg, gpu, ranks, node), _MAX_ENGINES):
-        merged.append(_combined(cfg, cost, engine, layouts, steps, num_gpus))
-    for _, _, candidate in heapq.merge(*merged, key=lambda entry: entry[:2]):
-        yield candidate
+    engines = list(itertools.islice(_engines(cfg, gpu, ranks, node), _MAX_ENGINES))
+    return engines, _layouts(cfg, gpu, ranks, num_gpus is not None, node)
+
+
+def _candidates(
+    cfg: RunConfig, engines: list[Option], layouts: list[Option], num_gpus: int | None
+) -> Iterator[dict[str, Any]]:
+    """Trainer and engines, the nearest first."""
+    merged = [_combined(cfg, cost, engine, layouts, num_gpus) for cost, engine in engines]
+    return (candidate for _, _, candidate in heapq.merge(*merged, key=lambda entry: entry[:2]))
 
 
 def _combined(
-    cfg: RunConfig, cost: float, engine: dict[str, Any], layouts: list[Option], steps: list[Option], num_gpus: int | None
+    cfg: RunConfig, cost: float, engine: dict[str, Any], layouts: list[Option], num_gpus: int | None
 ) -> list[tuple[float, str, dict[str, Any]]]:
-    """Engines of one kind with every layout and step, and as many replicas as there is room for."""
+    """Engines of one kind with every layout, and as many replicas as there is room for."""
     found = []
     replicas, tensor = max(1, cfg.rollout.num_replicas), engine["rollout.tensor"]
     for of_layout, layout in layouts:
         world = layout["parallel.world_size"]
         room = world if cfg.rollout.placement == "colocated" else num_gpus and num_gpus - world
         fitting = replicas if room is None else min(replicas, room // tensor)
-        if fitting < 1:
-            continue
-        fewer = _distance(fitting, replicas, 0.5)
-        for of_step, step in steps:
-            candidate = {**layout, **engine, "rollout.num_replicas": fitting, **step}
-            if candidate["parallel.pipeline"] == 1:
-                candidate["parallel.virtual_stages"] = 1
-            found.append((round(cost + of_layout + fewer + of_step, 6), str(candidate), candidate))
+        if fitting >= 1:
+            candidate = {**layout, **engine, "rollout.num_replicas": fitting}
+            total = cost + of_layout + _distance(fitting, replicas, 0.5)
+            found.append((round(total, 6), str(candidate), candidate))
     return sorted(found, key=lambda entry: entry[:2])
 
 
@@ -337,7 +361,7 @@ def _steps(cfg: RunConfig) -> Iterator[Option]:
     if rollout.placement == "colocated" and rollout.max_staleness == 0:
         sleep = rollout.sleep_level or (1 if cfg.model.mla is not None else 2)
         offload = optim.offload or ("params", "gradients", "optimizer")
-        turns += [(optim.offload, sleep), (offload, rollout.sleep_level), (offload, sleep)]
+        turns += [(optim.offload, sleep), (offload, sleep)]
     for (i, recompute), (j, size), virtual, (k, (offload, sleep)) in itertools.product(
         enumerate(order[order.index(optim.recompute) :]), enumerate(sizes), stages, enumerate(dict.fromkeys(turns))
     ):

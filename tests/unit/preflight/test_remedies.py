@@ -14,7 +14,14 @@ from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import doctor, layout_search
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, gpus_wanted, judge
 from model_configs.deepseek import grpo_deepseek_v3
-from tests.unit.test_model_configs import DEEPSEEK_V3, LLAMA_31_8B, MIXTRAL_8X7B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_235B_A22B
+from tests.unit.test_model_configs import (
+    DEEPSEEK_V3,
+    LLAMA_31_8B,
+    MIXTRAL_8X7B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN3_235B_A22B,
+)
 
 # Fields of published config.json files (Hugging Face: meta-llama, Qwen, zai-org, mistralai, deepseek-ai).
 QWEN25_7B = {
@@ -68,14 +75,15 @@ def run(name: str, trainer: dict, engines: dict, **more) -> RunConfig:
 
 
 def starts(name: str, num_gpus: int) -> list[RunConfig]:
-    """What people begin with: data parallel on half of the GPUs, one of the usual layouts, and everything colocated."""
+    """What people begin with: data parallel on half of the GPUs, one of the usual layouts, or everything colocated."""
     half, moe = num_gpus // 2, "num_experts" in str(PUBLISHED[name]) or "n_routed_experts" in PUBLISHED[name]
     usual = dict(world_size=half, tensor=2, pipeline=2, **({"expert": min(8, half // 2)} if moe else {}))
-    return [
+    found = [
         run(name, dict(world_size=half), dict(num_replicas=half)),
         run(name, usual, dict(num_replicas=max(1, half // 4), tensor=4), optim=OptimConfig(recompute="full")),
-        run(name, dict(world_size=num_gpus), dict(num_replicas=num_gpus), placement="colocated"),
     ]
+    colocated = run(name, dict(world_size=num_gpus), dict(num_replicas=num_gpus), placement="colocated")
+    return [*found, colocated] if num_gpus in (8, 64) else found
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
@@ -96,3 +104,56 @@ def test_what_is_printed_as_a_remedy_works(name, gpu):
             assert judge(mended, options).works and gpus_wanted(mended) <= num_gpus
             proposed = [finding for finding in found.findings if finding.change]
             assert all(judge(layout_search.apply(cfg, f.change), options).works for f in proposed)
+
+
+def mended(cfg: RunConfig, **options) -> RunConfig:
+    found = diagnose(cfg, DoctorOptions(**options))
+    assert found.change, found.tried
+    return layout_search.apply(cfg, found.change)
+
+
+def test_a_model_of_which_only_the_first_layers_do_not_tile_keeps_these_in_bf16():
+    """10,944 columns of GLM-4.5-Air's dense layer are 85.5 blocks."""
+    glm = run("glm45_air", dict(world_size=32, pipeline=2, expert=16), dict(num_replicas=4, tensor=2, expert=2))
+    assert "model.ffn_hidden_size" in {f.subject[2:] for f in diagnose(glm).findings}
+    assert mended(glm).precision.bf16_first_layers == 1
+
+
+def test_a_degree_that_tiles_is_no_remedy_where_memory_is_short():
+    """29,568 columns of Qwen2.5-72B are 231 blocks: tensor parallelism is left out, and a pipeline takes its place."""
+    found = mended(run("qwen25_72b", dict(world_size=16, tensor=8, pipeline=2), dict(num_replicas=4, tensor=4)))
+    assert found.parallel.tensor == 1 and found.parallel.pipeline >= 8
+    # A whole copy of the weights in FP8 leaves an H100 no room, so the engines can be divided in BF16 alone.
+    found = mended(run("qwen25_72b", dict(world_size=32), dict(num_replicas=4)), gpu="h100", num_gpus=64)
+    assert found.precision.rollout == found.precision.trainer == "bf16" and found.rollout.tensor > 1
+
+
+def test_a_pipeline_is_tried():
+    layout = dict(world_size=16, tensor=2, pipeline=2, expert=8)
+    cfg = run("mixtral_8x22b", layout, dict(num_replicas=2, tensor=4), optim=OptimConfig(recompute="full"))
+    assert mended(cfg).parallel.world_size > 16
+    assert mended(cfg, num_gpus=40).parallel.world_size <= 32
+
+
+def test_commands_do_not_undo_each_other():
+    options = DoctorOptions(gpu="h100")
+    first = diagnose(grpo_deepseek_v3(), options)
+    after = diagnose(layout_search.apply(first.cfg, first.change), options)
+    assert after.status < 2
+    for finding in after.findings:
+        assert not finding.change or judge(layout_search.apply(after.cfg, finding.change), options).works
+
+
+def test_what_was_tried_is_said():
+    found = diagnose(run("deepseek_v3", dict(world_size=8), dict()), DoctorOptions(num_gpus=16))
+    assert found.status == 2 and not found.command and "0 layouts of the trainer" in found.tried
+    assert "no change was found that mends this" in doctor.plain(found)
+    found = diagnose(replace(grpo_deepseek_v3(), data=replace(grpo_deepseek_v3().data, tokenizer="no/such/folder")))
+    assert found.tried == "no value could be proposed for --data.tokenizer"
+
+
+def test_a_command_can_be_typed_again():
+    cfg = grpo_deepseek_v3()
+    found = diagnose(cfg, DoctorOptions(gpu="h100"), config_name="grpo_deepseek_v3", overrides=["--seed", "3"])
+    parsed = cli.parse(shlex.split(found.command)[3:], {command.name: command for command in program.COMMANDS})
+    assert parsed.options.gpu == "h100" and parsed.cfg == layout_search.apply(replace(cfg, seed=3), found.change)
