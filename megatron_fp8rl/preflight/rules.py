@@ -214,7 +214,7 @@ def _check_algo(found: Findings) -> None:
     found.within("algo.clip_low", 0, 1, open_low=True, open_high=algo.ratio != "detached")
     found.positive("algo.clip_high", "algo.alarm_abs_logprob_diff", "algo.alarm_kl_k3")
     found.at_least(0, "algo.kl_coef", "algo.entropy_coef", "algo.overlong_buffer_tokens", "algo.correction_low")
-    found.at_least(1, "algo.updates_per_step", "algo.max_refills")
+    found.at_least(1, "algo.updates_per_step")
     if algo.dual_clip is not None and not algo.dual_clip > 1 + algo.clip_high:
         found.refuse(
             "algo.dual_clip",
