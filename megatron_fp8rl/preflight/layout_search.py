@@ -74,7 +74,9 @@ def words(overrides: Sequence[str], change: Change) -> str:
             is_old = word[2:].partition("=")[0].replace("-", "_") in fields
         if not is_old:
             kept.append(word)
-    new = [word for path, value in change for word in (f"--{path}", *(map(str, value) if isinstance(value, tuple) else [str(value)]))]
+    new = []
+    for path, value in change:
+        new += [f"--{path}", *map(str, value if isinstance(value, tuple) else (value,))]
     return shlex.join([*kept, *new])
 
 
@@ -149,11 +151,13 @@ class _Budget:
 
     def text(self, num_gpus: int | None) -> str:
         limit = f"at most {num_gpus} GPUs" if num_gpus is not None else f"at most {_MAX_GROWTH} times as many ranks"
-        tried = f"{self._judged} layouts on {limit} were judged. Of those nearest to this one, {self.num_engines} ways to "
-        tried += "divide an engine (rollout.tensor, expert, gpu_memory_utilization) tile and have room for its weights and a "
-        tried += f"KV cache, and {self.num_layouts} layouts of the trainer (world_size, tensor, pipeline, context, expert, "
-        tried += "expert_tensor) tile and have room for its states; each was tried with recompute, smaller microbatches and, "
-        tried += "where both share GPUs, sleeping and offloading"
+        tried = (
+            f"{self._judged} layouts on {limit} were judged. Of those nearest to this one, {self.num_engines} ways to "
+            "divide an engine (rollout.tensor, expert, gpu_memory_utilization) tile and have room for its weights and "
+            f"a KV cache, and {self.num_layouts} layouts of the trainer (world_size, tensor, pipeline, context, expert, "
+            "expert_tensor) tile and have room for its states; each was tried with recompute, smaller microbatches "
+            "and, where both share GPUs, sleeping and offloading"
+        )
         return f"{tried}. The closest: {self._closest[1]}" if self._closest[1] else tried
 
 
@@ -189,7 +193,7 @@ def _is_tiled_size(problem: str) -> bool:
 
 
 def _values(cfg: RunConfig, path: str, remedy: str) -> Iterator[Any]:
-    """Values to try for a field, by its type, those that the remedy names first; none for texts and the architecture."""
+    """Values to try for a field, by its type, those that the remedy names first; none for texts and architectures."""
     section, _, field = path.rpartition(".")
     if path.count(".") > 1 or section == "model":
         return

@@ -121,7 +121,7 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
 def _rank_elements(
     model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
 ) -> list[tuple[Entry, tuple[int, int, int, int]]]:
-    """(an entry, elements on a rank: dense, expert, fp8, buffers); all weights of a layer together, by its first one."""
+    """(entry, elements on a rank: dense, expert, fp8, buffers); the weights of a layer together, by the first."""
     found: dict[int | Entry, tuple[Entry, list[int]]] = {}
     for entry in entries(model):
         weight = entry.weight

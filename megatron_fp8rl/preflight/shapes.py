@@ -1,4 +1,4 @@
-"""Whether the architecture is consistent, the checkpoint one of it, and degrees of parallelism divide what they split."""
+"""Whether the architecture is consistent, a checkpoint is one of it, and degrees divide what they split."""
 
 from __future__ import annotations
 

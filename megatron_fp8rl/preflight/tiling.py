@@ -44,7 +44,7 @@ class Kind:
         return self.weight.is_expert or self.model.num_attention_heads % ranks == 0
 
     def divided_by(self, ranks: int) -> str:
-        """Key of the dimension that ``ranks`` trainer ranks divide; several that share a query group divide all rows."""
+        """Key of the dimension that ``ranks`` trainer ranks divide; those that share a query group divide all rows."""
         if self.weight.join == "qkv" and ranks > self.model.num_key_value_heads:
             return "qkv"
         return self.keys[self.weight.axis]
