@@ -77,7 +77,7 @@ class Finding:
     subject: str  # a field of the configuration, a package, or a process
     problem: str
     remedy: str = ""  # in words
-    change: Change = ()  # of the configuration, which applies the remedy; a proposal until all of preflight has judged it
+    change: Change = ()  # of the configuration, which applies the remedy; in a Judgement only a proposal
     command: str = ""  # the same as a command; or one that is not about the configuration
     is_of_layout: bool = False  # a warning that another layout may not have
 

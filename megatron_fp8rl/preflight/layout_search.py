@@ -154,8 +154,8 @@ class _Budget:
         tried = (
             f"{self._judged} layouts on {limit} were judged. Of those nearest to this one, {self.num_engines} ways to "
             "divide an engine (rollout.tensor, expert, gpu_memory_utilization) tile and have room for its weights and "
-            f"a KV cache, and {self.num_layouts} layouts of the trainer (world_size, tensor, pipeline, context, expert, "
-            "expert_tensor) tile and have room for its states; each was tried with recompute, smaller microbatches "
+            f"a KV cache, and {self.num_layouts} layouts of the trainer (world_size, tensor, pipeline, context, "
+            "expert, expert_tensor) tile and have room for its states; each was tried with recompute, smaller microbatches "
             "and, where both share GPUs, sleeping and offloading"
         )
         return f"{tried}. The closest: {self._closest[1]}" if self._closest[1] else tried
