@@ -1,12 +1,10 @@
 """Packaging. Versions come from requirements.toml; settings of tools from pyproject.toml."""
 
 import re
-import shutil
 import tomllib
 from pathlib import Path
 
 from setuptools import find_packages, setup
-from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 PINS = tomllib.loads((ROOT / "requirements.toml").read_text())
@@ -17,20 +15,6 @@ def extra(name: str) -> list[str]:
     """Requirements of one extra; an extra with an engine brings everything that trainer and engine share."""
     shared = PINS["engine"] if name in ("cpu", "gpu") else []
     return [*shared, *PINS["extras"][name]]
-
-
-class BuildWithMeasuredRows(build_py):
-    """A package has no docs/; what the doctor quotes from docs/measured goes into its own folder."""
-
-    def run(self) -> None:
-        super().run()
-        if self.editable_mode:
-            return  # the working tree is the package, and has its docs
-        target = Path(self.build_lib, "megatron_fp8rl", "preflight", "rows")
-        for name in ("experts.jsonl", "linears.jsonl"):
-            if (rows := ROOT / "docs" / "measured" / name).is_file():
-                target.mkdir(parents=True, exist_ok=True)
-                shutil.copy(rows, target)
 
 
 setup(
@@ -46,7 +30,6 @@ setup(
         "megatron_fp8rl.kernels": ["README.md"],
         "megatron_fp8rl.kernels.cuda": ["*"],
     },
-    cmdclass={"build_py": BuildWithMeasuredRows},
     install_requires=PINS["core"],
     extras_require={name: extra(name) for name in PINS["extras"]},
     entry_points={

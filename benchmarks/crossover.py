@@ -13,8 +13,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from benchmarks.measured_rows import NOISE, is_bf16, span
 from benchmarks.results import Row
-from megatron_fp8rl.preflight.measured import NOISE, is_bf16, span
 
 SWEEP = tuple(128 * 4**power for power in range(6))  # 128 to 131,072
 _MIN_COUNTS = 3  # numbers of tokens of one shape that make a sweep

@@ -33,13 +33,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks import crossover, layers, record
+from benchmarks import measured_rows as measured
 from benchmarks.expert_arms import ARMS, OURS, experts, movement_calls, product_calls
 from benchmarks.results import FOLDER, Results, Row, require_gpus
 from benchmarks.timing import Budget, device, measure_ceilings, milliseconds, passes, runnable
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.precision.matmul_shapes import Experts as Shape
 from megatron_fp8rl.precision.matmul_shapes import experts_of
-from megatron_fp8rl.preflight import measured
 
 KEYS = ("measured", "experts", "tokens", "hidden", "width", "pattern", "arm", "what", "layers", "device")
 PATTERNS = ("balanced", "equal", "skewed", "half empty", "one has all")

@@ -31,14 +31,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import crossover, layers, record
+from benchmarks import crossover, fp8_pays, layers, record
+from benchmarks import measured_rows as measured
 from benchmarks.linear_arms import APART, ARMS, calls, kernel_calls
 from benchmarks.results import FOLDER, Results, Row, require_gpus
 from benchmarks.timing import Budget, measure_ceilings, milliseconds, passes, runnable
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.precision.matmul_shapes import Linear as Shape
 from megatron_fp8rl.precision.matmul_shapes import linears_of
-from megatron_fp8rl.preflight import measured, pays
 
 KEYS = ("measured", "what", "tokens", "rows", "columns", "arm", "layers", "device")
 PLOT = Path("docs/linears.png")
@@ -235,7 +235,7 @@ def measure_all(options: argparse.Namespace, results: Results, gpu: str) -> None
             print(f"SKIPPED the kernels of {shape} by themselves: {error}", flush=True)
     print(f"on {gpu}:", *(verdict(results.rows(), shape, gpu) for shape in options.shape), sep="\n", flush=True)
     if options.config:
-        note = pays.findings(options.config, gpu, {"experts": [], "linears": results.rows()})[-1]
+        note = fp8_pays.findings(options.config, gpu, {"experts": [], "linears": results.rows()})[-1]
         print(f"{options.config.name}, {note.subject}: {note.problem}", flush=True)
     for line in crossover.lines(sweeps(results.rows()), DUELS):
         print(crossover.told(line), flush=True)

@@ -36,7 +36,7 @@ from benchmarks.synthetic import Language
 from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.hardware import GIB, GPUS, Gpu
+from megatron_fp8rl.preflight.memory import GIB, GPUS, Gpu
 from megatron_fp8rl.preflight.memory import TIGHT, Estimate
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megatron_fp8rl.config import Violation
-from megatron_fp8rl.preflight.hardware import GPUS, GpuName
+from megatron_fp8rl.preflight.memory import GPUS, GpuName
 
 FOLDER = Path(__file__).parent / "clusters"
 _TIME = re.compile(r"(?:(?P<days>\d+)-)?(?P<parts>\d+(?::\d+){0,2})")

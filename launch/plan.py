@@ -16,7 +16,8 @@ from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout, with_scorers
 from launch.spec import JobSpec, Kind, Role, endpoint_file, nodes_in_words
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.preflight import doctor, rules
+from megatron_fp8rl.preflight import layout_search, rules
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
 
 TRAINING_JOBS = ("train", "rl", "sft")
 REMOTE = ("--rollout.placement", "remote")  # the engines are where agents started them
@@ -96,17 +97,24 @@ def preflight(request: Request) -> tuple[list[str], list[str]]:
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, score_servers=0))
     if cluster.gpu is None:
         return problems + _answered(cluster, map(str, rules.check(cfg, accelerator="cpu"))), warnings
-    options = doctor.DoctorOptions(gpu=cluster.gpu, gpus_per_node=max(1, cluster.gpus_per_node))
-    diagnosis = doctor.diagnose(cfg, options, config_name=request.config_name, overrides=request.overrides)
+    options = DoctorOptions(gpu=cluster.gpu, gpus_per_node=max(1, cluster.gpus_per_node))
+    diagnosis = diagnose(cfg, options, config_name=request.config_name, overrides=request.overrides)
     for finding in diagnosis.findings:
-        change = " ".join(f"--{field} {value}" for field, value in finding.change)
         sentences = [f"{finding.subject}: {finding.problem}.", f"{finding.remedy}." if finding.remedy else ""]
-        sentences.append(f"Try {change}." if change else f"Try `{finding.command}`." if finding.command else "")
+        if finding.change:
+            sentences.append(f"Try {layout_search.words((), finding.change)}.")
+        elif finding.command:
+            sentences.append(f"Try `{finding.command}`.")
         text = " ".join(sentence for sentence in sentences if sentence)
         if finding.severity == "error":
             problems.append(text)
         elif finding.severity == "warning":
             warnings.append(text)
+    if found := problems or warnings:  # one remedy for all of them, with the last
+        if diagnosis.change:
+            found[-1] += f" All of it works with {layout_search.words((), diagnosis.change)}."
+        elif diagnosis.tried:
+            found[-1] += f" No change was found that mends it: {diagnosis.tried}."
     return _answered(cluster, problems), warnings
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.preflight import doctor
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions
 from megatron_fp8rl.stop import StopRequest, run_ranks
 
 
@@ -71,6 +72,10 @@ def _study(invocation: cli.Invocation) -> int:
     study_dir = study.run(invocation.cfg, invocation.config_name, invocation.overrides, invocation.options.seeds)
     print((study_dir / "study.md").read_text())
     return 0
+
+
+def _doctor(invocation: cli.Invocation) -> int:
+    return doctor.run(invocation.cfg, invocation.options, invocation.config_name, invocation.overrides)
 
 
 def _report(invocation: cli.Invocation) -> int:
@@ -195,7 +200,13 @@ COMMANDS = (
     cli.Command(
         name="report", summary="write report.html of a run", run=_report, takes_config=False, options=ReportOptions
     ),
-    doctor.COMMAND,
+    cli.Command(
+        name="doctor",
+        summary="preflight without a GPU: parameters, memory, FP8 tiling, precision, packages, and what to fix",
+        run=_doctor,
+        options=DoctorOptions,
+        judges_config=True,
+    ),
 )
 
 

@@ -224,7 +224,6 @@ class AlgoConfig:
     aggregate: Literal["token", "sequence", "constant"] = "token"  # mean over tokens, over sequence means, or / L max
     updates_per_step: int = 1  # optimizer updates per batch of rollouts
     zero_variance: Literal["keep", "drop", "refill"] = "drop"  # groups whose rewards are all equal
-    max_refills: int = 3  # extra rounds of prompts for "refill"
     overlong: Literal["keep", "mask", "penalty"] = "keep"  # completions cut at max_completion_tokens
     overlong_buffer_tokens: int = 0  # "penalty": length before the limit over which the reward falls by 1
     kl_coef: float = 0.0  # weight of KL(trainer || reference); 0 builds no reference model

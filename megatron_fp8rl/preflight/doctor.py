@@ -1,44 +1,306 @@
 """``python -m megatron_fp8rl doctor CONFIG``: can this run work, on which GPUs, and what would mend it?
 
 A preflight for a login node: it needs neither a GPU nor torch, and starts nothing. Exit status 0: fine; 1: warnings;
-2: the run cannot work.
+2: the run cannot work. A diagnosis is printed for people (tables, coloured on a terminal) or for programs (JSON).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from megatron_fp8rl import cli
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.preflight import precision_table, tiling
 from megatron_fp8rl.preflight.diagnosis import Diagnosis, DoctorOptions, diagnose
-from megatron_fp8rl.preflight.doctor_report import print_report, to_json
+from megatron_fp8rl.preflight.engine_memory import EngineEstimate
+from megatron_fp8rl.preflight.memory import GIB, Estimate, host_bytes
 
-__all__ = ["COMMAND", "Diagnosis", "DoctorOptions", "diagnose", "run"]
+_WIDTH = 118
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
+_VERDICTS = ("This run can work.", "This run can work; look at the warnings.", "This run cannot work.")
 
 
-def run(invocation: cli.Invocation) -> int:
+def run(cfg: RunConfig, options: DoctorOptions, config_name: str, overrides: Sequence[str]) -> int:
     """Diagnose the configuration, print the report, and return the exit status."""
-    assert invocation.cfg is not None
-    problems = invocation.options.problems()
-    if problems:
+    if problems := options.problems():
         print("\n".join(f"python -m megatron_fp8rl doctor: {problem}" for problem in problems), file=sys.stderr)
         return 2
-    diagnosis = diagnose(
-        invocation.cfg,
-        invocation.options,
-        config_name=invocation.config_name or "CONFIG",
-        overrides=invocation.overrides,
-    )
-    if invocation.options.json:
+    diagnosis = diagnose(cfg, options, config_name=config_name, overrides=overrides)
+    if options.json:
         sys.stdout.write(to_json(diagnosis) + "\n")
     else:
         print_report(diagnosis)
     return diagnosis.status
 
 
-COMMAND = cli.Command(
-    name="doctor",
-    summary="preflight without a GPU: parameters, memory, FP8 tiling, precision, packages, and what to fix",
-    run=run,
-    options=DoctorOptions,
-    judges_config=True,
-)
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Text in columns; numbers are aligned to the right."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[int] = frozenset()  # columns of numbers
+    notes: tuple[str, ...] = ()  # lines below
+
+
+def print_report(diagnosis: Diagnosis) -> None:
+    """Print tables to stdout: with rich on a terminal, as plain text elsewhere."""
+    if sys.stdout.isatty():
+        _print_rich(diagnosis)
+    else:
+        print(plain(diagnosis))
+
+
+def tables(diagnosis: Diagnosis) -> list[Table]:
+    """All tables, in the order of the report."""
+    found = []
+    if diagnosis.trainer is not None and diagnosis.engine is not None:
+        found = [_memory(diagnosis.trainer), _memory(diagnosis.engine.estimate, _cache_line(diagnosis.engine))]
+        if diagnosis.phases:
+            found.append(_phases(diagnosis))
+    if diagnosis.matrices:
+        found.append(_tiling(diagnosis))
+    if diagnosis.agreement:
+        found.append(_agreement(diagnosis))
+    return [*found, _packages(diagnosis)]
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """What runs on what, in two lines."""
+    cfg, gpu, parameters = diagnosis.cfg, diagnosis.gpu, diagnosis.parameters
+    lines = []
+    if parameters is not None:
+        active = f", {_short(parameters.active)} active for a token" if cfg.model.is_moe else ""
+        total = f"{parameters.total:,} parameters ({_short(parameters.total)})"
+        lines.append(f"{cfg.name}: {cfg.model.family}, {total}{active}")
+    parallel = cfg.parallel
+    degrees = {
+        "TP": parallel.tensor, "PP": parallel.pipeline, "VP": parallel.virtual_stages, "CP": parallel.context,
+        "EP": parallel.expert, "ETP": parallel.expert_tensor,
+    }  # fmt: skip
+    layout = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "data parallel"
+    with_ = "and, in turns," if cfg.rollout.placement == "colocated" else "+"
+    lines.append(
+        f"trainer {parallel.world_size} ({layout}) {with_} engines {cfg.rollout.num_replicas} x {cfg.rollout.tensor} = "
+        f"{diagnosis.num_gpus} {gpu.name.upper()} of {gpu.memory_bytes / GIB:.1f} GiB"
+    )
+    return "\n".join(lines)
+
+
+def _short(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
+
+
+def _memory(estimate: Estimate, *notes: str) -> Table:
+    rows = [(part.name, f"{part.num_bytes / GIB:.2f}", part.formula) for part in estimate.parts]
+    total = f"{estimate.share:.0%} of {estimate.capacity_bytes / GIB:.1f} GiB"
+    rows.append(("total", f"{estimate.total_bytes / GIB:.2f}", total))
+    return Table(
+        title=f"Memory per GPU: {estimate.title}",
+        columns=("part", "GiB", "how"),
+        rows=tuple(rows),
+        right=frozenset({1}),
+        notes=notes,
+    )
+
+
+def _phases(diagnosis: Diagnosis) -> Table:
+    """Trainer and engine on one GPU, in the order of a step."""
+
+    def gib(estimate: Estimate, whose: str = "") -> str:
+        return f"{sum(p.num_bytes for p in estimate.parts if p.name.startswith(whose)) / GIB:.2f}"
+
+    assert diagnosis.trainer is not None and diagnosis.engine is not None
+    host = host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate)
+    rollout, offload = diagnosis.cfg.rollout, ", ".join(diagnosis.cfg.optim.offload) or "nothing"
+    return Table(
+        title="Memory per GPU that trainer and engine share",
+        columns=("phase", "trainer GiB", "engine GiB", "total GiB", "of the GPU"),
+        rows=tuple(
+            (e.title, gib(e, "trainer"), gib(e, "engine"), gib(e), f"{e.share:.0%}") for e in diagnosis.phases
+        ),
+        right=frozenset({1, 2, 3, 4}),
+        notes=(
+            f"rollout.sleep_level {rollout.sleep_level}; the trainer offloads {offload}: "
+            f"{host / GIB:.1f} GiB of host memory for each GPU",
+        ),
+    )
+
+
+def _tiling(diagnosis: Diagnosis) -> Table:
+    def shown(shape: tuple[int, ...], tiles: bool, tile: int) -> str:
+        if tile == 1:
+            return "BF16"
+        return " x ".join(map(str, shape)) + ("" if tiles else "  does not tile")
+
+    def degrees(values: tuple[int, ...], option: str) -> str:
+        return ", ".join(map(str, values)) if option else "any: not divided"
+
+    rows = [
+        (
+            matrix.name,
+            f"{matrix.count:,}",
+            " x ".join(map(str, matrix.shape)),
+            shown(matrix.trainer_shape, matrix.trainer_tiles, matrix.trainer_tile),
+            degrees(matrix.trainer_degrees, matrix.trainer_option),
+            shown(matrix.engine_shape, matrix.engine_tiles, matrix.engine_tile),
+            degrees(matrix.engine_degrees, matrix.trainer_option),
+        )
+        for matrix in diagnosis.matrices
+    ]
+    tiles = tiling.TILES[diagnosis.cfg.precision.trainer], tiling.TILES[diagnosis.cfg.precision.rollout]
+    return Table(
+        title=f"FP8 matrices (tiles: trainer {tiles[0]}, engine {tiles[1]}), and the degrees that tile up to 64",
+        columns=("matrix", "number", "shape", "trainer rank", "its degrees", "engine worker", "rollout.tensor"),
+        rows=tuple(rows),
+        right=frozenset({1}),
+        notes=tuple(
+            f"every matrix tiles at {option} {', '.join(map(str, degrees)) or 'none'}"
+            for option, degrees in tiling.common_degrees(diagnosis.matrices).items()
+        ),
+    )
+
+
+def _agreement(diagnosis: Diagnosis) -> Table:
+    cfg = diagnosis.cfg
+    rows = [(row.kind, row.trainer, row.engine, "same" if row.agree else "differ") for row in diagnosis.agreement]
+    rows.append(("scales", precision_table.scales(cfg, "trainer"), precision_table.scales(cfg, "engine"), ""))
+    return Table(
+        title=f"Precision of both ends on {diagnosis.gpu.name.upper()}",
+        columns=("tensors", "trainer", "engine", "weights"),
+        rows=tuple(rows),
+    )
+
+
+def _packages(diagnosis: Diagnosis) -> Table:
+    """Those that are not as the pins want them."""
+    odd = [package for package in diagnosis.packages if package.state != "ok"]
+    return Table(
+        title="Packages in this environment",
+        columns=("package", "wanted", "installed", "", "for"),
+        rows=tuple((p.name, p.wanted, p.installed or "-", p.shown_state, p.extra or "core") for p in odd),
+        notes=(f"{len(diagnosis.packages) - len(odd)} others are installed as wanted",),
+    )
+
+
+def plain(diagnosis: Diagnosis) -> str:
+    """The report as text without control characters."""
+    blocks = [headline(diagnosis)]
+    for table in tables(diagnosis):
+        blocks.append("\n".join([_plain_table(table), *(f"  {line}" for line in table.notes)]))
+    blocks.append("Findings\n" + "\n".join(_finding_lines(diagnosis)))
+    return "\n\n".join([*blocks, _VERDICTS[diagnosis.status]])
+
+
+def _cache_line(engine: EngineEstimate) -> str:
+    return (
+        f"the KV cache of a replica holds {engine.kv_tokens:,} tokens, or {engine.full_sequences:.0f} sequences of "
+        f"full length ({engine.max_sequence_tokens:,} tokens); at most {engine.num_sequences} are decoded at once"
+    )
+
+
+def _plain_table(table: Table) -> str:
+    cells = [table.columns, *table.rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
+    lines = [
+        "  ".join(
+            text.rjust(width) if i in table.right else text.ljust(width)
+            for i, (text, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join([table.title, "  " + lines[0], *(f"  {line}" for line in lines[1:])])
+
+
+def _finding_lines(diagnosis: Diagnosis) -> Iterable[str]:
+    if not diagnosis.findings:
+        yield "  none"
+    for finding in diagnosis.findings:
+        text = f"{finding.severity}: {finding.subject}: {finding.problem}."
+        if finding.remedy:
+            text += f" {finding.remedy}."
+        yield textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        if finding.command:
+            yield f"      $ {finding.command}"
+    yield from (f"  {line}" for line in _remedy_lines(diagnosis))
+
+
+def _remedy_lines(diagnosis: Diagnosis) -> list[str]:
+    """The change with which the run can work, or what was tried."""
+    if diagnosis.command:
+        return ["with this change the run can work:", f"    $ {diagnosis.command}"]
+    if diagnosis.tried:
+        text = f"no change was found that mends this: {diagnosis.tried}."
+        return textwrap.wrap(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return []
+
+
+def _print_rich(diagnosis: Diagnosis) -> None:
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    console = Console()
+    console.print(Text(headline(diagnosis), style="bold"))
+    for table in tables(diagnosis):
+        shown = RichTable(title=table.title, title_justify="left", title_style="bold", header_style="dim")
+        for i, column in enumerate(table.columns):
+            shown.add_column(column, justify="right" if i in table.right else "left")
+        for row in table.rows:
+            bad = any("does not tile" in cell or cell in ("differs", "differ") for cell in row)
+            shown.add_row(*map(Text, row), style="red" if bad else "bold" if row[0] == "total" else "")
+        console.print()
+        console.print(shown)
+        for line in table.notes:
+            console.print(line, highlight=False)
+    console.print(Text("\nFindings", style="bold"))
+    for finding in diagnosis.findings:
+        line = Text(f"{finding.severity}: ", style=_STYLES[finding.severity])
+        line.append(f"{finding.subject}: {finding.problem}.", style="default")
+        if finding.remedy:
+            line.append(f" {finding.remedy}.", style="default")
+        console.print(line)
+        if finding.command:
+            console.print(Text(f"  $ {finding.command}", style="green"), soft_wrap=True)
+    for line in _remedy_lines(diagnosis):
+        console.print(Text(line, style="green"), soft_wrap=True)
+    console.print(Text(f"\n{_VERDICTS[diagnosis.status]}", style=("green", "yellow", "bold red")[diagnosis.status]))
+
+
+def to_json(diagnosis: Diagnosis) -> str:
+    """Everything in the report as one JSON object; sizes in bytes."""
+    engine = diagnosis.engine
+    content: dict[str, Any] = {
+        "name": diagnosis.cfg.name,
+        "status": diagnosis.status,
+        "gpu": dataclasses.asdict(diagnosis.gpu),
+        "num_gpus": diagnosis.num_gpus,
+        "parameters": dataclasses.asdict(diagnosis.parameters) if diagnosis.parameters else None,
+        "memory": {
+            end: {"total_bytes": estimate.total_bytes, **dataclasses.asdict(estimate)}
+            for end, estimate in (("trainer", diagnosis.trainer), ("engine", engine and engine.estimate))
+            if estimate is not None
+        },
+        "phases": [{"total_bytes": e.total_bytes, **dataclasses.asdict(e)} for e in diagnosis.phases],
+        "kv_cache": None
+        if engine is None
+        else {
+            "bytes": engine.kv_bytes,
+            "token_bytes": engine.kv_token_bytes,
+            "tokens": engine.kv_tokens,
+            "full_sequences": engine.full_sequences,
+        },
+        "matrices": [dataclasses.asdict(matrix) for matrix in diagnosis.matrices],
+        "precision": [dataclasses.asdict(row) for row in diagnosis.agreement],
+        "packages": [{**dataclasses.asdict(p), "state": p.state} for p in diagnosis.packages],
+        "findings": [dataclasses.asdict(finding) for finding in diagnosis.findings],
+        "command": diagnosis.command,
+        "tried": diagnosis.tried,
+    }
+    return json.dumps(content, indent=2)

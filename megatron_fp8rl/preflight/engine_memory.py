@@ -16,14 +16,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
-from megatron_fp8rl.preflight.hardware import GIB
-from megatron_fp8rl.preflight.memory import Estimate, Part
+from megatron_fp8rl.preflight.memory import GIB, Estimate, Part
 from megatron_fp8rl.preflight.parameters import on_engine_worker
 
 _CONTEXT_BYTES = int(0.8 * GIB)  # CUDA context and cuBLAS
 _TENSOR_PARALLEL_BYTES = int(0.5 * GIB)  # NCCL and vLLM's own all-reduce buffers
 _GRAPH_BYTES = int(1.0 * GIB)
 _MIN_BATCHED_TOKENS = 8192  # rollout/vllm_args.py
+_MIN_FULL_SEQUENCES = 8  # in the KV cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,11 @@ class EngineEstimate:
     def full_sequences(self) -> float:
         """Sequences of full length that the cache holds at once."""
         return self.kv_tokens / self.max_sequence_tokens
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the cache holds so few sequences of full length that most of the engine waits."""
+        return self.full_sequences < min(_MIN_FULL_SEQUENCES, self.num_sequences)
 
 
 def kv_token_bytes(model: ModelConfig, tensor: int, *, fp8: bool) -> int:

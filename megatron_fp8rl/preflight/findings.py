@@ -1,13 +1,18 @@
-"""Where the checks of a configuration leave what they find, and the questions that they ask of many fields."""
+"""What preflight finds: mistakes of fields, and what the doctor has to say of a whole run. Pure."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fp8rl.config import RunConfig, Violation
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.preflight.engine_memory import EngineEstimate
+    from megatron_fp8rl.preflight.memory import Estimate
 
 
 @dataclass
@@ -57,3 +62,48 @@ class Findings:
         choices = ", ".join(str(d) for d in range(1, whole + 1) if whole % d == 0)
         self.refuse(path, f"does not divide the {whole} {noun}", f"Choose one of {choices}")
         return False
+
+
+Severity = Literal["error", "warning", "note"]
+Change = tuple[tuple[str, Any], ...]  # (dotted field, value), in the order in which they are typed
+EXIT_STATUS = {"note": 0, "warning": 1, "error": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One thing that a user should know before the run starts."""
+
+    severity: Severity  # error: the run cannot work; warning: it may not, or not as well; note: good to know
+    subject: str  # a field of the configuration, a package, or a process
+    problem: str
+    remedy: str = ""  # in words
+    change: Change = ()  # of the configuration, which applies the remedy; in a Judgement only a proposal
+    command: str = ""  # the same as a command; or one that is not about the configuration
+    is_of_layout: bool = False  # a warning that another layout may not have
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What all of preflight finds of one configuration on some machines. No estimates where degrees do not divide."""
+
+    findings: tuple[Finding, ...]
+    trainer: Estimate | None = None
+    engine: EngineEstimate | None = None
+    phases: tuple[Estimate, ...] = ()  # of a GPU that both use in turns; empty when each has its own
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def works(self) -> bool:
+        return not self.errors
+
+    @property
+    def num_layout_warnings(self) -> int:
+        return sum(finding.is_of_layout for finding in self.findings)
+
+
+def exit_status(findings: Sequence[Finding]) -> int:
+    """2 when the run cannot work, 1 with warnings, 0 otherwise."""
+    return max((EXIT_STATUS[finding.severity] for finding in findings), default=0)

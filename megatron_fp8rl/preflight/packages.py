@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from megatron_fp8rl.preflight.finding import Finding, Severity
+from megatron_fp8rl.preflight.findings import Finding, Severity
 
 _PINS = Path(__file__).parents[2] / "requirements.toml"
 _DISTRIBUTION = "megatron-fp8rl"

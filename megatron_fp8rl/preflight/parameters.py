@@ -107,23 +107,32 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
     model, parallel = cfg.model, cfg.parallel
     layout = TrainerLayout.from_config(parallel)
     table = LayerTable.build(model, cfg.precision)
-    dense = expert = fp8 = buffers = 0
-    for entry in entries(model):
-        if not _is_on_stage(entry, model, layout, stage):
-            continue
-        weight = entry.weight
-        ranks = parallel.expert_tensor if weight.is_expert else parallel.tensor
-        numel = math.prod(slicing.shard_shape(weight, model, ranks)) * entry.num_experts
-        if weight.is_expert:
-            numel //= parallel.expert
-            expert += numel
-        elif entry.is_buffer:
-            buffers += numel
-        else:
-            dense += numel
-        if table.trainer_fp8(weight.parts[0][0]):
-            fp8 += numel
+    degrees = (parallel.tensor, parallel.expert, parallel.expert_tensor)
+    held = [
+        numbers
+        for entry, numbers in _rank_elements(model, table, *degrees)
+        if _is_on_stage(entry, model, layout, stage)
+    ]
+    dense, expert, fp8, buffers = map(sum, zip(*held, strict=True))
     return RankWeights(dense=dense, expert=expert, fp8=fp8, buffers=buffers)
+
+
+@functools.lru_cache(maxsize=256)
+def _rank_elements(
+    model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
+) -> list[tuple[Entry, tuple[int, int, int, int]]]:
+    """(entry, elements on a rank: dense, expert, fp8, buffers); the weights of a layer together, by the first."""
+    found: dict[int | Entry, tuple[Entry, list[int]]] = {}
+    for entry in entries(model):
+        weight = entry.weight
+        ranks = expert_tensor if weight.is_expert else tensor
+        numel = math.prod(slicing.shard_shape(weight, model, ranks)) * entry.num_experts
+        numel //= expert if weight.is_expert else 1
+        _, sums = found.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0, 0, 0, 0]))
+        sums[1 if weight.is_expert else 3 if entry.is_buffer else 0] += numel
+        if table.trainer_fp8(weight.parts[0][0]):
+            sums[2] += numel
+    return [(entry, (*sums,)) for entry, sums in found.values()]
 
 
 def _is_on_stage(entry: Entry, model: ModelConfig, layout: TrainerLayout, stage: int) -> bool:
@@ -168,8 +177,11 @@ def engine_shape(name: str, shape: tuple[int, ...], weight: Weight, model: Model
 
 def on_engine_worker(cfg: RunConfig) -> WorkerWeights:
     """Weights of one worker of a replica; all workers hold equal amounts."""
-    model, ranks = cfg.model, cfg.rollout.tensor
-    table = LayerTable.build(model, cfg.precision)
+    return _worker_weights(cfg.model, LayerTable.build(cfg.model, cfg.precision), cfg.rollout.tensor)
+
+
+@functools.lru_cache(maxsize=256)
+def _worker_weights(model: ModelConfig, table: LayerTable, ranks: int) -> WorkerWeights:
     fp8 = scales = bf16 = absorbed = 0
     for entry in entries(model):
         for name, whole in entry.weight.parts:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.precision.auto_kernels import chosen
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.preflight.finding import Finding
-from megatron_fp8rl.preflight.hardware import Gpu
+from megatron_fp8rl.preflight.findings import Finding
+from megatron_fp8rl.preflight.memory import Gpu
 from megatron_fp8rl.preflight.parameters import entries
 
 _SCALES = {

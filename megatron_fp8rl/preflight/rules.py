@@ -24,9 +24,8 @@ from megatron_fp8rl.preflight.expert_rules import check_experts
 from megatron_fp8rl.preflight.findings import Findings
 from megatron_fp8rl.preflight.fp8_params_rules import check_primary_weights
 from megatron_fp8rl.preflight.linear_rules import check_linears
-from megatron_fp8rl.preflight.shapes import check_degrees, check_model
-from megatron_fp8rl.preflight.source import check_source
-from megatron_fp8rl.preflight.tiling_rules import check_tiling
+from megatron_fp8rl.preflight.shapes import check_degrees, check_model, check_source
+from megatron_fp8rl.preflight.tiling import check_tiling
 
 Accelerator = Literal["cpu", "ampere", "hopper", "blackwell"]
 
@@ -215,7 +214,7 @@ def _check_algo(found: Findings) -> None:
     found.within("algo.clip_low", 0, 1, open_low=True, open_high=algo.ratio != "detached")
     found.positive("algo.clip_high", "algo.alarm_abs_logprob_diff", "algo.alarm_kl_k3")
     found.at_least(0, "algo.kl_coef", "algo.entropy_coef", "algo.overlong_buffer_tokens", "algo.correction_low")
-    found.at_least(1, "algo.updates_per_step", "algo.max_refills")
+    found.at_least(1, "algo.updates_per_step")
     if algo.dual_clip is not None and not algo.dual_clip > 1 + algo.clip_high:
         found.refuse(
             "algo.dual_clip",

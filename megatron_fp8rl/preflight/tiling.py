@@ -1,31 +1,278 @@
-"""Every FP8 matrix as one rank holds it, at both ends, and the degrees that its scales tile. Pure.
+"""Whether FP8 scales tile every matrix on every rank of the trainer and of the engines, and the degrees that do. Pure.
 
-``config_check`` refuses what does not tile; this shows all matrices, so that a degree can be chosen. A dimension that
-is not divided may end in a partial block: both ends then round it in the same blocks.
+A block that crosses the edge of a shard would get another scale on each side than the whole matrix has, and the bytes
+that the trainer multiplies would not be the bytes that the engine holds. So the edges of all shards have to fall on the
+edges of blocks: 128 for blockwise scales, 32 for MXFP8, and 16 for one scale per tensor, which is what FP8 tensor
+cores ask. All answers come from the rows of ``names/``, sliced as the trainer and as vLLM slice them.
 """
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, RunConfig
 from megatron_fp8rl.names import slicing
-from megatron_fp8rl.names.table import Weight
+from megatron_fp8rl.names.registry import FAMILIES
+from megatron_fp8rl.names.table import Weight, fill, sizes
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.preflight.parameters import Entry, engine_shape, entries
+from megatron_fp8rl.preflight.findings import Findings
+from megatron_fp8rl.preflight.parameters import engine_shape
 
-TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK, "mxfp8": 32}
 _MAX_DEGREE = 64
+
+
+@dataclass(frozen=True, eq=False)  # compared by identity: caches below are fast
+class Kind:
+    """One kind of quantizable matrix: a part of a Megatron weight, the same in many layers and experts."""
+
+    name: str  # Hugging Face name with * for layer and expert
+    count: int  # over layers and experts
+    weight: Weight  # of one layer and expert
+    part: int  # index into ``weight.parts``
+    keys: tuple[str, ...]  # of the shape, as ``names.table.sizes`` knows them
+    model: ModelConfig
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.weight.parts[self.part][1]
+
+    def has_whole_heads(self, ranks: int) -> bool:
+        return self.weight.is_expert or self.model.num_attention_heads % ranks == 0
+
+    def divided_by(self, ranks: int) -> str:
+        """Key of the dimension that ``ranks`` trainer ranks divide; those that share a query group divide all rows."""
+        if self.weight.join == "qkv" and ranks > self.model.num_key_value_heads:
+            return "qkv"
+        return self.keys[self.weight.axis]
+
+
+@functools.lru_cache(maxsize=8)
+def kinds(model: ModelConfig, first_fp8_layer: int = 0, end_fp8_layer: int | None = None) -> tuple[Kind, ...]:
+    """Every kind of matrix that FP8 recipes apply to, in the order of a layer."""
+    end = model.num_layers if end_fp8_layer is None else end_fp8_layer
+    table = LayerTable(model.num_layers, first_fp8_layer, end, trainer_is_fp8=True, rollout_is_fp8=True)
+    layers = range(model.num_layers + model.num_mtp_layers)
+    found = []
+    for row in FAMILIES[model.family].rows(model):
+        if "{layer}" not in row.mcore:
+            continue
+        of_row = [i for i in layers if row.layers in ("all", "moe" if model.is_moe_layer(i) else "dense")]
+        experts = model.num_experts if "{expert}" in row.mcore else 1
+        for part, (name, keys) in enumerate(row.hf):
+            fp8 = [i for i in of_row if table.is_quantizable(name.format(layer=i, expert=0))]
+            if fp8:
+                weight = fill(row, model, layer=fp8[0], expert=0)
+                found.append(Kind(_pattern(weight.parts[part][0]), len(fp8) * experts, weight, part, keys, model))
+    return tuple(found)
+
+
+def _pattern(name: str) -> str:
+    name = name.removeprefix("model.layers.").removesuffix(".weight").partition(".")[2]
+    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What one rank has of a matrix, the rank that has the most, and whether tiles cover it on all of them."""
+
+    shape: tuple[int, ...]
+    tiles: bool
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def on_trainer(kind: Kind, ranks: int, tile: int) -> Held:
+    """A Hugging Face part of a Megatron weight on ``ranks`` tensor-parallel (of experts: expert-tensor) ranks."""
+    weight, axis, shape = kind.weight, kind.weight.axis, list(kind.shape)
+    if weight.cut == "none":
+        return Held(kind.shape, _covers(kind.shape, kind.shape, tile))
+    if slicing.problem(weight, kind.model, ranks) is not None:
+        shape[axis] = -(-shape[axis] // ranks)
+        return Held(tuple(shape), False)
+    held = [slicing.part_range(weight, kind.model, kind.part, ranks, rank) for rank in range(ranks)]
+    shape[axis] = max(stop - start for start, stop in held)
+    if tile < FP8_BLOCK:
+        rows = slicing.shard_shape(weight, kind.model, ranks)[0]  # of the fused matrix
+        return Held(tuple(shape), _covers(tuple(shape), kind.shape, tile) and rows % tile == 0)
+    edges = {edge for piece in held for edge in piece}
+    return Held(tuple(shape), all(edge % tile == 0 or edge == kind.shape[axis] for edge in edges))
+
+
+@functools.lru_cache(maxsize=1 << 13)
+def on_engine(kind: Kind, ranks: int, tile: int) -> Held:
+    """A Hugging Face tensor on ``ranks`` engine workers."""
+    weight, model = kind.weight, kind.model
+    name = weight.parts[kind.part][0]
+    shape = engine_shape(name, kind.shape, weight, model, ranks)
+    divides = True
+    if name.endswith((".k_proj.weight", ".v_proj.weight")):
+        divides = model.num_key_value_heads % ranks == 0 or ranks % model.num_key_value_heads == 0
+    elif weight.cut != "none":
+        is_of_heads = weight.unit[0] == "heads" or weight.join == "qkv"
+        divides = kind.shape[weight.axis] % ranks == 0 and not (is_of_heads and model.num_attention_heads % ranks)
+    return Held(shape, divides and _covers(shape, kind.shape, tile))
+
+
+def _covers(shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:
+    """Whether the edges of shards are edges of tiles; a dimension that is not divided may end in a partial block, which
+    both ends round alike. Per-tensor and MX scales need whole tiles throughout."""
+    return all(size % tile == 0 for size, all_ in zip(shard, whole, strict=True) if tile < FP8_BLOCK or size != all_)
+
+
+@dataclass(frozen=True)
+class _End:
+    """One end of a run: how it divides matrices, and over how many ranks."""
+
+    name: str
+    tile: int
+    hold: Callable[[Kind, int, int], Held]
+    tensor: tuple[str, int]  # option that divides matrices, and its value
+    experts: tuple[str, int]  # the same of routed experts; ("", 1) when they stay whole
+
+    def degree(self, kind: Kind) -> tuple[str, int]:
+        return ("", 1) if kind.weight.cut == "none" else self.experts if kind.weight.is_expert else self.tensor
+
+    def held(self, kind: Kind) -> Held:
+        return self.hold(kind, self.degree(kind)[1], self.tile)
+
+    def degrees(self, kind: Kind) -> Iterator[int]:
+        """Values of the option that tile ``kind``."""
+        if kind.weight.is_expert and not self.experts[0]:  # expert parallel workers
+            return (n for n in range(1, _MAX_DEGREE + 1) if kind.model.num_experts % n == 0)
+        is_engine = self.hold is on_engine
+        return (
+            n
+            for n in range(1, _MAX_DEGREE + 1)
+            if (kind.model.num_attention_heads % n == 0 if is_engine else kind.has_whole_heads(n))
+            and self.hold(kind, n, self.tile).tiles
+        )
+
+
+def _ends(cfg: RunConfig) -> tuple[_End, _End]:
+    parallel, engine = cfg.parallel, ("rollout.tensor", cfg.rollout.tensor)
+    trainer = ("parallel.tensor", parallel.tensor), ("parallel.expert_tensor", parallel.expert_tensor)
+    whole = cfg.rollout.expert > 1  # whole experts, or parts of each
+    return (
+        _End("trainer", TILES[cfg.precision.trainer], on_trainer, *trainer),
+        _End("engine", TILES[cfg.precision.rollout], on_engine, engine, ("", 1) if whole else engine),
+    )
+
+
+def _of_run(cfg: RunConfig) -> tuple[Kind, ...]:
+    precision = cfg.precision
+    return kinds(cfg.model, precision.bf16_first_layers, cfg.model.num_layers - precision.bf16_last_layers)
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """What a shape key of ``names/`` stands for, in the terms of the configuration."""
+
+    matrices: str
+    formula: str  # how the size follows from the model
+    field: str  # of ModelConfig
+
+
+def _dimension(model: ModelConfig, key: str) -> Dimension | None:
+    """None of kv_a_proj_with_mqa's rows: they are whole on every rank, where the last block may be cut short."""
+    heads, mla = "num_attention_heads", model.mla
+    ffn = "rows of gate_proj and up_proj, columns of down_proj"
+    queries = "q_proj" if mla is None or mla.q_lora_rank is None else "q_b_proj"
+    q = Dimension("rows of q_proj and columns of o_proj", f"{heads} x head_dim", heads)
+    if mla is not None:
+        q = Dimension(f"rows of {queries}", f"{heads} x qk_head_dim", heads)
+    fused = "(num_attention_heads + 2 x num_key_value_heads) x head_dim"
+    kv = "num_key_value_heads"
+    shared = "num_shared_experts x moe_ffn_hidden_size"
+    known = {
+        "hidden": Dimension("inputs of q/k/v, gate and up; outputs of o and down", "hidden_size", "hidden_size"),
+        "q": q,
+        "kv": Dimension("rows of k_proj and v_proj", f"{kv} x head_dim", kv),
+        "qkv": Dimension("rows of q_proj, k_proj and v_proj in one matrix, group by group", fused, kv),
+        "expert_ffn": Dimension(f"{ffn} of every expert", "moe_ffn_hidden_size", "moe_ffn_hidden_size"),
+        "shared_ffn": Dimension(f"{ffn} of the shared experts", shared, "moe_ffn_hidden_size"),
+        "ffn": Dimension(f"{ffn} of the first layers" if model.is_moe else ffn, "ffn_hidden_size", "ffn_hidden_size"),
+        "k_nope_and_v": Dimension("rows of kv_b_proj", f"{heads} x (nope + v)_head_dim", heads),
+        "v": Dimension("columns of o_proj", f"{heads} x v_head_dim", heads),
+        "kv_latent": Dimension("columns of kv_b_proj", "kv_lora_rank", "mla.kv_lora_rank"),
+        "q_latent": Dimension("rows of q_a_proj, columns of q_b_proj", "q_lora_rank", "mla.q_lora_rank"),
+    }
+    return known.get(key)
+
+
+def check_tiling(found: Findings) -> None:
+    """Refuse what does not tile. Degrees have to divide what they split already."""
+    cfg, listed = found.cfg, _of_run(found.cfg)
+    ends = [end for end in _ends(cfg) if end.tile > 1]
+    spoiled: set[str] = set()
+    for end in ends:
+        for key in dict.fromkeys(key for kind in listed for key in kind.keys):
+            size, dimension = sizes(cfg.model)[key], _dimension(cfg.model, key)
+            if dimension is not None and size % end.tile and key not in spoiled:
+                spoiled.add(key)
+                _refuse_size(found, key, dimension, size, end.tile)
+    for end in ends:
+        _check_shards(found, [kind for kind in listed if not spoiled & _divided(kind)], end)
+
+
+def _divided(kind: Kind) -> set[str]:
+    """Keys of the dimensions that a degree divides."""
+    return {"q", "kv"} if kind.weight.join == "qkv" else {kind.keys[kind.weight.axis]}
+
+
+def _refuse_size(found: Findings, key: str, dimension: Dimension, size: int, tile: int) -> None:
+    model = found.cfg.model
+    remedy = "--precision.trainer bf16 --precision.rollout bf16"
+    if key == "ffn" and model.is_moe:
+        remedy = f"Set --precision.bf16_first_layers {model.first_dense_layers}, or {remedy}"
+    else:
+        product = -(-size // tile) * tile
+        own = f"heads whose product is {product}" if dimension.field.endswith("_heads") else f"a multiple of {tile}"
+        remedy = f"Choose {own} in a model of your own, or {remedy}"
+    found.refuse(
+        f"model.{dimension.field}",
+        f"{dimension.matrices} count {dimension.formula} = {size}, no multiple of the FP8 tile {tile}",
+        remedy,
+    )
+
+
+def _check_shards(found: Findings, listed: Sequence[Kind], end: _End) -> None:
+    """One violation per option of one end, however many matrices it spoils."""
+    by_option: dict[str, list[Kind]] = {}
+    for kind in listed:
+        if end.degree(kind)[0]:
+            by_option.setdefault(end.degree(kind)[0], []).append(kind)
+    for option, concerned in by_option.items():
+        bad = {}
+        for kind in concerned:
+            if not (held := end.held(kind)).tiles:
+                ranks = end.degree(kind)[1]
+                key = kind.divided_by(ranks) if end.name == "trainer" else kind.keys[kind.weight.axis]
+                bad[key] = _shown(kind, key, ranks, held)
+        if not bad:
+            continue
+        fitting = sorted(set.intersection(*(set(end.degrees(kind)) for kind in concerned)))
+        remedy = f"Degrees that tile: {', '.join(map(str, fitting))}" if fitting else f"No degree tiles at {end.tile}"
+        problem = f"FP8 tiles of {end.tile} do not cover a rank of the {end.name} evenly ({'; '.join(bad.values())})"
+        found.refuse(option, problem, remedy)
+
+
+def _shown(kind: Kind, key: str, ranks: int, held: Held) -> str:
+    size = kind.weight.shape[0] if key == "qkv" else kind.shape[kind.weight.axis]
+    rank = f"{size / ranks:g}" if size % ranks or key == "qkv" else str(held.shape[kind.weight.axis])
+    dimension = _dimension(kind.model, key)
+    assert dimension is not None  # what is divided is a multiple of heads or of a feed-forward
+    return f"{dimension.matrices}: {dimension.formula} = {size}, of which one rank has {rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """One kind of matrix: the same in many layers and experts."""
+    """One kind of matrix at both ends, for the report."""
 
-    name: str  # Hugging Face name with * for layer and expert
-    count: int  # over layers and experts
+    name: str
+    count: int
     shape: tuple[int, ...]
     trainer_shape: tuple[int, ...]  # on one rank
     trainer_tile: int  # 1: BF16
@@ -40,118 +287,37 @@ class Matrix:
 
 def matrices(cfg: RunConfig) -> list[Matrix]:
     """All kinds of matrices that either end holds in FP8, in the order of a layer."""
-    model, table = cfg.model, LayerTable.build(cfg.model, cfg.precision)
-    kinds: dict[tuple[str, tuple[int, ...]], list[tuple[Entry, str]]] = {}
-    for entry in entries(model):
-        for name, shape in entry.weight.parts:
-            if table.trainer_fp8(name) or table.rollout_fp8(name):
-                kinds.setdefault((_pattern(name), shape), []).append((entry, name))
-    return [_matrix(cfg, pattern, shape, members) for (pattern, shape), members in kinds.items()]
+    trainer, engine = _ends(cfg)
+    if trainer.tile == engine.tile == 1:
+        return []
+    found = []
+    for kind in _of_run(cfg):
+        of_trainer, of_engine = trainer.held(kind), engine.held(kind)
+        found.append(
+            Matrix(
+                name=kind.name,
+                count=kind.count,
+                shape=kind.shape,
+                trainer_shape=of_trainer.shape,
+                trainer_tile=trainer.tile,
+                trainer_tiles=of_trainer.tiles,
+                trainer_degrees=tuple(trainer.degrees(kind)) if kind.weight.cut != "none" else (),
+                trainer_option=trainer.degree(kind)[0],
+                engine_shape=of_engine.shape,
+                engine_tile=engine.tile,
+                engine_tiles=of_engine.tiles,
+                engine_degrees=tuple(engine.degrees(kind)),
+            )
+        )
+    return found
 
 
-def _pattern(name: str) -> str:
-    name = name.removeprefix("model.layers.").removesuffix(".weight").partition(".")[2]
-    return re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
-
-
-def _matrix(cfg: RunConfig, pattern: str, shape: tuple[int, ...], members: list[tuple[Entry, str]]) -> Matrix:
-    entry, name = members[0]
-    weight, model, table = entry.weight, cfg.model, LayerTable.build(cfg.model, cfg.precision)
-    in_trainer, in_engine = table.trainer_fp8(name), table.rollout_fp8(name)
-    trainer_tile = TILES[cfg.precision.trainer] if in_trainer else 1
-    engine_tile = TILES[cfg.precision.rollout] if in_engine else 1
-    part = [n for n, _ in weight.parts].index(name)
-    option, degree = ("parallel.tensor", cfg.parallel.tensor)
-    if weight.is_expert:
-        option, degree = "parallel.expert_tensor", cfg.parallel.expert_tensor
-    on_trainer = trainer_part_shape(weight, part, model, degree)
-    keeps_whole = weight.is_expert and cfg.rollout.expert > 1  # expert parallel workers
-    ranks = 1 if keeps_whole else cfg.rollout.tensor
-    on_engine = engine_shape(name, shape, weight, model, ranks)
-    engine_degrees = tuple(_engine_degrees(name, shape, weight, model, engine_tile))
-    if keeps_whole:
-        engine_degrees = tuple(n for n in range(1, _MAX_DEGREE + 1) if model.num_experts % n == 0)
-    return Matrix(
-        name=pattern,
-        count=sum(e.num_experts for e, _ in members),
-        shape=shape,
-        trainer_shape=on_trainer,
-        trainer_tile=trainer_tile,
-        trainer_tiles=_trainer_tiles(weight, part, model, degree, trainer_tile),
-        trainer_degrees=tuple(_trainer_degrees(weight, part, model, trainer_tile)) if weight.cut != "none" else (),
-        trainer_option=option if weight.cut != "none" else "",
-        engine_shape=on_engine,
-        engine_tile=engine_tile,
-        engine_tiles=_tiles(weight, on_engine, shape, engine_tile)
-        and _engine_divides(name, weight, shape, model, ranks),
-        engine_degrees=engine_degrees,
-    )
-
-
-def trainer_part_shape(weight: Weight, part: int, model: ModelConfig, ranks: int) -> tuple[int, ...]:
-    """Shape of one Hugging Face part of a Megatron weight on the tensor-parallel rank that has most of it."""
-    shape = list(weight.parts[part][1])
-    if weight.cut != "none" and slicing.problem(weight, model, ranks) is None:
-        held = (slicing.part_range(weight, model, part, ranks, rank) for rank in range(ranks))
-        shape[weight.axis] = max(stop - start for start, stop in held)
-    elif weight.cut != "none":
-        shape[weight.axis] = -(-shape[weight.axis] // ranks)
-    return tuple(shape)
-
-
-def _trainer_tiles(weight: Weight, part: int, model: ModelConfig, ranks: int, tile: int) -> bool:
-    """Whether a rank's blocks are blocks of the whole matrix. More ranks than query groups share a group's rows."""
-    if slicing.problem(weight, model, ranks) is not None:
-        return False
-    whole = weight.parts[part][1]
-    if weight.cut == "none" or tile < FP8_BLOCK:
-        return _tiles(weight, trainer_part_shape(weight, part, model, ranks), whole, tile)
-    held = [
-        piece for rank in range(ranks) for piece in slicing.slices(weight, model, ranks, rank) if piece.part == part
-    ]
-    edges = {edge for piece in held for edge in (piece.start, piece.stop)}
-    return all(edge % tile == 0 or edge == whole[weight.axis] for edge in edges)
-
-
-def _tiles(weight: Weight, shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:
-    """Whether the edges of shards are edges of tiles; per-tensor and MX scales need whole tiles throughout."""
-    axes = range(len(shard)) if tile < FP8_BLOCK else [axis for axis, size in enumerate(shard) if size != whole[axis]]
-    return all(shard[axis] % tile == 0 for axis in axes)
-
-
-def _trainer_degrees(weight: Weight, part: int, model: ModelConfig, tile: int) -> Iterator[int]:
-    for ranks in range(1, _MAX_DEGREE + 1):
-        whole_heads = weight.is_expert or model.num_attention_heads % ranks == 0
-        if whole_heads and _trainer_tiles(weight, part, model, ranks, tile):
-            yield ranks
-
-
-def _engine_divides(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, ranks: int) -> bool:
-    if weight.cut == "none":
-        return True
-    if name.endswith((".k_proj.weight", ".v_proj.weight")):
-        heads = model.num_key_value_heads
-        return heads % ranks == 0 or ranks % heads == 0
-    is_of_heads = weight.unit[0] == "heads" or weight.join == "qkv"
-    whole_heads = not is_of_heads or model.num_attention_heads % ranks == 0
-    return whole_heads and shape[weight.axis] % ranks == 0
-
-
-def _engine_degrees(name: str, shape: tuple[int, ...], weight: Weight, model: ModelConfig, tile: int) -> Iterator[int]:
-    for ranks in range(1, _MAX_DEGREE + 1):
-        divides = model.num_attention_heads % ranks == 0 and _engine_divides(name, weight, shape, model, ranks)
-        if divides and _tiles(weight, engine_shape(name, shape, weight, model, ranks), shape, tile):
-            yield ranks
-
-
-def common_degrees(kinds: Sequence[Matrix]) -> dict[str, list[int]]:
+def common_degrees(listed: Sequence[Matrix]) -> dict[str, list[int]]:
     """By option, the degrees that tile every matrix that the option divides."""
     found: dict[str, set[int]] = {}
-    for kind in kinds:
-        if kind.trainer_option:
-            for option, degrees in (
-                (kind.trainer_option, kind.trainer_degrees),
-                ("rollout.tensor", kind.engine_degrees),
-            ):
+    for matrix in listed:
+        if matrix.trainer_option:
+            by_option = {matrix.trainer_option: matrix.trainer_degrees, "rollout.tensor": matrix.engine_degrees}
+            for option, degrees in by_option.items():
                 found[option] = found.get(option, set(degrees)) & set(degrees)
     return {option: sorted(degrees) for option, degrees in found.items()}

@@ -31,9 +31,9 @@ from dataclasses import dataclass
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.registry import padded_vocab_size
+from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
-from megatron_fp8rl.preflight.hardware import GIB, Gpu
-from megatron_fp8rl.preflight.memory import Estimate, Part
+from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
 from megatron_fp8rl.preflight.parameters import RankWeights, on_trainer_rank
 
 # Not arithmetic but allowances: a CUDA context with its modules and cuBLAS's workspaces (measured on one H200: 1.7 GiB
@@ -101,7 +101,10 @@ def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbala
     tokens = Tokens.of(cfg, routing_imbalance)
     layout = TrainerLayout.from_config(cfg.parallel)
     held = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
-    layers = [layer_bytes(cfg, layer, tokens) for layer in held]
+    table = LayerTable.build(cfg.model, cfg.precision)
+    kinds = {i: (cfg.model.is_moe_layer(i), table.first_fp8_layer <= i < table.end_fp8_layer) for i in held}
+    of_kind = {kind: layer_bytes(cfg, i, tokens) for kind, i in {kind: i for i, kind in kinds.items()}.items()}
+    layers = [of_kind[kind] for kind in kinds.values()]
     parts = (
         *_states(cfg, gpu, on_trainer_rank(cfg, stage)),
         _activations(cfg, layers, tokens, stage),

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
 _log = logging.getLogger(__name__)
+_MAX_REFILLS = 3  # extra rounds of prompts for algo.zero_variance "refill"
 T = TypeVar("T")
 Groups = tuple[RolloutGroup, ...]
 
@@ -215,7 +216,7 @@ class RolloutStream:
         if self._first_version is None:
             self._first_version = self.version
         self._start_batches(at_least_one=True)
-        deadline_s = self._deadline_s(num_rounds=1 + self.cfg.algo.max_refills)
+        deadline_s = self._deadline_s(num_rounds=1 + _MAX_REFILLS)
         groups = self._result(self._batches[0].groups, deadline_s)
         if groups is None:
             return None
@@ -272,15 +273,14 @@ class RolloutStream:
         if self.cfg.algo.zero_variance != "refill":
             return groups
         useful = [group for group in groups if has_signal(group, self.cfg)]
-        for _ in range(self.cfg.algo.max_refills):
+        for _ in range(_MAX_REFILLS):
             if len(useful) >= wanted:
                 break
             more = self._take(wanted - len(useful))
             groups = await self._gather_groups(more, self.cfg.rollout.completions_per_prompt, None, timed=True)
             useful += [group for group in groups if has_signal(group, self.cfg)]
         if len(useful) < wanted:
-            refills = self.cfg.algo.max_refills
-            _log.info("%d of %d groups differ in reward after %d refills", len(useful), wanted, refills)
+            _log.info("%d of %d groups differ in reward after %d refills", len(useful), wanted, _MAX_REFILLS)
         return tuple(useful) or groups
 
     async def _gather_groups(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.hardware import GPUS
+from megatron_fp8rl.preflight.memory import GPUS
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config
 

@@ -12,7 +12,7 @@ from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, Precision
 from megatron_fp8rl.kernels.blockwise import quantize_weight_in_torch
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.hardware import GPUS
+from megatron_fp8rl.preflight.memory import GPUS
 from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from tests.helpers.training import alone, continue_training, make_batch, make_loss, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE

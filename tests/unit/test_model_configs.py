@@ -12,7 +12,7 @@ from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.preflight import parameters, rules
-from megatron_fp8rl.preflight.doctor import diagnose
+from megatron_fp8rl.preflight.diagnosis import diagnose
 from model_configs import deepseek, llama, mixtral, qwen3, small
 
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]

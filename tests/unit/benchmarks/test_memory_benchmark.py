@@ -11,7 +11,7 @@ from benchmarks import memory
 from benchmarks.results import num_gpus
 from benchmarks.training import single_rank
 from megatron_fp8rl.preflight import rules
-from megatron_fp8rl.preflight.hardware import GIB, GPUS
+from megatron_fp8rl.preflight.memory import GIB, GPUS
 
 H200 = GPUS["h200"]
 

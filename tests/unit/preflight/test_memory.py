@@ -13,7 +13,7 @@ from megatron_fp8rl.precision.auto_kernels import chosen
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight import engine_memory, trainer_memory
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
-from megatron_fp8rl.preflight.hardware import GIB, GPUS
+from megatron_fp8rl.preflight.memory import GIB, GPUS
 from megatron_fp8rl.preflight.parameters import engine_shape, on_engine_worker, on_trainer_rank
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.weight_sync.plan import plan

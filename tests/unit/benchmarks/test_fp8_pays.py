@@ -1,26 +1,23 @@
-"""Does FP8 pay? What the doctor quotes of rows that a GPU would have measured; all rows here are made up."""
+"""Does FP8 pay? What is quoted of rows that a GPU would have measured; all rows here are made up."""
 
 from __future__ import annotations
 
 import json
 import math
 import shlex
-import shutil
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import experts as experts_benchmark
+from benchmarks import fp8_pays as pays
 from benchmarks import linears as linears_benchmark
+from benchmarks import measured_rows as measured
+from benchmarks.measured_rows import Answer
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig
 from megatron_fp8rl.precision import auto_kernels
 from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, linears_of
-from megatron_fp8rl.preflight import doctor_report, measured, pays
-from megatron_fp8rl.preflight.doctor import diagnose
-from megatron_fp8rl.preflight.measured import Answer
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
 
@@ -198,43 +195,19 @@ def test_commands_are_those_that_the_benchmarks_take():
         assert options.shape and all(pays.text_of(shape) in words for shape in options.shape)
 
 
-def test_rows_of_a_working_tree_come_before_those_of_the_package(tmp_path):
-    tree, package = tmp_path / "tree", tmp_path / "package"
-    for folder, ms in ((package, 1.0), (tree, 2.0)):
-        assert measured.rows("experts", (tree, package)) == ([] if ms == 1.0 else [{"ms": 1.0}])
-        folder.mkdir()
-        (folder / "experts.jsonl").write_text(json.dumps({"ms": ms}) + "\n")
-    assert measured.rows("experts", (tree, package)) == [{"ms": 2.0}]
-    (tree / "experts.jsonl").write_text('{"ms": 1}\n{"ms":\n')
-    with pytest.raises(ValueError, match=r"tree/experts.jsonl:2: not a line of JSON.*Remove the line"):
-        measured.rows("experts", (tree, package))
-    (tree / "experts.jsonl").write_text("7\n")
+def test_rows_that_are_none_are_refused_by_file_and_line(tmp_path):
+    assert measured.rows("experts", tmp_path) == []
+    (tmp_path / "experts.jsonl").write_text(json.dumps({"ms": 2.0}) + "\n")
+    assert measured.rows("experts", tmp_path) == [{"ms": 2.0}]
+    (tmp_path / "experts.jsonl").write_text('{"ms": 1}\n{"ms":\n')
+    with pytest.raises(ValueError, match=r"experts.jsonl:2: not a line of JSON.*Remove the line"):
+        measured.rows("experts", tmp_path)
+    (tmp_path / "experts.jsonl").write_text("7\n")
     with pytest.raises(ValueError, match=r"experts.jsonl:1: '7' is not a row"):
-        measured.rows("experts", (tree, package))
+        measured.rows("experts", tmp_path)
 
 
-def test_the_report_quotes_what_the_working_tree_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(measured, "_FOLDERS", (tmp_path,))
-    rows = timed(EXPERTS, {"te bf16": 12.0, "grouped fp8": 8.0})
-    (tmp_path / "experts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = doctor_report.plain(diagnose(run(grpo_qwen3_30b_a3b())))
-    assert "note: FP8 for experts: FP8 pays: grouped fp8 8.00 ms, te bf16 12.00 ms, 1.50x" in text
-    assert "note: FP8 for linears: whether it pays was not measured: 2 of 2 shapes" in text
-    assert "FP8 for" not in doctor_report.plain(diagnose(replace(grpo_qwen3_8b(), parallel=ParallelConfig(tensor=3))))
-
-
-def test_a_package_takes_the_rows_along(tmp_path):
-    for name in ("setup.py", "requirements.toml", "pyproject.toml", "MANIFEST.in"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("megatron_fp8rl/__init__.py", "megatron_fp8rl/preflight/__init__.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    rows = tmp_path / "docs" / "measured"
-    rows.mkdir(parents=True)
-    (rows / "experts.jsonl").write_text("{}\n")
-    (rows / "memory.jsonl").write_text("{}\n")
-    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", "built"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=300)
-    taken = [path.relative_to(tmp_path / "built").as_posix() for path in (tmp_path / "built").rglob("*.jsonl")]
-    assert taken == ["megatron_fp8rl/preflight/rows/experts.jsonl"]
-    assert measured._FOLDERS[-1] == ROOT / "megatron_fp8rl" / "preflight" / "rows"
+def test_the_command_answers_for_a_configuration(capsys):
+    assert pays.main(["grpo_qwen3_30b_a3b", "--parallel.expert", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert "FP8 for experts: " in printed and "FP8 for linears: " in printed and "$ python -m benchmarks." in printed

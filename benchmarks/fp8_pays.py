@@ -1,5 +1,7 @@
 """Does FP8 pay for the shapes of a run? Quoted from rows that a GPU has measured, for experts and for other linears.
 
+    python -m benchmarks.fp8_pays CONFIG [--gpu h200] [--field value ...]
+
 Each answer is a note. It names the GPU, the shape and the number of tokens that were measured, which is the one nearest
 to the run's; of experts that were measured in other numbers alone, the one nearest in the tokens of each. And it names
 the command that measured it; where nothing was measured, the command that would.
@@ -7,16 +9,19 @@ the command that measured it; where nothing was measured, the command that would
 
 from __future__ import annotations
 
+import argparse
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from benchmarks import measured_rows as measured
+from benchmarks.measured_rows import Answer, Measured, Row
+from megatron_fp8rl import cli
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.precision.auto_kernels import Field, can_multiply, chosen
 from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, Use, experts_of, linears_of
-from megatron_fp8rl.preflight import measured
-from megatron_fp8rl.preflight.finding import Finding
-from megatron_fp8rl.preflight.measured import Answer, Measured, Row
+from megatron_fp8rl.preflight.findings import Finding
 
 _OURS = {"experts": "grouped fp8", "linears": "ours deep_gemm"}  # begin the names of DeepGEMM's arms
 
@@ -121,3 +126,19 @@ def text_of(shape: Experts | Linear) -> str:
     if isinstance(shape, Experts):
         return f"{shape.experts},{shape.tokens},{shape.hidden},{shape.width}"
     return f"{shape.tokens},{shape.rows},{shape.columns}" + (",mlp" if shape.what == "mlp" else "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the notes of one configuration."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fp8_pays", description="does FP8 pay for a run?")
+    parser.add_argument("config", help="a function of model_configs/, or module:function")
+    parser.add_argument("--gpu", default="h200", help="a word of the name of the GPU that is meant")
+    options, overrides = parser.parse_known_args(argv)
+    for note in findings(cli.parse_overrides(cli.load_config(options.config), overrides), options.gpu):
+        remedy = f" {note.remedy}." if note.remedy else ""
+        print(f"{note.subject}: {note.problem}.{remedy}\n    $ {note.command}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,6 @@
 """Rows that GPUs have measured, and what they say: is FP8 faster than BF16 for a shape?
 
-Rows are JSON lines of ``benchmarks/experts.py`` and ``benchmarks/linears.py``. A working tree has them in
-docs/measured, where the benchmarks write them; a package has the copy that setup.py puts into rows/ beside this file.
+Rows are JSON lines of ``benchmarks/experts.py`` and ``benchmarks/linears.py``, which write them to docs/measured.
 """
 
 from __future__ import annotations
@@ -18,17 +17,15 @@ from megatron_fp8rl.precision.matmul_shapes import Experts, Linear
 Row = dict[str, Any]
 Shape = Experts | Linear
 
-_FOLDERS = (Path(__file__).parents[2] / "docs" / "measured", Path(__file__).parent / "rows")
+_FOLDER = Path(__file__).parents[1] / "docs" / "measured"
 NOISE = 0.02  # of a ratio of two times; what differs by less is called equal
 
 
-def rows(name: str, folders: Sequence[Path] | None = None) -> list[Row]:
+def rows(name: str, folder: Path = _FOLDER) -> list[Row]:
     """Rows of a benchmark, older ones first; empty when it was never run. Raises ValueError for a line that is no row,
     with file and line."""
-    places = [folder / f"{name}.jsonl" for folder in (_FOLDERS if folders is None else folders)]
-    path = next((place for place in places if place.is_file()), None)
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path else (), 1):
+    path, found = folder / f"{name}.jsonl", []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
         try:
             row = json.loads(line)
         except ValueError as error:

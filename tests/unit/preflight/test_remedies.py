@@ -1,0 +1,159 @@
+"""Every command that the doctor prints as a remedy makes the run work; where it prints none, it says what it tried."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl import __main__ as program
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import OptimConfig, ParallelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.names.registry import from_hf_config
+from megatron_fp8rl.preflight import doctor, layout_search
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, gpus_wanted, judge
+from model_configs.deepseek import grpo_deepseek_v3
+from tests.unit.test_model_configs import (
+    DEEPSEEK_V3,
+    LLAMA_31_8B,
+    MIXTRAL_8X7B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN3_235B_A22B,
+)
+
+# Fields of published config.json files (Hugging Face: meta-llama, Qwen, zai-org, mistralai, deepseek-ai).
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "use_sliding_window": False,
+}  # fmt: skip
+GLM_45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096,
+    "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "n_routed_experts": 128, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "vocab_size": 151552,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-05, "rope_theta": 1000000, "partial_rotary_factor": 0.5,
+    "use_qk_norm": False, "attention_bias": True, "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+PUBLISHED = {
+    "llama31_8b": LLAMA_31_8B,
+    "llama31_70b": LLAMA_31_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                                  "num_attention_heads": 64},
+    "qwen25_7b": QWEN25_7B,
+    "qwen25_72b": QWEN25_7B | {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
+                               "num_attention_heads": 64, "num_key_value_heads": 8},
+    "qwen3_8b": QWEN3_8B,
+    "qwen3_32b": QWEN3_8B | {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
+                             "num_attention_heads": 64},
+    "qwen3_30b_a3b": QWEN3_30B_A3B,
+    "qwen3_235b_a22b": QWEN3_235B_A22B,
+    "glm45_air": GLM_45_AIR,
+    "mixtral_8x7b": MIXTRAL_8X7B,
+    "mixtral_8x22b": MIXTRAL_8X7B | {"hidden_size": 6144, "intermediate_size": 16384, "num_hidden_layers": 56,
+                                     "num_attention_heads": 48, "vocab_size": 32768,
+                                     "max_position_embeddings": 65536},
+    "mistral_small_24b": {
+        "architectures": ["MistralForCausalLM"], "model_type": "mistral", "hidden_size": 5120,
+        "intermediate_size": 32768, "num_hidden_layers": 40, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 131072, "max_position_embeddings": 32768, "rms_norm_eps": 1e-05,
+        "rope_theta": 100000000.0, "sliding_window": None, "hidden_act": "silu", "tie_word_embeddings": False,
+    },
+    "deepseek_v3": DEEPSEEK_V3,
+}  # fmt: skip
+
+
+def run(name: str, trainer: dict, engines: dict, **more) -> RunConfig:
+    """A run of a published model with completions of 4,096 tokens."""
+    model = replace(from_hf_config(PUBLISHED[name]), num_mtp_layers=0)
+    lengths = dict(max_prompt_tokens=1024, max_completion_tokens=4096, max_tokens_per_microbatch=8192)
+    rollout = RolloutConfig(placement=more.pop("placement", "separate"), **lengths, **engines)
+    return RunConfig(name=name, model=model, parallel=ParallelConfig(**trainer), rollout=rollout, **more)
+
+
+def starts(name: str, num_gpus: int) -> list[RunConfig]:
+    """What people begin with: data parallel on half of the GPUs, one of the usual layouts, or everything colocated."""
+    half, moe = num_gpus // 2, "num_experts" in str(PUBLISHED[name]) or "n_routed_experts" in PUBLISHED[name]
+    usual = dict(world_size=half, tensor=2, pipeline=2, **({"expert": min(8, half // 2)} if moe else {}))
+    found = [
+        run(name, dict(world_size=half), dict(num_replicas=half)),
+        run(name, usual, dict(num_replicas=max(1, half // 4), tensor=4), optim=OptimConfig(recompute="full")),
+    ]
+    colocated = run(name, dict(world_size=num_gpus), dict(num_replicas=num_gpus), placement="colocated")
+    return [*found, colocated] if num_gpus in (8, 64) else found
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_what_is_printed_as_a_remedy_works(name, gpu):
+    for num_gpus in (8, 16, 32, 64, 128, 256):
+        options = DoctorOptions(gpu=gpu, num_gpus=num_gpus)
+        for cfg in starts(name, num_gpus):
+            found = diagnose(cfg, options)
+            if found.status < 2:
+                continue
+            assert bool(found.change) != bool(found.tried), (num_gpus, cfg.parallel)
+            if not found.change:
+                assert "layouts on at most" in found.tried and f"{num_gpus} GPUs" in found.tried
+                continue
+            mended = layout_search.apply(cfg, found.change)
+            assert mended.model == cfg.model  # an architecture is no remedy
+            assert judge(mended, options).works and gpus_wanted(mended) <= num_gpus
+            proposed = [finding for finding in found.findings if finding.change]
+            assert all(judge(layout_search.apply(cfg, f.change), options).works for f in proposed)
+
+
+def mended(cfg: RunConfig, **options) -> RunConfig:
+    found = diagnose(cfg, DoctorOptions(**options))
+    assert found.change, found.tried
+    return layout_search.apply(cfg, found.change)
+
+
+def test_a_model_of_which_only_the_first_layers_do_not_tile_keeps_these_in_bf16():
+    """10,944 columns of GLM-4.5-Air's dense layer are 85.5 blocks."""
+    glm = run("glm45_air", dict(world_size=32, pipeline=2, expert=16), dict(num_replicas=4, tensor=2, expert=2))
+    assert "model.ffn_hidden_size" in {f.subject[2:] for f in diagnose(glm).findings}
+    assert mended(glm).precision.bf16_first_layers == 1
+
+
+def test_a_degree_that_tiles_is_no_remedy_where_memory_is_short():
+    """29,568 columns of Qwen2.5-72B are 231 blocks: tensor parallelism is left out, and a pipeline takes its place."""
+    found = mended(run("qwen25_72b", dict(world_size=16, tensor=8, pipeline=2), dict(num_replicas=4, tensor=4)))
+    assert found.parallel.tensor == 1 and found.parallel.pipeline >= 8
+    # A whole copy of the weights in FP8 leaves an H100 no room, so the engines can be divided in BF16 alone.
+    found = mended(run("qwen25_72b", dict(world_size=32), dict(num_replicas=4)), gpu="h100", num_gpus=64)
+    assert found.precision.rollout == found.precision.trainer == "bf16" and found.rollout.tensor > 1
+
+
+def test_a_pipeline_is_tried():
+    layout = dict(world_size=16, tensor=2, pipeline=2, expert=8)
+    cfg = run("mixtral_8x22b", layout, dict(num_replicas=2, tensor=4), optim=OptimConfig(recompute="full"))
+    assert mended(cfg).parallel.world_size > 16
+    assert mended(cfg, num_gpus=40).parallel.world_size <= 32
+
+
+def test_commands_do_not_undo_each_other():
+    options = DoctorOptions(gpu="h100")
+    first = diagnose(grpo_deepseek_v3(), options)
+    after = diagnose(layout_search.apply(first.cfg, first.change), options)
+    assert after.status < 2
+    for finding in after.findings:
+        assert not finding.change or judge(layout_search.apply(after.cfg, finding.change), options).works
+
+
+def test_what_was_tried_is_said():
+    found = diagnose(run("deepseek_v3", dict(world_size=8), dict()), DoctorOptions(num_gpus=16))
+    assert found.status == 2 and not found.command and "0 layouts of the trainer" in found.tried
+    assert "no change was found that mends this" in doctor.plain(found)
+    found = diagnose(replace(grpo_deepseek_v3(), data=replace(grpo_deepseek_v3().data, tokenizer="no/such/folder")))
+    assert found.tried == "no value could be proposed for --data.tokenizer"
+
+
+def test_a_command_can_be_typed_again():
+    cfg = grpo_deepseek_v3()
+    found = diagnose(cfg, DoctorOptions(gpu="h100"), config_name="grpo_deepseek_v3", overrides=["--seed", "3"])
+    parsed = cli.parse(shlex.split(found.command)[3:], {command.name: command for command in program.COMMANDS})
+    assert parsed.options.gpu == "h100" and parsed.cfg == layout_search.apply(replace(cfg, seed=3), found.change)
