@@ -210,10 +210,10 @@ class _Watch:
         self._policy.update(batch, self._loss)
 
     def _loss(self, *arguments):
-        from megatron_fp8rl.algo.loss import sft_loss
+        from megatron_fp8rl.algo.losses import sft
 
         self.at_loss = self._meter.allocated()  # of the last microbatch, in the end
-        return sft_loss(*arguments)
+        return sft(*arguments)
 
     def _observed_step(self, lr: float) -> float:
         from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights

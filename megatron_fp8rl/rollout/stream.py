@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from megatron_fp8rl.algo.advantages import has_signal
+from megatron_fp8rl.algo.samples import has_signal
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.records import read_steps
 from megatron_fp8rl.observe.spans import add_seconds, span

@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.algo.loss import grpo_loss
+from megatron_fp8rl.algo.named import load_loss
 from megatron_fp8rl.config import (
     AlgoConfig,
     ModelConfig,
@@ -64,7 +63,7 @@ def run_config(
         precision=PrecisionConfig(trainer=trainer, params=params, amax_history_len=3),
         optim=optim,
         rollout=RolloutConfig(temperature=0.8, max_tokens_per_microbatch=max_tokens),
-        algo=algo or AlgoConfig(entropy_coef=0.01, aggregate="sequence"),
+        algo=algo or AlgoConfig(entropy_coef=0.01, loss="grpo"),
     )
 
 
@@ -123,7 +122,7 @@ def make_batch(cfg: RunConfig, data_rank: int, samples: list[Sample] | None = No
 
 
 def make_loss(cfg: RunConfig) -> Callable:
-    return partial(grpo_loss, cfg=cfg.algo, max_completion_tokens=30)
+    return load_loss(cfg.algo, max_completion_tokens=30)
 
 
 def token_values(batch: TrainBatch, values: list[Tensor]) -> dict[str, Tensor]:
