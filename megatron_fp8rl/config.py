@@ -288,7 +288,7 @@ class ObserveConfig:
     record_rollouts: bool = True
     verify_every: int = 1  # publications between proofs that the engines hold what was sent; 0: never
     eval_every: int = 0  # steps between evaluations on held-out problems; 0: only at start and end
-    eval_prompts: int = 128  # held-out problems of an evaluation
+    eval_prompts: int = 128  # held-out problems of an evaluation; 0: no evaluation
     eval_completions: int = 1  # sampled for each of them; above 1 evaluations measure pass@k, too
 
 

@@ -69,7 +69,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
                 (batch,) = pack_for(cfg, source.samples(step - 1), data_rank=parallel.dp_rank)
                 with span("update"):
                     log.updates([policy.update(batch, sft)], [batch])
-                if step % EVALUATE_EVERY == 0 or step == cfg.num_steps:
+                if held_out and (step % EVALUATE_EVERY == 0 or step == cfg.num_steps):
                     with span("evaluate"):
                         pass_rate = expected_pass_rate(policy, held_out)
                     log.update({"sft/expected_pass_rate/mean": pass_rate})

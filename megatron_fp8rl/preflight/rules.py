@@ -302,6 +302,12 @@ def _check_data(found: Findings) -> None:
         )
     found.positive("data.score_deadline_s", "data.sft_lr")
     found.within("data.sft_stop_pass_rate", 0, 1, open_low=True)
+    if data.sft_stop_pass_rate is not None and found.cfg.observe.eval_prompts == 0:
+        found.refuse(
+            "data.sft_stop_pass_rate",
+            "is measured on held-out problems, of which observe.eval_prompts = 0 asks none",
+            "Set --observe.eval_prompts, or None here",
+        )
 
 
 def _check_storage(found: Findings) -> None:
@@ -316,8 +322,7 @@ def _check_storage(found: Findings) -> None:
         existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
-    found.at_least(0, "checkpoint.every_steps", "observe.verify_every", "observe.eval_every")
+    found.at_least(0, "checkpoint.every_steps", "observe.verify_every", "observe.eval_every", "observe.eval_prompts")
     found.at_least(1, "checkpoint.keep", "observe.eval_completions")
-    found.at_least(0, "observe.eval_prompts")
     if cfg.observe.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         found.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")
