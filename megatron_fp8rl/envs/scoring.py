@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
 
@@ -61,10 +61,6 @@ class CompletionScorer(abc.ABC):
                 score server answers.
         """
         return await asyncio.wrap_future(self.submit(prompt, text))
-
-    async def score_batch(self, pairs: Iterable[tuple[Prompt, str]]) -> list[Score]:
-        """:meth:`score` of many, in their order."""
-        return list(await asyncio.gather(*(self.score(prompt, text) for prompt, text in pairs)))
 
     def __enter__(self) -> Self:
         return self

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.data.checkpoint_dir import sync_to_disk
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.gather import Gather, together
@@ -112,7 +113,7 @@ def _complete(policy: Policy, shards: tuple[Bucket, ...], partial: Path, path: P
     else:
         _write_json(partial / "generation_config.json", special)
     for file in partial.iterdir():
-        _sync(file)
+        sync_to_disk(file)
     _rename(partial, path)
 
 
@@ -134,14 +135,6 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _rename(partial: Path, path: Path) -> None:
     """Give the complete folder its name. An older one of this name is moved aside first and deleted last."""
     old = path.with_name(f".{path.name}.replaced")
@@ -149,5 +142,5 @@ def _rename(partial: Path, path: Path) -> None:
     if path.exists():
         os.rename(path, old)
     os.rename(partial, path)
-    _sync(path.parent)
+    sync_to_disk(path.parent)
     shutil.rmtree(old, ignore_errors=True)

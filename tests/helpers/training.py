@@ -22,6 +22,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.data.packing import Alignment, pack
 from megatron_fp8rl.types import Sample, TrainBatch
+from tests.helpers.unshard import unshard
 
 VOCAB = 62
 MOE = ModelConfig(
@@ -181,11 +182,10 @@ def weight_pieces(policy) -> dict[str, tuple[int, Tensor]]:
 
 def full_weights(model: ModelConfig, ranks: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     """Whole tensors by global name; raises when two ranks that hold the same piece differ in a bit."""
-    from megatron_fp8rl.names import registry
 
     found: dict[str, dict[int, Tensor]] = {}
     for pieces in ranks:
         for name, (index, piece) in pieces.items():
             known = found.setdefault(name, {}).setdefault(index, piece)
             assert torch.equal(known, piece), f"{name}: replicas of piece {index} differ"
-    return {name: registry.unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in found.items()}
+    return {name: unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in found.items()}

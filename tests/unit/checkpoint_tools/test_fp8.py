@@ -58,7 +58,7 @@ def quantized(model: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloa
 def published(model: ModelConfig, tensors: dict, options: hf_to_fp8.Options) -> dict[str, torch.Tensor]:
     """What the exporter of one trainer rank hands to the transport, by name."""
     planned = plan(model, LayerTable.build(model, options.precision), TrainerLayout(), EngineLayout())
-    parameters = {name: registry.from_hf(name, tensors.__getitem__, model) for name in registry.mcore_names(model)}
+    parameters = {name: registry.from_hf(name, tensors.__getitem__, model) for name in registry.weights(model)}
     cpu = torch.device("cpu")
     gather = Gather(planned, model, parameters, scales=options.scales, rank=0, group=None, device=cpu)
     sent: dict[str, torch.Tensor] = {}
