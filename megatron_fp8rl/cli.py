@@ -234,7 +234,7 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
 
 
 def _set_options(cfg: RunConfig, words: list[str]) -> tuple[RunConfig, list[str]]:
-    """Take out ``--data.environments.0.options.KEY VALUE`` and ``--algo.loss_options.KEY VALUE`` (``advantage_options``).
+    """Take out ``--data.environments.0.options.KEY VALUE`` and ``--algo.loss_options.KEY VALUE``.
 
     Generators and losses have parameters that no dataclass lists, so that these values are read as JSON and, failing
     that, as text. Values for environments that do not exist stay, to be refused.

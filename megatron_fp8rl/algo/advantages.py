@@ -3,8 +3,8 @@
     (rewards, **options) -> advantages
 
 ``rewards`` are those of the completions that count, after the overlong rule; there is one finite advantage for each,
-in their order. ``options`` are keyword arguments, which ``algo.advantage_options`` sets. Pure; runs on every rank alike,
-so that a function may draw no random numbers of its own. A user's function is ``module:function``.
+in their order. ``options`` are keyword arguments, which ``algo.advantage_options`` sets. Pure; runs on every rank
+alike, so that a function may draw no random numbers of its own. A user's function is ``module:function``.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ They share one signature, which a user's ``module:function`` has too (docs/your_
 
     (mb, trainer_logprobs_T, entropy_T, batch, *, cfg, max_completion_tokens, **options) -> (loss, metrics)
 
-``trainer_logprobs_T`` [T] carries the gradient; ``entropy_T`` [T] needs one only with ``cfg.entropy_coef``. ``cfg`` is the
-run's AlgoConfig; ``options`` are keyword arguments, which ``algo.loss_options`` sets: ``aggregate`` says how tokens are
-averaged, ``dual_clip`` bounds what a token with a negative advantage can cost (3.0 is usual). The result is the loss
+``trainer_logprobs_T`` [T] carries the gradient; ``entropy_T`` [T] needs one only with ``cfg.entropy_coef``. ``cfg`` is
+the run's AlgoConfig; ``options`` are keyword arguments, which ``algo.loss_options`` sets: ``aggregate`` says how tokens
+are averaged, ``dual_clip`` bounds what a token with a negative advantage can cost (3.0 is usual). The result is the loss
 (scalar) and detached metrics (scalars): sums over loss tokens for keys that end in ``/mean``, to be divided by
 ``batch.num_loss_tokens`` after summing over microbatches and ranks; maxima for ``/max``.
 
@@ -87,7 +87,7 @@ def dr_grpo(
     max_completion_tokens: int,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """:func:`grpo` without a bias towards long or short sequences; the paper sets ``algo.advantage`` dr_grpo as well."""
+    """:func:`grpo` without a bias towards long or short sequences; the paper has ``algo.advantage`` dr_grpo, too."""
     how = dict(cfg=cfg, max_completion_tokens=max_completion_tokens, dual_clip=dual_clip)
     return grpo(mb, trainer_logprobs_T, entropy_T, batch, aggregate="constant", **how)
 

@@ -333,7 +333,7 @@ class _RankStatistics:
 
 
 def _no_logprobs(mb: Microbatch) -> list[str]:
-    """One message for each tensor that holds a NaN or an infinity under the loss mask, or an engine's number above 0."""
+    """A message for each tensor with a NaN or an infinity under the loss mask, or of the engine with more than 0."""
     messages = []
     for name, values_T in (("rollout_logprobs", mb.rollout_logprobs_T), ("old_logprobs", mb.old_logprobs_T)):
         bad_T = ~torch.isfinite(values_T)

@@ -1,8 +1,8 @@
 """The functions that ``algo.loss`` and ``algo.advantage`` name: a function of the library, or ``module:function``.
 
 :func:`mistakes` judges name, signature and options by the source of the module, which it finds without importing it, so
-that a login node without torch can refuse a run before it is queued. :func:`load_loss` and :func:`load_advantage` import
-the function, judge it once more, and bind its options; they run at the start of a run, on every rank.
+that a login node without torch can refuse a run before it is queued. :func:`load_loss` and :func:`load_advantage`
+import the function, judge it once more, and bind its options; they run at the start of a run, on every rank.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _signature(node: ast.FunctionDef) -> inspect.Signature:
         if isinstance(argument, ast.arg) and argument.annotation is not None:
             argument.annotation = ast.copy_location(ast.Constant(ast.unparse(argument.annotation)), argument)
     node.args.defaults = [ast.copy_location(ast.Constant(None), node) for _ in node.args.defaults]
-    node.args.kw_defaults = [default and ast.copy_location(ast.Constant(None), node) for default in node.args.kw_defaults]
+    node.args.kw_defaults = [value and ast.copy_location(ast.Constant(None), node) for value in node.args.kw_defaults]
     node.body, node.returns = [ast.copy_location(ast.Pass(), node)], None
     scope: dict[str, Any] = {}
     exec(compile(ast.Module([node], []), "<declaration>", "exec", dont_inherit=True), scope)

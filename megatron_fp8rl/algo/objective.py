@@ -9,8 +9,8 @@ Three policies, never written as bare "logprobs":
     mismatch_ratio = exp(old - rollout)    no gradient; corrects engine, precision and staleness (algo/mismatch.py)
     update_ratio   = exp(trainer - old)    with gradient; what PPO clips
 
-A surrogate is the objective of each token, to be maximised, with the metrics of its ratio; :func:`policy_loss` makes the
-loss of it. Log ratios come without limits and are limited to +-20 where they are exponentiated.
+A surrogate is the objective of each token, to be maximised, with the metrics of its ratio; :func:`policy_loss` makes
+the loss of it. Log ratios come without limits and are limited to +-20 where they are exponentiated.
 
 Shapes: T = packed tokens of one microbatch, S = its sequences.
 """
@@ -70,10 +70,8 @@ def clipped_surrogate(
     return torch.where(mask_T, objective_T, 0.0), _ratio_metrics(ratio_T, low_T, high_T, dual_T, mask_T)
 
 
-def bounded_surrogate(
-    mb: Microbatch, trainer_logprobs_T: Tensor, log_ratio_T: Tensor, cfg: AlgoConfig
-) -> Surrogate:
-    """The bounded ratio as a constant weight of advantage * log-probability; both bounds act for either sign (CISPO)."""
+def bounded_surrogate(mb: Microbatch, trainer_logprobs_T: Tensor, log_ratio_T: Tensor, cfg: AlgoConfig) -> Surrogate:
+    """The bounded ratio as a constant weight of advantage * log-probability; both bounds act for either sign."""
     mask_T = mb.loss_mask_T
     ratio_T = limited(log_ratio_T).exp()
     bounded_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
@@ -151,9 +149,7 @@ def masked_sum(values_T: Tensor, mask_T: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _ratio_metrics(
-    ratio_T: Tensor, low_T: Tensor, high_T: Tensor, dual_T: Tensor, mask_T: Tensor
-) -> dict[str, Tensor]:
+def _ratio_metrics(ratio_T: Tensor, low_T: Tensor, high_T: Tensor, dual_T: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
     return {
         "loss/update_ratio/mean": masked_sum(ratio_T, mask_T),
         "loss/update_ratio/max": torch.where(mask_T, ratio_T, 0.0).max(),

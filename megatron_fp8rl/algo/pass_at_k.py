@@ -60,7 +60,7 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
 def wilson(successes: float, trials: float) -> Estimate:
     """A proportion with Wilson's score interval. Raises ValueError without trials.
 
-    Neither number need be whole, as the effective number of trials is not; ``scipy.stats.binomtest`` takes whole ones only.
+    Neither number need be whole, as the effective number of trials is not: ``scipy.stats.binomtest`` takes whole ones.
     """
     if trials <= 0:
         raise ValueError(f"a proportion of {trials} trials")

@@ -4,8 +4,9 @@ in score servers on other nodes (envs/score_server.py), which rank 0 asks (envs/
 A scorer is somebody's code: it may loop for ever, exhaust a regular expression or crash its interpreter. Here that
 costs one completion its score, with the reason in ``Rollout.detail``, and one worker its life; the run goes on.
 
-The workers are our own, and not those of pebble.ProcessPool: 5.2 leaves alone what a late scorer has started, says neither
-why a worker ended nor why it could not begin, and imports the trainer's ``__main__`` into each of them.
+The workers are our own, and not those of pebble.ProcessPool: its release 5.2 does not end the processes that a late
+scorer has started, says neither why a worker ended nor why it could not begin, and imports the trainer's ``__main__``
+into each of them.
 """
 
 from __future__ import annotations

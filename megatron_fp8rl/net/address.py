@@ -34,5 +34,6 @@ def _outward() -> str | None:
 
 
 def _of_interfaces() -> str | None:
-    addresses = [one.address for of_name in psutil.net_if_addrs().values() for one in of_name if one.family == socket.AF_INET]
+    entries = [entry for of_name in psutil.net_if_addrs().values() for entry in of_name]
+    addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
     return next((address for address in addresses if not address.startswith("127.")), None)

@@ -214,8 +214,8 @@ def _remedy(cfg: RunConfig) -> str:
     remedy = "Look at the recorded rollouts of these sequences, or lower optim.lr and resume from the last checkpoint"
     if ":" in cfg.algo.loss:
         remedy = (
-            f"--algo.loss = {cfg.algo.loss!r}: look there first, for a logarithm or a quotient of 0, and for padding that is "
-            f"not masked before exp. {remedy}"
+            f"--algo.loss = {cfg.algo.loss!r}: look there first, for a logarithm or a quotient of 0, and for padding that "
+            f"is not masked before exp. {remedy}"
         )
     return remedy
 

@@ -74,8 +74,16 @@ def test_ones_own_loss_is_the_same_on_two_ranks(folder):
 def test_a_loss_that_is_nan_names_the_field(folder):
     code = "def broken(mb, logprobs_T, entropy_T, batch, *, cfg, max_completion_tokens):\n"
     (folder / "my_loss.py").write_text(code + "    return (logprobs_T * float('nan')).sum(), {}\n")
-    with pytest.raises(RankError, match=r"the loss is nan; the update was not applied.*\n.*sample(.*\n)+--algo.loss = 'my_loss:broken'"):
-        run_ranks(1, learn, str(folder), replace(OWN, loss="my_loss:broken", loss_options={}, advantage="grpo", advantage_options={}), 1)
+    with pytest.raises(
+        RankError, match=r"the loss is nan; the update was not applied.*\n.*sample(.*\n)+--algo.loss = 'my_loss:broken'"
+    ):
+        run_ranks(
+            1,
+            learn,
+            str(folder),
+            replace(OWN, loss="my_loss:broken", loss_options={}, advantage="grpo", advantage_options={}),
+            1,
+        )
 
 
 def test_the_command_of_the_page_is_accepted_and_mistakes_in_it_are_not():

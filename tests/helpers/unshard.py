@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
@@ -15,4 +16,8 @@ def unshard(global_name: str, shards: Sequence[Tensor], model: ModelConfig) -> T
     weight = registry.weight(global_name, model)
     if weight.cut == "none" or len(shards) == 1:
         return shards[0]
-    return slicing.merge(weight, model, shards)
+    if weight.join == "gate_up":
+        halves = [slicing.split(weight, model, piece, len(shards), rank) for rank, piece in enumerate(shards)]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+    whole = torch.cat(list(shards), dim=weight.axis)
+    return whole.narrow(0, 0, weight.shape[0]) if weight.padded else whole

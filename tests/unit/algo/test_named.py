@@ -12,7 +12,7 @@ from megatron_fp8rl.algo import advantages, losses
 from megatron_fp8rl.algo.named import NamedFunctionError, load_advantage, load_loss, mistakes
 from megatron_fp8rl.config import AlgoConfig
 
-MODULE = '''
+MODULE = """
 import sys
 from functools import cache
 from typing import Literal
@@ -57,7 +57,7 @@ def alone(mb, trainer_logprobs_T, entropy_T, batch, *, cfg, max_completion_token
 
 def best(rewards, *, scale: int = 1):
     return [scale * (reward - max(rewards)) for reward in rewards]
-'''
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,10 @@ def test_what_can_be_called_is_accepted_by_source_and_by_import(algo):
     ("algo", "message"),
     [
         ({"loss": "grpoo"}, "--algo.loss = 'grpoo': megatron_fp8rl.algo.losses has no function 'grpoo'; did you mean"),
-        ({"loss": "nowhere:loss"}, "--algo.loss = 'nowhere:loss': there is no module 'nowhere' on the Python path. Name a"),
+        (
+            {"loss": "nowhere:loss"},
+            "--algo.loss = 'nowhere:loss': there is no module 'nowhere' on the Python path. Name a",
+        ),
         ({"loss": "nowhere.deep:loss"}, "--algo.loss = 'nowhere.deep:loss': there is no module 'nowhere.deep'"),
         ({"loss": "doors:goood"}, "--algo.loss = 'doors:goood': doors has no function 'goood'; did you mean good"),
         ({"loss": "doors:old_style"}, "--algo.loss = 'doors:old_style': cannot be called: "),
@@ -118,7 +121,10 @@ def test_what_can_be_called_is_accepted_by_source_and_by_import(algo):
             {"loss": "grpo", "loss_options": {"aggregate": "tokens"}},
             "--algo.loss_options.aggregate = 'tokens': has the wrong type. Set a value of Literal['token', 'sequence', 'const",
         ),
-        ({"loss_options": {"dual_clip": "3"}}, "--algo.loss_options.dual_clip = '3': has the wrong type. Set a value of float"),
+        (
+            {"loss_options": {"dual_clip": "3"}},
+            "--algo.loss_options.dual_clip = '3': has the wrong type. Set a value of float",
+        ),
         ({"loss_options": {"dual_clip": True}}, "--algo.loss_options.dual_clip = True: has the wrong type."),
         ({"loss_options": {"cfg": 1}}, "--algo.loss_options.cfg = 1: is no option of dapo."),
         (
