@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
-
 from launch.peers import Board, Peer, interfaces
 from launch.spec import JobSpec, Role, attempt_dir, log_file
 
@@ -241,10 +239,12 @@ def kill_leftovers(run_dir: str | Path, job: str, *, but: int | None = None) -> 
 
 
 def _kill_owned(is_meant: Callable[[str], bool]) -> None:
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):  # it may end meanwhile, or belong to somebody else
-            if is_meant(process.environ().get(_OWNER, "")):
-                process.kill()
+    prefix = f"{_OWNER}=".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it may end meanwhile, or belong to somebody else
+            owners = [word for word in environment.read_bytes().split(b"\0") if word.startswith(prefix)]
+            if any(is_meant(owner[len(prefix) :].decode(errors="replace")) for owner in owners):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def status_in_words(status: int | None) -> str:

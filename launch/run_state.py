@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from launch.outcome import newest_checkpoint, read_outcome
 from launch.slurm import ask_here, is_over, job_state
 from launch.spec import SAVED, JobSpec, attempt_dir, launch_dir, read_jobs
@@ -61,10 +59,10 @@ def supervisor(job: dict[str, Any]) -> int | None:
     """The process of this machine that looks after a local job; None when it has ended or is elsewhere."""
     pid = job["job_id"].removeprefix("local-")
     try:
-        words = psutil.Process(int(pid)).cmdline() if pid.isdigit() else ()
-    except psutil.Error:
+        words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+    except OSError:
         return None
-    return int(pid) if any(word.startswith("launch") for word in words) else None
+    return int(pid) if pid.isdigit() and any(word.startswith(b"launch") for word in words) else None
 
 
 def nothing_came(run_dir: str | Path, job_id: str) -> str:
