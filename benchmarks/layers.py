@@ -138,11 +138,11 @@ def random_batch(cfg: RunConfig, tokens: int, length: int) -> TrainBatch:
 
 def passes(forward: Forward, chunks: Sequence[DistributedDataParallel], batch: TrainBatch) -> None:
     """Forward and backward as of a step's first microbatch, for which weights are quantized; gradients add up."""
-    from megatron_fp8rl.algo.loss import sft_loss
+    from megatron_fp8rl.algo.losses import sft
     from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 
     forget_quantized_weights()
-    forward.gradients(chunks, batch, sft_loss)
+    forward.gradients(chunks, batch, sft)
 
 
 @contextmanager

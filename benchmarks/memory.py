@@ -36,8 +36,7 @@ from benchmarks.synthetic import Language
 from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import GIB, GPUS, Gpu
-from megatron_fp8rl.preflight.memory import TIGHT, Estimate
+from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -210,10 +209,10 @@ class _Watch:
         self._policy.update(batch, self._loss)
 
     def _loss(self, *arguments):
-        from megatron_fp8rl.algo.loss import sft_loss
+        from megatron_fp8rl.algo.losses import sft
 
         self.at_loss = self._meter.allocated()  # of the last microbatch, in the end
-        return sft_loss(*arguments)
+        return sft(*arguments)
 
     def _observed_step(self, lr: float) -> float:
         from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights

@@ -116,12 +116,12 @@ def run_config(name: str, arm: Arm, options: argparse.Namespace) -> RunConfig:
 
 def loss_curve(policy: Policy, steps: Sequence[TrainBatch]) -> tuple[list[float], list[float]]:
     """(loss, seconds) of each step."""
-    from megatron_fp8rl.algo.loss import sft_loss
+    from megatron_fp8rl.algo.losses import sft
 
     losses, seconds = [], []
     for batch in steps:
         started = time.perf_counter()
-        losses.append(policy.update(batch, sft_loss)["train/loss/mean"])  # a number: the GPU has finished
+        losses.append(policy.update(batch, sft)["train/loss/mean"])  # a number: the GPU has finished
         seconds.append(time.perf_counter() - started)
     return losses, seconds
 

@@ -85,9 +85,9 @@ def batches(cfg: RunConfig, language: Language, num_steps: int, *, num_sequences
 
 def train(policy: Policy, steps: Sequence[TrainBatch]) -> list[float]:
     """Supervised updates; the loss of each."""
-    from megatron_fp8rl.algo.loss import sft_loss
+    from megatron_fp8rl.algo.losses import sft
 
-    return [policy.update(batch, sft_loss)["train/loss/mean"] for batch in steps]
+    return [policy.update(batch, sft)["train/loss/mean"] for batch in steps]
 
 
 def switch_precision(policy: Policy, precision: PrecisionConfig, history: Sequence[TrainBatch] = ()) -> None:
@@ -108,13 +108,13 @@ def switch_precision(policy: Policy, precision: PrecisionConfig, history: Sequen
 
 def gradients(policy: Policy, batch: TrainBatch) -> None:
     """Leave the gradient of the supervised loss of ``batch`` in every parameter's ``main_grad``, and update nothing."""
-    from megatron_fp8rl.algo.loss import sft_loss
+    from megatron_fp8rl.algo.losses import sft
     from megatron_fp8rl.trainer.forward import Forward
 
     for chunk in policy.chunks:
         chunk.train()
     policy.optimizer.zero_gradients()
-    Forward(policy.cfg, policy.parallel).gradients(policy.chunks, batch, sft_loss)
+    Forward(policy.cfg, policy.parallel).gradients(policy.chunks, batch, sft)
 
 
 def _finish_step(policy: Policy) -> None:

@@ -10,12 +10,12 @@ then the trainer's from the conversion, on the same random tokens.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import psutil
 import torch
 import tyro
 from torch import Tensor
@@ -190,20 +190,12 @@ def _no_logits(options: Options, source: HfFolder, converted: HfFolder | Megatro
             return "FP8 rounds; equal bytes of what the source rounds to are the proof"
         return "two Hugging Face folders run through the same code; their digests are the proof"
     needed = sum(torch.Size(shape).numel() for shape in registry.hf_tensors(source.model).values()) * _FLOAT32_BYTES
-    available = _available_bytes()
+    available = psutil.virtual_memory().available
     if options.logits == "auto" and 1.5 * needed > available:
         return (
             f"in FP32 the model takes {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB are free; --logits yes tries it"
         )
     return None
-
-
-def _available_bytes() -> int:
-    """Memory that a new program can have without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
 def compare_logits(source: HfFolder, converted: MegatronFolder, num_tokens: int, seed: int = 0) -> tuple[float, float]:

@@ -132,7 +132,7 @@ def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> 
     roles = []
     for index, place in enumerate(places):
         command = (
-            "-m", "megatron_fp8rl.rollout.replica", request.config_name, *run_words(request, run_dir), *REMOTE,
+            "-m", "megatron_fp8rl", "replica", request.config_name, *run_words(request, run_dir), *REMOTE,
             "--replica", str(index), "--endpoint", str(Path(run_dir) / "replicas" / f"rollout-{index}.json"),
         )  # fmt: skip
         if len(place.nodes) > 1:
@@ -162,7 +162,7 @@ def score_roles(request: Request, nodes: tuple[int, ...], run_dir: str) -> tuple
     for index, node in enumerate(nodes):
         name = f"score-{index}"
         command = (
-            "-m", "megatron_fp8rl.envs.score_server", request.config_name, *run_words(request, run_dir),
+            "-m", "megatron_fp8rl", "score_server", request.config_name, *run_words(request, run_dir),
             "--server", str(index), "--endpoint", str(endpoint_file(run_dir, name, "scorer")),
         )  # fmt: skip
         roles.append(

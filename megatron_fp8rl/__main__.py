@@ -36,6 +36,26 @@ class ReportOptions:
     run_dir: str = "runs/demo"  # folder of a run, finished or not
 
 
+@dataclass(frozen=True, kw_only=True)
+class ScoreServerOptions:
+    """Which score server of a launched job this process is."""
+
+    server: int = 0  # 0 ... data.score_servers - 1
+    endpoint: Path = Path("score-0.json")  # written when the server answers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaOptions:
+    """Which rollout replica of a launched job this process is, or which part of one that spans nodes."""
+
+    replica: int = 0  # 0 ... rollout.num_replicas - 1
+    endpoint: Path = Path("rollout-0.json")  # written when the server answers
+    nnodes: int = 1  # nodes that the replica spans, as vLLM means it
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+
+
 def _train(invocation: cli.Invocation) -> int:
     """Warm start when the configuration asks for one, then reinforcement learning."""
     return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=True))
@@ -111,6 +131,27 @@ def write_reports(cfg: RunConfig) -> None:
             continue
         if cfg.observe.display != "none":
             print(f"report: {page}", flush=True)
+
+
+def _score_server(invocation: cli.Invocation) -> int:
+    from megatron_fp8rl.envs import score_server
+
+    return _refused_or(partial(score_server.main, invocation.cfg, **vars(invocation.options)))
+
+
+def _replica(invocation: cli.Invocation) -> int:
+    from megatron_fp8rl.rollout import replica
+
+    return _refused_or(partial(replica.main, invocation.cfg, replica.Part(**vars(invocation.options))))
+
+
+def _refused_or(program: Callable[[], int]) -> int:
+    """The status of a program; 2 with its words when the configuration does not allow it."""
+    try:
+        return program()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
@@ -205,6 +246,20 @@ COMMANDS = (
         summary="preflight without a GPU: parameters, memory, FP8 tiling, precision, packages, and what to fix",
         run=_doctor,
         options=DoctorOptions,
+        judges_config=True,
+    ),
+    cli.Command(
+        name="score_server",
+        summary="a score server, as the agents of a launched job start it",
+        run=_score_server,
+        options=ScoreServerOptions,
+        judges_config=True,
+    ),
+    cli.Command(
+        name="replica",
+        summary="a rollout replica, as the agents of a launched job start it",
+        run=_replica,
+        options=ReplicaOptions,
         judges_config=True,
     ),
 )

@@ -29,7 +29,11 @@ from megatron_fp8rl.preflight import rules
 
 _PROGRAM = "python -m megatron_fp8rl"
 _CONFIGS_PACKAGE = "model_configs"
-_ENVIRONMENT_OPTION = re.compile(r"--data\.environments\.(\d+)\.options\.(\w+)(?:=(.*))?", re.DOTALL)
+_OPTION = re.compile(
+    r"--(?:data\.environments\.(?P<index>\d+)\.options|algo\.(?P<field>loss_options|advantage_options))"
+    r"\.(?P<key>\w+)(?:=(?P<value>.*))?",
+    re.DOTALL,
+)
 
 
 class UsageError(ValueError):
@@ -204,7 +208,7 @@ def _parse_words(
         parsed, words = _tyro(own, words, program, command.summary, return_unknown_args=True)
         options = parsed.options
     overrides = tuple(words)
-    cfg, words = _add_environment_options(cfg, words)
+    cfg, words = _set_options(cfg, words)
     return _tyro({"cfg": cfg}, words, program, command.summary).cfg, options, overrides
 
 
@@ -229,33 +233,38 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
     )
 
 
-def _add_environment_options(cfg: RunConfig, words: list[str]) -> tuple[RunConfig, list[str]]:
-    """Take out ``--data.environments.0.options.KEY VALUE`` for keys that the configuration does not mention.
+def _set_options(cfg: RunConfig, words: list[str]) -> tuple[RunConfig, list[str]]:
+    """Take out ``--data.environments.0.options.KEY VALUE`` and ``--algo.loss_options.KEY VALUE``.
 
-    Generators have parameters that no dataclass lists, so these values are read as JSON and, failing that, as text.
-    Keys that the configuration mentions stay with the other, typed options.
+    Generators and losses have parameters that no dataclass lists, so that these values are read as JSON and, failing
+    that, as text. Values for environments that do not exist stay, to be refused.
     """
     environments = list(cfg.data.environments)
+    algo: dict[str, dict[str, Any]] = {"loss_options": {}, "advantage_options": {}}
     rest: list[str] = []
     queue = list(words)
     while queue:
         word = queue.pop(0)
-        match = _ENVIRONMENT_OPTION.fullmatch(word)
-        if match is None or int(match[1]) >= len(environments) or match[2] in environments[int(match[1])].options:
+        match = _OPTION.fullmatch(word)
+        if match is None or int(match["index"] or 0) >= len(environments):
             rest.append(word)
             continue
-        if match[3] is None and not queue:
+        if match["value"] is None and not queue:
             raise UsageError(f"{word} needs a value")
-        text = match[3] if match[3] is not None else queue.pop(0)
-        environment = environments[int(match[1])]
+        text = match["value"] if match["value"] is not None else queue.pop(0)
         try:
             value = json.loads(text)
         except ValueError:
             value = text
-        options = {**environment.options, match[2]: value}
-        environments[int(match[1])] = dataclasses.replace(environment, options=options)
+        if match["field"]:
+            algo[match["field"]][match["key"]] = value
+            continue
+        environment = environments[int(match["index"])]
+        options = {**environment.options, match["key"]: value}
+        environments[int(match["index"])] = dataclasses.replace(environment, options=options)
+    changed = {field: {**getattr(cfg.algo, field), **options} for field, options in algo.items()}
     data = dataclasses.replace(cfg.data, environments=tuple(environments))
-    return dataclasses.replace(cfg, data=data), rest
+    return dataclasses.replace(cfg, data=data, algo=dataclasses.replace(cfg.algo, **changed)), rest
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:

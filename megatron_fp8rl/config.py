@@ -216,12 +216,12 @@ class RolloutConfig:
 class AlgoConfig:
     """Group-relative policy optimisation and the correction of the train/rollout mismatch."""
 
-    advantage_std: bool = True  # divide by the standard deviation of the group (GRPO); False: Dr.GRPO
-    ratio: Literal["token", "sequence", "detached"] = "token"  # GRPO/DAPO, GSPO, CISPO
+    loss: str = "dapo"  # grpo, dapo, dr_grpo, gspo, cispo or sft of algo/losses.py, or module:function
+    loss_options: dict[str, Any] = field(default_factory=dict)  # its keyword arguments, e.g. dual_clip
+    advantage: str = "grpo"  # grpo or dr_grpo of algo/advantages.py, or module:function
+    advantage_options: dict[str, Any] = field(default_factory=dict)
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float | None = None  # lower bound multiple for negative advantages, e.g. 3.0
-    aggregate: Literal["token", "sequence", "constant"] = "token"  # mean over tokens, over sequence means, or / L max
     updates_per_step: int = 1  # optimizer updates per batch of rollouts
     zero_variance: Literal["keep", "drop", "refill"] = "drop"  # groups whose rewards are all equal
     overlong: Literal["keep", "mask", "penalty"] = "keep"  # completions cut at max_completion_tokens
@@ -284,7 +284,7 @@ class ObserveConfig:
     record_rollouts: bool = True
     verify_every: int = 1  # publications between proofs that the engines hold what was sent; 0: never
     eval_every: int = 0  # steps between evaluations on held-out problems; 0: only at start and end
-    eval_prompts: int = 128  # held-out problems of an evaluation
+    eval_prompts: int = 128  # held-out problems of an evaluation; 0: no evaluation
     eval_completions: int = 1  # sampled for each of them; above 1 evaluations measure pass@k, too
 
 

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.algo.advantages import to_samples
-from megatron_fp8rl.algo.loss import grpo_loss
 from megatron_fp8rl.algo.mismatch import mismatch_metrics
+from megatron_fp8rl.algo.named import load_advantage, load_loss
+from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.colocation import Residency
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import pack_for
@@ -35,7 +35,7 @@ from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
-from megatron_fp8rl.types import RolloutGroup
+from megatron_fp8rl.types import RolloutGroup, Sample
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.save_hf import save_hf
 
@@ -56,6 +56,8 @@ def run(
     with ExitStack() as stack:
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
+        loss = load_loss(cfg.algo, cfg.rollout.max_completion_tokens)
+        learn = partial(_learn, loss=loss, sample=partial(to_samples, advantage_fn=load_advantage(cfg.algo), cfg=cfg))
         scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
         policy = Policy.build(cfg, parallel)
@@ -75,7 +77,6 @@ def run(
             rollouts.republish = partial(_publish_again, exporter, policy, rollouts, residency)
         save = partial(_save, cfg, policy, rollouts, checkpoints)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
-        loss = partial(grpo_loss, cfg=cfg.algo, max_completion_tokens=cfg.rollout.max_completion_tokens)
 
         if step < cfg.num_steps:
             with observer.prelude(step) as log:
@@ -89,7 +90,7 @@ def run(
                 groups = rollouts.next_groups()
                 residency.train()
                 log.groups(groups)
-                if not _learn(policy, groups, loss, log):
+                if not learn(policy, groups, log):
                     observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from")
                 save(step)
                 publish(step, log)
@@ -99,10 +100,17 @@ def run(
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
 
 
-def _learn(policy: Policy, groups: tuple[RolloutGroup, ...], loss: Callable[..., Any], log: StepLog) -> bool:
+def _learn(
+    policy: Policy,
+    groups: tuple[RolloutGroup, ...],
+    log: StepLog,
+    *,
+    loss: Callable[..., Any],
+    sample: Callable[..., list[Sample]],
+) -> bool:
     """Collective: update the policy, which has seen ``log.step`` - 1 steps, by the groups; False when none is of use."""
     cfg = policy.cfg
-    samples = to_samples(groups, cfg, version=log.step - 1)
+    samples = sample(groups, version=log.step - 1)
     log.samples(samples)
     with span("pack"):
         num_updates = cfg.algo.updates_per_step

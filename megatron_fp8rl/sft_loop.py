@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_fp8rl.algo.loss import sft_loss
+from megatron_fp8rl.algo.losses import sft
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.data.sft import SftSource
@@ -68,8 +68,8 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
             with observer.step(step) as log:
                 (batch,) = pack_for(cfg, source.samples(step - 1), data_rank=parallel.dp_rank)
                 with span("update"):
-                    log.updates([policy.update(batch, sft_loss)], [batch])
-                if step % EVALUATE_EVERY == 0 or step == cfg.num_steps:
+                    log.updates([policy.update(batch, sft)], [batch])
+                if held_out and (step % EVALUATE_EVERY == 0 or step == cfg.num_steps):
                     with span("evaluate"):
                         pass_rate = expected_pass_rate(policy, held_out)
                     log.update({"sft/expected_pass_rate/mean": pass_rate})

@@ -114,11 +114,6 @@ class Microbatch:
     ref_logprobs_T: torch.Tensor | None = None  # float32 [T]
     routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] experts that the engine used at t
 
-    @property
-    def max_seqlen(self) -> int:
-        """Longest padded sequence, in tokens."""
-        return int((self.cu_seqlens_S[1:] - self.cu_seqlens_S[:-1]).max())
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:

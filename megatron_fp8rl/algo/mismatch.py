@@ -25,7 +25,9 @@ from megatron_fp8rl.types import Microbatch, TrainBatch
 
 # exp(20) = 5e8: beyond it a ratio only says "unrelated", and float32 sums would overflow.
 LOG_RATIO_LIMIT = 20.0
-
+GEOMETRIC_CAP = 2.0  # of a token's weight under geometric_mask: what "truncate" caps at by default
+# Rounding of a log-softmax near 0 leaves 1e-6 at most; more is no log-probability.
+LOGPROB_TOLERANCE = 1e-3
 
 _REMEDY = (
     "Compare precision.trainer with precision.rollout and both precision.scales, check that the last publication was "
@@ -33,8 +35,8 @@ _REMEDY = (
 )
 
 
-class NonFiniteLogprobError(ValueError):
-    """A log-probability of a trained token that is NaN or infinite."""
+class LogprobError(ValueError):
+    """A log-probability of a trained token that is NaN, infinite or above 0."""
 
 
 class MismatchAlarm(RuntimeError):
@@ -93,12 +95,16 @@ class MismatchReport:
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Log of a probability ratio, [T], within +-20, and 0 where the mask is False.
+    """Log of a probability ratio, [T], and 0 where the mask is False.
 
     The mask acts before the subtraction: padding may hold -inf, and ``0 * inf`` is NaN in values and in gradients.
     """
-    difference = torch.where(mask_T, numerator_T, 0.0) - torch.where(mask_T, denominator_T, 0.0)
-    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return torch.where(mask_T, numerator_T, 0.0) - torch.where(mask_T, denominator_T, 0.0)
+
+
+def limited(log_ratio: Tensor) -> Tensor:
+    """Within +-20, for ``exp``. What is summed over a sequence is limited after the sum, as its parts may cancel."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def sequence_sum(values_T: Tensor, sequence_ids_T: Tensor, num_sequences: int) -> Tensor:
@@ -121,8 +127,10 @@ def weights(
     mask                r if low <= r <= high else 0           IcePop (arXiv 2510.18855), token-level MIS
     sequence_truncate   min(R, high)                           sequence-level TIS; unbiased as high grows
     sequence_mask       R if low <= R <= high else 0           MIS: Liu et al. 2025
-    geometric_mask      r if low <= G <= high else 0           length-free trust region, e.g. 0.999 to 1.002
+    geometric_mask      min(r, 2) if low <= G <= high else 0   length-free trust region, e.g. 0.999 to 1.002
     ==================  =====================================  ================================================
+
+    The bounds of geometric_mask are far too narrow for a token, so that its cap is a constant.
 
     ``cfg.veto_below`` drops a whole sequence in which any r is below it: one such token says that the engine computed
     something else than the trainer.
@@ -134,20 +142,23 @@ def weights(
         return Correction(weights_T=torch.ones_like(log_ratio_T), corrected_T=nothing_T, vetoed_T=nothing_T)
 
     log_ratio_T = torch.where(mask_T, log_ratio_T, 0.0)
-    token_T = log_ratio_T.exp()
+    token_T = limited(log_ratio_T).exp()
     total_S = sequence_sum(log_ratio_T, sequence_ids_T, num_sequences)
     length_S = sequence_sum(mask_T.to(log_ratio_T.dtype), sequence_ids_T, num_sequences).clamp(min=1)
-    sequence_T = total_S.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()[sequence_ids_T]
-    geometric_T = (total_S / length_S).exp()[sequence_ids_T]
+    sequence_T = limited(total_S).exp()[sequence_ids_T]
+    geometric_T = limited(total_S / length_S).exp()[sequence_ids_T]
 
     factor_T = sequence_T if cfg.correction.startswith("sequence") else token_T
     judged_T = geometric_T if cfg.correction == "geometric_mask" else factor_T
+    outside_T = judged_T > cfg.correction_high
     if cfg.correction.endswith("truncate"):
-        outside_T = judged_T > cfg.correction_high
         corrected_weights_T = factor_T.clamp(max=cfg.correction_high)
     else:
-        outside_T = (judged_T < cfg.correction_low) | (judged_T > cfg.correction_high)
+        outside_T = (judged_T < cfg.correction_low) | outside_T
         corrected_weights_T = torch.where(outside_T, 0.0, factor_T)
+    if cfg.correction == "geometric_mask":
+        outside_T = outside_T | (corrected_weights_T > GEOMETRIC_CAP)
+        corrected_weights_T = corrected_weights_T.clamp(max=GEOMETRIC_CAP)
 
     vetoed_T = torch.zeros_like(mask_T)
     if cfg.veto_below is not None:
@@ -175,7 +186,7 @@ def mismatch_metrics(
     Log ratios are limited to +-20 in w, never in d. The batches need ``old_logprobs_T``.
 
     Raises (on every rank alike):
-        NonFiniteLogprobError: names tensor, sequence and token.
+        LogprobError: names tensor, sequence and token.
         MismatchAlarm: a threshold is exceeded and ``cfg.alarm_action`` is "stop"; with "warn" see ``report.alarms``.
     """
     mine = _RankStatistics()
@@ -183,8 +194,8 @@ def mismatch_metrics(
         for mb in batch.microbatches:
             mine.add(mb, cfg)
     everyone = reducer.gather(mine)
-    if broken := [message for rank in everyone for message in rank.non_finite]:
-        raise NonFiniteLogprobError("; ".join(broken[:num_worst]))
+    if broken := [message for rank in everyone for message in rank.broken]:
+        raise LogprobError("; ".join(broken[:num_worst]))
 
     total = _Sums.merged(rank.total for rank in everyone)
     sequences = [entry for rank in everyone for entry in rank.sequences]
@@ -289,13 +300,13 @@ class _RankStatistics:
     positions: dict[int, _Sums] = field(default_factory=dict)
     environments: dict[str, _Sums] = field(default_factory=dict)
     sequences: list[tuple[str, _Sums]] = field(default_factory=list)
-    non_finite: list[str] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
 
     def add(self, mb: Microbatch, cfg: AlgoConfig) -> None:
         if mb.old_logprobs_T is None:
             raise ValueError("mismatch metrics need old_logprobs_T: call Policy.with_old_logprobs first")
-        if broken := _non_finite(mb):
-            self.non_finite += broken
+        if broken := _no_logprobs(mb):
+            self.broken += broken
             return
         mask_T = mb.loss_mask_T
         if not mask_T.any():
@@ -321,11 +332,14 @@ class _RankStatistics:
             self.environments = _merge_by_key([self.environments, {mb.environments[index]: part}])
 
 
-def _non_finite(mb: Microbatch) -> list[str]:
-    """One message for each tensor that holds a NaN or an infinity under the loss mask."""
+def _no_logprobs(mb: Microbatch) -> list[str]:
+    """A message for each tensor with a NaN or an infinity under the loss mask, or of the engine with more than 0."""
     messages = []
     for name, values_T in (("rollout_logprobs", mb.rollout_logprobs_T), ("old_logprobs", mb.old_logprobs_T)):
-        bad = (mb.loss_mask_T & ~torch.isfinite(values_T)).nonzero().flatten()
+        bad_T = ~torch.isfinite(values_T)
+        if name == "rollout_logprobs":  # the others are the trainer's own
+            bad_T = bad_T | (values_T > LOGPROB_TOLERANCE)
+        bad = (mb.loss_mask_T & bad_T).nonzero().flatten()
         if bad.numel():
             t = int(bad[0])
             messages.append(

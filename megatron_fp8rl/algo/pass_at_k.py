@@ -1,4 +1,4 @@
-"""Accuracy and pass@k of sampled completions, with intervals. Pure; numpy alone, no ranks.
+"""Accuracy and pass@k of sampled completions, with intervals. Pure, no ranks.
 
 In: for each problem how many completions were sampled and how many passed. Out: estimates over the problems.
 
@@ -18,16 +18,18 @@ environment. Completions of one problem resemble each other, so that they are ne
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import bootstrap
 
 CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
 _Z = 1.959963984540054  # quantile (1 + CONFIDENCE) / 2 of the normal distribution
 _SEED = 20210707
-_RESAMPLES_AT_ONCE = 500  # bounds the memory of counts [resamples, problems]
+_RESAMPLES_AT_ONCE = 500  # bounds the memory of drawn values [resamples, problems, ks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,10 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
 
 
 def wilson(successes: float, trials: float) -> Estimate:
-    """A proportion with Wilson's score interval. Neither number need be whole. Raises ValueError without trials."""
+    """A proportion with Wilson's score interval. Raises ValueError without trials.
+
+    Neither number need be whole, as the effective number of trials is not: ``scipy.stats.binomtest`` takes whole ones.
+    """
     if trials <= 0:
         raise ValueError(f"a proportion of {trials} trials")
     share = successes / trials
@@ -104,7 +109,7 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int
     table = np.array([[pass_at_k(n, c, k) for k in ks] for n, c in counts])  # [problems, ks]
     if not table.size:
         raise ValueError("pass@k of no problems or no k")
-    low, high = np.quantile(_resampled_means(table), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2], axis=0)
+    low, high = _interval_of_means(table)
     estimates = {}
     for column, k in enumerate(ks):
         value = float(table[:, column].mean())
@@ -121,16 +126,15 @@ def powers_of_two(num_completions: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, num_completions}))
 
 
-def _resampled_means(table: np.ndarray) -> np.ndarray:
-    """float64 [NUM_RESAMPLES, ks]: means of as many problems, drawn with replacement."""
-    rng = np.random.default_rng(_SEED)
-    problems = len(table)
-    shares = np.full(problems, 1 / problems)
-    parts = [
-        rng.multinomial(problems, shares, size=_RESAMPLES_AT_ONCE) @ table / problems
-        for _ in range(NUM_RESAMPLES // _RESAMPLES_AT_ONCE)
-    ]
-    return np.concatenate(parts)
+def _interval_of_means(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(low, high), float64 [ks], of the mean over problems."""
+    if len(table) == 1:  # nothing to draw from
+        return table[0], table[0]
+    how = dict(n_resamples=NUM_RESAMPLES, confidence_level=CONFIDENCE, method="percentile", batch=_RESAMPLES_AT_ONCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a column in which all problems agree, whose interval is that number
+        interval = bootstrap((table,), np.mean, axis=0, rng=np.random.default_rng(_SEED), **how).confidence_interval
+    return interval.low, interval.high
 
 
 def _columns(counts: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:

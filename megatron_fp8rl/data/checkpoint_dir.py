@@ -1,4 +1,4 @@
-"""Which folders are complete checkpoints. Pure; reads the names and sizes of files and no weights.
+"""Which folders are complete checkpoints. Reads the names and sizes of files and no weights.
 
 In: the folder where a run keeps its checkpoints. Out: those that are whole. Any process; no torch, no Megatron-Core.
 
@@ -9,6 +9,7 @@ In: the folder where a run keeps its checkpoints. Out: those that are whole. Any
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -46,3 +47,12 @@ def latest(folder: str | Path) -> Path | None:
         if missing_part(path) is None:
             return path
     return None
+
+
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

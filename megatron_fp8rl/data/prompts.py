@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -141,6 +142,11 @@ class PromptStream:
             if share
             for i, problem in enumerate(self._source.held_out(key, share))
         ]
+
+
+def position_after(prompts: Iterable[Prompt]) -> int:
+    """Where a :class:`PromptStream` continues after these prompts of another one, by their ids."""
+    return 1 + max(int(prompt.prompt_id.rpartition("/")[2]) for prompt in prompts)
 
 
 def is_held_out(question: str) -> bool:

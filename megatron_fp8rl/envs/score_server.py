@@ -1,6 +1,6 @@
 """One score server that an agent starts on its node: it scores completions for a trainer that may be on another.
 
-    python -m megatron_fp8rl.envs.score_server CONFIG [--field value ...] --server INDEX --endpoint FILE
+    python -m megatron_fp8rl score_server CONFIG [--field value ...] --server INDEX --endpoint FILE
 
 In: the configuration of the run, as ``python -m megatron_fp8rl`` takes it, and which of its score servers this is. Out:
 a pool of ``data.num_score_workers`` processes behind HTTP on an address that other nodes reach, and an endpoint file
@@ -18,7 +18,6 @@ SIGUSR1, which Slurm sends to every process before a time limit, is left to the 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -35,7 +34,7 @@ from socketserver import ThreadingTCPServer
 from types import FrameType
 from typing import Any
 
-from megatron_fp8rl import cli
+from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.envs.scoring import CompletionScorer, ScorePool, ScorePoolError
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import own_address
@@ -47,28 +46,26 @@ _READ_DEADLINE_S = 60.0  # for a request to arrive, once it has begun to
 _REFUSED_BYTES = 1 << 16  # read of a request without the token, so that its sender gets the answer
 
 
-def main(argv: list[str]) -> int:
-    """Run until the parent ends, or a signal comes; the exit status."""
+def main(cfg: RunConfig, *, server: int, endpoint: Path) -> int:
+    """Run score server ``server`` until the parent ends, or a signal comes; the exit status.
+
+    ``endpoint`` is the file that is written when it answers. Raises ConfigError for a server that the run has not.
+    """
     parent = os.getppid()
-    options = argparse.ArgumentParser(prog="megatron_fp8rl.envs.score_server", allow_abbrev=False)
-    options.add_argument("config", metavar="CONFIG", help="as for python -m megatron_fp8rl, with the same overrides")
-    options.add_argument("--server", type=int, required=True, metavar="INDEX", help="0 ... data.score_servers - 1")
-    options.add_argument("--endpoint", type=Path, required=True, metavar="FILE", help="written when the server answers")
-    known, overrides = options.parse_known_args(argv)
-    cfg = cli.parse_overrides(cli.load_config(known.config), overrides)
-    if not 0 <= known.server < cfg.data.score_servers:
-        options.error(f"--server {known.server}: data.score_servers is {cfg.data.score_servers}")
+    if not 0 <= server < cfg.data.score_servers:
+        problem = f"data.score_servers is {cfg.data.score_servers}"
+        raise ConfigError([Violation("--server", server, problem, "Choose one of 0 ... data.score_servers - 1")])
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the workers inherit it
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, _leave)
-    name, token = scorer_name(known.server), auth.new_token()
+    name, token = scorer_name(server), auth.new_token()
     with ScorePool.build(cfg.data) as pool, serving(pool, own_address(), token) as url:
-        endpoint = Endpoint.announce(known.endpoint, name=name, url=url, pid=os.getpid(), token=token)
+        announced = Endpoint.announce(endpoint, name=name, url=url, pid=os.getpid(), token=token)
         try:
             while os.getppid() == parent:
                 time.sleep(_POLL_S)
         finally:
-            endpoint.withdraw(known.endpoint)
+            announced.withdraw(endpoint)
     print(f"{name}: the process that started it has gone", file=sys.stderr)
     return 1
 
@@ -163,7 +160,3 @@ def _leave(sign: int, _frame: FrameType | None) -> None:
     for further in (signal.SIGTERM, signal.SIGINT):
         signal.signal(further, signal.SIG_IGN)
     raise SystemExit(0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -3,6 +3,10 @@ in score servers on other nodes (envs/score_server.py), which rank 0 asks (envs/
 
 A scorer is somebody's code: it may loop for ever, exhaust a regular expression or crash its interpreter. Here that
 costs one completion its score, with the reason in ``Rollout.detail``, and one worker its life; the run goes on.
+
+The workers are our own, and not those of pebble.ProcessPool: its release 5.2 does not end the processes that a late
+scorer has started, says neither why a worker ended nor why it could not begin, and imports the trainer's ``__main__``
+into each of them.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
 
@@ -61,10 +65,6 @@ class CompletionScorer(abc.ABC):
                 score server answers.
         """
         return await asyncio.wrap_future(self.submit(prompt, text))
-
-    async def score_batch(self, pairs: Iterable[tuple[Prompt, str]]) -> list[Score]:
-        """:meth:`score` of many, in their order."""
-        return list(await asyncio.gather(*(self.score(prompt, text) for prompt, text in pairs)))
 
     def __enter__(self) -> Self:
         return self

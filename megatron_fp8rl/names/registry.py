@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.config import ModelConfig
@@ -86,11 +86,6 @@ def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
         found |= dict(w.parts)
         found |= dict.fromkeys(w.copies, w.shape)
     return found
-
-
-def mcore_names(model: ModelConfig) -> list[str]:
-    """Global names of all Megatron parameters and of the buffers that a checkpoint holds; no tied output layer."""
-    return list(weights(model))
 
 
 def hf_names_of(global_name: str, model: ModelConfig) -> list[str]:
@@ -203,14 +198,6 @@ def shard(global_name: str, full: Tensor, model: ModelConfig, tp_size: int, tp_r
     if w.cut == "none" or tp_size == 1:
         return full
     return slicing.cut(w, model, full, tp_size, tp_rank)
-
-
-def unshard(global_name: str, shards: Sequence[Tensor], model: ModelConfig) -> Tensor:
-    """Inverse of :func:`shard`: the full Megatron tensor from the pieces of all (expert-)tensor-parallel ranks."""
-    w = weight(global_name, model)
-    if w.cut == "none" or len(shards) == 1:
-        return shards[0]
-    return slicing.merge(w, model, shards)
 
 
 def padded_vocab_size(model: ModelConfig, tp_size: int) -> int:

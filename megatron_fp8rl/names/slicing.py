@@ -146,14 +146,3 @@ def cut(weight: Weight, model: ModelConfig, full: Tensor, tp_size: int, tp_rank:
     if missing:
         piece = torch.cat([piece, piece.new_zeros((missing, *piece.shape[1:]))])
     return piece
-
-
-def merge(weight: Weight, model: ModelConfig, shards: Sequence[Tensor]) -> Tensor:
-    """Inverse of :func:`cut`: the full Megatron tensor from the pieces of all ranks."""
-    import torch
-
-    if weight.join == "gate_up":
-        halves = [split(weight, model, piece, len(shards), rank) for rank, piece in enumerate(shards)]
-        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-    whole = torch.cat(list(shards), dim=weight.axis)
-    return whole.narrow(0, 0, weight.shape[0]) if weight.padded else whole

@@ -1,4 +1,4 @@
-"""Under which address other hosts reach this one. Imports nothing but the standard library.
+"""Under which address other hosts reach this one. Imports nothing heavy.
 
 In: this host's routes, names and interfaces. Out: an IPv4 address. Runs in the trainer, in engine workers, and where a
 rollout replica listens.
@@ -6,14 +6,13 @@ rollout replica listens.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
-import struct
+
+import psutil
 
 ADDRESS_VARIABLE = "LAUNCH_ADDRESS"  # by which the agents of a launched job know each other's nodes
 LOOPBACK = "127.0.0.1"
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 def own_address() -> str:
@@ -35,14 +34,6 @@ def _outward() -> str | None:
 
 
 def _of_interfaces() -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue  # without an IPv4 address
-            address = socket.inet_ntoa(answer[20:24])
-            if not address.startswith("127."):
-                return address
-    return None
+    entries = [entry for of_name in psutil.net_if_addrs().values() for entry in of_name]
+    addresses = [entry.address for entry in entries if entry.family == socket.AF_INET]
+    return next((address for address in addresses if not address.startswith("127.")), None)

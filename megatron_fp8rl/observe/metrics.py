@@ -116,6 +116,8 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("loss/clip_fraction_high/mean", "Fraction of the tokens whose gradient the upper clip bound removed."),
         Metric("loss/clip_fraction_dual/mean", "Fraction of the tokens that the dual clip bounded."),
         Metric("loss/nll/mean", "Negative log-likelihood per token of the supervised warm start, in nats."),
+        Metric("loss/own_<name>/mean", "Mean over the loss tokens of what a user's own loss measures."),
+        Metric("loss/own_<name>/max", "Maximum of what a user's own loss measures."),
         Metric("correction/weight/mean", "Mean importance weight after the correction, as the loss used it."),
         Metric("correction/weight/max", "Largest importance weight after the correction."),
         Metric(

@@ -264,11 +264,19 @@ class StepLog:
     def updates(self, metrics: Sequence[Mapping[str, float]], batches: Sequence[TrainBatch]) -> None:
         """Take the metrics of the step's optimizer updates, one mapping for each, and the batches that they read.
 
-        Keys that end in ``/max`` keep their maximum over the updates, all others their mean.
+        Keys that end in ``/max`` keep their maximum over the updates, the learning rate its mean. All others are means
+        over loss tokens, to which an update contributes as many as it has.
         """
+        num_tokens = [batch.num_loss_tokens for batch in batches]
         for key in metrics[0] if metrics else ():
             values = [one[key] for one in metrics]
-            self.update({key: max(values) if key.endswith("/max") else sum(values) / len(values)})
+            if key.endswith("/max"):
+                self.update({key: max(values)})
+            elif key == "train/lr/mean" or len(set(num_tokens)) == 1:
+                self.update({key: sum(values) / len(values)})
+            else:
+                weighted = sum(value * num for value, num in zip(values, num_tokens, strict=True))
+                self.update({key: weighted / sum(num_tokens)})
         self.update(
             {
                 "train/num_updates/sum": len(metrics),

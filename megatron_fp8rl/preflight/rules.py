@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from megatron_fp8rl.algo import named
 from megatron_fp8rl.config import RunConfig, Violation
 from megatron_fp8rl.preflight.engine_rules import check_engines
 from megatron_fp8rl.preflight.expert_rules import check_experts
@@ -210,16 +211,20 @@ def _check_algo(found: Findings) -> None:
             "leaves nothing to compare within a group, so every advantage is 0",
             "Set it to 2 or more; 8 is usual",
         )
+    found.violations += named.mistakes(algo)
     # CISPO clips the importance weight itself and is used without a lower bound, which is clip_low = 1.
-    found.within("algo.clip_low", 0, 1, open_low=True, open_high=algo.ratio != "detached")
+    has_low = algo.loss != "cispo" and ":" not in algo.loss
+    found.within("algo.clip_low", 0, 1, open_low=True, open_high=has_low)
     found.positive("algo.clip_high", "algo.alarm_abs_logprob_diff", "algo.alarm_kl_k3")
     found.at_least(0, "algo.kl_coef", "algo.entropy_coef", "algo.overlong_buffer_tokens", "algo.correction_low")
     found.at_least(1, "algo.updates_per_step")
-    if algo.dual_clip is not None and not algo.dual_clip > 1 + algo.clip_high:
+    dual_clip = algo.loss_options.get("dual_clip")
+    if isinstance(dual_clip, int | float) and ":" not in algo.loss and not dual_clip > 1 + algo.clip_high:
         found.refuse(
-            "algo.dual_clip",
+            "algo.loss_options.dual_clip",
             f"has to lie above 1 + clip_high = {1 + algo.clip_high:g}, where the ordinary clip ends",
             "Set 3.0, as its authors did, or None",
+            value=dual_clip,
         )
     found.within("algo.veto_below", 0, 1, open_low=True, open_high=True)
     _check_correction(found)
@@ -296,6 +301,12 @@ def _check_data(found: Findings) -> None:
         )
     found.positive("data.score_deadline_s", "data.sft_lr")
     found.within("data.sft_stop_pass_rate", 0, 1, open_low=True)
+    if data.sft_stop_pass_rate is not None and found.cfg.observe.eval_prompts == 0:
+        found.refuse(
+            "data.sft_stop_pass_rate",
+            "is measured on held-out problems, of which observe.eval_prompts = 0 asks none",
+            "Set --observe.eval_prompts, or None here",
+        )
 
 
 def _check_storage(found: Findings) -> None:
@@ -310,7 +321,7 @@ def _check_storage(found: Findings) -> None:
         existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
-    found.at_least(0, "checkpoint.every_steps", "observe.verify_every", "observe.eval_every")
-    found.at_least(1, "checkpoint.keep", "observe.eval_prompts", "observe.eval_completions")
+    found.at_least(0, "checkpoint.every_steps", "observe.verify_every", "observe.eval_every", "observe.eval_prompts")
+    found.at_least(1, "checkpoint.keep", "observe.eval_completions")
     if cfg.observe.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         found.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")

@@ -1,6 +1,6 @@
 """One rollout replica that an agent starts on its node, for a trainer that may be on another.
 
-    python -m megatron_fp8rl.rollout.replica CONFIG [--field value ...] --replica INDEX --endpoint FILE
+    python -m megatron_fp8rl replica CONFIG [--field value ...] --replica INDEX --endpoint FILE
         [--nnodes N --node_rank R --master_addr HOST --master_port PORT]
 
 In: the configuration of the run, as ``python -m megatron_fp8rl`` takes it, and which of its replicas this is. Out: vLLM's
@@ -15,7 +15,6 @@ however it ended, replica and server end too.
 
 from __future__ import annotations
 
-import argparse
 import http.client
 import os
 import signal
@@ -23,6 +22,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,8 +30,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from megatron_fp8rl import cli
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import own_address
@@ -46,49 +45,55 @@ class ReplicaError(RuntimeError):
     """The server could not be started."""
 
 
-def main(argv: list[str]) -> int:
-    """Run until the server or the parent ends, or a signal comes; the exit status."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which replica a process is, or which part of one that spans nodes, in the words of vLLM's own options."""
+
+    replica: int
+    endpoint: Path  # written when the server answers
+    nnodes: int = 1
+    node_rank: int = 0
+    master_addr: str = ""
+    master_port: int = 0
+
+
+def main(cfg: RunConfig, part: Part) -> int:
+    """Run until the server or the parent ends, or a signal comes; the exit status.
+
+    Raises ConfigError for a replica that the run has not.
+    """
     parent = os.getppid()
-    options = argparse.ArgumentParser(prog="megatron_fp8rl.rollout.replica", allow_abbrev=False)
-    options.add_argument("config", metavar="CONFIG", help="as for python -m megatron_fp8rl, with the same overrides")
-    options.add_argument("--replica", type=int, required=True, metavar="INDEX", help="0 ... rollout.num_replicas - 1")
-    options.add_argument("--endpoint", type=Path, required=True, metavar="FILE", help="written when the server answers")
-    options.add_argument("--nnodes", type=int, default=1, help="nodes that the replica spans, as vLLM means it")
-    options.add_argument("--node_rank", type=int, default=0)
-    options.add_argument("--master_addr", default="")
-    options.add_argument("--master_port", type=int, default=0)
-    known, overrides = options.parse_known_args(argv)
-    cfg = cli.parse_overrides(cli.load_config(known.config), overrides)
-    if not 0 <= known.replica < cfg.rollout.num_replicas:
-        options.error(f"--replica {known.replica}: rollout.num_replicas is {cfg.rollout.num_replicas}")
+    if not 0 <= part.replica < cfg.rollout.num_replicas:
+        problem = f"rollout.num_replicas is {cfg.rollout.num_replicas}"
+        raise ConfigError([Violation("--replica", part.replica, problem, "Choose one of 0 ... rollout.num_replicas - 1")])
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the server inherits it
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, _leave)
     endpoint = None
-    has_server = known.node_rank == 0
+    has_server = part.node_rank == 0
     cpu = not torch.cuda.is_available()
     if not cpu:
         vllm_args.require_backends(cfg)
     token, host = auth.new_token(), own_address()
-    if known.nnodes > 1:
+    if part.nnodes > 1:
         # Where the parts send each other what to do. vLLM would ask for the route to a public name server.
         os.environ.setdefault("VLLM_HOST_IP", host)
     process, url = start_server(
-        cfg, _model_dir(cfg, known), host=host, token=token, gpus=None, cpu=cpu, more=_nodes(known)
+        cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, cpu=cpu, more=_nodes(part)
     )
     try:
         if has_server and _wait_until_ready(cfg, process, url, token, parent):
-            name = replica_name(known.replica)
-            endpoint = Endpoint.announce(known.endpoint, name=name, url=url, pid=process.pid, token=token)
+            name = replica_name(part.replica)
+            endpoint = Endpoint.announce(part.endpoint, name=name, url=url, pid=process.pid, token=token)
         while process.poll() is None and os.getppid() == parent:
             time.sleep(_POLL_S)
     finally:
         status = process.poll()  # before it is told to end
         stop([process])
         if endpoint is not None:
-            endpoint.withdraw(known.endpoint)
+            endpoint.withdraw(part.endpoint)
     if status is None:
-        print(f"{replica_name(known.replica)}: the process that started it has gone", file=sys.stderr)
+        print(f"{replica_name(part.replica)}: the process that started it has gone", file=sys.stderr)
         return 1
     return status if status >= 0 else 128 - status
 
@@ -100,21 +105,21 @@ def _leave(sign: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def _model_dir(cfg: RunConfig, known: argparse.Namespace) -> Path:
+def _model_dir(cfg: RunConfig, part: Part) -> Path:
     """config.json and tokenizer for this replica alone: the trainer may be writing its own at the moment."""
-    return write_model_dir(cfg, known.endpoint.with_name(f"{known.endpoint.stem}.model{known.node_rank}"))
+    return write_model_dir(cfg, part.endpoint.with_name(f"{part.endpoint.stem}.model{part.node_rank}"))
 
 
-def _nodes(known: argparse.Namespace) -> dict[str, Any]:
+def _nodes(part: Part) -> dict[str, Any]:
     """vLLM's options for an engine that spans nodes."""
-    if known.nnodes == 1:
+    if part.nnodes == 1:
         return {}
     return {
-        "nnodes": known.nnodes,
-        "node-rank": known.node_rank,
-        "master-addr": known.master_addr,
-        "master-port": known.master_port,
-        "headless": known.node_rank > 0,
+        "nnodes": part.nnodes,
+        "node-rank": part.node_rank,
+        "master-addr": part.master_addr,
+        "master-port": part.master_port,
+        "headless": part.node_rank > 0,
         "distributed-executor-backend": "mp",
     }
 
@@ -145,7 +150,3 @@ def _is_healthy(url: str, token: str) -> bool:
         return False
     finally:
         connection.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

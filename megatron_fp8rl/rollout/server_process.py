@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -16,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
+
+import psutil
 
 import megatron_fp8rl
 from megatron_fp8rl.config import RunConfig
@@ -97,8 +98,8 @@ def kill_group(group: int, sign: int = signal.SIGKILL) -> None:
 def shared_memory_of(group: int) -> set[str]:
     """Files in /dev/shm that the processes of a group have mapped."""
     found: set[str] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # a process may end, or belong to someone else
-            if os.getpgid(int(maps.parent.name)) == group:
-                found |= set(re.findall(r"/dev/shm/\S+(?=\n)", maps.read_text()))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # a process may end, or belong to someone else
+            if os.getpgid(process.pid) == group:
+                found |= {mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/")}
     return found

@@ -28,8 +28,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from megatron_fp8rl.algo.advantages import has_signal
+from megatron_fp8rl.algo.samples import has_signal
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.prompts import position_after
 from megatron_fp8rl.observe.records import read_steps
 from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, Sampling
@@ -259,6 +260,7 @@ class RolloutStream:
         """Groups of the first recorded step after the present version: a resumed replay goes on where it was."""
         for step, groups in recording:
             if step > self.version:
+                self._position = position_after(group.prompt for group in groups)
                 return groups
         raise RolloutError(
             f"{self.cfg.rollout.replay} holds no step after {self.version}; lower num_steps or record a longer run"

@@ -31,7 +31,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_fp8rl.data.checkpoint_dir import PARTIAL_PREFIX, STATE_FILE, complete, latest, missing_part
+from megatron_fp8rl.data.checkpoint_dir import (
+    PARTIAL_PREFIX,
+    STATE_FILE,
+    complete,
+    latest,
+    missing_part,
+    sync_to_disk,
+)
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.policy import Policy
@@ -215,12 +222,12 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
     """Sync, verify and rename, on rank 0. Before the rename there is no checkpoint, after it there is a whole one."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
-        _sync(path)
+        sync_to_disk(path)
     state = {**state, "files": {str(path.relative_to(partial)): path.stat().st_size for path in files}}
     state_file = partial / STATE_FILE
     state_file.write_text(json.dumps(state, indent=1))
-    _sync(state_file)
-    _sync(partial)
+    sync_to_disk(state_file)
+    sync_to_disk(partial)
     missing = missing_part(partial) if ".metadata" in state["files"] else "file .metadata is missing"
     if missing is not None:
         raise CheckpointError(f"{partial} did not reach the disk whole: {missing}. Check its free space and quota")
@@ -228,16 +235,8 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
     while final.exists():
         final, attempt = folder / f"step_{step:08d}_r{attempt}", attempt + 1
     os.rename(partial, final)
-    _sync(folder)
+    sync_to_disk(folder)
     return final
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _prune(folder: Path, keep: int) -> None:

@@ -85,11 +85,6 @@ class Parallel:
         return cls(config=config, device=device, deadline_s=deadline_s, **_axes(), **_groups(deadline_s))
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
-        return self.pp_rank == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank holds the output head, and so losses and log-probabilities."""
         return self.pp_rank == self.pp_size - 1

@@ -205,9 +205,19 @@ class Policy:
         dist.all_gather_object(everywhere, found)
         lines = "\n  ".join(line for part in everywhere for line in part)
         raise NonFiniteError(
-            f"the loss is {loss}; the update was not applied. It comes from:\n  {lines}\n"
-            "Look at the recorded rollouts of these sequences, or lower optim.lr and resume from the last checkpoint"
+            f"the loss is {loss}; the update was not applied. It comes from:\n  {lines}\n{_remedy(self.cfg)}"
         )
+
+
+def _remedy(cfg: RunConfig) -> str:
+    """For a loss that is not finite."""
+    remedy = "Look at the recorded rollouts of these sequences, or lower optim.lr and resume from the last checkpoint"
+    if ":" in cfg.algo.loss:
+        remedy = (
+            f"--algo.loss = {cfg.algo.loss!r}: look there first, for a logarithm or a quotient of 0, and for padding that "
+            f"is not masked before exp. {remedy}"
+        )
+    return remedy
 
 
 def _local_totals(results: list[MicrobatchResult]) -> tuple[dict[str, float], dict[str, float]]:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.data.checkpoint_dir import sync_to_disk
 from megatron_fp8rl.kernels.fp8_parameter import plain
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
@@ -142,7 +143,7 @@ def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path:
     else:
         _write_json(partial / "generation_config.json", special)
     for file in partial.iterdir():
-        _sync(file)
+        sync_to_disk(file)
     _rename(partial, path)
 
 
@@ -164,14 +165,6 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def _sync(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _rename(partial: Path, path: Path) -> None:
     """Give the complete folder its name. An older one of this name is moved aside first and deleted last."""
     old = path.with_name(f".{path.name}.replaced")
@@ -179,5 +172,5 @@ def _rename(partial: Path, path: Path) -> None:
     if path.exists():
         os.rename(path, old)
     os.rename(partial, path)
-    _sync(path.parent)
+    sync_to_disk(path.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -50,7 +50,7 @@ def convert_and_compare(folder: str) -> dict:
     saved = json.loads((Path(folder) / "config.json").read_text())
     tensors = load_file(Path(folder) / "model.safetensors")
     back: dict[str, torch.Tensor] = {}
-    for name in registry.mcore_names(model):
+    for name in registry.weights(model):
         back |= dict(registry.to_hf(name, registry.from_hf(name, tensors.__getitem__, model), model))
     logits = trainer_logits(model, dict(world_size=1), folder)
     return {

@@ -139,7 +139,7 @@ def test_the_newest_checkpoint_of_a_run_becomes_a_hugging_face_checkpoint(run, t
     found = read_tensors(target)
     expected = full_weights(cfg.model, ranks)
     assert set(found) == set(registry.hf_tensors(cfg.model))
-    for name in registry.mcore_names(cfg.model):
+    for name in registry.weights(cfg.model):
         assert torch.equal(registry.from_hf(name, found.__getitem__, cfg.model), expected[name]), name
 
 

@@ -118,7 +118,7 @@ def expected_wire(cfg: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str,
     """What full Megatron weights have to become on the wire, tensor by tensor."""
     table = LayerTable.build(cfg.model, cfg.precision)
     wire = {}
-    for name in names.mcore_names(cfg.model):
+    for name in names.weights(cfg.model):
         for hf_name, tensor in names.to_hf(name, weights[name], cfg.model):
             if table.rollout_fp8(hf_name):
                 wire[hf_name], wire[f"{hf_name}_scale_inv"] = quantize_weight(tensor, cfg.precision.scales)

@@ -19,7 +19,7 @@ def _collectives() -> dict:
         max=parallel.max(own),
         gathered=parallel.gather({"rank": parallel.rank}),
         broadcast=parallel.broadcast_object({"prompts": [parallel.rank]}),
-        stages=(parallel.is_first_stage, parallel.is_last_stage),
+        is_last_stage=parallel.is_last_stage,
     )
     parallel.close()
     return result
@@ -34,18 +34,18 @@ def test_reductions_run_over_the_data_axis_and_broadcasts_over_all_ranks():
     assert all(r["sum"]["only/0"] == r["sum"]["only/1"] == 1.0 for r in results)
     assert results[1]["gathered"] == [{"rank": 1}, {"rank": 3}]
     assert all(r["broadcast"] == {"prompts": [0]} for r in results)
-    assert all(r["stages"] == (True, True) for r in results)
+    assert all(r["is_last_stage"] for r in results)
 
 
 def _stages() -> tuple:
     from megatron_fp8rl.trainer.parallel import Parallel
 
     parallel = Parallel.init(ParallelConfig(world_size=4, pipeline=2, context=2), deadline_s=120)
-    return parallel.pp_rank, parallel.cp_rank, parallel.is_first_stage, parallel.is_last_stage, parallel.dp_size
+    return parallel.pp_rank, parallel.cp_rank, parallel.is_last_stage, parallel.dp_size
 
 
 def test_pipeline_is_the_outermost_axis():
-    expected = [(0, 0, True, False, 1), (0, 1, True, False, 1), (1, 0, False, True, 1), (1, 1, False, True, 1)]
+    expected = [(0, 0, False, 1), (0, 1, False, 1), (1, 0, True, 1), (1, 1, True, 1)]
     assert run_ranks(4, _stages) == expected
 
 

@@ -84,7 +84,7 @@ def _assert_same_weights(model, ranks, expected):
     if model.tie_embeddings:  # the last of several stages holds a copy
         copy = weights.pop("output_layer.weight", wanted["embedding.word_embeddings.weight"])
         assert torch.equal(copy, weights["embedding.word_embeddings.weight"])
-    assert weights.keys() == wanted.keys() == set(registry.mcore_names(model))
+    assert weights.keys() == wanted.keys() == set(registry.weights(model))
     for name, weight in weights.items():
         torch.testing.assert_close(weight, wanted[name], **LAYOUT_WEIGHTS, msg=name)
 

@@ -35,7 +35,7 @@ def start_part(rank: int, before: list[str], interface: str, port: int, run_dir:
     environment = {key: value for key, value in os.environ.items() if rank == 0 or key != "LAUNCH_ADDRESS"}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": interface}
     command = [
-        *before, sys.executable, "-m", "megatron_fp8rl.rollout.replica", "tiny_qwen3_moe", *words(),
+        *before, sys.executable, "-m", "megatron_fp8rl", "replica", "tiny_qwen3_moe", *words(),
         "--rollout.tensor", "2", "--rollout.record_routed_experts", "True",
         "--replica", "0", "--endpoint", str(endpoint_path(run_dir, 0)), "--nnodes", "2", "--node_rank", str(rank),
         "--master_addr", os.environ.get("LAUNCH_ADDRESS", "127.0.0.1"), "--master_port", str(port),

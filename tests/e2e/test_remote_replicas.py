@@ -86,7 +86,7 @@ def start_replica(before: list[str], run_dir: Path) -> subprocess.Popen[bytes]:
     environment = {key: value for key, value in os.environ.items() if key != "LAUNCH_ADDRESS"}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "LAUNCH_LOG": str(run_dir / "logs/rollout-0.log")}
     command = [
-        *before, sys.executable, "-m", "megatron_fp8rl.rollout.replica", "tiny_qwen3_moe", *words(),
+        *before, sys.executable, "-m", "megatron_fp8rl", "replica", "tiny_qwen3_moe", *words(),
         "--replica", "0", "--endpoint", str(endpoint_path(run_dir, 0)),
     ]  # fmt: skip
     (run_dir / "logs").mkdir(exist_ok=True)

@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.algo.loss import grpo_loss
+from megatron_fp8rl.algo.named import load_loss
 from megatron_fp8rl.config import (
     AlgoConfig,
     ModelConfig,
@@ -23,6 +22,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.data.packing import Alignment, pack
 from megatron_fp8rl.types import Sample, TrainBatch
+from tests.helpers.unshard import unshard
 
 VOCAB = 62
 MOE = ModelConfig(
@@ -64,7 +64,7 @@ def run_config(
         precision=PrecisionConfig(trainer=trainer, params=params, amax_history_len=3),
         optim=optim,
         rollout=RolloutConfig(temperature=0.8, max_tokens_per_microbatch=max_tokens),
-        algo=algo or AlgoConfig(entropy_coef=0.01, aggregate="sequence"),
+        algo=algo or AlgoConfig(entropy_coef=0.01, loss="grpo"),
     )
 
 
@@ -123,7 +123,7 @@ def make_batch(cfg: RunConfig, data_rank: int, samples: list[Sample] | None = No
 
 
 def make_loss(cfg: RunConfig) -> Callable:
-    return partial(grpo_loss, cfg=cfg.algo, max_completion_tokens=30)
+    return load_loss(cfg.algo, max_completion_tokens=30)
 
 
 def token_values(batch: TrainBatch, values: list[Tensor]) -> dict[str, Tensor]:
@@ -182,11 +182,10 @@ def weight_pieces(policy) -> dict[str, tuple[int, Tensor]]:
 
 def full_weights(model: ModelConfig, ranks: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     """Whole tensors by global name; raises when two ranks that hold the same piece differ in a bit."""
-    from megatron_fp8rl.names import registry
 
     found: dict[str, dict[int, Tensor]] = {}
     for pieces in ranks:
         for name, (index, piece) in pieces.items():
             known = found.setdefault(name, {}).setdefault(index, piece)
             assert torch.equal(known, piece), f"{name}: replicas of piece {index} differ"
-    return {name: registry.unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in found.items()}
+    return {name: unshard(name, [parts[i] for i in sorted(parts)], model) for name, parts in found.items()}

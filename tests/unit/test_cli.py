@@ -86,6 +86,14 @@ def test_generator_options_may_be_new():
     assert options == {**before, "max_terms": 5, "operators": ["+", "-"]}
 
 
+def test_options_of_a_loss_are_set_one_by_one():
+    words = ["--algo.loss", "gspo", "--algo.loss_options.dual_clip", "3", "--algo.loss_options.aggregate=token"]
+    algo = cli.parse(["rl", "tiny_qwen3", *words], COMMANDS).cfg.algo
+    assert (algo.loss, algo.loss_options) == ("gspo", {"dual_clip": 3, "aggregate": "token"})
+    with pytest.raises(ConfigError, match=r"--algo.loss_options.dual_clip = 'much': has the wrong type"):
+        cli.parse(["rl", "tiny_qwen3", *words, "--algo.loss_options.dual_clip", "much"], COMMANDS)
+
+
 @pytest.mark.parametrize("words", [["runs/a run"], ["--run_dir", "runs/a run"]])
 def test_a_command_without_configuration_takes_its_subject_as_a_bare_word(words):
     assert cli.parse(["report", *words], COMMANDS).options.run_dir == "runs/a run"

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 _Names = tuple[str, ...]  # of a module's result, or of both when it returns (norm, residual stream)

@@ -9,8 +9,9 @@ from algo_cases import packed, random_samples, with_logprobs
 
 from megatron_fp8rl.algo.mismatch import (
     LocalReducer,
+    LogprobError,
     MismatchAlarm,
-    NonFiniteLogprobError,
+    limited,
     log_ratio,
     mismatch_metrics,
     weights,
@@ -143,9 +144,12 @@ def test_alarm_names_metric_threshold_and_worst_sequence(action):
     assert mismatch_metrics([with_logprobs(packed(random_samples(seed=3))[0])], cfg, LocalReducer()).alarms == ()
 
 
-@pytest.mark.parametrize("field", ["rollout_logprobs", "old_logprobs"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
-def test_non_finite_logprobs_are_named_on_every_rank(field, value):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [(field, float(value)) for field in ("rollout_logprobs", "old_logprobs") for value in ("nan", "-inf")]
+    + [("rollout_logprobs", 3.0), ("rollout_logprobs", 0.01)],
+)
+def test_what_is_no_logprob_is_named_on_every_rank(field, value):
     batches = [with_logprobs(batch) for batch in packed(random_samples(seed=4, count=12), max_tokens=24, data_size=2)]
     mb = batches[1].microbatches[0]
     t = int(mb.loss_mask_T.nonzero()[0])
@@ -156,9 +160,9 @@ def test_non_finite_logprobs_are_named_on_every_rank(field, value):
         microbatches=(dataclasses.replace(mb, **{f"{field}_T": spoilt}), *batches[1].microbatches[1:]),
     )
     name = mb.names[int(mb.sequence_ids_T[t])]
-    with pytest.raises(NonFiniteLogprobError, match=f"{field} of {name} is .* at completion token") as info:
+    with pytest.raises(LogprobError, match=f"{field} of {name} is .* at completion token") as info:
         mismatch_metrics([broken], CFG, LocalReducer())
-    assert str(value) in str(info.value)
+    assert f"{value:.4g}" in str(info.value)
 
     class Both:
         """A healthy rank that hears of the other's failure."""
@@ -168,7 +172,7 @@ def test_non_finite_logprobs_are_named_on_every_rank(field, value):
             sick.add(broken.microbatches[0], CFG)
             return [mine, sick]
 
-    with pytest.raises(NonFiniteLogprobError, match=name):
+    with pytest.raises(LogprobError, match=name):
         mismatch_metrics(batches[:1], CFG, Both())
 
 
@@ -188,13 +192,14 @@ def test_weights_by_hand():
         "mask": [2, 0.5, 0, 0, 1],
         "sequence_truncate": [3, 3, 3, 0.1, 0.1],  # products 4 and 0.1
         "sequence_mask": [0, 0, 0, 0, 0],
-        "geometric_mask": [2, 0.5, 4, 0, 0],  # means 1.587 and 0.316
+        "geometric_mask": [2, 0.5, 2, 0, 0],  # means 1.587 and 0.316; a token is capped at 2
     }
     for correction, values in expected.items():
         cfg = AlgoConfig(correction=correction, correction_low=0.4, correction_high=3.0, veto_below=None)
         result = weights(ratios.log(), mask, ids, cfg)
         torch.testing.assert_close(result.weights_T, torch.tensor([*values, 1], dtype=torch.float64), **FLOAT64_EXP)
         assert not result.vetoed_T.any() and not result.corrected_T[5]
+    assert result.corrected_T.tolist() == [False, False, True, True, True, False], "of geometric_mask"
     cfg = AlgoConfig(correction="truncate", correction_high=3.0, veto_below=0.2)
     vetoed = weights(ratios.log(), mask, ids, cfg)
     torch.testing.assert_close(vetoed.weights_T, torch.tensor([2, 0.5, 3, 0, 0, 1], dtype=torch.float64), **FLOAT64_EXP)
@@ -209,4 +214,24 @@ def test_log_ratio_is_limited_and_masked_before_the_subtraction():
         torch.tensor([-100.0, 0.0, infinite, -1.5]),
         torch.tensor([True, True, False, True]),
     )
-    assert ratio.tolist() == [20.0, -20.0, 0.0, 0.5]
+    assert ratio.tolist() == [100.0, -100.0, 0.0, 0.5]
+    assert limited(ratio).tolist() == [20.0, -20.0, 0.0, 0.5]
+
+
+def test_a_sequence_is_limited_after_its_sum():
+    """Log ratios 30 and -29.5, of which each alone is beyond 20, are those of a sequence whose ratio is e^0.5."""
+    log_ratios, ids = torch.tensor([30.0, -29.5, 19.0, 19.0], dtype=torch.float64), torch.tensor([0, 0, 1, 1])
+    cfg = AlgoConfig(correction="sequence_truncate", correction_high=1e12, veto_below=None)
+    found = weights(log_ratios, torch.ones(4, dtype=torch.bool), ids, cfg).weights_T
+    expected = [math.exp(0.5)] * 2 + [math.exp(20)] * 2
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), **FLOAT64_EXP)
+    cfg = AlgoConfig(correction="geometric_mask", correction_low=1.2, correction_high=1.3, veto_below=None)
+    found = weights(log_ratios, torch.ones(4, dtype=torch.bool), ids, cfg).weights_T
+    torch.testing.assert_close(found, torch.tensor([2, math.exp(-20), 0, 0], dtype=torch.float64), **FLOAT64_EXP)
+
+
+def test_a_logprob_of_0_may_be_rounded_up():
+    (batch,) = packed(random_samples(seed=4))
+    (mb,) = with_logprobs(batch).microbatches
+    almost = dataclasses.replace(mb, rollout_logprobs_T=torch.full_like(mb.rollout_logprobs_T, 1e-6))
+    mismatch_metrics([dataclasses.replace(batch, microbatches=(almost,))], AlgoConfig(), LocalReducer())

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import publish
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.types import PublishReport
-from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.weight_sync.plan import plan
 
 

@@ -60,7 +60,7 @@ def quantized(model: ModelConfig, folder: Path, dtype: torch.dtype = torch.bfloa
 def published(model: ModelConfig, tensors: dict, options: hf_to_fp8.Options) -> dict[str, torch.Tensor]:
     """What the exporter of one trainer rank sends, by name."""
     planned = plan(model, LayerTable.build(model, options.precision), TrainerLayout(), EngineLayout())
-    parameters = {name: registry.from_hf(name, tensors.__getitem__, model) for name in registry.mcore_names(model)}
+    parameters = {name: registry.from_hf(name, tensors.__getitem__, model) for name in registry.weights(model)}
     shards = LocalShards(parameters, TrainerLayout(), model, 0)
     sent: dict[str, torch.Tensor] = {}
     for number in plan_schedule(planned, model, bucket_bytes=1 << 40).rounds:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -30,6 +29,7 @@ from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.endpoint import Endpoint, scorer_path
 from megatron_fp8rl.types import Prompt
 from tests.helpers.processes import is_running, until
+from tests.helpers.scoring import score_all
 
 HERE = Path(__file__).parent
 JUDGE = EnvironmentConfig(dataset="misbehaving:Judge", options={"bonus": 0.5})
@@ -62,7 +62,7 @@ def asking(*paths: Path, wait_s: float = DEADLINE_S) -> RemoteScorePool:
 
 
 def scores(pool: CompletionScorer, *texts: str, prompt: Prompt = PROMPT) -> list:
-    return asyncio.run(pool.score_batch([(prompt, text) for text in texts]))
+    return score_all(pool, [(prompt, text) for text in texts])
 
 
 def test_servers_score_as_a_pool_of_this_host_does(tmp_path):
@@ -234,7 +234,7 @@ def process(path: Path, incarnation: int = 0) -> Iterator[subprocess.Popen[bytes
     words = ("misbehaving:judged", "--server", "0", "--endpoint", str(path))
     environment = os.environ | {"LAUNCH_ADDRESS": "127.0.0.1", "LAUNCH_INCARNATION": str(incarnation)}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    command = [sys.executable, "-c", AGENT, "megatron_fp8rl.envs.score_server", *words]
+    command = [sys.executable, "-c", AGENT, "megatron_fp8rl", "score_server", *words]
     agent = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         until(lambda: (found := Endpoint.read(path)) is not None and found.incarnation == incarnation, f"{path}")

@@ -11,6 +11,7 @@ from megatron_fp8rl.envs.base import build_environment
 from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
 from megatron_fp8rl.types import Prompt
 from tests.helpers.processes import is_running, until
+from tests.helpers.scoring import score_all
 
 JUDGE = EnvironmentConfig(dataset="misbehaving:Judge", options={"bonus": 0.5})
 DEADLINE_S = 4.0  # of a score: what takes milliseconds has to fit on a busy machine
@@ -75,7 +76,7 @@ def test_children_of_a_late_scorer_die_with_it(pool, tmp_path):
 def test_batch_keeps_order_and_outlives_failures():
     with ScorePool({"judge": JUDGE}, num_workers=2, deadline_s=DEADLINE_S) as pool:
         texts = ["3", "crash", "4", "sleep:60", *["3"] * 20]
-        results = asyncio.run(pool.score_batch([(PROMPT, text) for text in texts]))
+        results = score_all(pool, [(PROMPT, text) for text in texts])
     assert [status for _, status, _ in results] == [
         "scored",
         "score_failed",
@@ -88,7 +89,7 @@ def test_batch_keeps_order_and_outlives_failures():
 
 def test_queued_scores_have_the_whole_deadline(pool):
     """Four scores of 1.2 s on one worker with a deadline of 4 s."""
-    results = asyncio.run(pool.score_batch([(PROMPT, "sleep:1.2")] * 4))
+    results = score_all(pool, [(PROMPT, "sleep:1.2")] * 4)
     assert [status for _, status, _ in results] == ["scored"] * 4
 
 
@@ -141,6 +142,6 @@ def test_reasoning_gym_out_of_process_equals_in_process():
         problem.answer + "9",
     ]
     with ScorePool.build(cfg) as pool:
-        results = asyncio.run(pool.score_batch([(prompt, text) for text in texts]))
+        results = score_all(pool, [(prompt, text) for text in texts])
     assert [reward for reward, _, _ in results] == [environment.score(prompt, text) for text in texts]
     assert [reward for reward, _, _ in results[:4]] == [1.0, 1.0, 1.0, 0.0]

@@ -56,8 +56,8 @@ def test_roles_of_score_servers():
     for index, role in enumerate(scorers):
         assert role.restart and not role.essential and role.gpus == ()
         assert role.env == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        module, config, *words = role.command[1:]
-        assert module == "megatron_fp8rl.envs.score_server"
+        module, command, config, *words = role.command[1:]
+        assert (module, command) == ("megatron_fp8rl", "score_server")
         *overrides, server, number, endpoint, path = words
         assert (server, number, endpoint) == ("--server", str(index), "--endpoint")
         cfg = cli.parse_overrides(cli.load_config(config), overrides)

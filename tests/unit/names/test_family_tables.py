@@ -12,9 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.plan import plan
+from tests.helpers.unshard import unshard
 
 # Odd on purpose: one key/value head, heads unrelated to the hidden size, three layers, six experts, odd vocabulary.
 COMMON = {
@@ -95,7 +96,7 @@ def test_checkpoint_round_trip(case, saved, tmp_path):
     model = registry.from_hf_config(source.config)
     assert registry.hf_tensors(model) == {name: tuple(t.shape) for name, t in source.tensors.items()}
     back: dict[str, torch.Tensor] = {}
-    for name in registry.mcore_names(model):
+    for name in registry.weights(model):
         full = registry.from_hf(name, source.tensors.__getitem__, model)
         assert tuple(full.shape) == registry.weight(name, model).shape
         back |= dict(registry.to_hf(name, full, model))
@@ -145,11 +146,11 @@ def test_slices_round_trip(case, tp_size, saved):
     """One key/value head over two and four ranks, an odd vocabulary: pieces make up the whole under either name."""
     source = saved(case)
     model = registry.from_hf_config(source.config)
-    for name in registry.mcore_names(model):
+    for name in registry.weights(model):
         weight = registry.weight(name, model)
         full = registry.from_hf(name, source.tensors.__getitem__, model)
         shards = [registry.shard(name, full, model, tp_size, rank) for rank in range(tp_size)]
-        assert torch.equal(registry.unshard(name, shards, model), full), name
+        assert torch.equal(unshard(name, shards, model), full), name
         assert len({s.shape for s in shards}) == 1 and all(s.is_contiguous() for s in shards), name
         if weight.cut == "none":
             continue
@@ -243,7 +244,7 @@ def test_multi_token_prediction_layers_are_kept_or_left_out_by_choice():
     tensors["model.layers.3.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
     tensors["model.layers.3.shared_head.head.weight"] = tensors["lm_head.weight"]
     back: dict[str, torch.Tensor] = {}
-    for name in registry.mcore_names(kept):
+    for name in registry.weights(kept):
         back |= dict(registry.to_hf(name, registry.from_hf(name, tensors.__getitem__, kept), kept))
     assert back.keys() == tensors.keys() and all(torch.equal(back[n], t) for n, t in tensors.items())
     assert registry.hf_names_of("mtp.layers.0.mtp_model_layer.mlp.experts.5.linear_fc2.weight", kept) == [

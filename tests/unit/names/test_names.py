@@ -7,6 +7,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from megatron_fp8rl.names import registry
+from tests.helpers.unshard import unshard
 
 # Odd on purpose: one key/value head, a head size unrelated to the hidden size, three layers, six experts.
 DENSE = {
@@ -52,7 +53,7 @@ def test_checkpoint_round_trip(case, tmp_path):
     assert registry.hf_tensors(model) == {name: tuple(t.shape) for name, t in tensors.items()}
 
     back: dict[str, torch.Tensor] = {}
-    for name in registry.mcore_names(model):
+    for name in registry.weights(model):
         full = registry.from_hf(name, tensors.__getitem__, model)
         assert registry.hf_names_of(name, model) == [n for n, _ in registry.to_hf(name, full, model)]
         back |= dict(registry.to_hf(name, full, model))
@@ -65,10 +66,10 @@ def test_checkpoint_round_trip(case, tmp_path):
 def test_shards_round_trip(case, tmp_path):
     config, tensors = saved(case, tmp_path)
     model = registry.from_hf_config(config)
-    for name in registry.mcore_names(model):
+    for name in registry.weights(model):
         full = registry.from_hf(name, tensors.__getitem__, model)
         shards = [registry.shard(name, full, model, 2, rank) for rank in range(2)]
-        assert torch.equal(registry.unshard(name, shards, model), full), name
+        assert torch.equal(unshard(name, shards, model), full), name
         assert all(s.is_contiguous() for s in shards)
         axis = {"none": None, "rows": 0, "columns": 1}[registry.weight(name, model).cut]
         for hf_name in registry.hf_names_of(name, model):
@@ -132,7 +133,7 @@ def test_global_name(local, expected):
 
 def test_tied_output_layer_is_the_embedding():
     model = registry.from_hf_config(Qwen3Config(**DENSE, tie_word_embeddings=True).to_dict())
-    assert "output_layer.weight" not in registry.mcore_names(model)
+    assert "output_layer.weight" not in registry.weights(model)
     assert registry.hf_names_of("output_layer.weight", model) == ["model.embed_tokens.weight"]
 
 

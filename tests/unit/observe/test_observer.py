@@ -7,13 +7,14 @@ from contextlib import ExitStack
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from observed_run import make_config, make_groups, make_report, observe_run
 
 from megatron_fp8rl.__main__ import write_reports
 from megatron_fp8rl.observe.metrics import UnknownMetricError
-from megatron_fp8rl.observe.observer import Observer
+from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.records import read_json_lines, read_steps
 from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.report import run_report
@@ -53,6 +54,21 @@ def test_a_step_is_one_line_with_everything_that_was_logged(tmp_path):
     assert json.loads((tmp_path / "config.json").read_text())["name"] == "observed"
     assert "matplotlib" not in json.loads((tmp_path / "versions.json").read_text())["packages"]
     assert json.loads((tmp_path / "done.json").read_text())["step"] == 1
+
+
+def test_means_over_several_updates_are_means_over_their_tokens(tmp_path):
+    """Updates of 1 and 3 tokens whose ratios are 4, and 1, 2, 3: by hand the mean is 10 / 4."""
+    batches = [SimpleNamespace(num_loss_tokens=n, num_sequences=1, microbatches=()) for n in (1, 3)]
+    rows = [
+        {"loss/update_ratio/mean": 4.0, "loss/update_ratio/max": 4.0, "train/lr/mean": 1e-3},
+        {"loss/update_ratio/mean": 2.0, "loss/update_ratio/max": 3.0, "train/lr/mean": 3e-3},
+    ]
+    log = StepLog(SimpleNamespace(), 1)
+    log.updates(rows, batches)
+    assert log.metrics["loss/update_ratio/mean"] == 2.5
+    assert log.metrics["loss/update_ratio/max"] == 4.0
+    assert log.metrics["train/lr/mean"] == pytest.approx(2e-3)
+    assert (log.metrics["train/num_updates/sum"], log.metrics["train/num_tokens/sum"]) == (2, 4)
 
 
 def test_unknown_metrics_are_refused_at_once(tmp_path):

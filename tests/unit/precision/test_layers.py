@@ -63,5 +63,5 @@ def test_edges_stay_bf16(family):
 def test_parts_of_one_megatron_matrix_are_fp8_together():
     for model in MODELS.values():
         table = LayerTable.build(model, PrecisionConfig())
-        for name in registry.mcore_names(model):
+        for name in registry.weights(model):
             assert len({table.trainer_fp8(part) for part in registry.hf_names_of(name, model)}) == 1, name

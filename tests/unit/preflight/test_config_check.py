@@ -46,7 +46,8 @@ def fields_of(cfg: RunConfig, accelerator="cpu") -> list[str]:
         make(parallel__world_size=8, parallel__pipeline=2, parallel__virtual_stages=2, parallel__context=2),
         make(parallel__world_size=3, parallel__pipeline=3),  # 4 layers: 2, 1 and 1
         make(precision__trainer="delayed", precision__bf16_first_layers=1, precision__bf16_last_layers=1),
-        make(algo__ratio="detached", algo__clip_low=1.0, algo__clip_high=4.0),
+        make(algo__loss="cispo", algo__clip_low=1.0, algo__clip_high=4.0),
+        make(observe__eval_prompts=0),
         make(algo__correction="geometric_mask", algo__correction_low=0.999, algo__correction_high=1.002),
     ],
 )
@@ -114,7 +115,12 @@ def test_five_mistakes_give_five_violations():
         ({"rollout__replay": "missing.jsonl"}, "--rollout.replay"),
         ({"rollout__kv_cache_bytes": 1000}, "--rollout.kv_cache_bytes"),
         ({"algo__updates_per_step": 1000}, "--algo.updates_per_step"),
-        ({"algo__dual_clip": 1.1}, "--algo.dual_clip"),
+        ({"algo__loss_options": {"dual_clip": 1.1}}, "--algo.loss_options.dual_clip"),
+        ({"algo__loss_options": {"aggregate": "token"}}, "--algo.loss_options.aggregate"),  # dapo has none
+        ({"algo__loss": "nowhere:loss"}, "--algo.loss"),
+        ({"algo__advantage": "nowhere"}, "--algo.advantage"),
+        ({"observe__eval_prompts": -1}, "--observe.eval_prompts"),
+        ({"observe__eval_prompts": 0, "data__sft_stop_pass_rate": 0.5}, "--data.sft_stop_pass_rate"),
         ({"algo__veto_below": 1.5}, "--algo.veto_below"),
         ({"algo__correction": "mask", "algo__correction_low": 3.0}, "--algo.correction_low"),
         ({"algo__correction_high": 0.9}, "--algo.correction_high"),

@@ -9,13 +9,13 @@ import pytest
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.auto_kernels import chosen
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight import engine_memory, trainer_memory
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, GPUS
 from megatron_fp8rl.preflight.parameters import engine_shape, on_engine_worker, on_trainer_rank
-from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.weight_sync.plan import plan
 from model_configs.deepseek import deepseek_v3
 from model_configs.qwen3 import qwen3_8b, qwen3_30b_a3b

@@ -22,7 +22,8 @@ def start_server(cfg, hf_dir, *, host, **_):
     return subprocess.Popen(["sleep", "300"], start_new_session=True), f"http://{host}:7"
 replica.start_server = start_server
 replica._is_healthy = lambda url, token: True
-sys.exit(replica.main(sys.argv[1:]))
+from megatron_fp8rl.__main__ import main
+sys.exit(main())
 """
 _AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[1:]]).returncode)"
 
@@ -30,7 +31,7 @@ _AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c',
 @pytest.mark.parametrize("end", ["agent", "server", "asked"])
 def test_replica_and_server_end_together(end, tmp_path):
     path = tmp_path / "replicas" / "rollout-0.json"
-    words = ["tiny_qwen3_moe", "--rollout.placement", "remote", "--replica", "0", "--endpoint", str(path)]
+    words = ["replica", "tiny_qwen3_moe", "--rollout.placement", "remote", "--replica", "0", "--endpoint", str(path)]
     environment = os.environ | {"LAUNCH_ADDRESS": "127.0.0.1", "LAUNCH_INCARNATION": "2001", "LAUNCH_LOG": "/l/rollout-0.log"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     agent = subprocess.Popen([sys.executable, "-c", _AGENT, _REPLICA, *words], env=environment, start_new_session=True)

@@ -6,11 +6,13 @@ The engines here are in memory: what is tested is which batch starts when, which
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from dataclasses import replace
 
 import pytest
 
+from megatron_fp8rl.observe.records import RolloutWriter
 from megatron_fp8rl.rollout.client import Sampling
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
 from megatron_fp8rl.types import Completion, Prompt
@@ -237,3 +239,23 @@ def test_every_rank_gets_the_groups_and_the_failures():
         first.next_groups()
     with pytest.raises(RolloutError, match="on trainer rank 0: ValueError: engine on fire"):
         second.next_groups()
+
+
+def test_a_replay_goes_on_in_the_prompts_where_the_recorded_run_was(tmp_path):
+    """Its checkpoints have to hold the position of the run that it repeats, which a live run may continue."""
+    fleet = Fleet()
+    live = build(fleet, rollout={"prompts_per_step": 4})
+    recording, positions = tmp_path / "rollouts.jsonl", []
+    with contextlib.closing(RolloutWriter(recording)) as writer:
+        for step in (1, 2, 3):
+            writer.write(step, live.next_groups())
+            publish(fleet, live, step)
+            positions.append(live.position)
+    cfg = replace(live.cfg, rollout=replace(live.cfg.rollout, replay=str(recording)))
+    replayed = RolloutStream(cfg, None, Numbers(), None, live._parallel)
+    found = []
+    for step in (1, 2, 3):
+        replayed.next_groups()
+        found.append(replayed.position)
+        replayed.after_update(step)
+    assert found == positions == [4, 8, 12]

@@ -38,6 +38,20 @@ def test_random_states_of_the_tracker_are_separate():
         pass
 
 
+def test_the_gradient_of_a_bf16_embedding_is_rounded_once():
+    """3,000 times one token, as a space is: adding them up in BF16 loses a tenth."""
+    from megatron.core.tensor_parallel import layers
+
+    gradient = torch.rand(3000, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight = torch.randn(4, 8, dtype=torch.bfloat16).requires_grad_()
+    ids = torch.full((3000,), 2)
+    found = layers.F.embedding(ids, weight)
+    assert torch.equal(found, weight[ids])
+    found.backward(gradient)
+    assert torch.equal(weight.grad[2], gradient.double().sum(0).bfloat16())
+    assert not weight.grad[[0, 1, 3]].any()
+
+
 @pytest.mark.parametrize("version, refused", [("0.19.0", False), ("0.19.2", False), ("0.20.0", True), ("0.18.1", True)])
 def test_other_releases_are_refused(version, refused, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)

@@ -6,13 +6,10 @@ import math
 import numpy as np
 import pytest
 
-from megatron_fp8rl.algo.advantages import (
-    NonFiniteRewardError,
-    group_advantages,
-    has_signal,
-    overlong_penalty,
-    to_samples,
-)
+from megatron_fp8rl.algo import advantages
+from megatron_fp8rl.algo import samples as algo_samples
+from megatron_fp8rl.algo.named import NamedFunctionError, load_advantage
+from megatron_fp8rl.algo.samples import NonFiniteRewardError, has_signal, overlong_penalty
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.tolerances import FLOAT64_ORDER
@@ -25,6 +22,10 @@ PROMPT = Prompt(prompt_id="sum/7", environment="sum", token_ids=(1, 2, 3), text=
 
 def config(**algo) -> RunConfig:
     return RunConfig(name="x", model=MODEL, algo=AlgoConfig(**algo), rollout=RolloutConfig(max_completion_tokens=10))
+
+
+def to_samples(groups, cfg, version):
+    return algo_samples.to_samples(groups, load_advantage(cfg.algo), cfg, version)
 
 
 def group(*rollouts: tuple[float, int], **changes) -> RolloutGroup:
@@ -49,24 +50,24 @@ def group(*rollouts: tuple[float, int], **changes) -> RolloutGroup:
     return RolloutGroup(prompt=PROMPT, rollouts=tuple(made))
 
 
-@pytest.mark.parametrize("divide_by_std", [True, False])
-def test_group_advantages_match_numpy(divide_by_std):
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo"])
+def test_advantages_match_numpy(name):
     rewards = [0.0, 1.0, 1.0, 0.25, 0.5]
     expected = np.array(rewards) - np.mean(rewards)
-    if divide_by_std:
+    if name == "grpo":
         expected /= np.std(rewards, ddof=1) + 1e-6
-    actual = group_advantages(rewards, divide_by_std=divide_by_std)
+    actual = load_advantage(AlgoConfig(advantage=name))(rewards)
     assert actual == pytest.approx(expected.tolist(), rel=FLOAT64_ORDER["rtol"])
     assert sum(actual) == pytest.approx(0, abs=FLOAT64_ORDER["rtol"])
 
 
 @pytest.mark.parametrize("rewards", [[], [1.0], [0.3] * 4])
 def test_equal_rewards_have_no_advantage(rewards):
-    assert group_advantages(rewards, divide_by_std=True) == [0.0] * len(rewards)
+    assert advantages.grpo(rewards) == [0.0] * len(rewards)
 
 
 def test_sample_fields_align_with_tokens():
-    samples = to_samples([group((1.0, 4), (0.0, 2))], config(advantage_std=False), version=5)
+    samples = to_samples([group((1.0, 4), (0.0, 2))], config(advantage="dr_grpo"), version=5)
     first, second = samples
     assert first.name == "sum/7#0" and second.name == "sum/7#1" and first.environment == "sum"
     assert first.token_ids == (1, 2, 3, 0, 1, 2, 3) and first.num_prompt_tokens == 3
@@ -102,12 +103,12 @@ def test_failed_scores_and_aborted_completions_do_not_count():
 def test_overlong_keep_mask_penalty():
     rollouts = group((1.0, 4), (0.0, 4), (0.0, 10))
     assert len(to_samples([rollouts], config(overlong="keep"), version=3)) == 3
-    masked = to_samples([rollouts], config(overlong="mask", advantage_std=False), version=3)
+    masked = to_samples([rollouts], config(overlong="mask", advantage="dr_grpo"), version=3)
     assert [s.name for s in masked] == ["sum/7#0", "sum/7#1"]
     assert [s.advantages[-1] for s in masked] == [0.5, -0.5]
     punished = to_samples(
         [group((1.0, 4), (1.0, 8), (1.0, 10))],
-        config(overlong="penalty", overlong_buffer_tokens=4, advantage_std=False),
+        config(overlong="penalty", overlong_buffer_tokens=4, advantage="dr_grpo"),
         version=3,
     )
     assert [s.advantages[-1] for s in punished] == pytest.approx([0.5, 0.0, -0.5])  # rewards 1, 0.5, 0
@@ -133,3 +134,13 @@ def test_missing_logprobs_are_named():
     )
     with pytest.raises(ValueError, match="sum/7#0: 1 log-probabilities for 2 tokens"):
         to_samples([group((1.0, 2), (0.0, 2), completion=completion)], config(), version=3)
+
+
+def test_an_advantage_function_that_returns_nonsense_is_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "nonsense.py").write_text(
+        "def nan(rewards):\n    return [float('nan')] * len(rewards)\n\n\ndef one(rewards):\n    return [1.0]\n"
+    )
+    for name in ("nan", "one"):
+        with pytest.raises(NamedFunctionError, match=f"--algo.advantage = 'nonsense:{name}': returned .* for each reward"):
+            to_samples([group((1.0, 2), (0.0, 2))], config(advantage=f"nonsense:{name}"), version=3)

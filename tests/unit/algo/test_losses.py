@@ -1,19 +1,20 @@
 """Losses against a loop over tokens in Python floats, with the gradient written out by hand."""
 
 import dataclasses
-import itertools
 import math
 
 import pytest
 import torch
 from algo_cases import noise, packed, random_samples, with_logprobs
 
-from megatron_fp8rl.algo.loss import grpo_loss, sft_loss
+from megatron_fp8rl.algo import losses
+from megatron_fp8rl.algo.named import load_loss
 from megatron_fp8rl.config import AlgoConfig
 from tests.tolerances import FLOAT64_EXP, FLOAT64_ORDER
 
 MAX_COMPLETION = 16
 PLAIN = AlgoConfig(correction="off")
+AGGREGATE = {"grpo": "sequence", "dapo": "token", "dr_grpo": "constant", "gspo": "sequence", "cispo": "token"}
 
 
 def loop_weights(log_ratios: list[float], cfg: AlgoConfig) -> list[float]:
@@ -27,7 +28,7 @@ def loop_weights(log_ratios: list[float], cfg: AlgoConfig) -> list[float]:
         "mask": [r if low <= r <= high else 0.0 for r in ratios],
         "sequence_truncate": [min(product, high)] * len(ratios),
         "sequence_mask": [product if low <= product <= high else 0.0] * len(ratios),
-        "geometric_mask": ratios if low <= mean <= high else [0.0] * len(ratios),
+        "geometric_mask": [min(r, 2.0) if low <= mean <= high else 0.0 for r in ratios],
     }[cfg.correction]
     vetoed = cfg.correction != "off" and cfg.veto_below is not None and min(ratios) < cfg.veto_below
     return [0.0] * len(ratios) if vetoed else result
@@ -49,11 +50,11 @@ def loop_loss(batch, trainer, entropy, cfg: AlgoConfig):
             "token": 1 / batch.num_loss_tokens,
             "sequence": 1 / (batch.num_sequences * len(tokens)),
             "constant": 1 / (batch.num_sequences * MAX_COMPLETION),
-        }[cfg.aggregate]
+        }[cfg.loss_options.get("aggregate", AGGREGATE[cfg.loss])]
         for t, o, n, w in zip(tokens, old, now, weights, strict=True):
             token_ratio = math.exp(n - o)
             value, slope = loop_surrogate(
-                sequence_ratio if cfg.ratio == "sequence" else token_ratio, n, mb.advantages_T[t].item(), cfg
+                sequence_ratio if cfg.loss == "gspo" else token_ratio, n, mb.advantages_T[t].item(), cfg
             )
             difference = n - mb.ref_logprobs_T[t].item()
             reweight = w * min(max(token_ratio, 1 - cfg.clip_low), 1 + cfg.clip_high)
@@ -66,13 +67,14 @@ def loop_loss(batch, trainer, entropy, cfg: AlgoConfig):
 
 def loop_surrogate(ratio: float, logprob: float, advantage: float, cfg: AlgoConfig) -> tuple[float, float]:
     clipped = min(max(ratio, 1 - cfg.clip_low), 1 + cfg.clip_high)
-    if cfg.ratio == "detached":
+    if cfg.loss == "cispo":
         return clipped * advantage * logprob, clipped * advantage
     value, slope = ratio * advantage, ratio * advantage
     if clipped * advantage < value:
         value, slope = clipped * advantage, 0.0
-    if cfg.dual_clip is not None and advantage < 0 and value < cfg.dual_clip * advantage:
-        value, slope = cfg.dual_clip * advantage, 0.0
+    dual_clip = cfg.loss_options.get("dual_clip")
+    if dual_clip is not None and advantage < 0 and value < dual_clip * advantage:
+        value, slope = dual_clip * advantage, 0.0
     return value, slope
 
 
@@ -82,7 +84,8 @@ def evaluate(batch, cfg: AlgoConfig, trainer_noise: float = 0.3):
     for mb in batch.microbatches:
         trainer = (mb.rollout_logprobs_T + noise(mb, "trainer", trainer_noise)).requires_grad_()
         entropy = mb.rollout_logprobs_T.abs() + 0.5
-        loss, metrics = grpo_loss(mb, trainer, entropy, batch, cfg=cfg, max_completion_tokens=MAX_COMPLETION)
+        loss_fn = load_loss(cfg, max_completion_tokens=MAX_COMPLETION)
+        loss, metrics = loss_fn(mb, trainer, entropy, batch)
         loss.backward()
         total += loss.item()
         gradients.append(trainer.grad)
@@ -92,17 +95,20 @@ def evaluate(batch, cfg: AlgoConfig, trainer_noise: float = 0.3):
     return total, gradients, sums
 
 
-CHOICES = list(
-    itertools.product(("token", "sequence", "detached"), ("token", "sequence", "constant"), (None, 1.1), (0.0, 0.3))
-)
+OPTIONS = [
+    *((loss, {"aggregate": a}) for loss in ("grpo", "gspo", "cispo") for a in ("token", "sequence", "constant")),
+    *((loss, {}) for loss in AGGREGATE),
+    *((loss, {"dual_clip": 1.1}) for loss in AGGREGATE if loss != "cispo"),
+    ("gspo", {"aggregate": "token", "dual_clip": 1.1}),
+]
 
 
-@pytest.mark.parametrize(("ratio", "aggregate", "dual_clip", "kl_coef"), CHOICES)
-def test_loss_and_gradient_match_a_loop(ratio, aggregate, dual_clip, kl_coef):
+@pytest.mark.parametrize(("loss", "options"), OPTIONS)
+@pytest.mark.parametrize("kl_coef", [0.0, 0.3])
+def test_loss_and_gradient_match_a_loop(loss, options, kl_coef):
     cfg = AlgoConfig(
-        ratio=ratio,
-        aggregate=aggregate,
-        dual_clip=dual_clip,
+        loss=loss,
+        loss_options=options,
         kl_coef=kl_coef,
         entropy_coef=kl_coef / 3,
         clip_low=0.1,
@@ -152,14 +158,11 @@ def test_correction_in_the_loss_matches_a_loop(correction, low, high, veto_below
         assert (sums["correction/fraction_vetoed/mean"] > 0) == (veto_below is not None)
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence", "detached"])
-@pytest.mark.parametrize("aggregate", ["token", "sequence", "constant"])
-@pytest.mark.parametrize("correction", ["truncate", "sequence_mask"])
-def test_any_split_gives_the_same_loss_and_gradient(ratio, aggregate, correction):
+@pytest.mark.parametrize("loss", AGGREGATE)
+@pytest.mark.parametrize("correction", ["truncate", "sequence_mask", "geometric_mask"])
+def test_any_split_gives_the_same_loss_and_gradient(loss, correction):
     """Over microbatches of other sizes and over data-parallel ranks, with filler microbatches."""
-    cfg = AlgoConfig(
-        ratio=ratio, aggregate=aggregate, correction=correction, correction_high=1.5, kl_coef=0.1, entropy_coef=0.02
-    )
+    cfg = AlgoConfig(loss=loss, correction=correction, correction_high=1.5, kl_coef=0.1, entropy_coef=0.02)
     samples = random_samples(seed=3, count=11)
     results = []
     for max_tokens, data_size, alignment in ((4096, 1, 1), (40, 1, 4), (24, 1, 8), (24, 3, 2), (20, 4, 1)):
@@ -182,14 +185,14 @@ def test_any_split_gives_the_same_loss_and_gradient(ratio, aggregate, correction
         assert metrics == pytest.approx(results[0][2], rel=FLOAT64_ORDER["rtol"])
 
 
-@pytest.mark.parametrize("ratio", ["token", "sequence", "detached"])
+@pytest.mark.parametrize("loss", ["dapo", "gspo", "cispo"])
 @pytest.mark.parametrize("has_old", [True, False])
-def test_on_policy_gradient_is_reinforce(ratio, has_old):
+def test_on_policy_gradient_is_reinforce(loss, has_old):
     """All policies equal: every ratio is 1, nothing is clipped, and d loss / d logprob = -advantage / tokens."""
     batch = with_logprobs(packed(random_samples(seed=4))[0], old_noise=0.0)
     mb = dataclasses.replace(batch.microbatches[0], **({} if has_old else {"old_logprobs_T": None}))
     batch = dataclasses.replace(batch, microbatches=(mb,))
-    _, (gradient,), sums = evaluate(batch, AlgoConfig(ratio=ratio, dual_clip=3.0), trainer_noise=0.0)
+    _, (gradient,), sums = evaluate(batch, AlgoConfig(loss=loss, loss_options={"aggregate": "token"} if loss == "gspo" else {}), trainer_noise=0.0)
     expected = -mb.advantages_T * mb.loss_mask_T / batch.num_loss_tokens
     torch.testing.assert_close(gradient, expected, **FLOAT64_ORDER)
     assert sums["loss/update_ratio/max"] == sums["correction/weight/max"] == 1.0
@@ -199,7 +202,7 @@ def test_on_policy_gradient_is_reinforce(ratio, has_old):
 def test_infinities_and_nan_under_the_mask_are_harmless():
     batch = with_logprobs(packed(random_samples(seed=5))[0])
     (mb,) = batch.microbatches
-    cfg = AlgoConfig(kl_coef=0.1, entropy_coef=0.1, dual_clip=2.0, correction="geometric_mask", correction_high=1.5)
+    cfg = AlgoConfig(kl_coef=0.1, entropy_coef=0.1, correction="geometric_mask", correction_high=1.5, loss_options={"dual_clip": 2.0})
     trainer = mb.rollout_logprobs_T + noise(mb, "trainer", 0.3)
     outcomes = []
     for filler in (0.0, float("-inf"), float("inf"), float("nan")):
@@ -214,7 +217,7 @@ def test_infinities_and_nan_under_the_mask_are_harmless():
             rollout_logprobs_T=spoil(mb.rollout_logprobs_T),
         )
         leaf = spoil(trainer).requires_grad_()
-        loss, metrics = grpo_loss(spoilt, leaf, spoil(trainer.abs()), batch, cfg=cfg, max_completion_tokens=16)
+        loss, metrics = load_loss(cfg, max_completion_tokens=16)(spoilt, leaf, spoil(trainer.abs()), batch)
         loss.backward()
         assert (leaf.grad[~mb.loss_mask_T] == 0).all()
         outcomes.append((loss.item(), leaf.grad, metrics))
@@ -248,7 +251,7 @@ def test_kl_gradient_is_that_of_the_true_kl():
     cfg = AlgoConfig(kl_coef=1.0)
     batch = dataclasses.replace(batch, microbatches=(mb,), num_loss_tokens=1)
     leaf = old.clone().requires_grad_()
-    grpo_loss(mb, leaf, old, batch, cfg=cfg, max_completion_tokens=1)[0].backward()
+    load_loss(cfg, max_completion_tokens=1)(mb, leaf, old, batch)[0].backward()
     (actual,) = torch.autograd.grad(logp, logits, grad_outputs=old.exp() * leaf.grad)
     torch.testing.assert_close(actual, expected, **FLOAT64_ORDER)
 
@@ -258,7 +261,7 @@ def test_extreme_ratios_stay_finite():
     (mb,) = batch.microbatches
     for shift in (-1e4, 1e4):
         leaf = (mb.old_logprobs_T.float() + shift).requires_grad_()
-        loss, metrics = grpo_loss(mb, leaf, leaf.detach(), batch, cfg=PLAIN, max_completion_tokens=16)
+        loss, metrics = load_loss(PLAIN, max_completion_tokens=16)(mb, leaf, leaf.detach(), batch)
         loss.backward()
         assert torch.isfinite(loss) and torch.isfinite(leaf.grad).all()
         assert all(torch.isfinite(value) for value in metrics.values())
@@ -269,7 +272,8 @@ def test_clip_fractions_count_what_lost_its_gradient():
     (mb,) = batch.microbatches
     names = ("low", "high", "dual")
     for dual_clip in (None, 1.05):
-        cfg = AlgoConfig(clip_low=0.1, clip_high=0.1, dual_clip=dual_clip, correction="off")
+        options = {"dual_clip": dual_clip}
+        cfg = AlgoConfig(clip_low=0.1, clip_high=0.1, loss_options=options, correction="off")
         _, (gradient,), sums = evaluate(batch, cfg)
         fractions = [sums[f"loss/clip_fraction_{name}/mean"] for name in names]
         assert sum(fractions) == int(((gradient == 0) & mb.loss_mask_T).sum())
@@ -280,7 +284,7 @@ def test_kl_without_a_reference_is_refused():
     batch = with_logprobs(packed(random_samples(seed=8))[0])
     mb = dataclasses.replace(batch.microbatches[0], ref_logprobs_T=None)
     with pytest.raises(ValueError, match="kl_coef needs reference"):
-        grpo_loss(mb, mb.old_logprobs_T, mb.old_logprobs_T, batch, cfg=AlgoConfig(kl_coef=0.1), max_completion_tokens=8)
+        load_loss(AlgoConfig(kl_coef=0.1), max_completion_tokens=8)(mb, mb.old_logprobs_T, mb.old_logprobs_T, batch)
 
 
 def test_sft_loss_is_the_mean_cross_entropy():
@@ -292,9 +296,25 @@ def test_sft_loss_is_the_mean_cross_entropy():
         for mb in batch.microbatches:
             logits = torch.randn(len(mb.tokens_T), 100, generator=generator, dtype=torch.float64)
             logprobs = logits.log_softmax(-1).gather(1, mb.targets_T[:, None])[:, 0]
-            total += sft_loss(mb, logprobs, logprobs, batch)[0].item()
+            total += losses.sft(mb, logprobs, logprobs, batch)[0].item()
             chosen = mb.loss_mask_T
             reference += torch.nn.functional.cross_entropy(logits[chosen], mb.targets_T[chosen], reduction="sum").item()
             count += int(chosen.sum())
         assert count == batch.num_loss_tokens
         assert total == pytest.approx(reference / count, rel=FLOAT64_ORDER["rtol"])
+
+
+def test_gspo_limits_the_mean_of_a_sequence_and_not_its_tokens():
+    """Log ratios +30 and -29.5 of a sequence: the mean is 0.25, and the gradient of both tokens is its ratio's."""
+    samples = [s for s in random_samples(seed=7, count=40) if sum(s.loss_mask) == 2][:1]
+    (batch,) = packed(samples)
+    (mb,) = with_logprobs(batch, old_noise=0.0).microbatches
+    offsets = torch.zeros_like(mb.old_logprobs_T)
+    offsets[mb.loss_mask_T] = torch.tensor([30.0, -29.5], dtype=torch.float64)
+    leaf = (mb.old_logprobs_T + offsets).requires_grad_()
+    cfg = AlgoConfig(loss="gspo", clip_high=1.0, correction="off")
+    loss, _ = load_loss(cfg, max_completion_tokens=16)(mb, leaf, leaf.detach(), batch)
+    loss.backward()
+    expected = -mb.advantages_T * math.exp(0.25) / 2 * mb.loss_mask_T
+    assert loss.item() == pytest.approx(expected.sum().item(), rel=FLOAT64_EXP["rtol"])
+    torch.testing.assert_close(leaf.grad, expected, **FLOAT64_EXP)

@@ -1,0 +1,143 @@
+"""Losses of one packed microbatch. Every function of this file is a value of ``algo.loss``.
+
+    grpo     clipped ratio of a token, mean over the means of sequences    arXiv 2402.03300
+    dapo     the same, mean over all tokens; clip_high > clip_low          arXiv 2503.14476
+    dr_grpo  the same, sum over tokens / longest completion allowed        arXiv 2503.20783, with its advantages
+    gspo     clipped ratio of a sequence; clips around 3e-4                arXiv 2507.18071
+    cispo    bounded ratio as a constant weight; clip_low=1, clip_high     arXiv 2506.13585
+    sft      cross-entropy
+
+They share one signature, which a user's ``module:function`` has too (docs/your_own_loss.md):
+
+    (mb, trainer_logprobs_T, entropy_T, batch, *, cfg, max_completion_tokens, **options) -> (loss, metrics)
+
+``trainer_logprobs_T`` [T] carries the gradient; ``entropy_T`` [T] needs one only with ``cfg.entropy_coef``. ``cfg`` is
+the run's AlgoConfig; ``options`` are keyword arguments, which ``algo.loss_options`` sets: ``aggregate`` says how tokens
+are averaged, ``dual_clip`` bounds what a token with a negative advantage can cost (3.0 is usual). The result is the loss
+(scalar) and detached metrics (scalars): sums over loss tokens for keys that end in ``/mean``, to be divided by
+``batch.num_loss_tokens`` after summing over microbatches and ranks; maxima for ``/max``.
+
+A loss is a sum over the tokens of this microbatch divided by the denominators of the whole global batch, so losses and
+gradients add up to the same total however the batch is cut into microbatches and ranks. Functions are pure and see the
+log-probabilities of the whole microbatch, in whatever layout the model runs. They are put together from
+algo/objective.py, which says what the policies and ratios are called.
+
+Shapes: T = packed tokens of one microbatch, S = its sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.algo.objective import (
+    bounded_surrogate,
+    clipped_surrogate,
+    masked_sum,
+    policy_loss,
+    sequence_log_ratio,
+    token_shares,
+    update_log_ratio,
+)
+from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.types import Microbatch, TrainBatch
+
+
+def grpo(
+    mb: Microbatch,
+    trainer_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    batch: TrainBatch,
+    *,
+    cfg: AlgoConfig,
+    max_completion_tokens: int,
+    aggregate: Literal["token", "sequence", "constant"] = "sequence",
+    dual_clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Each token's ratio is clipped, and a sequence counts as much as any other."""
+    surrogate = clipped_surrogate(mb, update_log_ratio(mb, trainer_logprobs_T), cfg, dual_clip)
+    shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
+    return policy_loss(mb, trainer_logprobs_T, entropy_T, surrogate, shares_T, cfg)
+
+
+def dapo(
+    mb: Microbatch,
+    trainer_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    batch: TrainBatch,
+    *,
+    cfg: AlgoConfig,
+    max_completion_tokens: int,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """:func:`grpo` in which a token counts as much as any other."""
+    how = dict(cfg=cfg, max_completion_tokens=max_completion_tokens, dual_clip=dual_clip)
+    return grpo(mb, trainer_logprobs_T, entropy_T, batch, aggregate="token", **how)
+
+
+def dr_grpo(
+    mb: Microbatch,
+    trainer_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    batch: TrainBatch,
+    *,
+    cfg: AlgoConfig,
+    max_completion_tokens: int,
+    dual_clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """:func:`grpo` without a bias towards long or short sequences; the paper has ``algo.advantage`` dr_grpo, too."""
+    how = dict(cfg=cfg, max_completion_tokens=max_completion_tokens, dual_clip=dual_clip)
+    return grpo(mb, trainer_logprobs_T, entropy_T, batch, aggregate="constant", **how)
+
+
+def gspo(
+    mb: Microbatch,
+    trainer_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    batch: TrainBatch,
+    *,
+    cfg: AlgoConfig,
+    max_completion_tokens: int,
+    aggregate: Literal["token", "sequence", "constant"] = "sequence",
+    dual_clip: float | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The geometric mean of a sequence's ratios is clipped, so that a sequence is clipped as a whole."""
+    log_ratio_T = sequence_log_ratio(mb, update_log_ratio(mb, trainer_logprobs_T))
+    surrogate = clipped_surrogate(mb, log_ratio_T, cfg, dual_clip)
+    shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
+    return policy_loss(mb, trainer_logprobs_T, entropy_T, surrogate, shares_T, cfg)
+
+
+def cispo(
+    mb: Microbatch,
+    trainer_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    batch: TrainBatch,
+    *,
+    cfg: AlgoConfig,
+    max_completion_tokens: int,
+    aggregate: Literal["token", "sequence", "constant"] = "token",
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The bounded ratio weighs the log-probability as a constant, so that no token loses its gradient."""
+    surrogate = bounded_surrogate(mb, trainer_logprobs_T, update_log_ratio(mb, trainer_logprobs_T), cfg)
+    shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
+    return policy_loss(mb, trainer_logprobs_T, entropy_T, surrogate, shares_T, cfg)
+
+
+def sft(
+    mb: Microbatch,
+    trainer_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    batch: TrainBatch,
+    *,
+    cfg: AlgoConfig | None = None,
+    max_completion_tokens: int = 0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Mean cross-entropy over all loss tokens, whatever their rewards: what the warm start trains with."""
+    mask_T = mb.loss_mask_T
+    nll = -torch.where(mask_T, trainer_logprobs_T, 0.0).sum()
+    with torch.no_grad():
+        metrics = {"loss/nll/mean": nll.detach(), "loss/entropy/mean": masked_sum(entropy_T, mask_T)}
+    return nll / max(batch.num_loss_tokens, 1), metrics

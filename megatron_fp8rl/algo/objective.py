@@ -1,0 +1,179 @@
+"""The pieces that losses are put together from (algo/losses.py, and a user's own).
+
+Three policies, never written as bare "logprobs":
+
+    rollout   the engine that sampled the tokens (FP8 kernels, perhaps older weights)
+    old       the trainer's weights at the start of the step, with the trainer's kernels
+    trainer   the weights being updated, the only policy with a gradient
+
+    mismatch_ratio = exp(old - rollout)    no gradient; corrects engine, precision and staleness (algo/mismatch.py)
+    update_ratio   = exp(trainer - old)    with gradient; what PPO clips
+
+A surrogate is the objective of each token, to be maximised, with the metrics of its ratio; :func:`policy_loss` makes
+the loss of it. Log ratios come without limits and are limited to +-20 where they are exponentiated.
+
+Shapes: T = packed tokens of one microbatch, S = its sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.algo.mismatch import limited, log_ratio, sequence_sum, weights
+from megatron_fp8rl.config import AlgoConfig
+from megatron_fp8rl.types import Microbatch, TrainBatch
+
+Surrogate = tuple[Tensor, dict[str, Tensor]]  # objective [T], 0 outside the loss mask; sums and maxima of its ratio
+
+
+def old_logprobs(mb: Microbatch, trainer_logprobs_T: Tensor) -> Tensor:
+    """Of the old policy, [T], without gradient. Without ``mb.old_logprobs_T`` the step is taken to be its batch's only
+    update, and old is trainer."""
+    return (trainer_logprobs_T if mb.old_logprobs_T is None else mb.old_logprobs_T).detach()
+
+
+def update_log_ratio(mb: Microbatch, trainer_logprobs_T: Tensor) -> Tensor:
+    """trainer - old, [T], with gradient; 0 outside the loss mask."""
+    return log_ratio(trainer_logprobs_T, old_logprobs(mb, trainer_logprobs_T), mb.loss_mask_T)
+
+
+def sequence_log_ratio(mb: Microbatch, log_ratio_T: Tensor) -> Tensor:
+    """Mean log ratio of the sequence in value, the token's own in gradient (GSPO-token, arXiv 2507.18071 eq. 14)."""
+    num_sequences = len(mb.names)
+    length_S = sequence_sum(mb.loss_mask_T.to(log_ratio_T.dtype), mb.sequence_ids_T, num_sequences).clamp(min=1)
+    mean_S = sequence_sum(log_ratio_T.detach(), mb.sequence_ids_T, num_sequences) / length_S
+    return torch.where(mb.loss_mask_T, mean_S[mb.sequence_ids_T] + log_ratio_T - log_ratio_T.detach(), 0.0)
+
+
+def clipped_surrogate(
+    mb: Microbatch, log_ratio_T: Tensor, cfg: AlgoConfig, dual_clip: float | None = None
+) -> Surrogate:
+    """PPO's pessimistic minimum of ratio and clipped ratio, times the advantage (arXiv 1707.06347 eq. 7).
+
+    A large ratio times a negative advantage is unbounded below; ``dual_clip`` floors it at dual_clip * advantage (Ye et
+    al. 2020, arXiv 1912.09729).
+    """
+    mask_T, advantages_T = mb.loss_mask_T, mb.advantages_T
+    ratio_T = limited(log_ratio_T).exp()
+    clipped_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    objective_T = torch.minimum(ratio_T * advantages_T, clipped_T * advantages_T)
+    low_T = (ratio_T < 1 - cfg.clip_low) & (advantages_T < 0)
+    high_T = (ratio_T > 1 + cfg.clip_high) & (advantages_T > 0)
+    dual_T = torch.zeros_like(mask_T)
+    if dual_clip is not None:
+        floor_T = dual_clip * advantages_T
+        dual_T = (advantages_T < 0) & (objective_T < floor_T)
+        objective_T = torch.where(advantages_T < 0, torch.maximum(objective_T, floor_T), objective_T)
+    return torch.where(mask_T, objective_T, 0.0), _ratio_metrics(ratio_T, low_T, high_T, dual_T, mask_T)
+
+
+def bounded_surrogate(mb: Microbatch, trainer_logprobs_T: Tensor, log_ratio_T: Tensor, cfg: AlgoConfig) -> Surrogate:
+    """The bounded ratio as a constant weight of advantage * log-probability; both bounds act for either sign."""
+    mask_T = mb.loss_mask_T
+    ratio_T = limited(log_ratio_T).exp()
+    bounded_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    low_T, high_T = ratio_T < 1 - cfg.clip_low, ratio_T > 1 + cfg.clip_high
+    objective_T = bounded_T.detach() * mb.advantages_T * torch.where(mask_T, trainer_logprobs_T, 0.0)
+    nowhere_T = torch.zeros_like(mask_T)
+    return torch.where(mask_T, objective_T, 0.0), _ratio_metrics(ratio_T, low_T, high_T, nowhere_T, mask_T)
+
+
+def token_shares(
+    mb: Microbatch,
+    batch: TrainBatch,
+    aggregate: Literal["token", "sequence", "constant"],
+    max_completion_tokens: int,
+) -> Tensor:
+    """Share of each token in the global loss, [T]; 0 outside the mask.
+
+    token: 1 / all loss tokens. sequence: 1 / (all sequences * loss tokens of its own). constant: 1 / (all sequences *
+    the longest completion allowed), which leaves the gradient free of a length bias.
+    """
+    mask_T = mb.loss_mask_T.to(mb.advantages_T.dtype)
+    if aggregate == "token":
+        return mask_T / max(batch.num_loss_tokens, 1)
+    num_sequences = max(batch.num_sequences, 1)
+    if aggregate == "constant":
+        return mask_T / (num_sequences * max_completion_tokens)
+    length_S = sequence_sum(mask_T, mb.sequence_ids_T, len(mb.names)).clamp(min=1)
+    return mask_T / (num_sequences * length_S[mb.sequence_ids_T])
+
+
+def policy_loss(
+    mb: Microbatch,
+    trainer_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    surrogate: Surrogate,
+    shares_T: Tensor,
+    cfg: AlgoConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and metrics of a surrogate: corrected for the mismatch, with the KL and entropy terms that ``cfg`` asks for.
+
+    Raises:
+        ValueError: ``cfg.kl_coef`` without reference log-probabilities.
+    """
+    mask_T = mb.loss_mask_T
+    log_mismatch_T = log_ratio(old_logprobs(mb, trainer_logprobs_T), mb.rollout_logprobs_T, mask_T)
+    correction = weights(log_mismatch_T, mask_T, mb.sequence_ids_T, cfg, num_sequences=len(mb.names))
+    log_update_T = limited(update_log_ratio(mb, trainer_logprobs_T).detach())
+
+    objective_T, metrics = surrogate
+    objective_T = correction.weights_T * objective_T
+    if cfg.kl_coef:
+        kl_T, value_T = _kl_to_reference(mb, trainer_logprobs_T)
+        reweight_T = correction.weights_T * log_update_T.exp().clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+        objective_T = objective_T - cfg.kl_coef * reweight_T * kl_T
+        metrics = metrics | {"loss/kl_ref/mean": masked_sum(value_T, mask_T)}
+    if cfg.entropy_coef:
+        objective_T = objective_T + cfg.entropy_coef * torch.where(mask_T, entropy_T, 0.0)
+    loss = -(objective_T * shares_T).sum()
+
+    with torch.no_grad():
+        metrics = metrics | {
+            "loss/kl_update/mean": masked_sum(_k3(-log_update_T), mask_T),
+            "loss/entropy/mean": masked_sum(entropy_T, mask_T),
+            "correction/weight/mean": masked_sum(correction.weights_T, mask_T),
+            "correction/weight/max": torch.where(mask_T, correction.weights_T, 0.0).max(),
+            "correction/fraction_corrected/mean": masked_sum(correction.corrected_T, mask_T),
+            "correction/fraction_vetoed/mean": masked_sum(correction.vetoed_T, mask_T),
+        }
+    return loss, {key: value.detach() for key, value in metrics.items()}
+
+
+def masked_sum(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Sum over the mask, scalar, in FP32 or better: a metric that ends in ``/mean``."""
+    return values_T.masked_fill(~mask_T, 0).sum(dtype=torch.promote_types(values_T.dtype, torch.float32))
+
+
+@torch.no_grad()
+def _ratio_metrics(ratio_T: Tensor, low_T: Tensor, high_T: Tensor, dual_T: Tensor, mask_T: Tensor) -> dict[str, Tensor]:
+    return {
+        "loss/update_ratio/mean": masked_sum(ratio_T, mask_T),
+        "loss/update_ratio/max": torch.where(mask_T, ratio_T, 0.0).max(),
+        "loss/clip_fraction_low/mean": masked_sum(low_T, mask_T),
+        "loss/clip_fraction_high/mean": masked_sum(high_T, mask_T),
+        "loss/clip_fraction_dual/mean": masked_sum(dual_T, mask_T),
+    }
+
+
+def _kl_to_reference(mb: Microbatch, trainer_logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(trainer || reference) per token: (k3 in value with the gradient of k2, k3 without gradient).
+
+    Differentiating k3 itself follows KL(reference || trainer) instead: its gradient is (1 - exp(ref - trainer)) times
+    the score. The score-function gradient of KL(trainer || reference) is (trainer - ref) times the score, which is the
+    gradient of k2 = (trainer - ref)^2 / 2 (Schulman 2020, "Approximating KL divergence").
+    """
+    if mb.ref_logprobs_T is None:
+        raise ValueError("algo.kl_coef needs reference log-probabilities, and this microbatch has none")
+    log_ratio_T = limited(log_ratio(trainer_logprobs_T, mb.ref_logprobs_T, mb.loss_mask_T))
+    k2_T = log_ratio_T.square() / 2
+    k3_T = _k3(-log_ratio_T.detach())
+    return k3_T + k2_T - k2_T.detach(), k3_T
+
+
+def _k3(log_ratio_T: Tensor) -> Tensor:
+    """exp(d) - 1 - d >= 0: for d = log(q/p) of tokens sampled from p, an unbiased estimate of KL(p || q)."""
+    return torch.expm1(log_ratio_T) - log_ratio_T
