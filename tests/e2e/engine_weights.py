@@ -48,7 +48,7 @@ def random_weights(cfg: RunConfig, seed: int) -> dict[str, Tensor]:
 
 def policy_of(cfg: RunConfig, tensors: Mapping[str, Tensor]) -> SimpleNamespace:
     """What the exporter needs of a policy, on one rank. Its parameters are copies."""
-    parameters = {n: registry.from_hf(n, tensors.__getitem__, cfg.model).clone() for n in registry.mcore_names(cfg.model)}
+    parameters = {n: registry.from_hf(n, tensors.__getitem__, cfg.model).clone() for n in registry.weights(cfg.model)}
     parallel = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
     return SimpleNamespace(cfg=cfg, parallel=parallel, named_tensors=lambda: iter(parameters.items()))
 
