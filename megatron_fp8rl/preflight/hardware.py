@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fp8rl.preflight.rules import Accelerator
+from megatron_fp8rl.precision.hardware import Generation
 
 GIB = 1 << 30
 GpuName = Literal["h100", "h200", "b200"]
@@ -16,7 +16,7 @@ class Gpu:
     """One kind of GPU."""
 
     name: GpuName
-    generation: Accelerator
+    generation: Generation
     memory_bytes: int  # that CUDA reports as total; what is printed on the box is more
 
     @property

@@ -15,9 +15,9 @@ from typing import Any
 
 from megatron_fp8rl import config as config_module
 from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.precision.hardware import Generation
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.finding import Change
-from megatron_fp8rl.preflight.rules import Accelerator
 
 _MAX_DEGREE = 64
 
@@ -46,7 +46,7 @@ def words(overrides: Sequence[str], change: Change) -> str:
     return shlex.join([*kept, *new])
 
 
-def mend(cfg: RunConfig, violation: Violation, accelerator: Accelerator) -> Change:
+def mend(cfg: RunConfig, violation: Violation, accelerator: Generation) -> Change:
     """A new value of the violation's field that leaves the fewest violations, and not this one; empty when none does.
 
     Among equals, values that the remedy names come first, then those nearest to the present one.
@@ -62,7 +62,7 @@ def mend(cfg: RunConfig, violation: Violation, accelerator: Accelerator) -> Chan
     return best
 
 
-def mend_all(cfg: RunConfig, accelerator: Accelerator) -> Change:
+def mend_all(cfg: RunConfig, accelerator: Generation) -> Change:
     """Changes after which no violation is left that one field can mend; each step takes away as many as it can."""
     changes: dict[str, Any] = {}
     while violations := rules.check(cfg, accelerator=accelerator):

@@ -16,7 +16,7 @@ from megatron_fp8rl.names.table import Weight
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.parameters import Entry, engine_shape, entries
 
-TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
+TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": 128}
 _MAX_DEGREE = 64
 
 

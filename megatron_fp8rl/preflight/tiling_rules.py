@@ -5,7 +5,7 @@ degrees that would do. Pure, and part of :func:`megatron_fp8rl.preflight.rules.c
 
 A block that crosses the edge of a shard would get another scale on each side than the whole matrix has, and the bytes
 that the trainer multiplies would not be the bytes that the engine holds. So the edges of all shards have to fall on the
-edges of blocks: 128 for blockwise scales, 32 for MXFP8, and 16 for one scale per tensor, which is what FP8 tensor
+edges of blocks: 128 for blockwise scales, and 16 for one scale per tensor, which is what FP8 tensor
 cores ask.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from megatron_fp8rl.config import FP8_BLOCK, MlaConfig, ModelConfig
 from megatron_fp8rl.preflight.findings import Findings
 
-_TILE = {"delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK, "mxfp8": 32}
+_TILE = {"delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.names.registry import padded_vocab_size
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.hardware import GIB, Gpu
 from megatron_fp8rl.preflight.memory import Estimate, Part
@@ -90,7 +92,6 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
         "delayed": 1.0,
         "tensorwise": 1.0,
         "blockwise": 1 + 4 / FP8_BLOCK**2,
-        "mxfp8": 1 + 1 / 32,
     }[cfg.precision.trainer]
     is_per_tensor = cfg.precision.trainer in ("delayed", "tensorwise")
     return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)
@@ -101,7 +102,8 @@ def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbala
     tokens = Tokens.of(cfg, routing_imbalance)
     layout = TrainerLayout.from_config(cfg.parallel)
     held = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
-    layers = [layer_bytes(cfg, layer, tokens) for layer in held]
+    kernels = KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
+    layers = [layer_bytes(cfg, layer, tokens, kernels) for layer in held]
     parts = (
         *_states(cfg, gpu, on_trainer_rank(cfg, stage)),
         _activations(cfg, layers, tokens, stage),

@@ -90,7 +90,7 @@ def test_a_run_that_cannot_work_and_the_command_that_makes_it_work():
 
 
 def test_each_command_takes_its_finding_away():
-    cfg = change(grpo_qwen3_8b(), precision__trainer="mxfp8", rollout__transport="shm", rollout__num_replicas=8)
+    cfg = change(grpo_qwen3_8b(), precision__linears="deep_gemm", precision__gradients="e5m2", rollout__transport="shm", rollout__num_replicas=8)
     cfg = change(cfg, rollout__gpu_memory_utilization=0.999, algo__correction="off")
     found = diagnose(cfg)
     proposed = [f for f in found.findings if f.change and f.subject != "--model.hf_path"]
@@ -158,8 +158,6 @@ def test_scale_kinds_follow_the_gpu_that_is_meant_not_this_machine():
     assert errors(diagnose(fp32, DoctorOptions(gpu="b200")))["--precision.scales"].change == (
         ("precision.scales", "pow2"),
     )
-    mxfp8 = change(grpo_qwen3_8b(), precision__trainer="mxfp8", precision__rollout="bf16")
-    assert not errors(diagnose(mxfp8, DoctorOptions(gpu="b200")))
 
 
 def test_agreement_says_what_is_fp8_where():

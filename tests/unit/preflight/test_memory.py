@@ -97,7 +97,6 @@ def test_bf16_edges_have_no_fp8_copies():
         ("blockwise", "h200", 2 * (1 + 4 / 16384)),
         ("delayed", "h200", 2),
         ("tensorwise", "b200", 1),
-        ("mxfp8", "b200", 2 * (1 + 1 / 32)),
         ("bf16", "h200", 0),
     ],
 )
