@@ -19,7 +19,8 @@ from benchmarks import measured_rows as measured
 from benchmarks.measured_rows import Answer, Measured, Row
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
-from megatron_fp8rl.precision.auto_kernels import Field, can_multiply, chosen
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import TABLE, Field, KernelChoice
 from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, Use, experts_of, linears_of
 from megatron_fp8rl.preflight.findings import Finding
 
@@ -81,14 +82,16 @@ def _arms(cfg: RunConfig, kind: Field) -> Callable[[str], bool]:
     """FP8 arms that the run can have: those of its recipe; in BF16 those of blockwise, which engines share."""
     recipe = "blockwise" if cfg.precision.trainer == "bf16" else cfg.precision.trainer
     te = "ours te blockwise" if (kind, recipe) == ("linears", "blockwise") else f"te {recipe}"
-    has_ours = recipe == "blockwise" and can_multiply(kind, replace(cfg.precision, trainer=recipe))
+    asked, deep_gemm = replace(cfg.precision, trainer=recipe), TABLE[f"trainer.{kind}"].kernels["deep_gemm"]
+    wrong = deep_gemm.supports(replace(cfg, precision=asked), Hardware("hopper"))
+    has_ours = recipe == "blockwise" and wrong is None
     return lambda arm: arm == te or (has_ours and arm.startswith(_OURS[kind]))
 
 
 def _known(kind: Field, answer: Answer, where: str, cfg: RunConfig, gpu: str, found: Sequence[Measured]) -> Finding:
     fastest = "deep_gemm" if answer.fp8.startswith(_OURS[kind]) else "te"
     is_other = not measured.is_of(gpu, found[0].device)  # whose fastest kernels this one may not have
-    is_chosen = cfg.precision.trainer == "bf16" or is_other or chosen(kind, cfg) == fastest
+    is_chosen = cfg.precision.trainer == "bf16" or is_other or getattr(KernelChoice.of(cfg, Hardware("hopper")).trainer, kind) == fastest
     return Finding(
         severity="note",
         subject=f"FP8 for {kind}",

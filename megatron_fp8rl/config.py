@@ -133,7 +133,7 @@ class ParallelConfig:
 class PrecisionConfig:
     """One object decides both ends, so that the policy that samples and the policy that trains stay one function."""
 
-    trainer: Literal["bf16", "delayed", "tensorwise", "blockwise", "mxfp8"] = "blockwise"
+    trainer: Literal["bf16", "delayed", "tensorwise", "blockwise"] = "blockwise"
     rollout: Literal["bf16", "blockwise"] = "blockwise"
     scales: Literal["pow2", "fp32"] = "pow2"  # of blockwise FP8, weights and activations, at both ends
     gradients: Literal["e4m3", "e5m2"] = "e4m3"  # format of output gradients
@@ -144,7 +144,7 @@ class PrecisionConfig:
     params: Literal["bf16", "fp32", "fp8"] = "bf16"  # of the trainer; fp8: FP8 linears hold no BF16. fp32 is for tests
     kernels: Literal["auto", "emulated", "te"] = "auto"  # auto: Transformer Engine on a GPU, emulated without one
     linears: Literal["auto", "te", "deep_gemm"] = "auto"  # kernels of FP8 linears but experts'; te: as kernels says
-    experts: Literal["auto", "te", "deep_gemm"] = "auto"  # of the experts. auto, of both: see precision/auto_kernels.py
+    experts: Literal["auto", "te", "deep_gemm"] = "auto"  # of the experts. auto, of both: see precision/kernel_choice.py
     expert_wgrad: Literal["fp8", "bf16"] = "fp8"  # operands of the experts' weight gradients under deep_gemm
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's outputs come from the engine's own kernel
 
@@ -183,7 +183,7 @@ class RolloutConfig:
     max_replica_restarts: int = 3  # of replicas that died, in one run, all together; not of colocated ones on GPUs
     sleep_level: Literal[0, 1, 2] = 0  # while training, engines keep their memory (0), or move (1) or drop (2) weights
     linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU
-    moe_backend: Literal["auto", "deep_gemm", "triton", "flashinfer_cutlass"] = "auto"  # of FP8 experts
+    moe_backend: Literal["auto", "deep_gemm", "triton"] = "auto"  # of experts
     attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
     batch_invariant: bool = False  # results do not depend on what else is in the batch; slower, and not compiled
     torch_compile: bool = True  # False: CUDA graphs without torch.compile, which starts a minute sooner

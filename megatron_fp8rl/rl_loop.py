@@ -26,13 +26,15 @@ from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.remote_scoring import build_scorer
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
+from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.stop import StopRequest
 from megatron_fp8rl.trainer import checkpoint
-from megatron_fp8rl.trainer.fused_kernels import fused_kernels
 from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
+from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import RolloutGroup, Sample
@@ -61,12 +63,16 @@ def run(
         scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
         policy = Policy.build(cfg, parallel)
-        observer.note(fused_kernels(cfg, parallel.device))
+        kernels = choose(cfg, here(), "trainer")
+        observer.note({**kernels.record(), "trainer kernel, optimizer": adam_name()})
         step = _resume(cfg, policy, prompts, checkpoints)
         stop.at_boundary(parallel, step)
         if fleet is not None:
             fleet.wait_until_ready()
-            observer.note({f"engine kernel, {kind}": name for kind, name in fleet.kernels.items()})
+            in_use = fleet.kernels()
+            observer.note({f"engine kernel, {role}": ", ".join(names) for role, names in in_use.items()})
+            for disagreement in kernels.disagreements(in_use):
+                observer.warn(disagreement)
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
         residency = Residency(cfg, policy, fleet)
         publish = partial(_count_version, rollouts)

@@ -246,13 +246,6 @@ class Delayed(Tensorwise):
         return past.amax(dim=0) if self.algorithm == "max" else past[0]
 
 
-@dataclass(frozen=True)
-class Mxfp8:
-    """Powers of two for every 32 numbers, along rows and along columns; only Blackwell's tensor cores multiply so."""
-
-    grad_format: Format
-
-
 class Plain:
     """Operands as they are: BF16 (or float32) training through the same products."""
 
@@ -271,12 +264,12 @@ class Plain:
         return Operand(grad_PN), Operand(x_PK)
 
 
-Recipe = Plain | Blockwise | Tensorwise | Delayed | Mxfp8
+Recipe = Plain | Blockwise | Tensorwise | Delayed
 _PLAIN = Plain()
 
 
-def make_recipe(precision: PrecisionConfig, *, is_emulated: bool = True) -> Recipe | None:
-    """The recipe of ``precision.trainer``; None for bf16. Raises ValueError for one that is not emulated."""
+def make_recipe(precision: PrecisionConfig) -> Recipe | None:
+    """The recipe of ``precision.trainer``; None for bf16."""
     grad_format = {"e4m3": E4M3, "e5m2": E5M2}[precision.gradients]
     match precision.trainer:
         case "bf16":
@@ -287,9 +280,6 @@ def make_recipe(precision: PrecisionConfig, *, is_emulated: bool = True) -> Reci
             return Tensorwise(grad_format)
         case "delayed":
             return Delayed(grad_format, precision.amax_algorithm)
-        case "mxfp8" if not is_emulated:
-            return Mxfp8(grad_format)
-    raise ValueError(f"precision.trainer = {precision.trainer!r} is not emulated: it needs a GPU that multiplies in it")
 
 
 def _multiply(left: Operand, right: Operand, rows: Rows, dtype: torch.dtype) -> Tensor:

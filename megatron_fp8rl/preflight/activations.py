@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
-from megatron_fp8rl.precision.auto_kernels import chosen
+from megatron_fp8rl.precision.kernel_choice import TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 _FP32_BYTES, _INT64_BYTES = 4, 8
-_FP8_BYTES = {"blockwise": 1 + _FP32_BYTES / FP8_BLOCK, "mxfp8": 1 + 1 / 32, "tensorwise": 1.0, "delayed": 1.0}
+_FP8_BYTES = {"blockwise": 1 + _FP32_BYTES / FP8_BLOCK, "tensorwise": 1.0, "delayed": 1.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class _Widths:
         return 0.0 if self.fp8 is None else self.fp8
 
 
-def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens) -> LayerBytes:
+def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKernels) -> LayerBytes:
     """Activations of one layer under the configured recompute."""
     model, optim = cfg.model, cfg.optim
     is_fp8 = LayerTable.build(model, cfg.precision).trainer_fp8(f"model.layers.{layer}.self_attn.o_proj.weight")
@@ -85,12 +85,12 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens) -> LayerBytes:
     hidden = tokens.sequence * model.hidden_size * width.element  # input of a layer, of a router, of a checkpoint
     if model.is_moe_layer(layer):
         shared = _shared_experts(cfg, tokens, width)
-        feed_forward = hidden + _routed_experts(cfg, tokens, width) + shared
-        workspace = _moe_workspace(cfg, tokens, width)
+        feed_forward = hidden + _routed_experts(cfg, tokens, width, kernels) + shared
+        workspace = _moe_workspace(cfg, tokens, width, kernels)
     else:
         shared = 0.0
-        feed_forward = _dense(model.ffn_hidden_size / cfg.parallel.tensor, cfg, tokens, width)
-        workspace = _dense_workspace(cfg, tokens, width)
+        feed_forward = _dense(model.ffn_hidden_size / cfg.parallel.tensor, cfg, tokens, width, kernels)
+        workspace = _dense_workspace(cfg, tokens, width, kernels)
 
     everything = norms + attention + feed_forward
     if optim.recompute == "none":
@@ -144,15 +144,15 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
     return kept, core, tokens.context * inputs * width.element
 
 
-def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
     """Normed input; what :func:`_swiglu` keeps, or gate and up alone where SwiGLU is part of DeepGEMM's linears."""
     normed = tokens.sequence * cfg.model.hidden_size * width.own_input
-    kept = 2 * columns * width.element if _on_deep_gemm(cfg, width) else _swiglu(columns, width)
+    kept = 2 * columns * width.element if _on_deep_gemm(kernels, width) else _swiglu(columns, width)
     return normed + tokens.context * kept
 
 
-def _on_deep_gemm(cfg: RunConfig, width: _Widths) -> bool:
-    return width.fp8 is not None and chosen("linears", cfg) == "deep_gemm"
+def _on_deep_gemm(kernels: TrainerKernels, width: _Widths) -> bool:
+    return width.fp8 is not None and kernels.linears == "deep_gemm"
 
 
 def _swiglu(columns: float, width: _Widths) -> float:
@@ -160,7 +160,7 @@ def _swiglu(columns: float, width: _Widths) -> float:
     return columns * (4 * width.element + width.own_input)
 
 
-def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
     """Router scores and probabilities in FP32, and the order of its map in int64; then, for each copy of a token, its
     expert, its place and two weights; the input of gate and up, their outputs, silu(gate), the input of down, and the
     output that the router's weight multiplies. On DeepGEMM the input of gate and up and their outputs are all."""
@@ -168,7 +168,7 @@ def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     columns = model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
     router = tokens.sequence * model.num_experts * (2 * _FP32_BYTES + _INT64_BYTES)
     per_copy = 2 * (_INT64_BYTES + _FP32_BYTES)
-    if chosen("experts", cfg) == "deep_gemm":
+    if kernels.experts == "deep_gemm":
         per_copy += model.hidden_size * width.own_input + 2 * columns * width.element
         return router + tokens.routed * per_copy
     per_copy += model.hidden_size * (width.own_input + width.element) + columns * (3 * width.element + width.own_input)
@@ -184,18 +184,18 @@ def _shared_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     return own_copy + tokens.context * _swiglu(columns, width)
 
 
-def _dense_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+def _dense_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
     """Where gate meets up: gradients of their product and of both factors; the residual stream's, and the gathered one
     under tensor parallelism. On DeepGEMM the gradient of the product, those of both factors in FP8, in rows and in
     columns, and the product made again in columns; of the two of the stream, one is in columns."""
     columns, hidden = cfg.model.ffn_hidden_size / cfg.parallel.tensor, cfg.model.hidden_size
-    if _on_deep_gemm(cfg, width):
+    if _on_deep_gemm(kernels, width):
         streams = hidden * (width.element + width.fp8)
         return tokens.context * (columns * (width.element + 5 * width.fp8) + streams)
     return tokens.context * (3 * columns + 2 * hidden) * width.element
 
 
-def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
     """Where the router's FP32 weight meets an expert's output: the gradients of the product and of both factors, all
     FP32 and as wide as the hidden size until the weight's is summed; and those of the residual stream. On DeepGEMM
     where gate meets up: the gradient of the output, once more as an operand of a weight's, that of their product, those
@@ -203,7 +203,7 @@ def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
     too."""
     hidden = cfg.model.hidden_size
     stream = 2 * tokens.sequence * hidden * width.element
-    if chosen("experts", cfg) == "deep_gemm":
+    if kernels.experts == "deep_gemm":
         columns = cfg.model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
         of_factors = 0.0 if width.fp8 is None else 4 * width.fp8
         per_copy = hidden * (width.element + width.own_input) + columns * (width.element + of_factors + width.own_input)

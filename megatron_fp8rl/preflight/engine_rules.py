@@ -1,4 +1,4 @@
-"""Mistakes in where engines run, which kernels they use, and who has the GPUs' memory when. Pure."""
+"""Mistakes in where engines run, and who has the GPUs' memory when. Pure."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from megatron_fp8rl.preflight.findings import Findings
 
 
 def check_engines(found: Findings, accelerator: str) -> None:
-    """Placement, expert parallelism, transport, sleeping, offloading and kernels of the engines."""
+    """Placement, expert parallelism, transport, sleeping and offloading of the engines."""
     _check_placement(found, accelerator)
     _check_transport(found, accelerator)
     _check_expert_parallel(found)
     _check_memory_turns(found)
-    _check_kernels(found, accelerator)
+    _check_batch_invariance(found)
 
 
 def _check_placement(found: Findings, accelerator: str) -> None:
@@ -85,56 +85,14 @@ def _check_memory_turns(found: Findings) -> None:
         )
 
 
-def _check_kernels(found: Findings, accelerator: str) -> None:
-    cfg, rollout, precision = found.cfg, found.cfg.rollout, found.cfg.precision
-    is_fp8 = precision.rollout != "bf16"
-    is_pow2_on_gpu = is_fp8 and precision.scales == "pow2" and accelerator != "cpu"
-    if rollout.linear_backend in ("cutlass", "triton") and is_pow2_on_gpu:
+def _check_batch_invariance(found: Findings) -> None:
+    rollout = found.cfg.rollout
+    if not rollout.batch_invariant:
+        return
+    if rollout.transport == "nccl" or (rollout.transport == "auto" and rollout.placement == "remote"):
         found.refuse(
-            "rollout.linear_backend",
-            "does not round the scales of activations to powers of two, as the trainer does",
-            "Set deep_gemm, or --precision.scales fp32",
-        )
-    if rollout.moe_backend != "auto" and not cfg.model.is_moe:
-        found.refuse("rollout.moe_backend", "multiplies experts, and the model is dense", "Set auto")
-    elif rollout.moe_backend == "flashinfer_cutlass":
-        found.refuse(
-            "rollout.moe_backend",
-            "keeps gate and up in the other order than they are sent, so that updates and proofs would miss them",
-            "Set triton or deep_gemm",
-        )
-    elif rollout.moe_backend == "deep_gemm":
-        edges = precision.bf16_last_layers
-        edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
-        if not is_fp8 or edges:
-            found.refuse("rollout.moe_backend", "multiplies FP8 alone, and there are experts in BF16", "Set triton")
-    head_dim = cfg.model.head_dim
-    if precision.attention == "engine" and accelerator != "cpu" and cfg.model.mla is None and not 96 < head_dim <= 128:
-        found.refuse(
-            "precision.attention",
-            f"is there for the engine's bits, and with heads of {head_dim} features its kernel sums a decoded token's "
-            "keys in other blocks than a sequence's: it has the same bits for heads of 97 to 128",
-            "Choose auto",
-        )
-    if rollout.batch_invariant:
-        if accelerator == "cpu":
-            found.refuse("rollout.batch_invariant", "chooses GPU kernels, and there is no GPU", "Leave it out")
-        if rollout.moe_backend == "deep_gemm" and precision.scales == "fp32":
-            found.refuse(
-                "rollout.moe_backend",
-                "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant",
-                "Set triton, or --precision.scales pow2",
-            )
-        if rollout.transport == "nccl" or (rollout.transport == "auto" and rollout.placement == "remote"):
-            found.refuse(
-                "rollout.transport",
-                "takes NCCL, for which vLLM gives batch-invariant engines an algorithm and a protocol of their own; ranks "
-                "that differ in these may wait for each other for ever",
-                "Set gloo, or ipc on one host",
-            )
-    if rollout.attention_backend == "FLASHINFER" and rollout.kv_cache_dtype == "fp8":
-        found.refuse(
-            "rollout.attention_backend",
-            "reads the scales of an FP8 KV cache once, when it starts, so that new ones would have no effect",
-            "Set auto or FLASH_ATTN",
+            "rollout.transport",
+            "takes NCCL, for which vLLM gives batch-invariant engines an algorithm and a protocol of their own; ranks "
+            "that differ in these may wait for each other for ever",
+            "Set gloo, or ipc on one host",
         )

@@ -175,7 +175,7 @@ def _interpreter(severity: Severity) -> list[Finding]:
 
 
 def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding:
-    """Which kernels a GPU run uses with what is installed; ``trainer/fused_kernels.py`` and Megatron-Core choose them."""
+    """Which kernels a GPU run uses with what is installed; ``precision/kernel_choice.py`` and Megatron-Core choose them."""
     engine, apex = version("transformer-engine"), version("apex")
     if engine:
         used = f"FP8 and expert linears, norms and AdamW: Transformer Engine {engine}'s"

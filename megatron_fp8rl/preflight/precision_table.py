@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
-from megatron_fp8rl.precision.auto_kernels import chosen
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.memory import Gpu
@@ -14,7 +15,6 @@ from megatron_fp8rl.preflight.parameters import entries
 _SCALES = {
     "delayed": "one per tensor, from the history of maxima",
     "tensorwise": "one per tensor, from the tensor itself",
-    "mxfp8": "E8M0, one per 32 numbers",
     "bf16": "none",
 }
 
@@ -142,14 +142,14 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
                 change=(("rollout.kv_cache_dtype", "auto"),),
             )
         )
-    return found + _of_linears(cfg)
+    return found + _of_linears(cfg, KernelChoice.of(cfg, Hardware(gpu.generation)))
 
 
-def _of_linears(cfg: RunConfig) -> list[Finding]:
+def _of_linears(cfg: RunConfig, choice: KernelChoice) -> list[Finding]:
     """The matrix that DeepGEMM leaves to the other kernels, by its name. config_check sees to all others."""
     mla = cfg.model.mla
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
-    if rows % FP8_BLOCK == 0 or chosen("linears", cfg) != "deep_gemm":
+    if choice.trainer.of_matrix(rows, FP8_BLOCK) == choice.trainer.linears:
         return []
     return [
         Finding(

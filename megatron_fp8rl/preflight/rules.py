@@ -16,34 +16,28 @@ import string
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from megatron_fp8rl.algo import named
 from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
+from megatron_fp8rl.precision.kernel_choice import refusals
 from megatron_fp8rl.preflight.engine_rules import check_engines
-from megatron_fp8rl.preflight.expert_rules import check_experts
 from megatron_fp8rl.preflight.findings import Findings
-from megatron_fp8rl.preflight.fp8_params_rules import check_primary_weights
-from megatron_fp8rl.preflight.linear_rules import check_linears
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model, check_source
 from megatron_fp8rl.preflight.tiling import check_tiling
 
-Accelerator = Literal["cpu", "ampere", "hopper", "blackwell"]
 
-
-def check(cfg: RunConfig, *, accelerator: Accelerator | None = None) -> list[Violation]:
+def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Violation]:
     """All mistakes of ``cfg``. ``accelerator`` is what the trainer will run on; None looks at this machine."""
     found = Findings(cfg)
     accelerator = accelerator or local_accelerator()
     _check_run(found)
     model_is_sound = check_model(found)
     degrees_are_sound = check_degrees(found, model_is_sound)
-    _check_precision(found, accelerator)
-    check_linears(found, accelerator)
-    check_primary_weights(found, accelerator)
+    _check_precision(found)
+    found.violations += refusals(cfg, Hardware(accelerator))
     if model_is_sound and degrees_are_sound:
         check_tiling(found)
-        check_experts(found, accelerator)
     _check_optim(found)
     _check_rollout(found)
     check_engines(found, accelerator)
@@ -54,7 +48,7 @@ def check(cfg: RunConfig, *, accelerator: Accelerator | None = None) -> list[Vio
 
 
 @cache
-def local_accelerator() -> Accelerator:
+def local_accelerator() -> Generation:
     """The GPU generation of this machine, asked of ``nvidia-smi``; "cpu" when there is none."""
     try:
         answer = subprocess.run(
@@ -66,8 +60,7 @@ def local_accelerator() -> Accelerator:
         ).stdout.split()
     except (OSError, subprocess.SubprocessError):
         return "cpu"
-    major = int(float(answer[0])) if answer else 0
-    return "cpu" if major == 0 else "ampere" if major < 9 else "hopper" if major == 9 else "blackwell"
+    return generation_of(int(float(answer[0])) if answer else 0)
 
 
 def _check_run(found: Findings) -> None:
@@ -77,7 +70,7 @@ def _check_run(found: Findings) -> None:
     found.at_least(0, "num_steps", "seed")
 
 
-def _check_precision(found: Findings, accelerator: Accelerator) -> None:
+def _check_precision(found: Findings) -> None:
     cfg, precision = found.cfg, found.cfg.precision
     if found.at_least(0, "precision.bf16_first_layers", "precision.bf16_last_layers"):
         edges = precision.bf16_first_layers + precision.bf16_last_layers
@@ -89,37 +82,6 @@ def _check_precision(found: Findings, accelerator: Accelerator) -> None:
                 f"Lower the two to {cfg.model.num_layers} layers at most",
             )
     found.at_least(1, "precision.amax_history_len")
-    if precision.trainer == "mxfp8" and accelerator != "blackwell":
-        found.refuse(
-            "precision.trainer",
-            f"MXFP8 needs the tensor cores of a Blackwell GPU, and this machine is {accelerator!r}",
-            "Choose blockwise, which runs on Hopper and is emulated exactly on CPU",
-        )
-    elif precision.trainer == "mxfp8" and precision.rollout == "blockwise":
-        found.refuse(
-            "precision.rollout",
-            "a trainer in MXFP8 and engines in 128-blocks are two different quantised functions",
-            "Choose bf16, or --precision.trainer blockwise",
-        )
-    if precision.kernels == "te" and accelerator == "cpu":
-        found.refuse("precision.kernels", "Transformer Engine needs a GPU, and this machine has none", "Choose auto")
-    elif precision.kernels == "emulated" and precision.trainer == "mxfp8":
-        found.refuse("precision.kernels", "MXFP8 is not emulated", "Choose auto, or --precision.trainer blockwise")
-    if precision.attention == "engine":
-        if accelerator == "cpu":
-            found.refuse("precision.attention", "needs a GPU, and there is none here", "Choose auto")
-        elif cfg.model.mla is not None:
-            found.refuse("precision.attention", "the engine has another kernel for latent attention", "Choose auto")
-    is_blockwise = "blockwise" in (precision.trainer, precision.rollout)
-    if is_blockwise and precision.scales == "fp32" and accelerator == "blackwell":
-        found.refuse(
-            "precision.scales",
-            "Blackwell kernels hold block scales as powers of two, so FP32 scales would be rounded at one end",
-            "Choose pow2",
-        )
-    if accelerator == "ampere" and (precision.trainer, precision.rollout) != ("bf16", "bf16"):
-        path = "precision.trainer" if precision.trainer != "bf16" else "precision.rollout"
-        found.refuse(path, "this GPU has no FP8 tensor cores", "Choose bf16 at both ends, or Hopper or newer")
 
 
 def _check_optim(found: Findings) -> None:

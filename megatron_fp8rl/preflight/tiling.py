@@ -21,7 +21,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.findings import Findings
 from megatron_fp8rl.preflight.parameters import engine_shape
 
-TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK, "mxfp8": 32}
+TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK}
 _MAX_DEGREE = 64
 
 

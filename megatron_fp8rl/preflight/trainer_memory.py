@@ -31,6 +31,8 @@ from dataclasses import dataclass
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.names.registry import padded_vocab_size
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
@@ -90,7 +92,6 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
         "delayed": 1.0,
         "tensorwise": 1.0,
         "blockwise": 1 + 4 / FP8_BLOCK**2,
-        "mxfp8": 1 + 1 / 32,
     }[cfg.precision.trainer]
     is_per_tensor = cfg.precision.trainer in ("delayed", "tensorwise")
     return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)
@@ -101,9 +102,10 @@ def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbala
     tokens = Tokens.of(cfg, routing_imbalance)
     layout = TrainerLayout.from_config(cfg.parallel)
     held = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
+    kernels = KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
     table = LayerTable.build(cfg.model, cfg.precision)
     kinds = {i: (cfg.model.is_moe_layer(i), table.first_fp8_layer <= i < table.end_fp8_layer) for i in held}
-    of_kind = {kind: layer_bytes(cfg, i, tokens) for kind, i in {kind: i for i, kind in kinds.items()}.items()}
+    of_kind = {kind: layer_bytes(cfg, i, tokens, kernels) for kind, i in {kind: i for i, kind in kinds.items()}.items()}
     layers = [of_kind[kind] for kind in kinds.values()]
     parts = (
         *_states(cfg, gpu, on_trainer_rank(cfg, stage)),

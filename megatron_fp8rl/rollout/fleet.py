@@ -26,11 +26,11 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.endpoint import replica_name
-from megatron_fp8rl.rollout import placement, vllm_args
+from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.kernel_choice import choose
+from megatron_fp8rl.rollout import placement
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, EngineError, Sampling, Tag
 from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, ping
 from megatron_fp8rl.rollout.server_process import TERM_GRACE_S
@@ -83,13 +83,12 @@ class Fleet:
         if cfg.rollout.placement == "remote":
             fleet = cls(cfg, hf_dir, RemoteReplicas(cfg, run_dir))
         else:
-            cpu = not torch.cuda.is_available()
+            kernels = choose(cfg, here(), "engine")
             gpus: list[str] = []
-            if not cpu:
-                vllm_args.require_backends(cfg)
+            if kernels.hardware.is_gpu:
                 local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
                 gpus = placement.assign(cfg, placement.visible_gpus(), local_ranks=local_ranks)
-            fleet = cls(cfg, hf_dir, LocalReplicas(cfg, Path(hf_dir), run_dir / "logs", gpus, cpu=cpu))
+            fleet = cls(cfg, hf_dir, LocalReplicas(cfg, Path(hf_dir), run_dir / "logs", gpus, kernels))
         atexit.register(fleet.shutdown)
         try:
             fleet._keep_all()
@@ -106,13 +105,13 @@ class Fleet:
             self.sync(self._all_ready(), self.cfg.rollout.start_deadline_s + 2 * _PROGRESS_S)
             _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
-    @property
-    def kernels(self) -> dict[str, str]:
-        """What the engines' logs say of their kernels: {"linear": ..., "moe": ..., "attention": ...}, as far as named."""
-        try:
-            return vllm_args.chosen_kernels(self.clients[0].replica.log_path.read_text(errors="replace"))
-        except (IndexError, OSError):  # no replica at the moment, or a log on another host
-            return {}
+    def kernels(self) -> dict[str, list[str]]:
+        """What the engines compute with, by role: {"linears": ..., "experts": ..., "attention": ...}, names of vLLM's;
+        of several, all. Empty when there is no replica at the moment. Raises what the calls of a client raise."""
+        answers = self._everywhere(lambda client: client.collective_rpc("kernels_in_use"))
+        workers = [worker for answer in answers for worker in answer]
+        roles = dict.fromkeys(role for worker in workers for role in worker)
+        return {role: sorted({name for worker in workers for name in worker.get(role, ())}) for role in roles}
 
     def sleep(self) -> None:
         """Free the GPU memory of all replicas, as ``rollout.sleep_level`` says; at level 0 and when asleep, nothing.
@@ -129,17 +128,21 @@ class Fleet:
         """
         self._everywhere(lambda client: client.wake_up(*tags))
 
-    def _everywhere(self, call: Callable[[EngineClient], Coroutine[Any, Any, None]]) -> None:
-        async def one(client: EngineClient) -> None:
+    def _everywhere(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
+        """What the replicas answer that live."""
+
+        async def one(client: EngineClient) -> list[T]:
             try:
-                await call(client)
+                return [await call(client)]
             except EngineDeadError as error:
                 self.remove(client, str(error))
+                return []
 
-        async def all_clients() -> None:
-            await asyncio.gather(*(one(client) for client in self.clients))
+        async def all_clients() -> list[T]:
+            answers = await asyncio.gather(*(one(client) for client in self.clients))
+            return [answer for some in answers for answer in some]
 
-        self.sync(all_clients(), 3 * self.cfg.rollout.update_deadline_s)  # a client makes up to three calls
+        return self.sync(all_clients(), 3 * self.cfg.rollout.update_deadline_s)  # a client makes up to three calls
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
         """Run ``coroutine`` on the fleet's event loop and return its result. Not from that loop itself.

@@ -28,14 +28,13 @@ from types import FrameType
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
-
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import own_address
 from megatron_fp8rl.net.endpoint import Endpoint, replica_name
-from megatron_fp8rl.rollout import vllm_args
+from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout.server_process import start_server, stop
 
 _POLL_S = 0.2
@@ -71,15 +70,13 @@ def main(cfg: RunConfig, part: Part) -> int:
         signal.signal(sign, _leave)
     endpoint = None
     has_server = part.node_rank == 0
-    cpu = not torch.cuda.is_available()
-    if not cpu:
-        vllm_args.require_backends(cfg)
+    kernels = choose(cfg, here(), "engine")
     token, host = auth.new_token(), own_address()
     if part.nnodes > 1:
         # Where the parts send each other what to do. vLLM would ask for the route to a public name server.
         os.environ.setdefault("VLLM_HOST_IP", host)
     process, url = start_server(
-        cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, cpu=cpu, more=_nodes(part)
+        cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, kernels=kernels, more=_nodes(part)
     )
     try:
         if has_server and _wait_until_ready(cfg, process, url, token, parent):

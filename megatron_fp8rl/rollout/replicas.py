@@ -26,6 +26,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.address import LOOPBACK
 from megatron_fp8rl.net.auth import new_token
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path, replica_name
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout.server_process import kill_group, shared_memory_of, start_server, stop
 
 _log = logging.getLogger(__name__)
@@ -90,14 +91,14 @@ class LocalReplicas:
 
     starts_here = True
 
-    def __init__(self, cfg: RunConfig, hf_dir: Path, log_dir: Path, gpus: list[str], *, cpu: bool) -> None:
+    def __init__(self, cfg: RunConfig, hf_dir: Path, log_dir: Path, gpus: list[str], kernels: KernelChoice) -> None:
         self.cfg = cfg
         self._hf_dir = hf_dir
         self._log_dir = log_dir
         self._gpus = gpus
-        self._cpu = cpu
+        self._kernels = kernels
         # The memory that a dead one would need again is the trainer's now.
-        self._num_restarts_left = cfg.rollout.max_replica_restarts if cpu or cfg.rollout.placement != "colocated" else 0
+        self._num_restarts_left = cfg.rollout.max_replica_restarts if not kernels.hardware.is_gpu or cfg.rollout.placement != "colocated" else 0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._num_starts: dict[int, int] = {}
         self._shared_memory: dict[int, set[str]] = {}  # by process group: vLLM's workers leave them behind when killed
@@ -122,7 +123,7 @@ class LocalReplicas:
         with log_path.open("wb") as log:
             gpus = self._gpus[index] if self._gpus else None
             process, url = start_server(
-                self.cfg, self._hf_dir, host=LOOPBACK, token=token, gpus=gpus, cpu=self._cpu, log=log
+                self.cfg, self._hf_dir, host=LOOPBACK, token=token, gpus=gpus, kernels=self._kernels, log=log
             )
         self._processes[index] = process
         exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()

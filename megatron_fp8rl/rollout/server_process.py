@@ -21,6 +21,7 @@ import psutil
 import megatron_fp8rl
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.net.auth import TOKEN_VARIABLE
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout import vllm_args
 
 TERM_GRACE_S = 5.0
@@ -39,7 +40,7 @@ def start_server(
     host: str,
     token: str,
     gpus: str | None,
-    cpu: bool,
+    kernels: KernelChoice,
     log: IO[bytes] | None = None,
     more: Mapping[str, Any] = {},
 ) -> tuple[subprocess.Popen[bytes], str]:
@@ -48,7 +49,7 @@ def start_server(
     ``gpus`` is its ``CUDA_VISIBLE_DEVICES``, None for that of this process. Without ``log`` it writes where this process
     does. ``more`` are further options of vLLM.
     """
-    arguments = vllm_args.engine_arguments(cfg, hf_dir, cpu=cpu) | more
+    arguments = vllm_args.engine_arguments(cfg, hf_dir, kernels) | more
     with socket.socket() as sock:
         sock.bind((host, 0))
         process = subprocess.Popen(
@@ -57,13 +58,13 @@ def start_server(
             stdout=log,
             stderr=subprocess.STDOUT if log is not None else None,
             pass_fds=(sock.fileno(),),
-            env=_environment(cfg, token, gpus, cpu=cpu),
+            env=_environment(cfg, token, gpus, kernels),
             start_new_session=True,
         )
         return process, f"http://{host}:{sock.getsockname()[1]}"
 
 
-def _environment(cfg: RunConfig, token: str, gpus: str | None, *, cpu: bool) -> dict[str, str]:
+def _environment(cfg: RunConfig, token: str, gpus: str | None, kernels: KernelChoice) -> dict[str, str]:
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -75,7 +76,7 @@ def _environment(cfg: RunConfig, token: str, gpus: str | None, *, cpu: bool) -> 
     inherited = environment.get("PYTHONPATH")
     environment["PYTHONPATH"] = package_root if not inherited else f"{package_root}{os.pathsep}{inherited}"
     environment[TOKEN_VARIABLE] = token
-    return environment | vllm_args.engine_environment(cfg, cpu=cpu)
+    return environment | vllm_args.engine_environment(cfg, kernels)
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

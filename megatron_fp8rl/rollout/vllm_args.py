@@ -1,6 +1,6 @@
 """How a rollout engine is started: every vLLM argument and environment variable that we set, and why.
 
-In: the run's configuration, the folder of the Hugging Face model. Out: a command line and an environment. Pure; runs in
+In: the run's configuration, the choice of kernels, the folder of the Hugging Face model. Out: a command line and an environment. Pure; runs in
 the trainer process that starts the engines. vLLM is not imported.
 
 The model folder holds config.json and the tokenizer. Weights in it are not read: an engine starts with dummy weights,
@@ -9,16 +9,15 @@ and the first publication fills them, through the path that every later one take
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.config import FP8_BLOCK, ConfigError, ModelConfig, PrecisionConfig, RunConfig, Violation
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, PrecisionConfig, RunConfig
 from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, told
 from megatron_fp8rl.rollout.vllm_plugin.plugin import SCALES_VARIABLE, WEIGHT_TRANSFER_BACKEND
@@ -62,9 +61,9 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
     return min(num_blocks * CPU_KV_BLOCK_TOKENS * token_bytes, _CPU_KV_LIMIT_BYTES)
 
 
-def engine_arguments(cfg: RunConfig, hf_dir: Path | str, *, cpu: bool) -> dict[str, Any]:
+def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) -> dict[str, Any]:
     """vLLM's command-line options, without the dashes. True stands for a flag, a dict for JSON."""
-    rollout = cfg.rollout
+    rollout, cpu = cfg.rollout, not kernels.hardware.is_gpu
     arguments: dict[str, Any] = {
         "model": str(hf_dir),
         "served-model-name": cfg.name,
@@ -102,14 +101,12 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, *, cpu: bool) -> dict[s
         if rollout.kv_cache_bytes is not None:
             arguments["kv-cache-memory-bytes"] = rollout.kv_cache_bytes
         # torch.compile puts norms of its own in place of the batch-invariant ones.
-        is_compiled = rollout.torch_compile and not rollout.batch_invariant
+        is_compiled = rollout.torch_compile and kernels.engine.norms != "batch_invariant"
         if not is_compiled and not rollout.enforce_eager:
             # Graphs of whole decoding steps need no compiler; graphs of pieces, which prompts would use, do.
             arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
-        if rollout.attention_backend != "auto":
-            arguments["attention-backend"] = rollout.attention_backend
         arguments["enable-sleep-mode"] = rollout.sleep_level > 0
-        arguments |= kernel_backends(cfg)
+        arguments |= kernel_backends(cfg, kernels.engine)
     if rollout.expert > 1:
         arguments["enable-expert-parallel"] = True
     if rollout.record_routed_experts:
@@ -117,48 +114,21 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, *, cpu: bool) -> dict[s
     return arguments
 
 
-def kernel_backends(cfg: RunConfig) -> dict[str, str]:
-    """vLLM's choice of kernels on a GPU, always by name: what its own "auto" takes depends on installed packages.
-
-    Linears are DeepGEMM's, the only ones that round activations to the power-of-two scales of ``precision.scales``.
-    Experts are Triton's at every degree: they hold gate, up and down as they are sent, and allocate nothing when
-    weights change, so CUDA graphs stay valid.
-    """
+def kernel_backends(cfg: RunConfig, kernels: EngineKernels) -> dict[str, str]:
+    """vLLM's choice of kernels on a GPU, always by name: what its own "auto" takes depends on installed packages."""
     found: dict[str, str] = {}
     if cfg.precision.rollout != "bf16":
-        linear = cfg.rollout.linear_backend
-        found["linear-backend"] = "deep_gemm" if linear == "auto" else linear
+        found["linear-backend"] = kernels.linears
     if cfg.model.is_moe:
-        experts = cfg.rollout.moe_backend
-        found["moe-backend"] = "triton" if experts == "auto" else experts
+        found["moe-backend"] = kernels.experts
+    if kernels.attention != "vllm":
+        found["attention-backend"] = kernels.attention
     return found
 
 
-def require_backends(cfg: RunConfig, *, has_flashinfer: bool | None = None) -> None:
-    """Raise ConfigError when the configuration names kernels that are not installed here."""
-    if has_flashinfer is None:
-        has_flashinfer = _has_flashinfer()
-    if cfg.rollout.attention_backend == "FLASHINFER" and not has_flashinfer:
-        problem, remedy = "the package flashinfer is not installed here", "Use auto, which takes FLASH_ATTN on Hopper"
-        raise ConfigError([Violation("--rollout.attention_backend", cfg.rollout.attention_backend, problem, remedy)])
-
-
-_CHOICES = {
-    "linear": re.compile(r"Selected (\w+) for Fp8\w*"),
-    "moe": re.compile(r"Using '?(\w+)'? (?:Fp8|Unquantized) MoE backend"),
-    "attention": re.compile(r"Using (\w+) (?:attention )?backend"),
-}
-
-
-def chosen_kernels(log: str) -> dict[str, str]:
-    """The kernels that an engine says in its log to have taken: of linears, experts and attention, as far as named."""
-    found = {kind: dict.fromkeys(pattern.findall(log)) for kind, pattern in _CHOICES.items()}
-    return {kind: ", ".join(names) for kind, names in found.items() if names}
-
-
-def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
+def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
     """Variables to add to the environment of the trainer process. torchrun's own must be removed: see the fleet."""
-    pow2 = cfg.precision.scales == "pow2"
+    pow2, cpu = cfg.precision.scales == "pow2", not kernels.hardware.is_gpu
     environment = {
         SCALES_VARIABLE: cfg.precision.scales,
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints that pause, update weights and call workers
@@ -174,18 +144,18 @@ def engine_environment(cfg: RunConfig, *, cpu: bool) -> dict[str, str]:
         environment |= {
             # Without DeepGEMM, vLLM ignores the lever above; also Triton's experts look at it.
             "VLLM_USE_DEEP_GEMM": "1",
-            "VLLM_MOE_USE_DEEP_GEMM": "1" if cfg.rollout.moe_backend == "deep_gemm" else "0",
+            "VLLM_MOE_USE_DEEP_GEMM": "1" if kernels.engine.experts == "deep_gemm" else "0",
             # Compiles for every batch size in one process, which takes minutes; precompile.py does it in many.
             "VLLM_DEEP_GEMM_WARMUP": "skip",
             # The older runner, still vLLM's own choice for Qwen3's experts, draws in a loop over requests with seeds,
             # which ours all have; the newer one, its choice for dense models, cannot record what routers chose.
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
         }
-        if kernel_backends(cfg).get("linear-backend") == "deep_gemm":
+        if kernel_backends(cfg, kernels.engine).get("linear-backend") == "deep_gemm":
             environment[LINEARS_VARIABLE] = told(cfg)
-        if cfg.rollout.batch_invariant:
+        if kernels.engine.norms == "batch_invariant":
             environment["VLLM_BATCH_INVARIANT"] = "1"
-        if not _has_flashinfer():
+        if "flashinfer" not in kernels.hardware.packages:
             environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it
     if cpu:
         num_workers = cfg.rollout.num_replicas * cfg.rollout.tensor
@@ -217,10 +187,6 @@ def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
         elif value is not False and value is not None:
             command += [f"--{name}", str(value)]
     return command
-
-
-def _has_flashinfer() -> bool:
-    return importlib.util.find_spec("flashinfer") is not None
 
 
 def _max_model_len(cfg: RunConfig) -> int:

@@ -40,8 +40,8 @@ def _saved_bytes(cfg: RunConfig) -> int:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megatron_fp8rl.trainer.model.attention import PackedAttention
-    from megatron_fp8rl.trainer.model.linear import RMSNorm
     from megatron_fp8rl.trainer.model.build import build_chunks
+    from megatron_fp8rl.trainer.model.linear import RMSNorm
     from megatron_fp8rl.trainer.parallel import Parallel
     from tests.helpers import fake_te
 
@@ -63,9 +63,11 @@ def _saved_bytes(cfg: RunConfig) -> int:
     )
     with pytest.MonkeyPatch.context() as patch:
         fake_te.install(patch)
+        from megatron_fp8rl.trainer.model.norm import te_rms_norm
+
         for module in chunk.modules():
             if isinstance(module, RMSNorm):
-                module.kernels = "te"
+                module.compute = te_rms_norm
         # On a CPU attention widens its operands; the GPU's kernel takes them as they are.
         patch.setattr(PackedAttention, "_attend", lambda self, q, k, v, plan: _FusedAttention.apply(
             *(x.bfloat16().contiguous() for x in (q, k, v))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, OptimConfig, PrecisionConfig, RouterConfig
+from megatron_fp8rl.precision.hardware import Hardware
 from tests.helpers.dist import RankError, run_ranks
 from tests.helpers.training import continue_training, run_config
 
@@ -32,7 +33,7 @@ LATENT = replace(
 )  # fmt: skip
 # Nothing is clipped: the order in which the norm is summed depends on the buffers that parameters lie in.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-2, weight_decay=0.1, clip_grad_norm=0.0)
-PRECISION = PrecisionConfig(trainer="blockwise", bf16_last_layers=1)
+PRECISION = PrecisionConfig(trainer="blockwise", bf16_last_layers=1, linears="te", experts="te")
 
 
 def _config(model, params="fp8", *, scales="pow2", overlap=False, offload=(), **layout):
@@ -54,8 +55,7 @@ class _StandIns:
         self.patch.setattr(fp8_params, "_MASTERS_AT_A_TIME", 2**17)  # two groups or more, as of a large model
         fake_te.install(self.patch)
         fake_fp8_tensor.install(self.patch)
-        self.patch.setattr(model, "choose_kernels", lambda *_: "te")
-        self.patch.setattr(model, "choose_linear_kernels", lambda *_: "te")
+        self.patch.setattr(model, "here", lambda: Hardware("hopper"))
         self.parallel = Parallel.init(cfg.parallel, deadline_s=60)
 
     def policy(self, cfg):

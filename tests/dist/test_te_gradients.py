@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
+from megatron_fp8rl.precision.hardware import Hardware
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
@@ -27,7 +28,7 @@ def _train_twice(cfg) -> list:
         for kernels in ("emulated", "te"):
             if kernels == "te":
                 fake_te.install(patch)
-                patch.setattr(model, "choose_kernels", lambda *_: "te")
+                patch.setattr(model, "here", lambda: Hardware("hopper"))
             policy = Policy.build(cfg, parallel)
             metrics, _ = continue_training(policy, 3)
             runs.append((metrics, {name: piece for name, (_, piece) in weight_pieces(policy).items()}))

@@ -17,10 +17,10 @@ PROMPT = [(7 * i) % 50 + 3 for i in range(45)]
 
 def _probe(cfg: RunConfig) -> tuple:
     """Runs on a rank: (recorded, replayed on the recorded inputs, log-probabilities unwatched, and watched)."""
+    from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
     from megatron_fp8rl.trainer.forward import Forward
     from megatron_fp8rl.trainer.model.build import build_chunks
     from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
     from tests.helpers.training import make_batch
 
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
@@ -31,7 +31,7 @@ def _probe(cfg: RunConfig) -> tuple:
     replayed = probe.replay(recorded)
     unwatched = torch.cat(forward.logprobs(chunks, batch.microbatches))
     linears = [module for module in chunks[0].modules() if hasattr(module, "recipe")]
-    kinds = {module.kernels for module in linears if module.recipe is not None}
+    kinds = {module.gemm.__name__ for module in linears if module.recipe is not None}
     for module in linears:
         module.register_forward_hook(lambda *_: None)
     watched = torch.cat(forward.logprobs(chunks, batch.microbatches))
@@ -39,7 +39,7 @@ def _probe(cfg: RunConfig) -> tuple:
     return recorded, replayed, unwatched, watched, kinds
 
 
-@pytest.mark.parametrize("linears, kinds", [("te", {"emulated"}), ("deep_gemm", {"deep_gemm"})])
+@pytest.mark.parametrize("linears, kinds", [("te", {"in_torch"}), ("deep_gemm", {"on_deep_gemm"})])
 def test_every_operation_is_recorded_and_replayed(linears, kinds):
     precision = PrecisionConfig(trainer="blockwise", params="bf16", linears=linears)
     cfg = replace(run_config(model=MODEL), precision=precision)

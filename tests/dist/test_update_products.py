@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
+from megatron_fp8rl.precision.hardware import Hardware
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, run_config
 from tests.tolerances import TE_DECIBELS, TE_DECIBELS_FP32_SCALES
@@ -106,8 +107,8 @@ def _updates(parallel, kind: str, name: str, change=None, expected=None) -> list
     cfg = run_config(model=MODELS[kind], optim=OptimConfig(lr=2e-2, eps=1e-2), max_tokens=48)
     with pytest.MonkeyPatch.context() as patch:
         fake_te.install(patch)
-        patch.setattr(build, "choose_kernels", lambda *_: "te")
-        policy = Policy.build(replace(cfg, precision=RECIPES[name]), parallel)
+        patch.setattr(build, "here", lambda: Hardware("hopper"))
+        policy = Policy.build(replace(cfg, precision=replace(RECIPES[name], linears="te", experts="te")), parallel)
         if change is not None:
             change(patch)
         updates = [products.of_an_update(policy, expected) for _ in range(2)]

@@ -1,5 +1,7 @@
 """Training where a token's experts are weighted in their sum: the updates of a policy that weighs each output."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,17 +11,20 @@ from tests.tolerances import LAYOUT_WEIGHTS
 
 
 def _weighing_in_sums(cfg, num_updates):
-    """Runs on a rank: ``train`` with the switch of ``rollout.moe_backend = deep_gemm`` on a GPU."""
+    """Runs on a rank: ``train`` with the choice that follows from ``rollout.moe_backend = deep_gemm`` on a GPU."""
     from megatron_fp8rl.kernels import combine
-    from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer
+    from megatron_fp8rl.trainer.model import build
 
-    calls, switch, add = [], ExpertLayer.weigh_in_sum, combine._sum
-    ExpertLayer.weigh_in_sum = lambda layer, wanted: switch(layer, True)
-    combine._sum = lambda *args: calls.append(1) or add(*args)
-    try:
+    calls, choose, add = [], build.choose, combine._sum
+
+    def in_sums(*args):
+        choice = choose(*args)
+        return replace(choice, trainer=replace(choice.trainer, combine="sum"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "choose", in_sums)
+        patch.setattr(combine, "_sum", lambda *args: calls.append(1) or add(*args))
         return train(cfg, num_updates), len(calls)
-    finally:
-        ExpertLayer.weigh_in_sum, combine._sum = switch, add
 
 
 @pytest.mark.parametrize(

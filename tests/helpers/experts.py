@@ -17,14 +17,13 @@ from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.precision.recipes import make_recipe
 from megatron_fp8rl.trainer.model.experts import GroupedExperts
 from megatron_fp8rl.trainer.model.layers import Experts
-from megatron_fp8rl.trainer.model.linear import GroupedLinear
-from megatron_fp8rl.trainer.model.weight_cache import WeightCache
+from megatron_fp8rl.trainer.model.linear import GroupedLinear, LinearSpec, in_torch, on_transformer_engine
 
 _ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
 def build_experts(
-    num_experts: int, hidden: int, features: int, precision: PrecisionConfig, *, kernels: str = "emulated"
+    num_experts: int, hidden: int, features: int, precision: PrecisionConfig, *, kernels: str = "emulated", weighs: bool = True
 ) -> Experts | GroupedExperts:
     """BF16 experts of one rank: grouped ones for ``precision.experts = "deep_gemm"``. Weights depend on sizes alone."""
     config = TransformerConfig(
@@ -32,17 +31,21 @@ def build_experts(
         moe_ffn_hidden_size=features, gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, bf16=True,
         params_dtype=torch.bfloat16, perform_initialization=False, gradient_accumulation_fusion=False,
     )  # fmt: skip
+    grouped, recipe = precision.experts == "deep_gemm", make_recipe(precision)
+    gemm = on_transformer_engine if kernels == "te" else in_torch
+    spec = LinearSpec(recipe, None if grouped else gemm)
     submodules = GroupedMLPSubmodules(
-        linear_fc1=partial(GroupedLinear, parallel_mode="column"),
-        linear_fc2=partial(GroupedLinear, parallel_mode="row"),
+        linear_fc1=partial(GroupedLinear, parallel_mode="column", spec=spec),
+        linear_fc2=partial(GroupedLinear, parallel_mode="row", spec=spec),
     )
-    grouped = precision.experts == "deep_gemm"
-    kind = partial(GroupedExperts, wgrad=precision.expert_wgrad) if grouped else Experts
+    kind = partial(Experts, weighs=weighs)
+    if grouped:
+        scales = None if recipe is None else recipe.scales
+        kind = partial(GroupedExperts, wgrad=precision.expert_wgrad, scales=scales, weighs=weighs)
     groups = SimpleNamespace(ep=_ALONE, expt_tp=_ALONE, expt_dp=_ALONE)
     module = kind(num_experts, config, submodules=submodules, pg_collection=groups)
-    generator, recipe = torch.Generator().manual_seed(1), make_recipe(precision)
+    generator = torch.Generator().manual_seed(1)
     for linear in (module.linear_fc1, module.linear_fc2):
-        linear.recipe, linear.kernels, linear.cache = recipe, kernels, WeightCache()
         for weight in linear.weights:
             weight.data.copy_(torch.randn(weight.shape, generator=generator) / math.sqrt(weight.shape[1]))
     return module

@@ -109,20 +109,6 @@ class Float8CurrentScalingQuantizer(Float8Quantizer):
         return super().round(x, fmt)
 
 
-class MXFP8Quantizer(_Quantizer):
-    derives_columns = False
-
-    def __init__(self, fp8_dtype, *, rowwise=True, columnwise=True):
-        super().__init__(rowwise, columnwise)
-        self.dtype = fp8_dtype
-
-    def round(self, x, fmt):
-        assert x.shape[0] % 32 == 0 and x.shape[1] % 32 == 0
-        rows = round_blocks_(float32_copy(x).unflatten(1, (-1, 32)), 2, "pow2", fmt).flatten(1)
-        columns = round_blocks_(float32_copy(x).unflatten(0, (-1, 32)), 1, "pow2", fmt).flatten(0, 1)
-        return rows, columns
-
-
 calls: dict[str, list] = {"quantized": [], "gemm": []}
 
 
@@ -211,7 +197,6 @@ def install(patch: pytest.MonkeyPatch) -> None:
     module(f"{pytorch}.tensor.float8_blockwise_tensor", Float8BlockQuantizer=Float8BlockQuantizer)
     module(f"{pytorch}.tensor.float8_tensor", Float8Quantizer=Float8Quantizer,
            Float8CurrentScalingQuantizer=Float8CurrentScalingQuantizer)  # fmt: skip
-    module(f"{pytorch}.tensor.mxfp8_tensor", MXFP8Quantizer=MXFP8Quantizer)
     module("transformer_engine_torch", DType=DType, split_quantize=_split_quantize,
            multi_tensor_quantize=lambda tensors, quantizers: [q(t) for t, q in zip(tensors, quantizers, strict=True)],
            fused_multi_row_padding=_padding, fused_multi_row_unpadding=_unpadding,

@@ -54,11 +54,11 @@ class _Watch(torch.autograd.Function):
 
 
 @contextmanager
-def _watched() -> Iterator[list[_Call]]:
-    """The calls of passes with gradients, while they are made."""
-    from megatron_fp8rl.trainer.model import linear as linears
+def _watched(linears) -> Iterator[list[_Call]]:
+    """The calls of passes with gradients that the linears make on Transformer Engine's kernels, meanwhile."""
+    from megatron_fp8rl.trainer.model.linear import on_transformer_engine as original
 
-    calls, original = [], linears._on_transformer_engine
+    calls: list[_Call] = []
 
     def watched(linear, x_TK, weights, splits):
         if not torch.is_grad_enabled():
@@ -71,7 +71,9 @@ def _watched() -> Iterator[list[_Call]]:
         return _Watch.apply(y, call, "grad")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linears, "_on_transformer_engine", watched)
+        for linear in linears:
+            if linear.gemm is original:
+                patch.setattr(linear, "gemm", watched)
         yield calls
 
 
@@ -104,7 +106,7 @@ def of_an_update(policy, precision=None) -> dict[str, tuple[float, float, float]
                 assert recipes[linear] is None and not isinstance(linear, GroupedLinear), f"{name} is not in FP8"
         return step(lr)
 
-    with _watched() as calls, pytest.MonkeyPatch.context() as patch:
+    with _watched(linears) as calls, pytest.MonkeyPatch.context() as patch:
         patch.setattr(policy.optimizer, "step", compare_and_step)
         continue_training(policy, 1)
     return {name: ratios for name, ratios in found.items() if ratios is not None}
@@ -144,8 +146,8 @@ def _emulated(call: _Call, recipe: Recipe | None) -> tuple[Tensor, Tensor, list[
     if call.splits is not None:
         y = quantized_linear(x, weights, recipe, splits=call.splits, history=history)
     else:
-        linear = SimpleNamespace(kernels="emulated", recipe=recipe, history=history, block_rows=call.linear.block_rows)
-        y = linears.quantized(linear, x, weights[0])
+        linear = SimpleNamespace(recipe=recipe, history=history, block_rows=call.linear.block_rows)
+        y = linears.in_torch(linear, x, weights, None)
     dx, *dw = torch.autograd.grad(y, [x, *weights], call.grad)
     return y.detach(), dx, dw, history
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import HeldDigests
+from megatron_fp8rl.rollout.vllm_plugin.kernels_in_use import kernels_in_use
 from megatron_fp8rl.rollout.vllm_plugin.kv_cache import set_kv_scales
 from megatron_fp8rl.rollout.vllm_plugin.probe import Probe
 
@@ -44,6 +45,10 @@ class WorkerExtension(Probe):
             "load_s": getattr(self.weight_transfer_engine, "load_s", 0.0),
         }
         return report | ({"digests": dict(digests)} if names else {})
+
+    def kernels_in_use(self) -> dict[str, list[str]]:
+        """What this worker's model computes with, by role: :mod:`megatron_fp8rl.rollout.vllm_plugin.kernels_in_use`."""
+        return kernels_in_use(self.model_runner.model)
 
     def set_kv_scales(self, scales: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """Set the FP8 KV cache's (query, key, value) scales of every layer, while the engine is paused.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -27,18 +28,29 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_fp8rl.trainer.model import attention_te
-from megatron_fp8rl.trainer.model.packed_sequences import Batch, PackedSequences, PackPlan, lengths_of, plan_pack
+from megatron_fp8rl.trainer.model.packed_sequences import (
+    Batch,
+    PackedSequences,
+    PackPlan,
+    Segments,
+    lengths_of,
+    plan_pack,
+)
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
+
+Attend = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]  # query, key, value, where they lie, scale
 
 
 class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
 
-    like_engine = False  # whether the outputs come from the engine's kernel: see trainer/model/attention_te.py
-
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary: Rotary, scale: float,
-                 window: int | None = None, pg_collection=None, **unused):  # fmt: skip
+                 window: int | None = None, attend: Attend | None = None, has_fallback: bool = True, pg_collection=None,
+                 **unused):  # fmt: skip
+        """``attend``: a kernel of variable length, for what :func:`attention_te.supports`; None: torch's. Without
+        ``has_fallback`` what it does not support is an error."""
         super().__init__(config=config)
+        self.attend, self.has_fallback = attend, has_fallback
         self.rotary, self.softmax_scale, self.window = rotary, scale, window
         self.cp_group = pg_collection.cp
         self.layer = layer_number - 1  # of the whole model, from 0
@@ -92,15 +104,13 @@ class PackedAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackPlan) -> Tensor:
         """[T, H, V] of this rank's queries over the gathered keys and values."""
-        if query.device.type == "cuda":
+        if self.attend is not None and query.device.type == "cuda":
             segments = plan.segments
             if attention_te.supports(query, key, value, segments):
                 if segments.key_rows is not None:
                     key, value = (x.index_select(0, segments.key_rows) for x in (key, value))
-                return attention_te.attend(
-                    query, key, value, segments, self.softmax_scale, like_engine=self.like_engine
-                )
-            if self.like_engine:
+                return self.attend(query, key, value, segments, self.softmax_scale)
+            if not self.has_fallback:
                 raise ValueError(
                     f"precision.attention = engine: cuDNN has no backward pass for queries {list(query.shape)}, keys "
                     f"{list(key.shape)} in {query.dtype} on this GPU. Choose --precision.attention auto"

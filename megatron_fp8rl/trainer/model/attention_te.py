@@ -25,10 +25,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels import engine_ops
-from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from megatron_fp8rl.trainer.model.packed_sequences import Segments
 
-_has_transformer_engine = functools.cache(has_transformer_engine)  # a search of the path, in every layer otherwise
 _LAYOUT = "thd_thd_thd"
 
 
@@ -38,7 +36,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
         return False
     heads = query.shape[1], key.shape[1], query.shape[2], value.shape[2]
     lengths = segments.max_queries, segments.max_keys
-    return _has_transformer_engine() and _has_kernel(
+    return _has_kernel(
         query.dtype, heads, lengths, segments.is_square, torch.are_deterministic_algorithms_enabled()
     )
 

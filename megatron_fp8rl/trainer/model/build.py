@@ -32,27 +32,23 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
-from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import layers_per_chunk
-from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.precision.recipes import Blockwise, Delayed, finish_step, make_recipe
+from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.kernel_choice import choose
+from megatron_fp8rl.precision.recipes import finish_step
 from megatron_fp8rl.trainer.distributed_weights import is_distributed, load_distributed
-from megatron_fp8rl.trainer.fused_kernels import choose_expert_kernels, choose_kernels, choose_linear_kernels
-from megatron_fp8rl.trainer.model.attention import PackedAttention
-from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer, has_fused_permutation
-from megatron_fp8rl.trainer.model.layers import block_spec
-from megatron_fp8rl.trainer.model.linear import GroupedLinear, QuantizableLinear, RMSNorm
-from megatron_fp8rl.trainer.model.linear_deep_gemm import can_multiply
-from megatron_fp8rl.trainer.model.router import Router
-from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
+from megatron_fp8rl.trainer.model.dispatcher import has_fused_permutation
+from megatron_fp8rl.trainer.model.layers import LayerFactory
+from megatron_fp8rl.trainer.model.linear import GroupedLinear, QuantizableLinear
+from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.parallel import Parallel
 
 Get = Callable[[str], Tensor]  # a Hugging Face tensor by its name
 
 
 def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
-    """Megatron-Core's configuration of the model. FP8 is not in it: see :func:`apply_precision`."""
+    """Megatron-Core's configuration of the model. FP8 is not in it: see ``layers.py``."""
     model, optim = cfg.model, cfg.optim
     dtype = torch.float32 if cfg.precision.params == "fp32" else torch.bfloat16
     virtual_stages = parallel.config.virtual_stages
@@ -159,13 +155,15 @@ def _plain_torch_settings() -> dict:
 
 
 def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
-    """This rank's model chunks, one for each virtual pipeline stage, with the precision of ``cfg``.
+    """This rank's model chunks, one for each virtual pipeline stage, with the precision of ``cfg``. Raises ConfigError
+    when kernels that it names cannot compute it here.
 
     Weights are random, or with ``cfg.model.hf_path`` left for :func:`load_hf` to fill. BF16 chunks are wrapped in
     Megatron-Core's Float16Module, which returns float32 logits on the last stage.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
-    config, expert_kernels = transformer_config(cfg, parallel), choose_expert_kernels(cfg, parallel.device)
+    factory = LayerFactory(cfg, parallel, choose(cfg, here(), "trainer"))
+    config = transformer_config(cfg, parallel)
     virtual_stages = parallel.config.virtual_stages
     chunks: list[nn.Module] = []
     for stage in range(virtual_stages):
@@ -173,7 +171,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
         vp_size = virtual_stages if virtual_stages > 1 else None
         chunk: nn.Module = GPTModel(
             config=config,
-            transformer_layer_spec=block_spec(config, cfg.model, vp_stage, cfg.precision, expert_kernels),
+            transformer_layer_spec=factory.stage(config, vp_stage),
             vocab_size=registry.padded_vocab_size(cfg.model, parallel.tp_size),
             max_sequence_length=cfg.model.max_position_embeddings,
             pre_process=is_vp_first_stage(vp_stage, vp_size) and is_pp_first_stage(parallel.pp_group),
@@ -186,64 +184,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
         chunks.append(chunk.to(parallel.device))
     if cfg.model.hf_path is None:
         _fill_randomly(chunks, cfg, parallel)
-    apply_precision(chunks, cfg, parallel)
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else chunks
-
-
-def apply_precision(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
-    """Give the linears that the layer table names the FP8 recipe of ``cfg``; all others stay BF16. Choose the kernels.
-
-    Raises ValueError when the table would have part of one linear in FP8: q, k and v are one, so are a layer's experts;
-    and what :func:`choose_kernels` raises.
-    """
-    kernels = choose_kernels(cfg.precision, parallel.device)
-    recipe = make_recipe(cfg.precision, is_emulated=kernels == "emulated")
-    for chunk in chunks:
-        for module in chunk.modules():
-            if isinstance(module, QuantizableLinear):
-                module.kernels, module.cache = kernels, WeightCache()
-            elif isinstance(module, RMSNorm):
-                module.kernels, module.like_engine = kernels, cfg.rollout.batch_invariant
-            elif isinstance(module, Router):
-                module.like_engine = cfg.rollout.batch_invariant
-            elif isinstance(module, ExpertLayer):
-                module.weigh_in_sum(cfg.rollout.moe_backend == "deep_gemm" and parallel.device.type == "cuda")
-            elif isinstance(module, PackedAttention):
-                module.like_engine = cfg.precision.attention == "engine"
-    on_deep_gemm = choose_linear_kernels(cfg, parallel.device) == "deep_gemm"
-    table = LayerTable.build(cfg.model, cfg.precision)
-    for weight_names, module in named_linears(chunks, parallel):
-        hf_names = [hf_name for name in weight_names for hf_name in registry.hf_names_of(name, cfg.model)]
-        in_fp8 = {table.trainer_fp8(name) for name in hf_names}
-        if len(in_fp8) > 1:
-            raise ValueError(f"{', '.join(hf_names)} are one linear in the trainer: all are FP8 or none")
-        module.recipe = recipe if in_fp8.pop() else None
-        if isinstance(module.recipe, Blockwise) and len(weight_names) == 1:
-            module.block_rows = _block_rows(registry.weight(weight_names[0], cfg.model), module, cfg.model, parallel)
-        if on_deep_gemm and not isinstance(module, GroupedLinear) and can_multiply(module.recipe, module.weight):
-            module.kernels = "deep_gemm"
-        if isinstance(recipe, Delayed):
-            module.keep_history(cfg.precision.amax_history_len, getattr(module, "num_gemms", 1))
-
-
-def _block_rows(
-    weight: registry.Weight, module: QuantizableLinear, model: ModelConfig, parallel: Parallel
-) -> Tensor | None:
-    """The rows of a linear, Hugging Face tensor by tensor, when its own order would mix tensors in one FP8 block.
-
-    Megatron-Core interleaves q, k and v group by group. The engine's blocks of 128 rows lie within one of them, so the
-    trainer has to count its blocks in the engine's order, unless heads fill whole blocks and the two orders agree.
-    """
-    num_rows = module.weight.shape[0]
-    if weight.axis != 0 or weight.join != "qkv":
-        return None
-    own = torch.arange(num_rows).unsqueeze(1)
-    rows = torch.cat(registry.slicing.split(weight, model, own, parallel.tp_size, parallel.tp_rank)).flatten()
-    if num_rows % BLOCK == 0:
-        blocks = rows.view(-1, BLOCK)
-        if (blocks[:, :1] % BLOCK == 0).all() and (blocks.diff(dim=1) == 1).all():
-            return None
-    return rows.to(module.weight.device)
 
 
 def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:

@@ -33,7 +33,10 @@ def has_fused_permutation(device: torch.device) -> bool:
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron-Core's, which can multiply by the router's weights where it adds up a token's experts."""
 
-    weighs: bool = False  # outputs arrive without their weights
+    def __init__(self, *args: Any, weighs: bool, **kwargs: Any):
+        """``weighs``: outputs arrive without their weights."""
+        super().__init__(*args, **kwargs)
+        self.weighs = weighs
 
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
         """outputs [tokens * top-k, hidden], sorted by expert -> the sums, in the shape of the hidden states."""
@@ -59,15 +62,16 @@ class OneRankDispatcher(Dispatcher):
 
 
 class ExpertLayer(MoELayer):
-    """Megatron-Core's layer of experts, with the dispatchers above."""
+    """Megatron-Core's layer of experts, with the dispatchers above. ``weighs_in_sum``: the router's weights multiply in
+    the sum of a token's experts, not after each expert."""
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any, **kwargs: Any):
+    def __init__(self, config: Any, *args: Any, pg_collection: Any, weighs_in_sum: bool = False, **kwargs: Any):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
         self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(
-            self.num_local_experts, self.local_expert_indices, config=config, pg_collection=pg_collection
+            self.num_local_experts,
+            self.local_expert_indices,
+            config=config,
+            pg_collection=pg_collection,
+            weighs=weighs_in_sum,
         )
-
-    def weigh_in_sum(self, wanted: bool) -> None:
-        """Whether the router's weights multiply in the sum of a token's experts, not behind each expert."""
-        self.token_dispatcher.weighs, self.experts.weighs = wanted, not wanted

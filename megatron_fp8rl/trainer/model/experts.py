@@ -31,7 +31,7 @@ import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3, Scales
+from megatron_fp8rl.kernels.blockwise import Scales
 from megatron_fp8rl.kernels.fused_moe import (
     ExpertPermutation,
     Quantized,
@@ -49,7 +49,6 @@ from megatron_fp8rl.kernels.gemm import (
     multiply_fp8_to_tokens,
     quantized,
 )
-from megatron_fp8rl.precision.recipes import Blockwise, Recipe
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
 
@@ -57,22 +56,16 @@ _dummies: dict[tuple, Tensor] = {}
 
 
 class GroupedExperts(TEGroupedMLP):
-    """The experts of this rank. ``wgrad``: operands of the weight gradients where the linears are FP8.
-
-    Raises ValueError for sizes or a recipe that the grouped kernels do not multiply.
+    """The experts of this rank. ``scales``: how both linears are quantized; None: not at all. ``wgrad``: operands of
+    the weight gradients where the linears are FP8. ``weighs``: the router's weights multiply here, not where a token's
+    experts are added up; gradients are the same (``kernels/combine.py``).
     """
 
-    weighs: bool = True  # here, not where a token's experts are added up; gradients are the same (kernels/combine.py)
-
-    def __init__(self, *args: Any, wgrad: Literal["fp8", "bf16"], **kwargs: Any):
+    def __init__(
+        self, *args: Any, scales: Scales | None, wgrad: Literal["fp8", "bf16"], weighs: bool = True, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
-        self.wgrad = wgrad
-        rows, columns = self.linear_fc1.weight0.shape
-        if columns % BLOCK or rows % (2 * BLOCK):
-            raise ValueError(
-                f"precision.experts = 'deep_gemm': hidden size {columns} and {rows // 2} features of an expert on a "
-                f"rank have to be multiples of {BLOCK}. Choose --precision.experts te"
-            )
+        self.scales, self.wgrad, self.weighs = scales, wgrad, weighs
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host if nothing shall wait; probs
@@ -81,39 +74,14 @@ class GroupedExperts(TEGroupedMLP):
         on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
         call = _Call(
             layout=ExpertPermutation.of(on_device, hidden.shape[0], counts),
-            scales=self._scales(),
+            scales=self.scales,
             wgrad_fp8=self.wgrad == "fp8",
-            caches=(self._cache_of(self.linear_fc1), self._cache_of(self.linear_fc2)),
+            caches=(self.linear_fc1.cache, self.linear_fc2.cache),
             record=torch.is_grad_enabled(),
             weighs=self.weighs,
         )
         halves = self.linear_fc1.weights, self.linear_fc2.weights
         return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, halves, *_edges(*halves)), None
-
-    def _scales(self) -> Scales | None:
-        """How both linears are quantized; None: not at all."""
-        recipes = self.linear_fc1.recipe, self.linear_fc2.recipe
-        if recipes[0] is not recipes[1]:
-            raise ValueError("one of an expert's two linears is FP8, the other is not. Choose --precision.experts te")
-        require_supported(recipes[0])
-        return None if recipes[0] is None else recipes[0].scales
-
-    @staticmethod
-    def _cache_of(linear: Any) -> WeightCache:
-        if linear.cache is None:
-            linear.cache = WeightCache()
-        return linear.cache
-
-
-def require_supported(recipe: Recipe | None) -> None:
-    """Raise ValueError for a recipe that DeepGEMM does not multiply in."""
-    if recipe is None or isinstance(recipe, Blockwise) and recipe.grad_format == E4M3:
-        return
-    raise ValueError(
-        f"precision.experts = 'deep_gemm' multiplies blockwise FP8 with E4M3 gradients, or BF16; this recipe is "
-        f"{type(recipe).__name__}. Choose --precision.trainer blockwise --precision.gradients e4m3, or "
-        "--precision.experts te"
-    )
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""The layers of a GPTModel, for Megatron-Core's layer specs: which modules a layer is made of in each model family."""
+"""The layers of a GPTModel, for Megatron-Core's layer specs: which modules a layer is made of in each model family, and
+what each of them computes with. A module is complete when it is built: its precision comes from the layer table, its
+kernel from ``precision/kernel_choice.py``.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
@@ -24,17 +27,34 @@ from megatron.core.transformer.transformer_layer import (
 )
 from torch import Tensor
 
-from megatron_fp8rl.config import ModelConfig, PrecisionConfig
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.combine import weighted_later
-from megatron_fp8rl.trainer.fused_kernels import ExpertKernels
+from megatron_fp8rl.names import registry
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.recipes import Blockwise, Recipe, make_recipe
+from megatron_fp8rl.trainer.model import attention_te, linear_deep_gemm
 from megatron_fp8rl.trainer.model.attention import PackedAttention
-from megatron_fp8rl.trainer.model.dense_mlp import DenseMlp
 from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer
 from megatron_fp8rl.trainer.model.experts import GroupedExperts
-from megatron_fp8rl.trainer.model.linear import ColumnLinear, GroupedLinear, RMSNorm, RowLinear
+from megatron_fp8rl.trainer.model.linear import (
+    ColumnLinear,
+    GroupedLinear,
+    LinearSpec,
+    Norm,
+    RMSNorm,
+    RowLinear,
+    in_torch,
+    matrix_of,
+    on_deep_gemm,
+    on_transformer_engine,
+    rms_norm_in_torch,
+)
 from megatron_fp8rl.trainer.model.mla import LatentAttention, LatentSubmodules
 from megatron_fp8rl.trainer.model.rotary import Rotary, softmax_scale
 from megatron_fp8rl.trainer.model.router import Router
+from megatron_fp8rl.trainer.parallel import Parallel
 
 _FP32_ROUTERS = ("glm4_moe",)  # families whose engine multiplies the router's weight in FP32
 
@@ -46,7 +66,10 @@ class Experts(TEGroupedMLP):
     input of the second linear, which is the same function until that input is rounded to FP8.
     """
 
-    weighs: bool = True  # here, not where a token's experts are added up
+    def __init__(self, *args: Any, weighs: bool = True, **kwargs: Any):
+        """``weighs``: here, not where a token's experts are added up."""
+        super().__init__(*args, **kwargs)
+        self.weighs = weighs
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, hidden], sorted by expert; probs [T] -> [T, hidden]."""
@@ -74,74 +97,183 @@ def _weighted(out: Tensor, probs: Tensor) -> Tensor:
     return (out * probs[:, None]).to(out.dtype)
 
 
-def _attention(model: ModelConfig) -> ModuleSpec:
-    settings = dict(rotary=Rotary.of(model), scale=softmax_scale(model), window=model.sliding_window)
-    if model.mla is not None:
-        core = ModuleSpec(PackedAttention, params=settings)
-        return ModuleSpec(LatentAttention, submodules=LatentSubmodules(core_attention=core, linear_proj=RowLinear))
-    norm = RMSNorm if model.qk_norm else None
-    return ModuleSpec(
-        SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnLinear,
-            core_attention=partial(PackedAttention, **settings),
-            linear_proj=RowLinear,
-            q_layernorm=norm,
-            k_layernorm=norm,
-        ),
-    )
+class DeepGemmMlp(MLP):
+    """The feed-forward part of a dense layer in one piece, both of whose linears DeepGEMM multiplies. Parameters and
+    checkpoints are those of Megatron-Core's MLP."""
+
+    def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> tuple:
+        """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); under sequence parallelism a rank
+        has its own tokens."""
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        if fc1._forward_hooks or fc2._forward_hooks:  # of a probe, which would see nothing of one piece
+            return super().forward(hidden_states, per_token_scale, **kwargs)
+        assert per_token_scale is None and self.config.gated_linear_unit and not self.config.add_bias_linear
+        x = fc1.gathered(hidden_states)
+        y_TH = linear_deep_gemm.mlp(x.reshape(-1, x.shape[-1]), matrix_of(fc1, fc1.weight), matrix_of(fc2, fc2.weight))
+        return fc2.reduced(y_TH.view(*x.shape[:-1], y_TH.shape[-1])), None
 
 
-def _feed_forward(model: ModelConfig, is_moe_layer: bool, experts: Any) -> Any:
-    dense = MLPSubmodules(linear_fc1=ColumnLinear, linear_fc2=RowLinear)
-    if not is_moe_layer:
-        return partial(DenseMlp.as_mlp_submodule, submodules=dense)
-    grouped = GroupedMLPSubmodules(
-        linear_fc1=partial(GroupedLinear, parallel_mode="column"),
-        linear_fc2=partial(GroupedLinear, parallel_mode="row"),
-    )
-    return partial(
-        ExpertLayer,
-        submodules=MoESubmodules(
-            experts=partial(experts, submodules=grouped),
-            shared_experts=partial(SharedExpertMLP, submodules=dense),
-            router=partial(Router, router=model.router, rounds=model.family not in _FP32_ROUTERS),
-        ),
-    )
+_GEMMS = {"te": on_transformer_engine, "emulated": in_torch, "deep_gemm": on_deep_gemm}
 
 
-def _layer_spec(model: ModelConfig, is_moe_layer: bool, experts: Any) -> ModuleSpec:
-    # Checkpoint names of Transformer Engine, which keeps these norms inside the linear behind them.
-    names = {}
-    if model.mla is None:
-        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
-    if not is_moe_layer:
-        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return ModuleSpec(
-        TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=_attention(model),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=_feed_forward(model, is_moe_layer, experts),
-            mlp_bda=get_bias_dropout_add,
-            sharded_state_dict_keys_map=names,
-        ),
-    )
+class LayerFactory:
+    """Builds the layers of one rank in the precision of ``cfg``, on the kernels of ``choice``."""
+
+    def __init__(self, cfg: RunConfig, parallel: Parallel, choice: KernelChoice):
+        self._cfg, self._model, self._parallel, self._kernels = cfg, cfg.model, parallel, choice.trainer
+        self._table = LayerTable.build(cfg.model, cfg.precision)
+        self._recipe = make_recipe(cfg.precision)
+        self.norm = partial(RMSNorm, compute=_norm(self._kernels.norms))
+
+    def linear(self, layer: int, name: str) -> LinearSpec:
+        """How a linear multiplies, by its name within its layer, such as ``mlp.linear_fc1``."""
+        recipe, weight = self._of(layer, name)
+        if recipe is None:
+            return LinearSpec(history_len=self._history_len)
+        shape = registry.slicing.shard_shape(weight, self._model, self._parallel.tp_size)
+        block_rows = _block_rows(weight, self._model, self._parallel) if isinstance(recipe, Blockwise) else None
+        gemm = _GEMMS[self._kernels.of_matrix(*shape)]
+        return LinearSpec(recipe, gemm, block_rows, self._history_len)
+
+    def _experts_linear(self, layer: int, name: str) -> LinearSpec:
+        recipe, _ = self._of(layer, f"mlp.experts.0.{name}")
+        kernel = self._kernels.experts
+        if kernel == "te" and recipe is None and self._kernels.params == "fp32":
+            kernel = "emulated"  # TF32 would round their products, and float32 is there for exact comparisons
+        return LinearSpec(recipe, None if kernel == "deep_gemm" else _GEMMS[kernel], history_len=self._history_len)
+
+    def _of(self, layer: int, name: str) -> tuple[Recipe | None, registry.Weight]:
+        """(recipe of a linear, its weight); q, k and v are one linear, and all FP8 or none."""
+        weight = registry.weight(f"decoder.layers.{layer}.{name}.weight", self._model)
+        (in_fp8,) = {self._table.trainer_fp8(part) for part, _ in weight.parts}
+        return self._recipe if in_fp8 else None, weight
+
+    @property
+    def _history_len(self) -> int | None:
+        return self._cfg.precision.amax_history_len if self._cfg.precision.trainer == "delayed" else None
+
+    def _attention(self, layer: int) -> ModuleSpec:
+        def linear(name: str) -> LinearSpec:
+            return self.linear(layer, f"self_attention.{name}")
+
+        model = self._model
+        kernels = {"torch": None, "cudnn": attention_te.attend,
+                   "engine": partial(attention_te.attend, like_engine=True)}  # fmt: skip
+        settings = dict(
+            rotary=Rotary.of(model),
+            scale=softmax_scale(model),
+            window=model.sliding_window,
+            attend=kernels[self._kernels.attention],
+            has_fallback=self._kernels.attention != "engine",
+        )
+        out = partial(RowLinear, spec=linear("linear_proj"))
+        if model.mla is not None:
+            core = ModuleSpec(PackedAttention, params=settings)
+            submodules = LatentSubmodules(core_attention=core, linear_proj=out)
+            return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
+        norm = self.norm if model.qk_norm else None
+        return ModuleSpec(
+            SelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=SelfAttentionSubmodules(
+                linear_qkv=partial(ColumnLinear, spec=linear("linear_qkv")),
+                core_attention=partial(PackedAttention, **settings),
+                linear_proj=out,
+                q_layernorm=norm,
+                k_layernorm=norm,
+            ),
+        )
+
+    def _dense(self, layer: int, name: str) -> MLPSubmodules:
+        return MLPSubmodules(
+            linear_fc1=partial(ColumnLinear, spec=self.linear(layer, f"{name}.linear_fc1")),
+            linear_fc2=partial(RowLinear, spec=self.linear(layer, f"{name}.linear_fc2")),
+        )
+
+    def _feed_forward(self, layer: int) -> Any:
+        model = self._model
+        if not model.is_moe_layer(layer):
+            linears = [self.linear(layer, f"mlp.linear_{part}") for part in ("fc1", "fc2")]
+            kind = DeepGemmMlp if all(linear.gemm is on_deep_gemm for linear in linears) else MLP
+            return partial(kind.as_mlp_submodule, submodules=self._dense(layer, "mlp"))
+        router = partial(
+            Router,
+            router=model.router,
+            rounds=model.family not in _FP32_ROUTERS,
+            like_engine=self._kernels.router == "batch_invariant",
+        )
+        shared = None
+        if model.num_shared_experts:
+            shared = partial(SharedExpertMLP, submodules=self._dense(layer, "mlp.shared_experts"))
+        return partial(
+            ExpertLayer,
+            submodules=MoESubmodules(experts=self._experts(layer), shared_experts=shared, router=router),
+            weighs_in_sum=self._kernels.combine == "sum",
+        )
+
+    def _experts(self, layer: int) -> Any:
+        fc1, fc2 = (self._experts_linear(layer, name) for name in ("linear_fc1", "linear_fc2"))
+        grouped = GroupedMLPSubmodules(
+            linear_fc1=partial(GroupedLinear, parallel_mode="column", spec=fc1),
+            linear_fc2=partial(GroupedLinear, parallel_mode="row", spec=fc2),
+        )
+        weighs = self._kernels.combine == "experts"
+        if self._kernels.experts != "deep_gemm":
+            return partial(Experts, submodules=grouped, weighs=weighs)
+        scales = None if fc1.recipe is None else fc1.recipe.scales
+        wgrad = self._cfg.precision.expert_wgrad
+        return partial(GroupedExperts, submodules=grouped, weighs=weighs, scales=scales, wgrad=wgrad)
+
+    def layer(self, layer: int) -> ModuleSpec:
+        """One layer, counted over the whole model."""
+        # Checkpoint names of Transformer Engine, which keeps these norms inside the linear after them.
+        names = {}
+        if self._model.mla is None:
+            names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        if not self._model.is_moe_layer(layer):
+            names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+        return ModuleSpec(
+            TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=self.norm,
+                self_attention=self._attention(layer),
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=self.norm,
+                mlp=self._feed_forward(layer),
+                mlp_bda=get_bias_dropout_add,
+                sharded_state_dict_keys_map=names,
+            ),
+        )
+
+    def stage(self, config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+        """The layers of one pipeline stage."""
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+        layers = [self.layer(layer) for layer in range(first, first + num_layers)]
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=self.norm)
 
 
-def block_spec(
-    config: TransformerConfig,
-    model: ModelConfig,
-    vp_stage: int | None,
-    precision: PrecisionConfig,
-    expert_kernels: ExpertKernels,
-) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage."""
-    experts = partial(GroupedExperts, wgrad=precision.expert_wgrad) if expert_kernels == "deep_gemm" else Experts
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layers = [_layer_spec(model, model.is_moe_layer(layer), experts) for layer in range(first, first + num_layers)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+def _norm(kernel: str) -> Norm:
+    if kernel == "emulated":
+        return rms_norm_in_torch
+    from megatron_fp8rl.trainer.model import norm  # imports Transformer Engine
+
+    return norm.batch_invariant_rms_norm if kernel == "batch_invariant" else norm.te_rms_norm
+
+
+def _block_rows(weight: registry.Weight, model: ModelConfig, parallel: Parallel) -> Tensor | None:
+    """The rows of a linear, Hugging Face tensor by tensor, when its own order would mix tensors in one FP8 block.
+
+    Megatron-Core interleaves q, k and v group by group. The engine's blocks of 128 rows lie within one of them, so the
+    trainer has to count its blocks in the engine's order, unless heads fill whole blocks and the two orders agree.
+    """
+    if weight.axis != 0 or weight.join != "qkv":
+        return None
+    num_rows, *_ = registry.slicing.shard_shape(weight, model, parallel.tp_size)
+    own = torch.arange(num_rows).unsqueeze(1)
+    rows = torch.cat(registry.slicing.split(weight, model, own, parallel.tp_size, parallel.tp_rank)).flatten()
+    if num_rows % BLOCK == 0:
+        blocks = rows.view(-1, BLOCK)
+        if (blocks[:, :1] % BLOCK == 0).all() and (blocks.diff(dim=1) == 1).all():
+            return None
+    return rows.to(parallel.device)

@@ -1,12 +1,13 @@
 """Linears that can multiply in FP8, and the norm: in plain torch, or on a GPU with Transformer Engine's kernels.
 
-Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. Linears are born
-BF16; ``apply_precision`` in ``trainer/model/build.py`` gives an FP8 recipe to those that the layer table names, and the
-kernels to all.
+Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. A linear is built
+with its :class:`LinearSpec`, a norm with the function that computes it; ``trainer/model/kernels.py`` makes both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,9 +28,15 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, quantized_linear
-from megatron_fp8rl.trainer.fused_kernels import Kernels, LinearKernels
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
+
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def rms_norm_in_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H] over the root mean square of its last axis, rounded to the type of x, times weight [H]."""
+    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
 
 
 class RMSNorm(nn.Module):
@@ -39,48 +46,59 @@ class RMSNorm(nn.Module):
     in float32 and round once, and so does a norm on Transformer Engine's kernels.
     """
 
-    kernels: Kernels = "emulated"
-    like_engine: bool = False  # whether a GPU sums in the order of a batch-invariant engine
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any):
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, compute: Norm | None = None,
+                 **unused: Any):  # fmt: skip
         super().__init__()
-        self.eps = eps
+        self.eps, self.compute = eps, compute or rms_norm_in_torch
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
         # Under sequence parallelism each rank sees its tokens only; the tag has the gradient summed over them.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kernels == "te" and x.numel():
-            from megatron_fp8rl.trainer.model.norm import te_rms_norm
-
-            return te_rms_norm(x, self.weight, self.eps, like_engine=self.like_engine and x.dtype == torch.bfloat16)
-        return F.rms_norm(x.float(), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        return (self.compute if x.numel() else rms_norm_in_torch)(x, self.weight, self.eps)
 
 
 def current_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-class QuantizableLinear:
-    """What the linears here share: an FP8 recipe, or None, and under delayed scaling a history."""
+Gemm = Callable[["QuantizableLinear", Tensor, Sequence[Tensor], "Sequence[int] | None"], Tensor]
+"""(linear, x [T, K], E weights [N, K], tokens of each expert or None) -> y [T, N], with gradients."""
 
-    recipe: Recipe | None = None
-    kernels: LinearKernels = "emulated"
-    cache: WeightCache | None = None  # of quantized weights, for kernels of a GPU
+
+@dataclass(frozen=True, eq=False)
+class LinearSpec:
+    """How one linear multiplies."""
+
+    recipe: Recipe | None = None  # None: BF16, or what else its parameters are
+    gemm: Gemm | None = None  # None: Megatron-Core's own product, or experts whose owner multiplies
     block_rows: Tensor | None = None  # int64 [N] order of the rows in which FP8 blocks are counted; None: their own
+    history_len: int | None = None
+    """Steps that delayed scaling remembers. Every linear of such a model has a history, BF16 or not: the layers of a
+    model then look alike to distributed checkpointing, which stacks them."""
+
+
+class QuantizableLinear:
+    """What the linears here share: how they multiply, and under delayed scaling a history."""
+
+    def multiply_by(self, spec: LinearSpec) -> None:
+        """The last part of construction."""
+        self.recipe, self.gemm, self.block_rows = spec.recipe, spec.gemm, spec.block_rows
+        self.cache = WeightCache()  # of quantized weights
+        if spec.history_len is not None:
+            self.fp8 = AmaxHistory(spec.history_len, getattr(self, "num_gemms", 1), current_device())
 
     @property
     def history(self) -> AmaxHistory | None:
         return self._modules.get("fp8")
 
-    def keep_history(self, length: int, num_experts: int = 1) -> None:
-        """Add the state of delayed scaling. Every linear of a model gets one, BF16 or not: the layers of a model
-        then look alike to distributed checkpointing, which stacks them."""
-        self.fp8 = AmaxHistory(length, num_experts, current_device())
-
 
 class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
     """Output features divided over tensor-parallel ranks."""
+
+    def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.multiply_by(spec)
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if self.recipe is None:
@@ -101,6 +119,10 @@ class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
 class RowLinear(QuantizableLinear, RowParallelLinear):
     """Input features divided over tensor-parallel ranks; the caller reduces the partial sums."""
 
+    def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.multiply_by(spec)
+
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
         if self.recipe is None:
             return super()._forward_impl(input, weight, **kwargs)
@@ -115,16 +137,27 @@ class RowLinear(QuantizableLinear, RowParallelLinear):
 
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
     """x [..., K] times weight [N, K] in the recipe of ``linear``: [..., N]."""
-    x_TK, rows = x.reshape(-1, x.shape[-1]), linear.block_rows
-    if linear.kernels == "deep_gemm":
-        y = linear_deep_gemm.linear(x_TK, matrix_of(linear, weight))
-    elif linear.kernels == "te":
-        y = _on_transformer_engine(linear, x_TK, (weight,), None)
-    elif rows is None:
-        y = quantized_linear(x_TK, (weight,), linear.recipe, history=linear.history)
-    else:
-        y = quantized_linear(x_TK, (weight[rows],), linear.recipe, history=linear.history)[:, rows.argsort()]
+    y = linear.gemm(linear, x.reshape(-1, x.shape[-1]), (weight,), None)
     return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def in_torch(
+    linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
+) -> Tensor:
+    """A :data:`Gemm`: the emulation, ``precision/recipes.py``."""
+    rows = linear.block_rows
+    if rows is not None:
+        weights = tuple(weight[rows] for weight in weights)
+    y = quantized_linear(x_TK, weights, linear.recipe, splits=splits, history=linear.history)
+    return y if rows is None else y[:, rows.argsort()]
+
+
+def on_deep_gemm(
+    linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
+) -> Tensor:
+    """A :data:`Gemm` of one matrix."""
+    (weight,) = weights
+    return linear_deep_gemm.linear(x_TK, matrix_of(linear, weight))
 
 
 def matrix_of(linear: QuantizableLinear, weight: Tensor) -> linear_deep_gemm.Matrix:
@@ -132,9 +165,10 @@ def matrix_of(linear: QuantizableLinear, weight: Tensor) -> linear_deep_gemm.Mat
     return linear_deep_gemm.Matrix(weight, linear.recipe.scales, linear.cache, linear.block_rows)
 
 
-def _on_transformer_engine(
-    linear: QuantizableLinear, x_TK: Tensor, weights: tuple[Tensor, ...], splits: list[int] | None
+def on_transformer_engine(
+    linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
+    """A :data:`Gemm`."""
     from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     return te_linear(
@@ -151,8 +185,11 @@ def _on_transformer_engine(
 class ReplicatedLinear(QuantizableLinear, nn.Module):
     """A weight that every tensor-parallel rank holds whole and applies to its own tokens."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, tp_group):
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, tp_group, spec: LinearSpec = LinearSpec()
+    ):
         super().__init__()
+        self.multiply_by(spec)
         self.tp_group = tp_group
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=current_device())
         self.weight = nn.Parameter(weight)
@@ -181,12 +218,14 @@ class GroupedLinear(QuantizableLinear, nn.Module):
     """
 
     def __init__(self, num_gemms: int, input_size: int, output_size: int, *, parallel_mode: str,
-                 config: TransformerConfig, pg_collection, bias: bool = False, **unused: Any):  # fmt: skip
+                 config: TransformerConfig, pg_collection, bias: bool = False, spec: LinearSpec = LinearSpec(),
+                 **unused: Any):  # fmt: skip
         super().__init__()
         if bias:
             raise ValueError("expert linears have no bias")
         tp_size = pg_collection.expt_tp.size()
         self.num_gemms, self.pg_collection = num_gemms, pg_collection
+        self.multiply_by(spec)
         self.axis = 0 if parallel_mode == "column" else 1
         shape = [output_size, input_size]
         shape[self.axis] //= tp_size
@@ -211,10 +250,7 @@ class GroupedLinear(QuantizableLinear, nn.Module):
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""
-        # Grouped products of float32 would be rounded to TF32, and float32 is there for exact comparisons.
-        if self.kernels == "te" and (self.recipe is not None or x.dtype == torch.bfloat16):
-            return _on_transformer_engine(self, x, self.weights, splits), None
-        return quantized_linear(x, self.weights, self.recipe, splits=splits, history=self.history), None
+        return self.gemm(self, x, self.weights, splits), None
 
     def backward_dw(self) -> None:
         """Weight gradients are never delayed here."""

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3, Scales
+from megatron_fp8rl.kernels.blockwise import Scales
 from megatron_fp8rl.kernels.fused_moe import (
     ExpertPermutation,
     Quantized,
@@ -38,15 +38,8 @@ from megatron_fp8rl.kernels.fused_moe import (
     swiglu_quantize,
 )
 from megatron_fp8rl.kernels.gemm import Fp8, add_dense_weight_gradient, multiply_dense, quantized
-from megatron_fp8rl.precision.recipes import Blockwise, Recipe
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient, no_gradients
-
-
-def can_multiply(recipe: Recipe | None, weight: Tensor) -> bool:
-    """Whether the kernels here multiply a matrix [N, K] in a recipe: blockwise, E4M3 gradients, BF16, whole blocks."""
-    is_right = isinstance(recipe, Blockwise) and recipe.grad_format == E4M3
-    return is_right and weight.dtype == torch.bfloat16 and not any(size % BLOCK for size in weight.shape)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from torch import Tensor
 from transformer_engine.pytorch.cpp_extensions import general_gemm, general_grouped_gemm
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 
 from megatron_fp8rl.kernels.blockwise import E4M3, E5M2, Format
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8
@@ -45,7 +44,6 @@ from megatron_fp8rl.precision.recipes import (
     AmaxHistory,
     Blockwise,
     Delayed,
-    Mxfp8,
     Recipe,
     Tensorwise,
 )
@@ -70,7 +68,7 @@ class _Call:
     @property
     def multiple(self) -> int:
         """What the number of an expert's tokens has to be a multiple of."""
-        return 1 if self.recipe is None else 32 if isinstance(self.recipe, Mxfp8) else 16
+        return 1 if self.recipe is None else 16
 
     @property
     def padded(self) -> list[int]:
@@ -243,8 +241,6 @@ def _quantizers(
         case Tensorwise():
             device = torch.device("cuda", torch.cuda.current_device())
             quantizers = [Float8CurrentScalingQuantizer(te_type, device, **options)] * num
-        case Mxfp8():
-            quantizers = [MXFP8Quantizer(te_type, **options)] * num
         case _:
             raise TypeError(f"{type(recipe).__name__} is no recipe of Transformer Engine")
     for quantizer in quantizers:
@@ -286,8 +282,8 @@ class _QuantizedWeights:
 
 
 def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
-    """The weights in FP8, from the cache. In columns only from the first backward pass on, but for MXFP8, whose columns
-    have scales of their own. Parameters that are FP8 themselves are multiplied as they are."""
+    """The weights in FP8, from the cache. In columns only from the first backward pass on. Parameters that are FP8
+    themselves are multiplied as they are."""
     if is_fp8(weights[0]):
         return list(weights)
 
@@ -296,9 +292,8 @@ def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
         if call.block_rows is not None:
             matrices = [matrix[call.block_rows] for matrix in matrices]
         scales_E = _delayed_scales(call, WEIGHT, E4M3, matrices)
-        columns = isinstance(call.recipe, Mxfp8)
         quantizers, amax_E = _quantizers(
-            call.recipe, E4M3, len(matrices), columns=columns, is_weight=True, scales_E=scales_E
+            call.recipe, E4M3, len(matrices), columns=False, is_weight=True, scales_E=scales_E
         )
         return _QuantizedWeights(tex.multi_tensor_quantize(matrices, quantizers), amax_E)
 

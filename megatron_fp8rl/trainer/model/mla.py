@@ -16,6 +16,7 @@ Shapes: T = packed tokens, S = T / tensor-parallel size, H = heads of this rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +29,7 @@ from megatron.core.transformer.multi_latent_attention import MultiLatentAttentio
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from megatron_fp8rl.trainer.model.linear import ColumnLinear, ReplicatedLinear, RMSNorm
+from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, ReplicatedLinear, RMSNorm
 
 _NORM_EPS = 1e-6  # of latent vectors, whatever the other norms have: the published model's code does not pass it on
 
@@ -51,8 +52,12 @@ class LatentAttention(MultiLatentAttention):
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
+        linear: Callable[[str], LinearSpec],
+        norm: Callable[..., RMSNorm],
         **kwargs: Any,
     ):
+        """``linear``: how the linear of a name multiplies; ``norm`` builds a norm."""
         super().__init__(
             config,
             submodules,
@@ -67,19 +72,24 @@ class LatentAttention(MultiLatentAttention):
         settings = dict(
             config=config, init_method=config.init_method, gather_output=False, bias=False, tp_group=tp_group
         )
+
+        def column(name: str, size: int, features: int) -> ColumnLinear:
+            return ColumnLinear(size, heads * features, spec=linear(name), **settings)
+
+        def replicated(name: str, features: int) -> ReplicatedLinear:
+            return ReplicatedLinear(hidden, features, config=config, tp_group=tp_group, spec=linear(name))
+
         if config.q_lora_rank is None:
-            self.linear_q_proj = ColumnLinear(hidden, heads * self.q_head_dim, **settings)
+            self.linear_q_proj = column("linear_q_proj", hidden, self.q_head_dim)
         else:
-            self.linear_q_down_proj = ReplicatedLinear(hidden, config.q_lora_rank, config=config, tp_group=tp_group)
-            self.q_layernorm = RMSNorm(config, config.q_lora_rank, eps=_NORM_EPS)
-            self.linear_q_up_proj = ColumnLinear(config.q_lora_rank, heads * self.q_head_dim, **settings)
+            self.linear_q_down_proj = replicated("linear_q_down_proj", config.q_lora_rank)
+            self.q_layernorm = norm(config, config.q_lora_rank, eps=_NORM_EPS)
+            self.linear_q_up_proj = column("linear_q_up_proj", config.q_lora_rank, self.q_head_dim)
         self.latent_and_rotated = (config.kv_lora_rank, config.qk_pos_emb_head_dim)
-        self.linear_kv_down_proj = ReplicatedLinear(
-            hidden, sum(self.latent_and_rotated), config=config, tp_group=tp_group
-        )
-        self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, eps=_NORM_EPS)
+        self.linear_kv_down_proj = replicated("linear_kv_down_proj", sum(self.latent_and_rotated))
+        self.kv_layernorm = norm(config, config.kv_lora_rank, eps=_NORM_EPS)
         self.key_and_value = (config.qk_head_dim, config.v_head_dim)
-        self.linear_kv_up_proj = ColumnLinear(config.kv_lora_rank, heads * sum(self.key_and_value), **settings)
+        self.linear_kv_up_proj = column("linear_kv_up_proj", config.kv_lora_rank, sum(self.key_and_value))
 
     def get_query_key_value_tensors(
         self,

@@ -34,9 +34,11 @@ class _RmsNorm(torch.autograd.Function):
         return dx.view(grad.shape), dweight, None, None
 
 
-def te_rms_norm(x: Tensor, weight: Tensor, eps: float, *, like_engine: bool = False) -> Tensor:
-    """x [..., H] over the root mean square of its last axis, times weight [H], in the type of x.
+def te_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., H] over the root mean square of its last axis, times weight [H], in the type of x."""
+    return _RmsNorm.apply(x, weight, eps, False)
 
-    ``like_engine``: the bits of an engine under ``rollout.batch_invariant``; BF16 alone.
-    """
-    return _RmsNorm.apply(x, weight, eps, like_engine)
+
+def batch_invariant_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The same in the bits of an engine under ``rollout.batch_invariant``; BF16 alone."""
+    return _RmsNorm.apply(x, weight, eps, True)

@@ -98,13 +98,12 @@ class _Replaced(torch.autograd.Function):
 
 
 class Router(TopKRouter):
-    """Megatron-Core's router with the choice of experts above. ``rounds``: logits have the type of the activations."""
+    """Megatron-Core's router with the choice of experts above. ``rounds``: logits have the type of the activations.
+    ``like_engine``: a GPU sums in the order of a batch-invariant engine."""
 
-    like_engine: bool = False  # whether a GPU sums in the order of a batch-invariant engine
-
-    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, **kwargs: Any):
+    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, like_engine: bool = False, **kwargs: Any):
         super().__init__(config, **kwargs)
-        self.router, self.rounds = router, rounds
+        self.router, self.rounds, self.like_engine = router, rounds, like_engine
         if router.correction_bias:
             # Megatron-Core makes this buffer only with a rule that moves it.
             del self.expert_bias

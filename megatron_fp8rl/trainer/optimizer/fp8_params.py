@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.precision.recipes import Blockwise
 from megatron_fp8rl.trainer.model.build import named_linears
-from megatron_fp8rl.trainer.model.linear import QuantizableLinear
 from megatron_fp8rl.trainer.parallel import Parallel
 
 _MASTERS_AT_A_TIME = 2**24  # elements: 32 MiB in BF16, and one reduction of largest magnitudes
@@ -37,8 +36,11 @@ def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None
     for names, linear in named_linears(models, parallel):
         if linear.recipe is None:
             continue
-        if problem := _problem(linear):
-            raise ValueError(f"precision.params = 'fp8': {names[0]} {problem}. Choose --precision.params bf16")
+        if linear.block_rows is not None:  # more tensor-parallel ranks than groups of heads may divide blocks
+            raise ValueError(
+                f"precision.params = 'fp8': {names[0]} mixes heads of queries, keys and values in its blocks, which the "
+                "engine's blocks do not. Choose --precision.params bf16"
+            )
         for name, parameter in list(linear.named_parameters(recurse=False)):
             if parameter.ndim == 2:
                 setattr(linear, name, _fp8_parameter(parameter, linear.recipe))
@@ -79,16 +81,6 @@ def _groups(sizes: Sequence[int]) -> Iterator[slice]:
         total += size
     if sizes:
         yield slice(start, len(sizes))
-
-
-def _problem(linear: QuantizableLinear) -> str | None:
-    if not isinstance(linear.recipe, Blockwise):
-        return f"multiplies in the recipe {type(linear.recipe).__name__}, and FP8 parameters are blocks of 128x128"
-    if linear.kernels != "te":
-        return f"multiplies on {linear.kernels} kernels, which want BF16 parameters"
-    if linear.block_rows is not None:
-        return "mixes heads of queries, keys and values in its blocks, which the engine's blocks do not"
-    return None
 
 
 def _fp8_parameter(parameter: nn.Parameter, recipe: Blockwise) -> nn.Parameter:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed import finalize_model_grads as reduce_and_divide_gradients
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import Adam, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
@@ -233,3 +233,8 @@ class Optimizer:
             f"the gradient norm is {norm}; the update was not applied. Not finite are:\n  {shown}{rest}\n"
             "Look at the losses and log-probabilities of this step, lower optim.lr, or resume from the last checkpoint"
         )
+
+
+def adam_name() -> str:
+    """The AdamW that Megatron-Core found when it was imported, with its package, for the record of a run."""
+    return f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}"

@@ -236,8 +236,3 @@ def test_history_stays_float32_and_is_saved():
     assert model[0].weight.dtype == torch.bfloat16
     assert history.history.dtype == torch.float32 and history.history[0, 0, 0] == torch.tensor(1.0001)
     assert list(history.state_dict()) == ["history"]
-
-
-def test_mxfp8_is_refused_where_it_cannot_run():
-    with pytest.raises(ValueError, match="precision.trainer = 'mxfp8'"):
-        make_recipe(PrecisionConfig(trainer="mxfp8"))

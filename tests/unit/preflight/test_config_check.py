@@ -72,7 +72,7 @@ def test_five_mistakes_give_five_violations():
     cfg = make(
         parallel__pipeline=5,
         parallel__world_size=5,
-        precision__trainer="mxfp8",
+        precision__kernels="te",
         rollout__completions_per_prompt=1,
         algo__clip_low=-0.2,
         data__environments=(),
@@ -80,7 +80,7 @@ def test_five_mistakes_give_five_violations():
     violations = check(cfg, accelerator="cpu")
     assert [violation.field for violation in violations] == [
         "--parallel.pipeline",
-        "--precision.trainer",
+        "--precision.kernels",
         "--rollout.completions_per_prompt",
         "--algo.clip_low",
         "--data.environments",
@@ -259,11 +259,9 @@ def test_untiled_matrices_that_stay_bf16_are_no_mistake():
 @pytest.mark.parametrize(
     ("accelerator", "changes", "fields"),
     [
-        ("blackwell", {"precision__trainer": "mxfp8", "precision__rollout": "bf16"}, []),
-        ("blackwell", {"precision__trainer": "mxfp8"}, ["--precision.rollout"]),
         ("blackwell", {"precision__scales": "fp32"}, ["--precision.scales"]),
         ("hopper", {"precision__scales": "fp32"}, []),
-        ("hopper", {"precision__trainer": "mxfp8"}, ["--precision.trainer"]),
+        ("blackwell", {}, []),
         ("ampere", {}, ["--precision.trainer"]),
     ],
 )
@@ -320,7 +318,6 @@ def test_engines_that_cannot_work_on_gpus(changes, field):
     ("changes", "field"),
     [
         ({"rollout__expert": 2}, "--rollout.expert"),
-        ({"rollout__moe_backend": "flashinfer_cutlass"}, "--rollout.moe_backend"),
         ({"rollout__moe_backend": "deep_gemm", "precision__bf16_last_layers": 1}, "--rollout.moe_backend"),
     ],
 )
@@ -352,8 +349,6 @@ def test_kernels_and_storage_that_cannot_be():
     assert fields_of(make(precision__kernels="te")) == ["--precision.kernels"]
     assert fields_of(make(precision__kernels="te"), "hopper") == []
     assert fields_of(make(precision__kernels="emulated"), "hopper") == []
-    mxfp8 = dict(precision__trainer="mxfp8", precision__rollout="bf16")
-    assert fields_of(make(**mxfp8, precision__kernels="emulated"), "blackwell") == ["--precision.kernels"]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import math
 from dataclasses import replace
 
 import pytest
+from megatron_fp8rl.precision.auto_kernels import chosen
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
-from megatron_fp8rl.precision.auto_kernels import chosen
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight import engine_memory, trainer_memory
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
@@ -98,7 +98,6 @@ def test_bf16_edges_have_no_fp8_copies():
         ("blockwise", "h200", 2 * (1 + 4 / 16384)),
         ("delayed", "h200", 2),
         ("tensorwise", "b200", 1),
-        ("mxfp8", "b200", 2 * (1 + 1 / 32)),
         ("bf16", "h200", 0),
     ],
 )

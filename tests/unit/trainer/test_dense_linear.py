@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.precision.recipes import make_recipe, quantized_linear
 from megatron_fp8rl.trainer.model import linear_deep_gemm
-from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix, can_multiply
+from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
 from tests.helpers.experts import decibels
 from tests.helpers.interpreter import assert_passes_interpreted, starts_interpreter
@@ -210,14 +210,3 @@ def test_what_is_not_finite_shows_in_its_own_row(value):
     x[50, 7] = value
     is_bad = ~torch.isfinite(linear_deep_gemm.linear(x, ours)).all(dim=1)
     assert is_bad.nonzero().flatten().tolist() == [50]
-
-
-def test_what_the_kernels_take():
-    blockwise = make_recipe(PrecisionConfig())
-    weight = torch.zeros(256, 384).bfloat16()
-    assert can_multiply(blockwise, weight)
-    assert not can_multiply(None, weight)
-    assert not can_multiply(make_recipe(PrecisionConfig(trainer="tensorwise")), weight)
-    assert not can_multiply(make_recipe(PrecisionConfig(gradients="e5m2")), weight)
-    assert not can_multiply(blockwise, weight.float())
-    assert not can_multiply(blockwise, weight[:64]) and not can_multiply(blockwise, weight[:, :64])

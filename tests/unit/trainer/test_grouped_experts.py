@@ -245,16 +245,3 @@ def test_names_and_order_of_parameters_are_those_of_checkpoints():
     assert {f"linear_fc{linear}.weight{index}" for linear in (1, 2) for index in range(11)} == set(grouped.state_dict())
     for index, weight in enumerate(grouped.linear_fc2.weights):
         assert weight is getattr(grouped.linear_fc2, f"weight{index}")
-
-
-def test_refusals_name_what_to_change():
-    with pytest.raises(ValueError, match="hidden size 192 and 128 features.*--precision.experts te"):
-        build_experts(2, 192, 128, PrecisionConfig(experts="deep_gemm"))
-    for trouble in ({"trainer": "tensorwise"}, {"gradients": "e5m2"}):
-        grouped = build_experts(2, 128, 128, PrecisionConfig(experts="deep_gemm", **trouble))
-        x, probs, _ = draw_tokens([4, 4], 128)
-        with pytest.raises(ValueError, match="multiplies blockwise FP8 with E4M3 gradients.*--precision.experts te"):
-            grouped(x, torch.tensor([4, 4]), probs)
-    grouped.linear_fc1.recipe = None
-    with pytest.raises(ValueError, match="one of an expert's two linears is FP8"):
-        grouped(x, torch.tensor([4, 4]), probs)

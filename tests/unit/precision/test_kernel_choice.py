@@ -1,4 +1,4 @@
-"""What a rank multiplies, and what ``auto`` makes of it."""
+"""What a rank multiplies, which kernels are chosen for it, and that both ends and preflight refuse the same."""
 
 from __future__ import annotations
 
@@ -7,12 +7,19 @@ from dataclasses import replace
 import pytest
 
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig
-from megatron_fp8rl.precision import auto_kernels
-from megatron_fp8rl.precision.auto_kernels import Range, chosen
+from megatron_fp8rl.precision import kernel_choice
+from megatron_fp8rl.precision.hardware import PACKAGES, Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice, Range, choose, refusals
 from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, Use, experts_of, linears_of
 from megatron_fp8rl.preflight import rules
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
+
+HOPPER, CPU = Hardware("hopper"), Hardware("cpu")
+
+
+def chosen(field, cfg):
+    return getattr(KernelChoice.of(cfg, HOPPER).trainer, field)
 
 
 def make(cfg, tokens: int = 16_384, **parallel):
@@ -91,16 +98,16 @@ def test_auto_follows_the_thresholds_in_tokens_and_sides(monkeypatch, field):
         (Range(first=0, last=tokens - 1), "te"),
         (Range(first=0, smallest_side=4096), "te"),
     ):
-        monkeypatch.setitem(auto_kernels.DEEP_GEMM_IS_FASTER, (field, "blockwise"), found)
+        monkeypatch.setitem(kernel_choice.DEEP_GEMM_IS_FASTER, (field, "blockwise"), found)
         assert chosen(field, cfg) == expected
         assert chosen(field, replace(cfg, precision=PrecisionConfig(**{field: "te"}))) == "te"
     assert chosen(field, replace(cfg, precision=PrecisionConfig(**{field: "deep_gemm"}))) == "deep_gemm"
 
 
 @pytest.mark.parametrize("field", ["linears", "experts"])
-def test_auto_chooses_nothing_that_config_check_would_refuse(monkeypatch, field):
-    everywhere = dict.fromkeys(auto_kernels.DEEP_GEMM_IS_FASTER, Range(first=0))
-    monkeypatch.setattr(auto_kernels, "DEEP_GEMM_IS_FASTER", everywhere)
+def test_auto_chooses_nothing_that_would_be_refused(monkeypatch, field):
+    everywhere = dict.fromkeys(kernel_choice.DEEP_GEMM_IS_FASTER, Range(first=0))
+    monkeypatch.setattr(kernel_choice, "DEEP_GEMM_IS_FASTER", everywhere)
     cfg, taken = grpo_qwen3_30b_a3b(), set()
     for trainer in ("bf16", "delayed", "tensorwise", "blockwise"):
         for more in ({}, {"gradients": "e5m2"}, {"params": "fp32"}, {"params": "fp8"}, {"kernels": "emulated"}):
@@ -115,6 +122,79 @@ def test_auto_chooses_nothing_that_config_check_would_refuse(monkeypatch, field)
 
 
 def test_experts_that_the_kernels_do_not_divide_stay(monkeypatch):
-    monkeypatch.setitem(auto_kernels.DEEP_GEMM_IS_FASTER, ("experts", "blockwise"), Range(first=0, smallest_side=1))
+    monkeypatch.setitem(kernel_choice.DEEP_GEMM_IS_FASTER, ("experts", "blockwise"), Range(first=0, smallest_side=1))
     odd = make(grpo_qwen3_30b_a3b(), world_size=4, expert_tensor=4)  # 192 features on a rank
     assert chosen("experts", odd) == "te" and chosen("experts", grpo_qwen3_8b()) == "te"
+
+
+def run(**precision):
+    return replace(grpo_qwen3_30b_a3b(), precision=PrecisionConfig(**precision))
+
+
+def said(cfg, hardware):
+    return [str(violation) for violation in refusals(cfg, hardware)]
+
+
+def test_a_cpu_emulates_and_says_so_when_asked_for_more():
+    assert choose(run(), CPU).trainer.kernels == "emulated"
+    (text,) = said(run(kernels="te"), CPU)
+    assert text.startswith("--precision.kernels = 'te': Transformer Engine needs a GPU") and text.endswith("Choose auto.")
+
+
+@pytest.mark.parametrize("trainer", ["bf16", "blockwise", "tensorwise", "delayed"])
+def test_a_gpu_takes_transformer_engine_unless_told_otherwise(trainer):
+    for asked, taken in (("auto", "te"), ("te", "te"), ("emulated", "emulated")):
+        kernels = choose(run(trainer=trainer, kernels=asked), HOPPER).trainer
+        assert (kernels.kernels, kernels.norms) == (taken, taken)
+
+
+def test_what_is_not_installed_is_named_with_the_remedy():
+    without = {name: Hardware("hopper", frozenset(PACKAGES) - {name}) for name in PACKAGES}
+    for asked in ("auto", "te"):
+        (text,) = said(run(kernels=asked), without["transformer_engine"])
+        assert "pip install 'transformer-engine" in text and "--precision.kernels emulated" in text
+    assert not said(run(kernels="emulated"), without["transformer_engine"])
+    for field in ("linears", "experts"):
+        (text,) = said(run(**{field: "deep_gemm"}), without["deep_gemm"])
+        assert "DeepGEMM is not installed" in text and f"--precision.{field} te" in text
+        assert getattr(choose(run(), without["deep_gemm"]).trainer, field) == "te"
+    flashinfer = replace(run(), rollout=replace(run().rollout, attention_backend="FLASHINFER"))
+    (text,) = said(flashinfer, without["flashinfer"])
+    assert text.startswith("--rollout.attention_backend = 'FLASHINFER': the package flashinfer")
+    assert not refusals(flashinfer, without["flashinfer"], "trainer")  # where engines live elsewhere
+
+
+def test_the_record_of_a_run_names_what_computes():
+    on_cpu = choose(run(), CPU).record()
+    assert on_cpu["trainer kernel, FP8 linears"] == "PyTorch (emulated)"
+    assert on_cpu["trainer kernel, expert linears"] == on_cpu["trainer kernel, norms"] == "PyTorch"
+    asked = run(linears="deep_gemm", experts="deep_gemm")
+    for hardware, linears, experts in (
+        (HOPPER, "DeepGEMM", "DeepGEMM (grouped)"),
+        (CPU, "PyTorch (as DeepGEMM)", "PyTorch (as DeepGEMM)"),
+    ):
+        record = choose(asked, hardware).record()
+        assert (record["trainer kernel, FP8 linears"], record["trainer kernel, expert linears"]) == (linears, experts)
+    assert choose(run(experts="te"), HOPPER).record()["trainer kernel, expert linears"] == "Transformer Engine (grouped)"
+
+
+def test_a_matrix_that_is_not_in_whole_blocks_stays_with_the_other_kernels():
+    kernels = choose(run(linears="deep_gemm"), HOPPER).trainer
+    assert kernels.of_matrix(256, 384) == "deep_gemm"
+    assert kernels.of_matrix(576, 7168) == kernels.of_matrix(7168, 64) == "te"
+    assert choose(run(linears="deep_gemm"), CPU).trainer.of_matrix(576, 7168) == "emulated"
+
+
+def test_engines_that_compute_with_another_kernel_are_told_by_name():
+    choice = choose(run(), HOPPER)
+    sound = {
+        "linears": ["DeepGemmFp8BlockScaledMMKernel"], "experts": ["Fp8MoEMethod (TRITON)"], "attention": ["FLASH_ATTN"],
+    }  # fmt: skip
+    assert choice.disagreements(sound) == []
+    (text,) = choice.disagreements(sound | {"experts": ["Fp8MoEMethod (DEEPGEMM)"]})
+    assert "rollout.moe_backend: Triton was chosen" in text and "DEEPGEMM" in text
+    (text,) = choice.disagreements({"linears": [*sound["linears"], "CutlassFp8BlockScaledMMKernel"]})
+    assert "DeepGEMM was chosen" in text and "computes with CutlassFp8BlockScaledMMKernel" in text
+    named = replace(run(), rollout=replace(run().rollout, attention_backend="TRITON_ATTN"))
+    assert choose(named, HOPPER).disagreements(sound)
+    assert choose(run(), CPU).disagreements({"linears": ["EmulatedFp8LinearMethod"], "attention": ["CPU_ATTN"]}) == []

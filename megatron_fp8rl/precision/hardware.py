@@ -1,0 +1,46 @@
+"""What a run computes on, as far as the choice of kernels depends on it. Pure but for :func:`here`."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Generation = Literal["cpu", "ampere", "hopper", "blackwell"]
+Package = Literal["transformer_engine", "deep_gemm", "flashinfer"]
+PACKAGES: tuple[Package, ...] = ("transformer_engine", "deep_gemm", "flashinfer")
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A generation of GPUs, or a CPU, and the packages of kernels that are installed there; all of them by default."""
+
+    generation: Generation
+    packages: frozenset[Package] = frozenset(PACKAGES)
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.generation != "cpu"
+
+
+def generation_of(major: int) -> Generation:
+    """The generation of GPUs with this first number of their compute capability; 0 for no GPU."""
+    return "cpu" if major == 0 else "ampere" if major < 9 else "hopper" if major == 9 else "blackwell"
+
+
+@cache
+def installed_packages() -> frozenset[Package]:
+    """Which of :data:`PACKAGES` this environment has. Imports nothing but the packages around them."""
+    from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm  # imports torch
+
+    found: set[Package] = {"deep_gemm"} if has_deep_gemm() else set()
+    return frozenset(found | {name for name in ("transformer_engine", "flashinfer") if importlib.util.find_spec(name)})
+
+
+def here() -> Hardware:
+    """This process's GPU, as torch sees it, and what is installed beside it."""
+    import torch
+
+    major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    return Hardware(generation_of(major), installed_packages())

@@ -1,0 +1,200 @@
+"""What each kernel cannot compute: functions ``supports(cfg, hardware)`` for the table of ``kernel_choice.py``. Pure.
+
+A function returns None, or the field that has to change with its value, the problem and the remedy. What is installed
+is asked of GPUs alone: a CPU computes everything in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from megatron_fp8rl.config import FP8_BLOCK, RunConfig, Violation
+from megatron_fp8rl.precision.hardware import Hardware
+
+Supports = Callable[[RunConfig, Hardware], Violation | None]
+
+
+def _wrong(cfg: RunConfig, path: str, problem: str, remedy: str) -> Violation:
+    return Violation(f"--{path}", attrgetter(path)(cfg), problem, remedy)
+
+
+def always(cfg: RunConfig, hardware: Hardware) -> None:
+    """Every configuration."""
+
+
+def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """The number formats of both ends, whatever kernels compute in them."""
+    precision, ends = cfg.precision, (cfg.precision.trainer, cfg.precision.rollout)
+    if "blockwise" in ends and precision.scales == "fp32" and hardware.generation == "blackwell":
+        problem = "Blackwell kernels hold block scales as powers of two, so FP32 scales would be rounded at one end"
+        return _wrong(cfg, "precision.scales", problem, "Choose pow2")
+    if hardware.generation == "ampere" and ends != ("bf16", "bf16"):
+        path = "precision.trainer" if precision.trainer != "bf16" else "precision.rollout"
+        remedy = "Choose bf16 at both ends, or Hopper or newer"
+        return _wrong(cfg, path, "this GPU has no FP8 tensor cores", remedy)
+    return None
+
+
+def te(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    if not hardware.is_gpu:
+        problem = "Transformer Engine needs a GPU, and this machine has none"
+        return _wrong(cfg, "precision.kernels", problem, "Choose auto")
+    if "transformer_engine" not in hardware.packages:
+        remedy = (
+            "Install it: pip install 'transformer-engine[pytorch]' built for this PyTorch (FP8RL_EXTRA=gpu make install "
+            "does), or choose --precision.kernels emulated, which is exact and slow"
+        )
+        return _wrong(cfg, "precision.kernels", "transformer_engine is not installed", remedy)
+    return None
+
+
+def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Parameters that are FP8 themselves (``trainer/optimizer/fp8_params.py``)."""
+    precision, keep = cfg.precision, "Choose --precision.params bf16"
+    otherwise = "or --precision.params bf16"
+    if hardware.generation != "hopper":
+        problem = f"Hopper's kernels multiply blocks of {FP8_BLOCK} as they lie, and this machine is "
+        return _wrong(cfg, "precision.params", f"{problem}{hardware.generation!r}", keep)
+    if precision.trainer != "blockwise":
+        problem = "FP8 parameters are blocks of 128x128, which engines take as they are; here a weight has one scale"
+        if precision.trainer == "bf16":
+            problem = "precision.trainer = 'bf16' multiplies nothing in FP8"
+        return _wrong(cfg, "precision.params", problem, f"{keep}, or --precision.trainer blockwise")
+    if precision.rollout != "blockwise":
+        problem = "FP8 parameters are sent to engines as they are"
+        return _wrong(cfg, "precision.rollout", problem, f"Choose blockwise, {otherwise}")
+    if precision.kernels == "emulated":
+        problem = "the emulation rounds BF16 parameters"
+        return _wrong(cfg, "precision.kernels", problem, f"Choose auto, {otherwise}")
+    if cfg.model.mla is None and cfg.model.head_dim % FP8_BLOCK:
+        problem = (
+            f"heads of {cfg.model.head_dim} rows do not fill blocks of {FP8_BLOCK}: a block of Megatron's matrix of "
+            "queries, keys and values would hold rows of two of them, where the engine's holds rows of one"
+        )
+        return _wrong(cfg, "precision.params", problem, keep)
+    return None
+
+
+def deep_gemm_linears(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Linears that are no experts. A matrix that is not in whole blocks stays with the kernels of
+    ``precision.kernels``; it is no reason to refuse the others."""
+    if wrong := _deep_gemm(cfg, hardware, "linears", "its kernels", ("blockwise",)):
+        return wrong
+    if cfg.precision.gradients != "e4m3":
+        return _wrong(cfg, "precision.gradients", "DeepGEMM's kernels of linears multiply E4M3", "Choose e4m3")
+    if cfg.precision.params == "fp32":
+        return _wrong(cfg, "precision.params", "DeepGEMM's kernels of linears take BF16 activations", "Choose bf16")
+    return None
+
+
+def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Experts, in blockwise FP8 or in BF16."""
+    if wrong := _deep_gemm(cfg, hardware, "experts", "the grouped kernels", ("bf16", "blockwise")):
+        return wrong
+    if cfg.precision.trainer == "blockwise" and cfg.precision.gradients != "e4m3":
+        return _wrong(cfg, "precision.gradients", "the grouped kernels of experts multiply E4M3", "Choose e4m3")
+    if cfg.precision.params == "fp32":
+        return _wrong(cfg, "precision.params", "the grouped kernels of experts take BF16 activations", "Choose bf16")
+    if not cfg.model.is_moe:
+        return None
+    if cfg.model.hidden_size % FP8_BLOCK:
+        problem = f"the grouped kernels want a multiple of {FP8_BLOCK}"
+        return _wrong(cfg, "model.hidden_size", problem, "Choose another size, or --precision.experts te")
+    features, ranks = cfg.model.moe_ffn_hidden_size, cfg.parallel.expert_tensor
+    if ranks >= 1 and features % ranks == 0 and features // ranks % FP8_BLOCK:
+        problem = (
+            f"leaves a rank {features // ranks} features of an expert, and grouped kernels want a multiple of "
+            f"{FP8_BLOCK}"
+        )
+        return _wrong(cfg, "parallel.expert_tensor", problem, "Lower it, or choose --precision.experts te")
+    return None
+
+
+def _deep_gemm(
+    cfg: RunConfig, hardware: Hardware, name: str, whose: str, recipes: tuple[str, ...]
+) -> Violation | None:
+    """What both kinds of DeepGEMM's kernels ask for."""
+    path, precision = f"precision.{name}", cfg.precision
+    if hardware.generation not in ("cpu", "hopper"):
+        problem = f"{whose} are Hopper's, and this machine is {hardware.generation!r}"
+        return _wrong(cfg, path, problem, "Choose te")
+    if precision.kernels == "emulated" and hardware.is_gpu:
+        return _wrong(cfg, path, "precision.kernels = 'emulated' wants no kernels at all", "Choose te")
+    if precision.trainer not in recipes:
+        return _wrong(cfg, path, f"{whose} do not multiply in the recipe {precision.trainer}", "Choose te")
+    if precision.params == "fp8":
+        problem = "what feeds DeepGEMM's kernels here quantizes BF16 parameters"
+        return _wrong(cfg, path, problem, "Choose te, or --precision.params bf16")
+    if hardware.is_gpu and "deep_gemm" not in hardware.packages:
+        problem = "DeepGEMM is not installed; vLLM for CUDA brings it"
+        return _wrong(cfg, path, problem, f"Install vLLM, or choose --{path} te")
+    return None
+
+
+def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """The engine's attention in the trainer's forward pass."""
+    path, head_dim = "precision.attention", cfg.model.head_dim
+    if not hardware.is_gpu:
+        return _wrong(cfg, path, "needs a GPU, and there is none here", "Choose auto")
+    if cfg.model.mla is not None:
+        return _wrong(cfg, path, "the engine has another kernel for latent attention", "Choose auto")
+    if not 96 < head_dim <= 128:
+        problem = (
+            f"is there for the engine's bits, and with heads of {head_dim} features its kernel sums a decoded token's "
+            "keys in other blocks than a sequence's: it has the same bits for heads of 97 to 128"
+        )
+        return _wrong(cfg, path, problem, "Choose auto")
+    if "transformer_engine" not in hardware.packages:
+        problem = "its backward pass is cuDNN's, by transformer_engine, which is not installed"
+        return _wrong(cfg, path, problem, "Install it, or choose auto")
+    return None
+
+
+def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Kernels of engines whose results do not depend on what else is in the batch."""
+    if not hardware.is_gpu:
+        problem = "chooses GPU kernels, and there is no GPU"
+        return _wrong(cfg, "rollout.batch_invariant", problem, "Leave it out")
+    return None
+
+
+def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """The engine's CUTLASS and Triton linears."""
+    if cfg.precision.rollout != "bf16" and cfg.precision.scales == "pow2":
+        problem = "does not round the scales of activations to powers of two, as the trainer does"
+        return _wrong(cfg, "rollout.linear_backend", problem, "Set deep_gemm, or --precision.scales fp32")
+    return None
+
+
+def engine_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    if not cfg.model.is_moe:
+        return _wrong(cfg, "rollout.moe_backend", "multiplies experts, and the model is dense", "Set auto")
+    return None
+
+
+def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    if wrong := engine_experts(cfg, hardware):
+        return wrong
+    path, precision = "rollout.moe_backend", cfg.precision
+    edges = precision.bf16_last_layers
+    edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
+    if precision.rollout == "bf16" or edges:
+        return _wrong(cfg, path, "multiplies FP8 alone, and there are experts in BF16", "Set triton")
+    if cfg.rollout.batch_invariant and precision.scales == "fp32":
+        problem = (
+            "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant"
+        )
+        return _wrong(cfg, path, problem, "Set triton, or --precision.scales pow2")
+    return None
+
+
+def flashinfer_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    path = "rollout.attention_backend"
+    if cfg.rollout.kv_cache_dtype == "fp8":
+        problem = "reads the scales of an FP8 KV cache once, when it starts, so that new ones would have no effect"
+        return _wrong(cfg, path, problem, "Set auto or FLASH_ATTN")
+    if "flashinfer" not in hardware.packages:
+        problem = "the package flashinfer is not installed here"
+        return _wrong(cfg, path, problem, "Use auto, which takes FLASH_ATTN on Hopper")
+    return None

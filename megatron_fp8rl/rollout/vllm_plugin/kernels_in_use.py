@@ -1,0 +1,33 @@
+"""Which kernels an engine worker computes with, read off its model. Runs in every engine worker; imports no vLLM.
+
+The attributes are those of vLLM 0.25: a layer's ``quant_method``, of FP8 linears its ``fp8_linear``, of experts its
+``fp8_backend`` or ``unquantized_backend``, and the ``attn_backend`` of attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def kernels_in_use(model: nn.Module) -> dict[str, list[str]]:
+    """By role ("linears", which are FP8, "experts", "attention") what vLLM calls the kernels; sorted, each once."""
+    found: dict[str, set[str]] = {}
+    for module in model.modules():
+        backend, method = getattr(module, "attn_backend", None), getattr(module, "quant_method", None)
+        if backend is not None:
+            found.setdefault("attention", set()).add(backend.get_name())
+        if hasattr(module, "w13_weight"):
+            found.setdefault("experts", set()).add(_of_experts(method))
+        elif hasattr(module, "weight_scale_inv"):
+            kernel = getattr(method, "fp8_linear", method)
+            found.setdefault("linears", set()).add(type(kernel).__name__)
+    return {role: sorted(names) for role, names in found.items()}
+
+
+def _of_experts(method: Any) -> str:
+    """The method and, in brackets, its backend."""
+    backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
+    name = type(method).__name__
+    return name if backend is None else f"{name} ({backend.value})"

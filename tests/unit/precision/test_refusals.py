@@ -1,0 +1,158 @@
+"""Preflight refuses exactly what building refuses, in the same words, on every kind of hardware."""
+
+from __future__ import annotations
+
+import random
+import typing
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_fp8rl.cli import config_functions
+from megatron_fp8rl.config import ConfigError, ModelConfig, PrecisionConfig, RolloutConfig, RunConfig, Violation
+from megatron_fp8rl.precision.hardware import Generation, Hardware
+from megatron_fp8rl.preflight import rules
+
+FIELDS = {
+    "precision": ("trainer", "rollout", "scales", "gradients", "params", "kernels", "linears", "experts", "attention"),
+    "rollout": ("linear_backend", "moe_backend", "attention_backend", "batch_invariant", "kv_cache_dtype"),
+}
+KERNEL_FIELDS = {f"--{group}.{name}" for group, names in FIELDS.items() for name in names} - {"--rollout.kv_cache_dtype"}
+GENERATIONS: tuple[Generation, ...] = typing.get_args(Generation)
+
+
+def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation]:
+    """What the trainer and the engines say when they are built, short of weights and processes."""
+    from megatron_fp8rl.rollout import server_process
+    from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.trainer.model import build as trainer
+
+    class Built(Exception):
+        pass
+
+    class Layers(trainer.LayerFactory):
+        def stage(self, config, vp_stage):
+            for layer in range(cfg.model.num_layers):
+                self.layer(layer)
+            raise Built
+
+    def start(*arguments, **_):
+        kernels = arguments[-1]
+        server_process.vllm_args.engine_arguments(cfg, "model", kernels)
+        server_process.vllm_args.engine_environment(cfg, kernels)
+        raise Built
+
+    hardware, found = Hardware(generation), []
+    parallel = SimpleNamespace(device=torch.device("cpu"), tp_size=cfg.parallel.tensor, tp_rank=0, config=cfg.parallel)
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "here", lambda: hardware)
+        patch.setattr(trainer, "LayerFactory", Layers)
+        patch.setattr(trainer, "transformer_config", lambda *_: None)
+        patch.setattr(trainer, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
+        patch.setattr("megatron_fp8rl.trainer.model.layers._norm", lambda kernel: None)  # imports what is not here
+        patch.setattr("megatron_fp8rl.rollout.fleet.here", lambda: hardware)
+        patch.setattr("megatron_fp8rl.rollout.fleet.LocalReplicas", start)
+        patch.setattr("megatron_fp8rl.rollout.fleet.placement.visible_gpus", lambda: [])
+        patch.setattr("megatron_fp8rl.rollout.fleet.placement.assign", lambda *_, **__: [])
+        local = replace(cfg, rollout=replace(cfg.rollout, placement="colocated"))
+        for entry in (lambda: trainer.build_chunks(cfg, parallel), lambda: Fleet.start(local, "model", "runs")):
+            try:
+                entry()
+            except ConfigError as error:
+                found += error.violations
+            except Built:
+                pass
+            else:
+                raise AssertionError("built without its layers or its engines")
+    return list(dict.fromkeys(found))
+
+
+def values(group: type, name: str) -> list:
+    kind = typing.get_type_hints(group)[name]
+    return [False, True] if kind is bool else list(typing.get_args(kind))
+
+
+def drawn(seed: int) -> RunConfig:
+    """A configuration with some of the fields that name kernels at random values, all legal."""
+    rng = random.Random(seed)
+    cfg = rng.choice([function() for function in config_functions().values()])
+    groups = {"precision": PrecisionConfig, "rollout": RolloutConfig}
+    for group, names in FIELDS.items():
+        picked = rng.sample(names, rng.randint(1, len(names)))
+        changes = {name: rng.choice(values(groups[group], name)) for name in picked}
+        cfg = replace(cfg, **{group: replace(getattr(cfg, group), **changes)})
+    if rng.random() < 0.3 and not cfg.model.is_moe:
+        cfg = replace(cfg, model=replace(cfg.model, head_dim=rng.choice([64, 128])))
+    if rng.random() < 0.3:
+        cfg = replace(cfg, precision=replace(cfg.precision, bf16_last_layers=1))
+    return cfg
+
+
+CONFIGS = {name: function() for name, function in config_functions().items()}
+CONFIGS |= {f"random {seed}": drawn(seed) for seed in range(100)}
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_preflight_refuses_what_building_refuses_in_the_same_words(generation, monkeypatch):
+    num_refused = num_built = 0
+    for name, cfg in CONFIGS.items():
+        built = build(cfg, generation, monkeypatch)
+        before = rules.check(cfg, accelerator=generation)
+        assert [str(v) for v in built if v not in before] == [], name
+        assert [str(v) for v in before if v.field in KERNEL_FIELDS and v not in built] == [], name
+        num_refused, num_built = num_refused + bool(built), num_built + (not built)
+    assert num_refused > 10 and (generation == "ampere" or num_built > 10)
+
+
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_what_is_installed_changes_no_other_answer(generation):
+    """Without a package of kernels nothing is allowed that was refused with it."""
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    for name, cfg in CONFIGS.items():
+        everything, nothing = (refusals(cfg, Hardware(generation, p)) for p in (Hardware(generation).packages, frozenset()))
+        assert {v.field for v in everything} <= {v.field for v in nothing} | {"--precision.kernels"}, name
+
+
+def _tiny(**precision) -> RunConfig:
+    model = ModelConfig(
+        family="qwen3_moe", num_layers=2, hidden_size=128, num_attention_heads=2, num_key_value_heads=2, head_dim=64,
+        vocab_size=32, num_experts=2, experts_per_token=1, moe_ffn_hidden_size=128, max_position_embeddings=64,
+    )  # fmt: skip
+    return RunConfig(name="tiny", model=model, precision=PrecisionConfig(**precision))
+
+
+def _really_built(precisions: list[dict]) -> list[tuple[str, list[str]]]:
+    """On a rank: of each the names of what multiplies its FP8 linears, or the refusals."""
+    from megatron_fp8rl.trainer.model.build import build_chunks, named_linears
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    parallel, found = Parallel.init(_tiny().parallel, deadline_s=60), []
+    for precision in precisions:
+        try:
+            chunks = build_chunks(_tiny(**precision), parallel)
+        except ConfigError as error:
+            found.append(("refused", [str(v) for v in error.violations]))
+            continue
+        linears = [linear for _, linear in named_linears(chunks, parallel) if linear.recipe is not None]
+        found.append(("built", sorted({getattr(linear.gemm, "__name__", "grouped") for linear in linears})))
+    parallel.close()
+    return found
+
+
+def test_models_are_built_with_the_kernels_that_were_chosen_or_refused_as_preflight_does():
+    from tests.helpers.dist import run_ranks
+
+    precisions = [
+        {}, {"trainer": "bf16", "rollout": "bf16"}, {"trainer": "delayed"}, {"linears": "deep_gemm"}, {"experts": "deep_gemm"},
+        {"kernels": "te"}, {"linears": "deep_gemm", "gradients": "e5m2"}, {"experts": "deep_gemm", "trainer": "tensorwise"},
+        {"params": "fp8"}, {"attention": "engine"},
+    ]  # fmt: skip
+    (found,) = run_ranks(1, _really_built, precisions)
+    built = [names for status, names in found if status == "built"]
+    assert built == [["in_torch"], [], ["in_torch"], ["in_torch", "on_deep_gemm"], ["grouped", "in_torch"]]
+    for precision, (status, texts) in zip(precisions, found, strict=True):
+        kernels = [str(v) for v in rules.check(_tiny(**precision), accelerator="cpu") if v.field in KERNEL_FIELDS]
+        assert kernels == (texts if status == "refused" else []), precision
