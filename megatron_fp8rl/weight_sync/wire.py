@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.kernels.compat import gloo_group_on
 from megatron_fp8rl.net.address import own_address
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.plan import EngineLayout, Plan, Range, TrainerLayout, plan, scale_range
@@ -145,10 +146,7 @@ def gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address())]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    return gloo_group_on(own_address(), store, rank, world_size, timeout)
 
 
 class GlooGroup:

@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, E4M3, Scales
+from megatron_fp8rl.kernels.compat import add_together
 from megatron_fp8rl.kernels.fused_moe import (
     Layout,
     Quantized,
@@ -299,7 +300,7 @@ def _add_to_gradients(
     if not fused:
         return list(out.to(first.dtype).unbind())
     if is_apart:
-        torch._foreach_add_(buffers, list(out.to(buffers[0].dtype).unbind()))
+        add_together(buffers, list(out.to(buffers[0].dtype).unbind()))
     for weight in weights:
         weight.grad_added_to_main_grad = True
     if num_edges < len(weights):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp8rl.kernels.compat import coalesced, nccl_group
 from megatron_fp8rl.weight_sync.schedule import Exchange, Message, Round
 from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, Fabric, FabricError, recorded
 from megatron_fp8rl.weight_sync.wire import gloo_group
@@ -39,10 +41,8 @@ class GroupFabric(Fabric):
         if self.device.type == "cpu":
             self._group = gloo_group(prefix, place.rank, place.world_size, timeout)
             return
-        options = dist.ProcessGroupNCCL.Options()
         # Deadlines are ours: past its own one, NCCL's watchdog ends the whole process.
-        options._timeout = timedelta(days=1)
-        self._group = dist.ProcessGroupNCCL(prefix, place.rank, place.world_size, options)
+        self._group = nccl_group(prefix, place.rank, place.world_size, timedelta(days=1))
         # The communicator is built here and not in the first publication, by everyone at once.
         self._group.allreduce(torch.zeros(1, device=self.device)).wait()
         event = recorded(self.device)
@@ -93,10 +93,7 @@ class GroupFabric(Fabric):
             return []
         if self.device.type == "cpu":
             return [call([buffer], peer, number) for call, buffer, peer in operations]
-        self._group._start_coalescing()  # one launch on the communicator of all, not one communicator for each pair
-        for call, buffer, peer in operations:
-            call([buffer], peer, 0)
-        return [self._group._end_coalescing()]
+        return [coalesced(self._group, [partial(call, [buffer], peer, 0) for call, buffer, peer in operations])]
 
     def _wait(self, number: int) -> None:
         """Gloo: wait for a round; NCCL: have the current stream wait for it."""
