@@ -7,8 +7,6 @@ check a configuration in a second.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 

@@ -1,10 +1,11 @@
-"""Private names of PyTorch and Transformer Engine that kernels and what stands above them need.
+"""Private names of PyTorch, Transformer Engine and vLLM that kernels and what stands above them need.
 
 Each has the versions that it was tested with; :mod:`megatron_fp8rl.upstream` lists them and refuses others.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -135,3 +136,33 @@ def rowwise(parameter: Tensor) -> tuple[Tensor, Tensor] | None:
     other. Imports nothing of Transformer Engine."""
     data = getattr(parameter, "_rowwise_data", None)
     return None if data is None else (data, parameter._rowwise_scale_inv)
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.26",
+    why="the router's weights in an engine's last bits come from vLLM's own kernel (vllm._custom_ops.topk_softmax)",
+    remove_when="vLLM exports the kernel publicly",
+)
+@functools.cache
+def vllm_topk_softmax() -> Callable[..., None] | None:
+    """vLLM's kernel: (weights float32 [T, K], experts int32 [T, K], int32 [T, K], logits [T, E], normalize) fills the
+    first three; None where it is not installed or has no such kernel, as on a CPU."""
+    try:
+        from vllm import _custom_ops  # loads the library of the kernels
+    except ImportError:
+        return None
+    return _custom_ops.topk_softmax if hasattr(torch.ops._moe_C, "topk_softmax") else None
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.26",
+    why="attention with an engine's bits is vLLM's own build of FlashAttention 3 (vllm.vllm_flash_attn)",
+    remove_when="FlashAttention 3 is a package of its own that vLLM uses",
+)
+def vllm_flash_attention() -> Callable[..., tuple[Tensor, Tensor]]:
+    """vLLM's ``flash_attn_varlen_func``. Raises ImportError without vLLM for CUDA."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func

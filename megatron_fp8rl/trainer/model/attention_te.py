@@ -24,8 +24,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.kernels.compat import vllm_flash_attention
 from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from megatron_fp8rl.trainer.model.packed_sequences import Segments
+from megatron_fp8rl.upstream import patches
 
 _has_transformer_engine = functools.cache(has_transformer_engine)  # a search of the path, in every layer otherwise
 _LAYOUT = "thd_thd_thd"
@@ -57,6 +59,12 @@ def _mask_type(is_square: bool) -> str:
 
 
 @functools.lru_cache(maxsize=256)
+@patches(
+    "transformer-engine",
+    ">=2.16,<2.17",
+    why="asks tex.get_fused_attn_backend, which takes 19 arguments by position",
+    remove_when="transformer_engine.pytorch tells by name whether cuDNN computes an attention",
+)
 def _has_kernel(
     dtype: torch.dtype,
     heads: tuple[int, int, int, int],
@@ -93,6 +101,12 @@ def _has_kernel(
     return backend == fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
+@patches(
+    "transformer-engine",
+    ">=2.16,<2.17",
+    why="calls fused_attn_fwd and fused_attn_bwd without the module around them",
+    remove_when="DotProductAttention gives its kernel as a function",
+)
 class _Attention(torch.autograd.Function):
     """Always in training mode: one kernel for log-probabilities and for gradients gives the same bits in both."""
 
@@ -159,13 +173,13 @@ def _like_engine(
     query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
 ) -> tuple[Tensor, Sequence[Tensor]]:
     try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        flash_attention = vllm_flash_attention()
     except ImportError as error:
         raise RuntimeError(
             "precision.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, or "
             "choose --precision.attention auto"
         ) from error
-    out, sums_HT = flash_attn_varlen_func(
+    out, sums_HT = flash_attention(
         query,
         key,
         value,

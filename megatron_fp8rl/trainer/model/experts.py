@@ -53,10 +53,17 @@ from megatron_fp8rl.kernels.grouped_gemm import (
 from megatron_fp8rl.precision.recipes import Blockwise, Recipe
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
+from megatron_fp8rl.upstream import patches
 
 _dummies: dict[tuple, Tensor] = {}
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides forward: all experts of a rank in one call of grouped products",
+    remove_when="TEGroupedMLP multiplies by DeepGEMM's grouped products",
+)
 class GroupedExperts(TEGroupedMLP):
     """The experts of this rank. ``wgrad``: operands of the weight gradients where the linears are FP8.
 

@@ -35,10 +35,17 @@ from megatron_fp8rl.trainer.model.linear import ColumnLinear, GroupedLinear, RMS
 from megatron_fp8rl.trainer.model.mla import LatentAttention, LatentSubmodules
 from megatron_fp8rl.trainer.model.rotary import Rotary, softmax_scale
 from megatron_fp8rl.trainer.model.router import Router
+from megatron_fp8rl.upstream import patches
 
 _FP32_ROUTERS = ("glm4_moe",)  # families whose engine multiplies the router's weight in FP32
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides forward: the router's weight multiplies an expert's output, as in the engine",
+    remove_when="TEGroupedMLP can weigh outputs, not the input of the second linear",
+)
 class Experts(TEGroupedMLP):
     """The experts of this rank.
 

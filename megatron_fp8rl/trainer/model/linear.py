@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -27,6 +25,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, quantized_linear
+from megatron_fp8rl.trainer.compat.megatron import ColumnLinearBase, RowLinearBase, own_parameters
 from megatron_fp8rl.trainer.fused_kernels import Kernels, LinearKernels
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
@@ -79,16 +78,11 @@ class QuantizableLinear:
         self.fp8 = AmaxHistory(length, num_experts, current_device())
 
 
-class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
+class ColumnLinear(QuantizableLinear, ColumnLinearBase):
     """Output features divided over tensor-parallel ranks."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        if self.recipe is None:
-            return super()._forward_impl(input, weight, **kwargs)
-        if kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]:
-            input = self.gathered(input)
-        y, bias = quantized(self, input, weight), kwargs.get("bias")
-        return y if bias is None else y + bias
+    def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        return None if self.recipe is None else quantized(self, self.gathered(x), weight)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Collective over tensor-parallel ranks: what a rank multiplies, of the [s, b, h] that it has."""
@@ -98,13 +92,11 @@ class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group) if self.allreduce_dgrad else x
 
 
-class RowLinear(QuantizableLinear, RowParallelLinear):
+class RowLinear(QuantizableLinear, RowLinearBase):
     """Input features divided over tensor-parallel ranks; the caller reduces the partial sums."""
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        if self.recipe is None:
-            return super()._forward_impl(input, weight, **kwargs)
-        return quantized(self, input, weight)
+    def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        return None if self.recipe is None else quantized(self, x, weight)
 
     def reduced(self, y: Tensor) -> Tensor:
         """Collective over tensor-parallel ranks: the sum of their partial sums, or this rank's tokens of it."""
@@ -207,7 +199,7 @@ class GroupedLinear(QuantizableLinear, nn.Module):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         """One of each expert, in their order: they alone are registered, from the last to the first."""
-        return tuple(reversed(self._parameters.values()))  # by name takes twenty times as long, and every pass asks
+        return tuple(reversed(own_parameters(self)))
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""

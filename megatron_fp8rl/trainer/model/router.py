@@ -17,8 +17,6 @@ Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,10 +25,12 @@ from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
 )
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_fp8rl.config import RouterConfig
+from megatron_fp8rl.kernels.compat import vllm_topk_softmax
+from megatron_fp8rl.trainer.compat.megatron import ConstantBiasRouter
+from megatron_fp8rl.upstream import patches
 
 _SCORED_PER_GROUP = 2  # a group of experts is as good as its two best (DeepSeek-V3)
 
@@ -61,25 +61,15 @@ def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, 
     Of a token for which the kernel takes other experts, as it may where logits are NaN, they stay, too.
     """
     is_plain = router.score == "softmax" and router.num_groups == 1 and not router.correction_bias
-    if not is_plain or not _has_vllms_kernels():
+    topk_softmax = vllm_topk_softmax() if is_plain else None
+    if topk_softmax is None:
         return weights_TK
-    import vllm._custom_ops as ops
-
     values_TK = torch.empty_like(weights_TK, dtype=torch.float32)
     ids_TK = torch.empty_like(values_TK, dtype=torch.int32)
-    ops.topk_softmax(values_TK, ids_TK, torch.empty_like(ids_TK), logits_TE.detach().bfloat16(), router.normalize)
+    topk_softmax(values_TK, ids_TK, torch.empty_like(ids_TK), logits_TE.detach().bfloat16(), router.normalize)
     same_T1 = (ids_TK == experts_TK).all(dim=1, keepdim=True)
     value = torch.where(same_T1, values_TK * router.scaling_factor, weights_TK.detach())
     return _Replaced.apply(weights_TK, value)
-
-
-@functools.cache
-def _has_vllms_kernels() -> bool:
-    try:
-        import vllm._custom_ops  # noqa: F401  loads the library of the kernels
-    except ImportError:
-        return False
-    return hasattr(torch.ops._moe_C, "topk_softmax")
 
 
 def _best(wanted_TE: Tensor, top_k: int) -> Tensor:
@@ -110,7 +100,13 @@ class _Replaced(torch.autograd.Function):
         return grad, None
 
 
-class Router(TopKRouter):
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides gating and routing: Megatron-Core chooses experts otherwise than the published models do",
+    remove_when="moe_utils scores groups by two experts, and normalizes where the model does",
+)
+class Router(ConstantBiasRouter):
     """Megatron-Core's router with the choice of experts above. ``rounds``: logits have the type of the activations."""
 
     like_engine: bool = False  # whether a GPU sums in the order of a batch-invariant engine
@@ -119,17 +115,7 @@ class Router(TopKRouter):
         super().__init__(config, **kwargs)
         self.router, self.rounds = router, rounds
         if router.correction_bias:
-            # Megatron-Core makes this buffer only with a rule that moves it.
-            del self.expert_bias
-            self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=self.weight.device))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Follow the model to another device, but keep the correction bias float32 when the model becomes BF16."""
-        bias = self.expert_bias
-        super()._apply(fn, recurse)
-        if bias is not None:
-            self.expert_bias = bias.to(self.expert_bias.device)
-        return self
+            self.add_correction_bias()
 
     def gating(self, hidden: Tensor) -> Tensor:
         """hidden [S, B, H] -> logits, float32 [S, B, E], rounded to the type of ``hidden`` where the engine does so."""
