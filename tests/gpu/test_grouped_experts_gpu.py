@@ -13,6 +13,7 @@ from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig
 from megatron_fp8rl.kernels.deep_gemm import deep_gemm, has_deep_gemm
 from megatron_fp8rl.kernels.grouped_gemm import Fp8
 from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+from megatron_fp8rl.trainer.model import experts as experts_module
 from tests.helpers.experts import (
     build_experts,
     decibels,
@@ -139,7 +140,7 @@ def test_weight_gradients_are_added_to_main_grad(name, monkeypatch):
     give_gradient_buffers(module)
     once = run_experts(module, counts, *tokens)
     give_gradient_buffers(module, fill=0.5)
-    monkeypatch.setattr(experts, "add_together", None)  # what gradients that lie apart would need
+    monkeypatch.setattr(experts_module, "add_together", None)  # what gradients that lie apart would need
     for _ in range(2):
         found = run_experts(module, counts, *tokens)
     for key in ("dW1", "dW2"):

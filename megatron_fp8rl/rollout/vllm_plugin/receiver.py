@@ -22,7 +22,6 @@ An engine's first publication takes the first two, which proves where every weig
 from __future__ import annotations
 
 import dataclasses
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,10 +35,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_fp8rl.kernels.blockwise import canonical
 from megatron_fp8rl.rollout.vllm_plugin.kernel_table import DerivedTensors, KernelTable, UnwritableKernel, narrowed
+from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights, quiet_reload
+from megatron_fp8rl.upstream import patches
 from megatron_fp8rl.weight_sync.copies import Copies
 from megatron_fp8rl.weight_sync.schedule import Exchange, Message, Part
 from megatron_fp8rl.weight_sync.transports.base import Fabric, Place, open_fabric, open_store
@@ -90,11 +90,12 @@ class UpdateInfo(WeightTransferUpdateInfo):
         return BucketInfo(**fields)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """False for the warning that the rotary embedding received no weights: it has none."""
-    return not (record.msg == "%s: Failed to load weights" and record.args == ("RotaryEmbedding",))
-
-
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="builds on vLLM's weight-transfer API and its layerwise reload, which change from release to release",
+    remove_when="the API is declared stable",
+)
 class TransferEngine(WeightTransferEngine):
     """Loads publications and keeps count of their buckets.
 
@@ -124,8 +125,7 @@ class TransferEngine(WeightTransferEngine):
         self._derived: DerivedTensors | None = None
         self._slices: dict[str, tuple[int, tuple[int, int]]] = {}
         self._copies: list[Copies] = []
-        # vLLM 0.25.1 warns at every update about modules without weights; remove when its reload skips them.
-        logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_news)
+        quiet_reload()
 
     @property
     def _engine_rank(self) -> int:
@@ -213,10 +213,7 @@ class TransferEngine(WeightTransferEngine):
         self.shutdown()
         self.version = self._incoming = None
         if self._is_reloading:
-            for module in self.model.modules():
-                info = get_layerwise_info(module)
-                info.loaded_weights.clear()  # vLLM puts the kernel tensors back of modules that got nothing
-                info.load_numel = 0
+            forget_loaded_weights(self.model)
             self._end_reload()
 
     def _end_reload(self) -> None:

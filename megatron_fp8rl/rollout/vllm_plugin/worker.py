@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.rollout.vllm_plugin.kv_cache import set_kv_scales
+from megatron_fp8rl.rollout.vllm_plugin.patches import allow_new_update
 from megatron_fp8rl.rollout.vllm_plugin.probe import Probe
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_values
 
@@ -168,9 +169,7 @@ class WorkerExtension(Probe):
     def abandon_update(self) -> None:
         """Give up an update that has begun: some other replica or the trainer failed in it. Harmless without one."""
         self.weight_transfer_engine.abandon()
-        # vLLM 0.25.1 ends an update that failed here, but refuses to start another while one is under way, and has no
-        # call that ends it.
-        self._weight_update_active = False
+        allow_new_update(self)
 
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
         """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,
