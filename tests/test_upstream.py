@@ -131,7 +131,9 @@ def _classes() -> Iterator[type]:
             if (error.name or "").partition(".")[0] not in ("transformer_engine", "transformer_engine_torch", "vllm"):
                 raise
             continue
-        yield from (thing for thing in vars(module).values() if isinstance(thing, type) and thing.__module__ == module.__name__)
+        for thing in vars(module).values():
+            if isinstance(thing, type) and thing.__module__ == module.__name__:
+                yield thing
 
 
 def test_overrides_are_registered_and_private_ones_stand_in_compat():
