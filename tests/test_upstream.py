@@ -148,7 +148,7 @@ def test_overrides_are_registered_and_private_ones_stand_in_compat():
             overridden.add("forward")
         seen += bool(overridden)
         if any(_is_private(name) for name in overridden) and not place.startswith(ALLOWED):
-            wrong.append(f"{place}:{cls.__name__} overrides {sorted(overridden)}; private ones belong into a compat file")
+            wrong.append(f"{place}:{cls.__name__} overrides {sorted(overridden)}; private ones belong in compat files")
         if overridden and changing and f"{place}:{cls.__name__}" not in registered:
             wrong.append(f"{place}:{cls.__name__} overrides {sorted(overridden)} without @patches")
     assert seen > 8 and not wrong, "\n".join(wrong)
