@@ -35,12 +35,14 @@ from megatron_fp8rl.upstream import patches
 class ColumnLinearBase(ColumnParallelLinear):
     """Output features divided over tensor-parallel ranks. ``multiplied`` may compute the product."""
 
-    def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """x [..., K], what this rank has of it, times weight [N, K] -> [..., N]; None leaves it to Megatron-Core."""
+    def multiplied(self, x: Tensor, weight: Tensor, *, is_whole: bool) -> Tensor | None:
+        """x [..., K] times weight [N, K] -> [..., N]; None leaves it to Megatron-Core. Unless ``is_whole``, x is what
+        this rank has of it."""
         return None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        y, bias = self.multiplied(input, weight), kwargs.get("bias")
+        is_whole = not (kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"])
+        y, bias = self.multiplied(input, weight, is_whole=is_whole), kwargs.get("bias")
         if y is None:
             return super()._forward_impl(input, weight, **kwargs)
         return y if bias is None else y + bias

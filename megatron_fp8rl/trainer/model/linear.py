@@ -81,8 +81,8 @@ class QuantizableLinear:
 class ColumnLinear(QuantizableLinear, ColumnLinearBase):
     """Output features divided over tensor-parallel ranks."""
 
-    def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        return None if self.recipe is None else quantized(self, self.gathered(x), weight)
+    def multiplied(self, x: Tensor, weight: Tensor, *, is_whole: bool) -> Tensor | None:
+        return None if self.recipe is None else quantized(self, x if is_whole else self.gathered(x), weight)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Collective over tensor-parallel ranks: what a rank multiplies, of the [s, b, h] that it has."""
