@@ -87,6 +87,12 @@ def register(scales: Scales) -> None:
         method.apply = ReadableLinearMethod.apply
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="overrides what UnquantizedLinearMethod does with a weight on a CPU: packs it",
+    remove_when="vLLM can leave weights as loaded",
+)
 @register_weight_loader_v2_supported_method
 class ReadableLinearMethod(UnquantizedLinearMethod):
     """A BF16 linear that leaves its weight as loaded."""
@@ -98,6 +104,12 @@ class ReadableLinearMethod(UnquantizedLinearMethod):
         return F.linear(x, layer.weight, bias)
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="a linear method of our own, with the parameters of Fp8LinearMethod",
+    remove_when="vLLM has W8A8 blocks on any CPU",
+)
 @register_weight_loader_v2_supported_method
 class EmulatedFp8LinearMethod(LinearMethodBase):
     """W8A8 blockwise FP8 linear: parameters as in vLLM's ``Fp8LinearMethod``, arithmetic of ``blockwise.linear``."""

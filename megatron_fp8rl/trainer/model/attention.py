@@ -29,8 +29,15 @@ from torch import Tensor
 from megatron_fp8rl.trainer.model import attention_te
 from megatron_fp8rl.trainer.model.packed_sequences import Batch, PackedSequences, PackPlan, lengths_of, plan_pack
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
+from megatron_fp8rl.upstream import patches
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="core attention of our own in the place of Megatron-Core's, which packs no sequences without Transformer Engine",
+    remove_when="DotProductAttention takes packed sequences and context parallelism",
+)
 class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
 
