@@ -165,7 +165,7 @@ JOBS = (
     ),
     _benchmark("experts.layers", "--layers 4", 200, 420, shortest_s=110, tail_s=70),
     _benchmark("linears.layers", "--layers 4", 180, 420, shortest_s=100, tail_s=70),
-    _benchmark("experts.sweep", "--sweep", 150, 400, shortest_s=90, tail_s=40),  # for precision/auto_kernels.py
+    _benchmark("experts.sweep", "--sweep", 150, 400, shortest_s=90, tail_s=40),  # for precision/kernel_choice.py
     _benchmark("linears.sweep", "--sweep", 150, 400, shortest_s=90, tail_s=40),
     _benchmark("linears.alone", "", 150, 400, shortest_s=90, tail_s=40),
     _benchmark("probe.8b", f"grpo_qwen3_8b {_QUICK_PROBE} --precision.attention engine --rollout.batch_invariant True",

@@ -121,6 +121,9 @@ def publish_rounds(case: Case) -> Row | None:
     """Collective over the trainer's ranks, under torchrun: the row of a case; None on all ranks but 0."""
     from contextlib import ExitStack
 
+    from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+    megatron_on_cpu.install()
     from benchmarks.light_policy import light_policy
     from megatron_fp8rl.data.model_dir import write_model_dir
     from megatron_fp8rl.rollout.fleet import Fleet

@@ -116,10 +116,11 @@ def runnable(arms: Sequence[str]) -> list[str]:
 
     Exits with status 2 when there is none.
     """
-    from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
-    from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+    from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
-    has = {"Transformer Engine": has_transformer_engine(), "DeepGEMM": has_deep_gemm()}
+    megatron_on_cpu.install()
+    installed = installed_packages()
+    has = {"Transformer Engine": "transformer_engine" in installed, "DeepGEMM": "deep_gemm" in installed}
     needs = {arm: "Transformer Engine" if arm.startswith(("te ", "ours te ")) else "DeepGEMM" for arm in arms}
     for arm, package in needs.items():
         if not has[package]:

@@ -64,6 +64,9 @@ def single_rank(cfg: RunConfig) -> Iterator[Parallel]:
 
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before Megatron-Core is imported
+    from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+    megatron_on_cpu.install()
     from megatron_fp8rl.trainer.parallel import Parallel
 
     parallel = Parallel.init(cfg.parallel)

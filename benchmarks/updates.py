@@ -322,6 +322,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before Megatron-Core is imported
     import torch
 
+    from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+    megatron_on_cpu.install()
     from megatron_fp8rl.config import ParallelConfig
     from megatron_fp8rl.trainer.parallel import Parallel
 

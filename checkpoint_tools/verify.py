@@ -223,6 +223,9 @@ def _transformers_logits(folder: Path, tokens: Tensor) -> Tensor:
 
 
 def _trainer_logits(model: ModelConfig, folder: Path, tokens: Tensor) -> Tensor:
+    from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+    megatron_on_cpu.install()
     from megatron_fp8rl.trainer.single_rank import float32_logits
 
     return float32_logits(replace(model, num_mtp_layers=0), folder, tokens)

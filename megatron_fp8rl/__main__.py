@@ -178,6 +178,9 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 
     import torch
 
+    from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+    megatron_on_cpu.install()
     from megatron_fp8rl import rl_loop, sft_loop
     from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
     from megatron_fp8rl.rollout.fleet import Fleet

@@ -122,6 +122,9 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
     """
     import torch
 
+    from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+    megatron_on_cpu.install()
     from megatron_fp8rl.data.model_dir import write_model_dir
     from megatron_fp8rl.data.prompts import PromptStream
     from megatron_fp8rl.data.tokenizer import load_tokenizer

@@ -20,6 +20,10 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+from megatron_fp8rl.trainer.compat import megatron_on_cpu  # noqa: E402  what is above comes first
+
+megatron_on_cpu.install()
+
 
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:

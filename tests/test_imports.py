@@ -18,7 +18,7 @@ LIBRARY = "megatron_fp8rl"
 
 # Lowest first. A folder imports only itself and what stands before it; so do the files at the top of the library.
 FLOORS = (
-    "types", "config", "kernels", "names", "precision", "net", "algo", "envs", "data", "observe", "preflight",
+    "upstream", "types", "config", "kernels", "names", "precision", "net", "algo", "envs", "data", "observe", "preflight",
     "trainer", "weight_sync", "rollout",
 )  # fmt: skip
 PROGRAMS = ("report", "diagnose")  # run by themselves or by a command: nothing in the library imports them

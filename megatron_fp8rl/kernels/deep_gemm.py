@@ -13,6 +13,7 @@ import os
 from types import ModuleType
 
 from megatron_fp8rl.kernels.blockwise import BLOCK
+from megatron_fp8rl.upstream import patches
 
 _PACKAGES = ("deep_gemm", "vllm.third_party.deep_gemm")  # in the order in which vLLM looks for it
 
@@ -22,6 +23,12 @@ def has_deep_gemm() -> bool:
     return package() is not None
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.26",
+    why="the trainer multiplies by DeepGEMM, of which CUDA builds of vLLM carry a copy (vllm.third_party.deep_gemm)",
+    remove_when="DeepGEMM is a package of its own on the usual index",
+)
 def package() -> str | None:
     """The copy that vLLM would take."""
     return next(filter(_is_there, _PACKAGES), None)

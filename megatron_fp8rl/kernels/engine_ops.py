@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
+
+from megatron_fp8rl.kernels.compat import vllm_flash_attention, vllm_topk_softmax
 
 
 def flash_attention(
@@ -18,13 +18,13 @@ def flash_attention(
     ends. The mask is aligned to the bottom right of each segment. Raises RuntimeError without vLLM for CUDA.
     """
     try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        attend = vllm_flash_attention()
     except ImportError as error:
         raise RuntimeError(
             "precision.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, or "
             "choose --precision.attention auto"
         ) from error
-    return flash_attn_varlen_func(
+    return attend(
         query,
         key,
         value,
@@ -40,21 +40,16 @@ def flash_attention(
     )
 
 
-@functools.cache
 def has_topk_softmax() -> bool:
     """Whether vLLM's kernel of the router is installed."""
-    try:
-        import vllm._custom_ops  # noqa: F401  loads the library of the kernels
-    except ImportError:
-        return False
-    return hasattr(torch.ops._moe_C, "topk_softmax")
+    return vllm_topk_softmax() is not None
 
 
 def topk_softmax(logits_TE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
     """(weights float32 [T, K], experts int32 [T, K]) of BF16 logits on a GPU, by vLLM's kernel."""
-    import vllm._custom_ops as ops
-
+    kernel = vllm_topk_softmax()
+    assert kernel is not None  # the caller has asked
     weights_TK = torch.empty(len(logits_TE), top_k, dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty_like(weights_TK, dtype=torch.int32)
-    ops.topk_softmax(weights_TK, experts_TK, torch.empty_like(experts_TK), logits_TE, normalize)
+    kernel(weights_TK, experts_TK, torch.empty_like(experts_TK), logits_TE, normalize)
     return weights_TK, experts_TK

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK
+from megatron_fp8rl.kernels.compat import rowwise
 
 
 class Fp8Weight(NamedTuple):
@@ -24,14 +25,15 @@ class Fp8Weight(NamedTuple):
 
 def is_fp8(parameter: Tensor) -> bool:
     """Whether a parameter is FP8 itself."""
-    return getattr(parameter, "_rowwise_data", None) is not None
+    return rowwise(parameter) is not None
 
 
 def fp8_weight(parameter: Tensor) -> Fp8Weight:
     """The bytes and scales of a parameter that :func:`is_fp8`. Transformer Engine fills rows of scales up to four."""
-    data = parameter._rowwise_data.view(torch.float8_e4m3fn)
+    data, scales = rowwise(parameter)
+    data = data.view(torch.float8_e4m3fn)
     num_rows, num_columns = (-(-size // BLOCK) for size in data.shape)
-    return Fp8Weight(data, parameter._rowwise_scale_inv[:num_rows, :num_columns])
+    return Fp8Weight(data, scales[:num_rows, :num_columns])
 
 
 def has_nan(data: Tensor) -> Tensor:

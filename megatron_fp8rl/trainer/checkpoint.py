@@ -14,13 +14,12 @@ renamed. A kill at any moment leaves the folders of the first kind as they were.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from megatron_fp8rl.data.checkpoint_dir import (
     sync_to_disk,
 )
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
+from megatron_fp8rl.trainer.compat.megatron import padded_buckets
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.policy import Policy
 
@@ -150,36 +150,13 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
         add_prefix_for_sharding(reference, "reference.")  # of the names on disk; the policy has the plain ones
         state |= reference
     optimizer = policy.optimizer.megatron
-    with _padded_buckets(optimizer):
+    with padded_buckets(optimizer):
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     _write_in_bf16(models)
     if with_rng:
         rank, world_size = policy.parallel.rank, policy.parallel.world_size
         state["rng"] = ShardedObject("rng", _random_state(), (world_size,), (rank,), replica_id=0)
     return state
-
-
-@contextlib.contextmanager
-def _padded_buckets(optimizer: Any) -> Iterator[None]:
-    """Have Megatron-Core gather optimizer state with the padding behind each bucket of a gradient buffer.
-
-    It leaves the padding out and then looks parameters up by offsets that count it, so that everything behind the first
-    padded bucket is written shifted. Tied embeddings of odd size on the last of several stages, and odd sizes with
-    ``overlap_grad_reduce``, have such buckets. Megatron-Core 0.19; drop when ``get_parameter_state_dp_zero`` and
-    ``sharded_param_state_fully_reshardable`` agree on offsets.
-    """
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    buffers = [buffer for part in parts for buffer in part.buffers]
-    sizes = [(buffer, buffer.numel) for buffer in buffers]
-    sizes += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
-    unpadded = [(owner, owner.numel_unpadded) for owner, _ in sizes]
-    for owner, size in sizes:
-        owner.numel_unpadded = size
-    try:
-        yield
-    finally:
-        for owner, size in unpadded:
-            owner.numel_unpadded = size
 
 
 def _sharded_models(name: str, models: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:

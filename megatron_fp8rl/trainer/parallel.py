@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_fp8rl.config import ParallelConfig
+from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
 _T = TypeVar("_T")
 
@@ -63,8 +64,9 @@ class Parallel:
 
         Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK) or alone without any of them. No
         collective of this process waits longer than ``deadline_s``. Raises ValueError when the number of processes is
-        not ``config.world_size``.
+        not ``config.world_size``, and RuntimeError when the program has not called ``megatron_on_cpu.install``.
         """
+        megatron_on_cpu.require_installed()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size != config.world_size:
             raise ValueError(

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.kernels.compat import copy_together
+
 
 class Copies:
     """Copies between fixed places of memory, done in as few calls as they allow."""
@@ -34,7 +36,7 @@ class Copies:
     def __call__(self) -> None:
         """Copy, on the current stream."""
         for targets, sources in self._groups.values():
-            torch._foreach_copy_(targets, sources, non_blocking=True)
+            copy_together(targets, sources, non_blocking=True)
         for target, source in self._others:
             target.copy_(source, non_blocking=True)
 

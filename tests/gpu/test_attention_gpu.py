@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.trainer.model import attention_te
 from megatron_fp8rl.trainer.model.attention import PackedAttention
 from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, plan_pack
@@ -18,7 +18,7 @@ from tests.tolerances import FUSED_ATTENTION_DECIBELS
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine"),
+    pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine"),
 ]
 
 # (query heads, key and value heads, features of a key head, features of a value head)

@@ -14,8 +14,8 @@ from megatron_fp8rl.kernels import gemm
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, permute_quantize
 from megatron_fp8rl.kernels.gemm import Fp8
+from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.precision.recipes import make_recipe
-from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
@@ -96,7 +96,7 @@ def test_output_and_gradients(tokens, kind, scales):
     emulated = run(kind, x.cpu(), on_cpu(fc1), on_cpu(fc2), grads)
     exact = run_exact(kind, x, fc1, fc2, grads)
     apart, ours, theirs = decibels({key: t.cpu() for key, t in found.items()}, emulated), decibels(found, exact), {}
-    if has_transformer_engine():
+    if "transformer_engine" in installed_packages():
         on_te = run_on_te(kind, x, fc1, fc2, grads)
         theirs = decibels(on_te, exact)
         same = (found["y"] == on_te["y"]).float().mean().item()
@@ -177,7 +177,7 @@ def test_nothing_waits_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")
+@pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine")
 def test_a_feed_forward_part_needs_less_memory_than_on_transformer_engine():
     fc1, fc2 = matrices()
     x, grads = draw(16_384, H, seed=2), {H: draw(16_384, H, seed=3)}
@@ -193,7 +193,7 @@ def test_a_feed_forward_part_needs_less_memory_than_on_transformer_engine():
     assert peaks["deep_gemm"] < peaks["te"]
 
 
-@pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")
+@pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine")
 @pytest.mark.parametrize("recompute", ["none", "selective"])
 def test_a_policy_learns_as_on_transformer_engine(recompute):
     """With biases, heads of half a block, and reductions that overlap with backward."""

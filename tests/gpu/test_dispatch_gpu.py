@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+from megatron_fp8rl.precision.hardware import installed_packages
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import LAYOUT_FLOAT32
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine"),
+    pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine"),
 ]
 
 

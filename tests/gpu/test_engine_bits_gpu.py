@@ -7,7 +7,7 @@ import torch
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
-from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
+from megatron_fp8rl.precision.hardware import installed_packages
 from tests.helpers.experts import build_experts
 from tests.tolerances import ROUTER_WEIGHTS_FLOAT32
 
@@ -38,10 +38,10 @@ def test_the_engines_norm_behind_a_residual_sum_does_not_depend_on_the_batch(mon
     from vllm.model_executor.layers import layernorm
 
     from megatron_fp8rl.kernels.triton import batch_invariant
-    from megatron_fp8rl.rollout.vllm_plugin import invariant_norm
+    from megatron_fp8rl.rollout.vllm_plugin import patches
 
     monkeypatch.setattr(layernorm, "rms_norm_batch_invariant", layernorm.rms_norm_batch_invariant)
-    invariant_norm.register()
+    patches.make_residual_norms_batch_invariant()
     x, stream = _randn(4000, 2048, seed=0).bfloat16(), (3 * _randn(4000, 2048, seed=1)).bfloat16()
     weight = (1 + _randn(2048, seed=2) / 4).bfloat16()
     few, many = (layernorm.rms_norm_batch_invariant(x[:n], weight, 1e-6, residual=stream[:n]) for n in (100, 4000))
@@ -142,7 +142,7 @@ def trainers_layer(x, logits, module, top_k, *, weighs):
 
 
 @pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
-@pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine")
+@pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine")
 @pytest.mark.parametrize("kernels", ["deep_gemm", "te"])
 def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
     from megatron_fp8rl.kernels.triton import batch_invariant

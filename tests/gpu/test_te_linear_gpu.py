@@ -8,15 +8,15 @@ import torch
 
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.precision.recipes import AmaxHistory, finish_step, make_recipe, quantized_linear
-from megatron_fp8rl.trainer.fused_kernels import has_transformer_engine
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache, forget_quantized_weights
 from tests.tolerances import TE_DECIBELS, TE_DECIBELS_FP32_SCALES
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(not has_transformer_engine(), reason="needs Transformer Engine"),
+    pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine"),
 ]
 
 RECIPES = {

@@ -25,13 +25,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+megatron_on_cpu.install()  # in ranks, which import this module first
+
 # The last four are what building an optimizer and saving import on first use: over a second for each rank.
 _PRELOAD = [
     "torch",
+    "tests.helpers.dist",  # before Megatron-Core, for megatron_on_cpu.install()
     "numpy",
     "megatron_fp8rl.trainer.policy",
     "megatron_fp8rl.trainer.checkpoint",
-    "tests.helpers.dist",
     "torch._dynamo",
     "megatron.core.models.mimo.model.base",
     "megatron.core.models.mimo.optimizer",

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK
+from megatron_fp8rl.kernels.compat import compile_cuda
 
 _FOLDER = Path(__file__).parent
 _WIDTH = 192  # columns of a tile of multiply_rows
@@ -201,10 +202,7 @@ def _compiled(
     file: str, name: str, device: int, options: list[str], num_threads: int, shared_bytes: int, cluster: int = 1
 ) -> _Kernel:
     """The kernel for the current device, and one block for each of its processors."""
-    function = torch.cuda._compile_kernel(
-        (_FOLDER / f"{file}.cu").read_text(), name, compute_capability="90a", cuda_include_dirs=[str(_FOLDER)],
-        nvcc_options=options,
-    )  # fmt: skip
+    function = compile_cuda((_FOLDER / f"{file}.cu").read_text(), name, folder=str(_FOLDER), options=options)
     function.set_shared_memory_config(shared_bytes)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return _Kernel(launcher(_driver()), function.func.value, processors // cluster * cluster, num_threads, shared_bytes)

@@ -3,7 +3,7 @@
 In: vLLM's layers of a model with an ``fp8`` quantization config. Out: the methods that hold and multiply their weights.
 Which process: vLLM's workers, on a machine without a GPU.
 
-vLLM 0.25.1 on a CPU multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16
+vLLM on a CPU multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16
 weights into a form that cannot be read back, so that nothing could prove what the engine holds. The methods here
 
 - keep every weight in checkpoint format: FP8 bytes with ``weight_scale_inv``, or BF16;
@@ -47,10 +47,18 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from megatron_fp8rl.kernels import blockwise
 from megatron_fp8rl.kernels.blockwise import Scales
+from megatron_fp8rl.upstream import patches
 
 _BLOCK_SHAPE = [blockwise.BLOCK, blockwise.BLOCK]
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="on a CPU vLLM multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16 "
+    "weights into a form that cannot be read back; matrices without a quantization config (routers, output heads) too",
+    remove_when="vLLM can leave weights as loaded, and has W8A8 blocks on any CPU",
+)
 def register(scales: Scales) -> None:
     """Make ``quant_method: fp8`` use the methods of this module in the calling process, with this kind of scale."""
 
@@ -72,14 +80,19 @@ def register(scales: Scales) -> None:
             return EmulatedFp8MoEMethod(self, layer, scales)
 
     register_quantization_config("fp8")(CpuFp8Config)
-    # Some matrices are multiplied without asking a quantization config: Mixtral's router, output heads. vLLM 0.25.1
-    # packs those too, and a head that is tied to the embedding is not packed again after an update. Drop this when vLLM
-    # can leave weights as loaded.
+    # Some matrices are multiplied without asking a quantization config: Mixtral's router, output heads. vLLM packs
+    # those too, and a head that is tied to the embedding is not packed again after an update.
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
         method.apply = ReadableLinearMethod.apply
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="overrides what UnquantizedLinearMethod does with a weight on a CPU: packs it",
+    remove_when="vLLM can leave weights as loaded",
+)
 @register_weight_loader_v2_supported_method
 class ReadableLinearMethod(UnquantizedLinearMethod):
     """A BF16 linear that leaves its weight as loaded."""
@@ -91,6 +104,12 @@ class ReadableLinearMethod(UnquantizedLinearMethod):
         return F.linear(x, layer.weight, bias)
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="a linear method of our own, with the parameters of Fp8LinearMethod",
+    remove_when="vLLM has W8A8 blocks on any CPU",
+)
 @register_weight_loader_v2_supported_method
 class EmulatedFp8LinearMethod(LinearMethodBase):
     """W8A8 blockwise FP8 linear: parameters as in vLLM's ``Fp8LinearMethod``, arithmetic of ``blockwise.linear``."""
@@ -133,6 +152,12 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
         return y if bias is None else y + bias
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="overrides what UnquantizedFusedMoEMethod does with weights on a CPU",
+    remove_when="vLLM can leave weights as loaded",
+)
 class ReadableMoEMethod(UnquantizedFusedMoEMethod):
     """BF16 experts that leave their weights as loaded."""
 
@@ -149,6 +174,12 @@ class ReadableMoEMethod(UnquantizedFusedMoEMethod):
         return _mix_experts(layer, x, router_logits, layer.w13_weight, layer.w2_weight, round_operand=None)
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="overrides what Fp8MoEMethod does on a CPU, where it never quantizes activations",
+    remove_when="vLLM has W8A8 experts on any CPU",
+)
 class EmulatedFp8MoEMethod(Fp8MoEMethod):
     """W8A8 blockwise FP8 experts: parameters of vLLM's ``Fp8MoEMethod``, arithmetic of ``blockwise.linear``."""
 
@@ -190,6 +221,12 @@ def _check_supported(layer: RoutedExperts) -> None:
         raise ValueError(f"{layer.layer_name}: expert parallelism is not supported on a CPU; use tensor parallelism")
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="experts chosen by a router are captured in BaseRouter.select_experts, which the CPU path does not run",
+    remove_when="the CPU path captures them",
+)
 def _route(layer: RoutedExperts, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
     """(weights float32 [tokens, top_k], expert ids int32 [tokens, top_k]); reports the ids to vLLM's capturer."""
     weights, expert_ids = select_experts(
@@ -205,7 +242,6 @@ def _route(layer: RoutedExperts, x: Tensor, router_logits: Tensor) -> tuple[Tens
         routed_scaling_factor=layer.routed_scaling_factor,
         e_score_correction_bias=layer.e_score_correction_bias,
     )
-    # vLLM 0.25.1 captures in BaseRouter.select_experts, which its CPU path does not run. Drop this when it does.
     capture = get_forward_context().no_compile_layers[layer.layer_name].router.capture_fn
     if capture is not None:
         capture(expert_ids)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import FP8_BLOCK
+from megatron_fp8rl.rollout.vllm_plugin.patches import expert_scale_descriptions
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_values
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
@@ -228,13 +229,11 @@ class DerivedTensors:
         """Move what vLLM has bound anew back into the tensors that captured graphs read.
 
         Its reload leaves the kernels of FP8 experts with scales of a copy of the layer: right after it they have the
-        same values, but a direct update would not reach them (vLLM 0.25.1; drop this when it keeps them).
+        same values, but a direct update would not reach them.
         """
         for module in self._experts:
-            config = getattr(module.quant_method, "moe_quant_config", None)
-            if config is not None:
-                _share_scale(config._w1, module.w13_weight_scale_inv)
-                _share_scale(config._w2, module.w2_weight_scale_inv)
+            for description, name in zip(expert_scale_descriptions(module), ("w13", "w2")):
+                _share_scale(description, getattr(module, f"{name}_weight_scale_inv"))
         for module, factors in zip(self._latent, self._factors):
             for name, tensor in factors.items():
                 new = getattr(module, name)

@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from megatron_fp8rl.rollout.vllm_plugin.patches import fill_kv_scales, has_kv_scales
+
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -28,7 +30,7 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     """vLLM's attention modules by layer: those with a KV cache and its scales."""
     layers = {}
     for path, module in model.named_modules():
-        if hasattr(module, "_k_scale_float") and hasattr(module, "kv_cache_dtype"):
+        if has_kv_scales(module):
             found = _LAYER.search(path)
             if found is None:
                 raise ValueError(f"attention {path!r} has an FP8 KV cache and no layer number in its name")
@@ -48,10 +50,7 @@ def set_kv_scales(model: nn.Module, scales: Mapping[int, Sequence[float]]) -> di
     held = {}
     for index, layer in layers.items():
         _require_scales(index, layer)
-        for name, value in zip(("q", "k", "v"), scales[index], strict=True):
-            getattr(layer, f"_{name}_scale").fill_(value)
-            setattr(layer, f"_{name}_scale_float", value)
-        held[index] = torch.stack([layer._q_scale, layer._k_scale, layer._v_scale]).tolist()
+        held[index] = fill_kv_scales(layer, scales[index])
     return held
 
 

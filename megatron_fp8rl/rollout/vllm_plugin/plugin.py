@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 from typing import cast
 
+from megatron_fp8rl import upstream
 from megatron_fp8rl.kernels.blockwise import Scales
 
 SCALES_VARIABLE = "MEGATRON_FP8RL_SCALES"  # PrecisionConfig.scales, handed to the engine's processes
@@ -24,13 +25,15 @@ _registered = False
 
 
 def register() -> None:
-    """Register with vLLM once per process. Raises ValueError when the scale kind in the environment is unknown."""
+    """Register with vLLM once per process. Raises ValueError when the scale kind in the environment is unknown, and
+    upstream.UntestedVersion for a vLLM that a patch was not tested with."""
     global _registered
     if _registered or SCALES_VARIABLE not in os.environ:
         return
     scales = os.environ[SCALES_VARIABLE]
     if scales not in ("pow2", "fp32"):
         raise ValueError(f"{SCALES_VARIABLE} = {scales!r}: expected 'pow2' or 'fp32'")
+    upstream.check()
     _registered = True
 
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -44,10 +47,8 @@ def register() -> None:
 
         cpu_layers.register(cast(Scales, scales))
     elif os.environ.get("VLLM_BATCH_INVARIANT") == "1":
-        from megatron_fp8rl.rollout.vllm_plugin import invariant_norm
+        from megatron_fp8rl.rollout.vllm_plugin import patches
 
-        invariant_norm.register()
+        patches.make_residual_norms_batch_invariant()
         if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":
-            from megatron_fp8rl.rollout.vllm_plugin import invariant_experts
-
-            invariant_experts.register()
+            patches.accept_deep_gemm_experts()

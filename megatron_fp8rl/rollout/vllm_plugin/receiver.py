@@ -17,24 +17,24 @@ An engine's first publication takes the first two, which proves where every weig
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from megatron_fp8rl.kernels.blockwise import canonical
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import DerivedTensors, KernelTable, UnwritableKernel
+from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights, quiet_reload
+from megatron_fp8rl.upstream import patches
 from megatron_fp8rl.weight_sync.copies import Copies
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.schedule import Message, Part, SendSchedule
@@ -69,26 +69,12 @@ class UpdateInfo(WeightTransferUpdateInfo):
     attempt: int
 
 
-def _silence_modules_without_weights() -> None:
-    """Drop the warning of vLLM 0.25.1 at every update that the rotary embedding received no weights: it has none.
-
-    Remove when vLLM's reload skips such modules.
-    """
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_worth_logging)
-
-
-def _is_worth_logging(record: logging.LogRecord) -> bool:
-    return not (record.msg == "%s: Failed to load weights" and record.args == ("RotaryEmbedding",))
-
-
-def _forget_loaded_weights(model: nn.Module) -> None:
-    """Have the end of a reload put the kernel tensors of all modules back, as vLLM does for those that got nothing."""
-    for module in model.modules():
-        info = get_layerwise_info(module)
-        info.loaded_weights.clear()
-        info.load_numel = 0
-
-
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="builds on vLLM's weight-transfer API and its layerwise reload, which change from release to release",
+    remove_when="the API is declared stable",
+)
 class TransferEngine(WeightTransferEngine):
     """Loads publications.
 
@@ -112,7 +98,7 @@ class TransferEngine(WeightTransferEngine):
         self._table: KernelTable | None = None
         self._derived: DerivedTensors | None = None
         self._copies: list[Copies] = []
-        _silence_modules_without_weights()
+        quiet_reload()
 
     @property
     def _engine_rank(self) -> int:
@@ -174,7 +160,7 @@ class TransferEngine(WeightTransferEngine):
         self.shutdown()
         self.version = self._loaded = None
         if self._is_reloading:
-            _forget_loaded_weights(self.model)
+            forget_loaded_weights(self.model)
             self._end_reload()
 
     def _end_reload(self) -> None:

@@ -29,6 +29,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from megatron_fp8rl import upstream
+from megatron_fp8rl.upstream import patches
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -55,6 +58,12 @@ def die_with_parent(parent: int) -> None:
     os.register_at_fork(after_in_child=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="a model's class that is registered by name is inspected in a process of its own, which takes 12 s",
+    remove_when="vLLM keeps what it found out about its own classes",
+)
 def _load_model_classes(model_dir: Path) -> None:
     """Import the model's class here, once, before the fork.
 
@@ -70,6 +79,12 @@ def _load_model_classes(model_dir: Path) -> None:
             ModelRegistry.register_model(architecture, known.load_model_cls())
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="the CPU platform asks for spawn while it builds the configuration; a forked engine core starts 11 s earlier",
+    remove_when="the platform stops overwriting VLLM_WORKER_MULTIPROC_METHOD",
+)
 def _engine_config(args: argparse.Namespace) -> VllmConfig:
     """The engine's configuration, with this process ready to fork its other processes on a CPU."""
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -85,12 +100,17 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
     if current_platform.is_cpu():
         # The engine core shares what has been imported so far; the collector must not touch, and so copy, its pages.
         gc.freeze()
-        # vLLM 0.25.1's CPU platform asks for "spawn" while it builds the configuration. Forking is safe here: one
-        # OpenMP thread so far, no model, no request. Revisit when the platform stops overwriting the variable.
+        # Forking is safe here: one OpenMP thread so far, no model, no request.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return config
 
 
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="run_headless spawns a further node's workers, which a local class does not survive, and ends with status 0",
+    remove_when="run_headless forks, and tells that a worker has ended",
+)
 def work(args: argparse.Namespace) -> NoReturn:
     """Start this node's workers of an engine that spans nodes. Ends with status 1 when one of them has ended.
 
@@ -116,6 +136,12 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
 
     from megatron_fp8rl.rollout.vllm_plugin import generate_route
 
+    @patches(
+        "vllm",
+        ">=0.25.1,<0.27",
+        why="AsyncLLM stops reading after the engine ends, and often reports a dead engine (output_handler)",
+        remove_when="AsyncLLM.shutdown stops its reader first",
+    )
     class Engine(AsyncLLM):
         """Stops reading before the engine ends; vLLM's stops after, and often reports a dead engine in between."""
 
@@ -154,6 +180,7 @@ def main(argv: list[str]) -> None:
     ours.add_argument("--parent-pid", type=int, required=True)  # getppid() is too late when the parent has just died
     known, rest = ours.parse_known_args(argv)
     die_with_parent(known.parent_pid)
+    upstream.check()  # before vLLM is imported
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning of a time limit, to every process of a job
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a trainer's ranks are started with it blocked
     sock = socket.socket(fileno=known.listen_fd)

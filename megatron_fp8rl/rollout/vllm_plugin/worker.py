@@ -13,12 +13,8 @@ import torch
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import HeldDigests
 from megatron_fp8rl.rollout.vllm_plugin.kernels_in_use import kernels_in_use
 from megatron_fp8rl.rollout.vllm_plugin.kv_cache import set_kv_scales
+from megatron_fp8rl.rollout.vllm_plugin.patches import allow_new_update
 from megatron_fp8rl.rollout.vllm_plugin.probe import Probe
-
-
-def _end_weight_update(worker: Any) -> None:
-    """Let another update start: vLLM 0.25.1 ends one that failed in this worker, but has no call to end another."""
-    worker._weight_update_active = False
 
 
 class WorkerExtension(Probe):
@@ -27,7 +23,7 @@ class WorkerExtension(Probe):
     def abandon_update(self) -> None:
         """Give up an update that has begun: some other replica or the trainer failed in it. Harmless without one."""
         self.weight_transfer_engine.abandon()
-        _end_weight_update(self)
+        allow_new_update(self)
 
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
         """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,

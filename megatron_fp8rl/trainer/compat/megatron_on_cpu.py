@@ -1,12 +1,13 @@
 """Lets Megatron-Core run on CPUs with gloo, unchanged otherwise.
 
-``install()`` runs in each trainer process before Megatron-Core is imported. With a GPU it does nothing. Without one it
-gives the modules of ``megatron.core``, and only them, a view of ``torch`` in which the current CUDA device is the CPU:
-their global ``torch`` is a proxy. The real ``torch`` keeps its behaviour, so vLLM and transformers in the same process
-notice nothing. Changed for the whole process are ``Tensor.cuda()``, which without a driver could only raise, and
-``Tensor.type()``, which answers differently to callers in ``megatron.core``.
+Every program that trains calls ``install()`` before Megatron-Core is imported. It refuses versions that were not
+tested. With a GPU it changes nothing. Without one it gives the modules of ``megatron.core``, and only them, a view of
+``torch`` in which the current CUDA device is the CPU: their global ``torch`` is a proxy. The real ``torch`` keeps its
+behaviour, so vLLM and transformers in the same process notice nothing. Changed for the whole process, once
+Megatron-Core is imported, are ``Tensor.cuda()``, which without a driver could only raise, and ``Tensor.type()``, which
+answers differently to callers in ``megatron.core``.
 
-The rest are small repairs, each with the releases that need it. ``install()`` refuses a release it was not written for.
+The rest are small repairs of modules of Megatron-Core, made when the module has just been loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import contextlib
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
 import queue
 import sys
 import types
@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-SUPPORTED = ("0.19.0", "0.20.0")  # megatron-core: first release supported, first release that is not
+from megatron_fp8rl import upstream
+from megatron_fp8rl.upstream import patches
 
 _CPU = torch.device("cpu")
 _FACTORIES = (
@@ -158,8 +159,14 @@ def _torch_view() -> _Proxy:
     )
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="modules of megatron.core ask torch.cuda for their device, streams and events, and name the device cuda",
+    remove_when="Megatron-Core takes its device from one place that can be the CPU",
+)
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module of megatron.core and gives it the view of torch."""
+    """Loads a module of megatron.core, gives it the view of torch, and repairs it."""
 
     view: _Proxy
 
@@ -172,18 +179,28 @@ class _Loader(importlib.machinery.SourceFileLoader):
             torch.compile = real
         if module.__dict__.get("torch") is torch:
             module.torch = self.view
+        if (repair := _REPAIRS.get(module.__name__)) is not None:
+            repair(module)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if not name.startswith("megatron.core"):
             return None
+        if name == "megatron.core":
+            _replace_tensor_methods()
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="optimizers select parameters by p.type() == 'torch.cuda.FloatTensor', and some modules call Tensor.cuda()",
+    remove_when="Megatron-Core asks is_cuda or the device, and calls Tensor.to",
+)
 def _replace_tensor_methods() -> None:
     real_type = torch.Tensor.type
 
@@ -197,10 +214,14 @@ def _replace_tensor_methods() -> None:
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
 
 
-def _repair_rng_tracker() -> None:
-    """The tracker of random states reads CUDA generators; here there is one CPU generator. All releases."""
-    from megatron.core.tensor_parallel import random
-
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="the tracker of random states reads CUDA generators; on a CPU there is one generator",
+    remove_when="the tracker works with the generator of any device",
+)
+def _repair_rng_tracker(random: types.ModuleType) -> None:
+    """Random states of the one CPU generator."""
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
@@ -222,10 +243,14 @@ def _repair_rng_tracker() -> None:
     random.CudaRNGStatesTracker = CpuRngStatesTracker
 
 
-def _repair_uneven_gather() -> None:
-    """gloo gathers equal shapes only: pad to the longest, gather, cut. Needed as long as gloo does."""
-    from megatron.core.tensor_parallel import mappings
-
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="gloo gathers equal shapes only, and the dispatcher of tokens gathers uneven ones",
+    remove_when="gloo gathers uneven shapes",
+)
+def _repair_uneven_gather(mappings: types.ModuleType) -> None:
+    """Pad to the longest, gather, cut."""
     real = mappings._gather_along_first_dim
 
     @functools.wraps(real)
@@ -242,11 +267,15 @@ def _repair_uneven_gather() -> None:
     mappings._gather_along_first_dim = gather
 
 
-def _repair_embedding_gradient() -> None:
-    """On a CPU torch adds up the gradient of a BF16 embedding in BF16, token by token: after 3,000 equal tokens a tenth of
-    it is lost. Looked up in FP32 it is rounded once. All releases; drop when torch adds in FP32."""
-    from megatron.core.tensor_parallel import layers
-
+@patches(
+    "torch",
+    ">=2.11,<2.12",
+    why="on a CPU the gradient of a BF16 embedding is added up in BF16, token by token: after 3,000 equal tokens a tenth "
+    "of it is lost",
+    remove_when="torch adds it up in FP32",
+)
+def _repair_embedding_gradient(layers: types.ModuleType) -> None:
+    """Look up in FP32, so that the gradient is rounded once."""
     functional = layers.F
 
     def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -255,10 +284,14 @@ def _repair_embedding_gradient() -> None:
     layers.F = _Proxy(functional, embedding=embedding)
 
 
-def _repair_token_splits() -> None:
-    """The all-to-all dispatcher turns split sizes into numbers only when they are CUDA tensors. 0.19."""
-    from megatron.core.transformer.moe import token_dispatcher
-
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="the all-to-all dispatcher turns split sizes into numbers only when they are CUDA tensors",
+    remove_when="maybe_move_tensor_to_cpu converts tensors of the CPU, too",
+)
+def _repair_token_splits(token_dispatcher: types.ModuleType) -> None:
+    """Split sizes as numbers."""
     real = token_dispatcher.maybe_move_tensor_to_cpu
 
     def move(tensor, as_numpy=False, record_stream=False):
@@ -267,14 +300,18 @@ def _repair_token_splits() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = move
 
 
-def _repair_optimizer_state() -> None:
-    """With torch's AdamW (no Transformer Engine or Apex) the distributed optimizer's checkpoints fail in four ways:
-    ``state_dict`` asserts before the first step, and on ranks without parameters (of experts, when all layers of a
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="with torch's AdamW (no Transformer Engine or Apex) the distributed optimizer's checkpoints fail in four ways",
+    remove_when="Megatron-Core tests the distributed optimizer with torch.optim.AdamW",
+)
+def _repair_optimizer_state(distrib_optimizer: types.ModuleType) -> None:
+    """``state_dict`` asserts before the first step, and on ranks without parameters (of experts, when all layers of a
     stage are dense); loading misses ``step``, and shares one ``step`` tensor among all parameters, which AdamW then
-    advances once for each of them. 0.19; drop when upstream tests torch.optim.AdamW.
+    advances once for each of them.
     """
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
+    DistributedOptimizer = distrib_optimizer.DistributedOptimizer
     save, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
     set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -306,51 +343,51 @@ def _repair_optimizer_state() -> None:
     DistributedOptimizer._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
 
 
-def _repair_checkpoint_queue() -> None:
-    """The checkpoint writer asks a manager process for a queue. Spawning it imports ``__main__`` again (seconds for
-    each rank, and a failure without a main guard), and a rank that is killed leaves it behind. Saving here is
-    synchronous, with writer threads in this process, so a queue of this process does. All releases."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="the checkpoint writer asks a manager process for a queue: spawning it imports __main__ again (seconds for "
+    "each rank, and a failure without a main guard), and a rank that is killed leaves it behind",
+    remove_when="synchronous saves make no manager process",
+)
+def _repair_checkpoint_queue(filesystem_async: types.ModuleType) -> None:
+    """Saving here is synchronous, with writer threads in this process, so a queue of this process does."""
     filesystem_async.get_write_results_queue = lambda mp_mode=None: queue.Queue()
 
 
-def _check_version() -> None:
-    version = importlib.metadata.version("megatron-core")
-    numbers = tuple(int(part) for part in version.split(".")[:2])
-    low, high = (tuple(int(part) for part in bound.split(".")[:2]) for bound in SUPPORTED)
-    if not low <= numbers < high:
-        raise RuntimeError(
-            f"megatron-core {version} is installed, but training on CPUs is written for {SUPPORTED[0]} up to, and "
-            f"without, {SUPPORTED[1]}. Install the pinned release."
-        )
-
-
+_REPAIRS = {
+    "megatron.core.tensor_parallel.random": _repair_rng_tracker,
+    "megatron.core.tensor_parallel.mappings": _repair_uneven_gather,
+    "megatron.core.tensor_parallel.layers": _repair_embedding_gradient,
+    "megatron.core.transformer.moe.token_dispatcher": _repair_token_splits,
+    "megatron.core.optimizer.distrib_optimizer": _repair_optimizer_state,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _repair_checkpoint_queue,
+}
 _installed = False
 
 
-def install() -> bool:
-    """Make Megatron-Core run on CPUs when there is no GPU; True when it does. Calling it again changes nothing.
+def install() -> None:
+    """Check versions, and without a GPU make Megatron-Core run on the CPU. Calling it again changes nothing.
 
-    Raises RuntimeError for a release of Megatron-Core that the repairs were not written for.
+    Raises upstream.UntestedVersion for versions that were not tested, and RuntimeError without a GPU when
+    Megatron-Core has been imported already.
     """
     global _installed
-    if torch.cuda.is_available():
-        return False
     if _installed:
-        return True
-    _check_version()
-    _Loader.view = _torch_view()
-    sys.meta_path.insert(0, _Finder())
-    for name, module in list(sys.modules.items()):
-        if name.startswith("megatron.core") and getattr(module, "__dict__", {}).get("torch") is torch:
-            module.torch = _Loader.view
-    _replace_tensor_methods()
-    _repair_rng_tracker()
-    _repair_uneven_gather()
-    _repair_embedding_gradient()
-    _repair_token_splits()
-    _repair_optimizer_state()
-    _repair_checkpoint_queue()
+        return
+    upstream.check()
+    if not torch.cuda.is_available():
+        if "megatron.core" in sys.modules:
+            raise RuntimeError("Megatron-Core was imported before megatron_on_cpu.install(): call that first")
+        _Loader.view = _torch_view()
+        sys.meta_path.insert(0, _Finder())
     _installed = True
-    return True
+
+
+def require_installed() -> None:
+    """Raise RuntimeError in a program that has not called :func:`install`."""
+    if not _installed:
+        raise RuntimeError(
+            "this program has not called megatron_fp8rl.trainer.compat.megatron_on_cpu.install(), which checks "
+            "versions and lets Megatron-Core run on CPUs: call it first, before Megatron-Core is imported"
+        )

@@ -37,10 +37,17 @@ from megatron_fp8rl.trainer.model.packed_sequences import (
     plan_pack,
 )
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
+from megatron_fp8rl.upstream import patches
 
 Attend = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]  # query, key, value, where they lie, scale
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="core attention of our own in the place of Megatron-Core's, which packs no sequences without Transformer Engine",
+    remove_when="DotProductAttention takes packed sequences and context parallelism",
+)
 class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels import engine_ops
 from megatron_fp8rl.trainer.model.packed_sequences import Segments
+from megatron_fp8rl.upstream import patches
 
 _LAYOUT = "thd_thd_thd"
 
@@ -56,6 +57,12 @@ def _mask_type(is_square: bool) -> str:
 
 
 @functools.lru_cache(maxsize=256)
+@patches(
+    "transformer-engine",
+    ">=2.16,<2.17",
+    why="asks tex.get_fused_attn_backend, which takes 19 arguments by position",
+    remove_when="transformer_engine.pytorch tells by name whether cuDNN computes an attention",
+)
 def _has_kernel(
     dtype: torch.dtype,
     heads: tuple[int, int, int, int],
@@ -92,6 +99,12 @@ def _has_kernel(
     return backend == fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
 
 
+@patches(
+    "transformer-engine",
+    ">=2.16,<2.17",
+    why="calls fused_attn_fwd and fused_attn_bwd without the module around them",
+    remove_when="DotProductAttention gives its kernel as a function",
+)
 class _Attention(torch.autograd.Function):
     """Always in training mode: one kernel for log-probabilities and for gradients gives the same bits in both."""
 

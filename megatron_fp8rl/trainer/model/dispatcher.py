@@ -23,6 +23,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megatron_fp8rl.kernels.combine import add_up
+from megatron_fp8rl.trainer.compat.megatron import counts_on_host
+from megatron_fp8rl.upstream import patches
 
 
 def has_fused_permutation(device: torch.device) -> bool:
@@ -30,6 +32,12 @@ def has_fused_permutation(device: torch.device) -> bool:
     return device.type == "cuda" and moe_utils.fused_permute_with_probs is not None
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides combine_postprocess: the router's weights multiply in the sum of a token's experts, as in the engine",
+    remove_when="the dispatcher can weigh in its sum",
+)
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron-Core's, which can multiply by the router's weights where it adds up a token's experts."""
 
@@ -46,21 +54,30 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return summed.view(self.hidden_shape)
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides dispatch_postprocess and combine_preprocess, which sort tokens that are sorted already",
+    remove_when="the dispatcher skips the sort on a rank that has all experts",
+)
 class OneRankDispatcher(Dispatcher):
     """For a rank that has all experts, whole."""
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """tokens [T, hidden] and probs [T], both sorted by expert, as they are; with tokens per expert, on the host."""
-        counts = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
-        counts = self._maybe_dtoh_and_synchronize("before_finish", counts)
-        self.tokens_per_expert = None
-        return tokens, counts, probs
+        return tokens, counts_on_host(self), probs
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
         """outputs [T, hidden] as they are."""
         return outputs
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="replaces the dispatcher that MoELayer has built",
+    remove_when="MoELayer takes the class of its dispatcher as an argument",
+)
 class ExpertLayer(MoELayer):
     """Megatron-Core's layer of experts, with the dispatchers above. ``weighs_in_sum``: the router's weights multiply in
     the sum of a token's experts, not after each expert."""

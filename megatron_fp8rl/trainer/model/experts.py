@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import Scales
+from megatron_fp8rl.kernels.compat import add_together
 from megatron_fp8rl.kernels.fused_moe import (
     ExpertPermutation,
     Quantized,
@@ -51,10 +52,17 @@ from megatron_fp8rl.kernels.gemm import (
 )
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
+from megatron_fp8rl.upstream import patches
 
 _dummies: dict[tuple, Tensor] = {}
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides forward: all experts of a rank in one call of grouped products",
+    remove_when="TEGroupedMLP multiplies by DeepGEMM's grouped products",
+)
 class GroupedExperts(TEGroupedMLP):
     """The experts of this rank. ``scales``: how both linears are quantized; None: not at all. ``wgrad``: operands of
     the weight gradients where the linears are FP8. ``weighs``: the router's weights multiply here, not where a token's
@@ -267,7 +275,7 @@ def _add_to_gradients(
     if not fused:
         return list(out.to(first.dtype).unbind())
     if is_apart:
-        torch._foreach_add_(buffers, list(out.to(buffers[0].dtype).unbind()))
+        add_together(buffers, list(out.to(buffers[0].dtype).unbind()))
     for weight in weights:
         weight.grad_added_to_main_grad = True
     if num_edges < len(weights):

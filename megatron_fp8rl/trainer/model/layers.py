@@ -34,6 +34,7 @@ from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.recipes import Blockwise, Recipe, make_recipe
+from megatron_fp8rl.trainer.compat.megatron import is_watched
 from megatron_fp8rl.trainer.model import attention_te, linear_deep_gemm
 from megatron_fp8rl.trainer.model.attention import PackedAttention
 from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer
@@ -55,10 +56,17 @@ from megatron_fp8rl.trainer.model.mla import LatentAttention, LatentSubmodules
 from megatron_fp8rl.trainer.model.rotary import Rotary, softmax_scale
 from megatron_fp8rl.trainer.model.router import Router
 from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.upstream import patches
 
 _FP32_ROUTERS = ("glm4_moe",)  # families whose engine multiplies the router's weight in FP32
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides forward: the router's weight multiplies an expert's output, as in the engine",
+    remove_when="TEGroupedMLP can weigh outputs, not the input of the second linear",
+)
 class Experts(TEGroupedMLP):
     """The experts of this rank.
 
@@ -105,7 +113,7 @@ class DeepGemmMlp(MLP):
         """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); under sequence parallelism a rank
         has its own tokens."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        if fc1._forward_hooks or fc2._forward_hooks:  # of a probe, which would see nothing of one piece
+        if is_watched(fc1) or is_watched(fc2):  # by a probe, which would see nothing of one piece
             return super().forward(hidden_states, per_token_scale, **kwargs)
         assert per_token_scale is None and self.config.gated_linear_unit and not self.config.add_bias_linear
         x = fc1.gathered(hidden_states)

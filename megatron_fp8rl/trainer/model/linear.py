@@ -15,8 +15,6 @@ import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -28,6 +26,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, quantized_linear
+from megatron_fp8rl.trainer.compat.megatron import ColumnLinearBase, RowLinearBase, own_parameters
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 
@@ -93,20 +92,15 @@ class QuantizableLinear:
         return self._modules.get("fp8")
 
 
-class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
+class ColumnLinear(QuantizableLinear, ColumnLinearBase):
     """Output features divided over tensor-parallel ranks."""
 
     def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.multiply_by(spec)
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        if self.recipe is None:
-            return super()._forward_impl(input, weight, **kwargs)
-        if kwargs["sequence_parallel"] or kwargs["allreduce_dgrad"]:
-            input = self.gathered(input)
-        y, bias = quantized(self, input, weight), kwargs.get("bias")
-        return y if bias is None else y + bias
+    def multiplied(self, x: Tensor, weight: Tensor, *, is_whole: bool) -> Tensor | None:
+        return None if self.recipe is None else quantized(self, x if is_whole else self.gathered(x), weight)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Collective over tensor-parallel ranks: what a rank multiplies, of the [s, b, h] that it has."""
@@ -116,17 +110,15 @@ class ColumnLinear(QuantizableLinear, ColumnParallelLinear):
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group) if self.allreduce_dgrad else x
 
 
-class RowLinear(QuantizableLinear, RowParallelLinear):
+class RowLinear(QuantizableLinear, RowLinearBase):
     """Input features divided over tensor-parallel ranks; the caller reduces the partial sums."""
 
     def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.multiply_by(spec)
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
-        if self.recipe is None:
-            return super()._forward_impl(input, weight, **kwargs)
-        return quantized(self, input, weight)
+    def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        return None if self.recipe is None else quantized(self, x, weight)
 
     def reduced(self, y: Tensor) -> Tensor:
         """Collective over tensor-parallel ranks: the sum of their partial sums, or this rank's tokens of it."""
@@ -246,7 +238,7 @@ class GroupedLinear(QuantizableLinear, nn.Module):
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
         """One of each expert, in their order: they alone are registered, from the last to the first."""
-        return tuple(reversed(self._parameters.values()))  # by name takes twenty times as long, and every pass asks
+        return tuple(reversed(own_parameters(self)))
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
         """x [T, K], sorted by expert, ``splits`` tokens each -> [T, N]."""

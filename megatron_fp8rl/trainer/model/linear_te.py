@@ -49,6 +49,7 @@ from megatron_fp8rl.precision.recipes import (
 )
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused, no_gradients
+from megatron_fp8rl.upstream import patches
 
 _TE_TYPE = {E4M3: tex.DType.kFloat8E4M3, E5M2: tex.DType.kFloat8E5M2}
 
@@ -112,6 +113,12 @@ def te_linear(
     return _TeLinear.apply(x_TK, call, *weights)
 
 
+@patches(
+    "transformer-engine",
+    ">=2.16,<2.17",
+    why="calls general_gemm, quantizers and tex.DType, which Transformer Engine's own modules use and may change",
+    remove_when="transformer_engine.pytorch has quantized products as functions",
+)
 class _TeLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TK: Tensor, call: _Call, *weights: Tensor) -> Tensor:

@@ -25,11 +25,12 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
+from megatron_fp8rl.trainer.compat.megatron import LatentAttentionBase
 from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, ReplicatedLinear, RMSNorm
+from megatron_fp8rl.upstream import patches
 
 _NORM_EPS = 1e-6  # of latent vectors, whatever the other norms have: the published model's code does not pass it on
 
@@ -42,7 +43,14 @@ class LatentSubmodules:
     linear_proj: Any
 
 
-class LatentAttention(MultiLatentAttention):
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides get_query_key_value_tensors: column-parallel projections into the latent space gather their outputs, "
+    "and the gradient of the shared rotated part of the keys is not summed over tensor-parallel ranks",
+    remove_when="projections into the latent space are replicated without Transformer Engine, too",
+)
+class LatentAttention(LatentAttentionBase):
     """Self-attention whose parameters are called as in Megatron-Core's MLASelfAttention."""
 
     def __init__(
@@ -67,7 +75,6 @@ class LatentAttention(MultiLatentAttention):
             pg_collection=pg_collection,
             **kwargs,
         )
-        del self.rotary_pos_emb  # core attention rotates
         heads, hidden, tp_group = config.num_attention_heads, config.hidden_size, self.pg_collection.tp
         settings = dict(
             config=config, init_method=config.init_method, gather_output=False, bias=False, tp_group=tp_group
@@ -114,7 +121,3 @@ class LatentAttention(MultiLatentAttention):
         key, value = key_value.view(-1, num_heads, sum(self.key_and_value)).split(self.key_and_value, dim=-1)
         key = torch.cat([key, rotated.expand(-1, num_heads, -1)], dim=-1)
         return query, key, value, None, None
-
-    def _run_core_attention(self, query, key, value, attention_mask, packed_seq_params=None, **unused) -> Tensor:
-        """Core attention takes values of any size, so nothing is padded."""
-        return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)

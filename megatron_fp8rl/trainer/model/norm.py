@@ -13,7 +13,15 @@ import transformer_engine_torch as tex
 from torch import Tensor
 from transformer_engine.pytorch.constants import TE_DType
 
+from megatron_fp8rl.upstream import patches
 
+
+@patches(
+    "transformer-engine",
+    ">=2.16,<2.17",
+    why="calls the bindings tex.rmsnorm_fwd and tex.rmsnorm_bwd, which have no stable arguments",
+    remove_when="transformer_engine.pytorch has a norm as a function",
+)
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, like_engine: bool) -> Tensor:

@@ -17,7 +17,6 @@ Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +25,12 @@ from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
 )
-from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
 
 from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.kernels import engine_ops
+from megatron_fp8rl.trainer.compat.megatron import ConstantBiasRouter
+from megatron_fp8rl.upstream import patches
 
 _SCORED_PER_GROUP = 2  # a group of experts is as good as its two best (DeepSeek-V3)
 
@@ -97,7 +97,13 @@ class _Replaced(torch.autograd.Function):
         return grad, None
 
 
-class Router(TopKRouter):
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides gating and routing: Megatron-Core chooses experts otherwise than the published models do",
+    remove_when="moe_utils scores groups by two experts, and normalizes where the model does",
+)
+class Router(ConstantBiasRouter):
     """Megatron-Core's router with the choice of experts above. ``rounds``: logits have the type of the activations.
     ``like_engine``: a GPU sums in the order of a batch-invariant engine."""
 
@@ -105,17 +111,7 @@ class Router(TopKRouter):
         super().__init__(config, **kwargs)
         self.router, self.rounds, self.like_engine = router, rounds, like_engine
         if router.correction_bias:
-            # Megatron-Core makes this buffer only with a rule that moves it.
-            del self.expert_bias
-            self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=self.weight.device))
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Follow the model to another device, but keep the correction bias float32 when the model becomes BF16."""
-        bias = self.expert_bias
-        super()._apply(fn, recurse)
-        if bias is not None:
-            self.expert_bias = bias.to(self.expert_bias.device)
-        return self
+            self.add_correction_bias()
 
     def gating(self, hidden: Tensor) -> Tensor:
         """hidden [S, B, H] -> logits, float32 [S, B, E], rounded to the type of ``hidden`` where the engine does so."""

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_fp8rl.kernels.compat import num_writes
+
 _caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 
@@ -26,7 +28,7 @@ class WeightCache:
 
     def get(self, weights: Sequence[Tensor], quantize: Callable[[], Any]) -> Any:
         """What ``quantize`` returned for these weights; it is called when they have changed since."""
-        key = tuple((id(weight), weight._version) for weight in weights)
+        key = tuple((id(weight), num_writes(weight)) for weight in weights)
         if self._made is None or key != self._key:
             self._made = None  # before the new copy is made, so that there are never two
             self._made, self._key = quantize(), key

@@ -14,25 +14,23 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
+
+from megatron_fp8rl.kernels.compat import copy_together
+from megatron_fp8rl.trainer.compat.megatron import ListableOptimizer
+from megatron_fp8rl.upstream import patches
 
 Pairs = tuple[list[Tensor], list[Tensor]]
 
 
-class ListedOptimizer(DistributedOptimizer):
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides get_grads_for_grad_norm, which asks of every parameter whether it counts",
+    remove_when="DistributedOptimizer keeps lists of its parameters' places",
+)
+class ListedOptimizer(ListableOptimizer):
     """A DistributedOptimizer with its lists; see :meth:`adopt`."""
-
-    @classmethod
-    def adopt(cls, optimizer: object) -> None:
-        """Make one of a DistributedOptimizer that has parameters, in place. Others stay what they are, and so does one
-        for FP8 parameters or gradients that are not FP32."""
-        if type(optimizer) is not DistributedOptimizer or optimizer.is_stub_optimizer:
-            return
-        is_fp32 = all(buffer.grad_dtype == torch.float32 for buffer in optimizer.buffers)
-        special = optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
-        if is_fp32 and not special and not optimizer.ddp_config.fp8_param_gather:
-            optimizer.__class__ = cls
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Each parameter of the model of which this rank has master weights, and these."""
@@ -48,7 +46,7 @@ class ListedOptimizer(DistributedOptimizer):
         """Master weights, and the part of the gradient buffer that belongs to each."""
         masters, gradients = [], []
         for parameter, master in self._pairs():
-            place = self._get_model_param_range_map(parameter)["param"]
+            place = self.place_of(parameter)["param"]
             masters.append(master)
             gradients.append(parameter.main_grad.view(-1)[place.start : place.end])
         return masters, gradients
@@ -58,7 +56,7 @@ class ListedOptimizer(DistributedOptimizer):
         """The parts of the parameter buffers that this rank updates, and the master weights of each, by their type."""
         found: dict[torch.dtype, Pairs] = {}
         for parameter, master in self._pairs():
-            place = self._get_model_param_range_map(parameter)["gbuf_world_in_bucket"]
+            place = self.place_of(parameter)["gbuf_world_in_bucket"]
             buffer, _, bucket = self.model_param_gbuf_map[parameter]
             weights = self.buffers[buffer].buckets[bucket].param_data.view(-1)[place.start : place.end]
             parts, masters = found.setdefault(weights.dtype, ([], []))
@@ -73,14 +71,14 @@ class ListedOptimizer(DistributedOptimizer):
         kept = {gradient.data_ptr() for gradient in everything() if gradient.numel()}
         return [master for master in self.get_parameters() if master.grad.data_ptr() in kept and master.numel()]
 
-    def _copy_model_grads_to_main_grads(self) -> None:
+    def set_master_gradients(self) -> None:
         for master, gradient in zip(*self._gradients, strict=True):
             master.grad = gradient
 
-    def _copy_main_params_to_model_params(self) -> None:
+    def write_parameters(self) -> None:
         with torch.no_grad():
             for weights, masters in self._weights.values():
-                torch._foreach_copy_(weights, masters)
+                copy_together(weights, masters)
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[Tensor]:
         if grad_norm_group is not None:

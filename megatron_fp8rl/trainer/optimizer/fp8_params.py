@@ -15,12 +15,12 @@ FP8 parameters save on one rank. :func:`few_masters_at_a_time` has it do so in p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import MethodType
+from contextlib import AbstractContextManager
 
-from torch import Tensor, nn
+from torch import nn
 
 from megatron_fp8rl.precision.recipes import Blockwise
+from megatron_fp8rl.trainer.compat.megatron import begin_with, quantized_in_groups
 from megatron_fp8rl.trainer.model.build import named_linears
 from megatron_fp8rl.trainer.parallel import Parallel
 
@@ -46,29 +46,13 @@ def quantize_parameters(models: Sequence[nn.Module], parallel: Parallel) -> None
                 setattr(linear, name, _fp8_parameter(parameter, linear.recipe))
 
 
-@contextmanager
-def few_masters_at_a_time() -> Iterator[None]:
+def few_masters_at_a_time() -> AbstractContextManager[None]:
     """Inside, Megatron-Core's optimizer has its master weights rounded to BF16 and quantized some at a time.
 
     Collective over the ranks that divide the masters, once for each group of parameters; all form the same groups.
-
-    Megatron-Core 0.19 hands over all parameters at once, and Transformer Engine 2.16 (``quantize_master_weights``)
-    makes a list of their masters in BF16. To be removed when that list is gone; until then it keeps peaks low, and
-    changes no value.
+    It keeps peaks low, and changes no value.
     """
-    from megatron.core.optimizer import distrib_optimizer
-
-    quantize_all = distrib_optimizer.quantize_param_shard
-
-    def quantize(parameters, masters, offsets, group):
-        for some in _groups([parameter.numel() for parameter in parameters]):
-            quantize_all(parameters[some], masters[some], offsets[some], group)
-
-    distrib_optimizer.quantize_param_shard = quantize
-    try:
-        yield
-    finally:
-        distrib_optimizer.quantize_param_shard = quantize_all
+    return quantized_in_groups(_groups)
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[slice]:
@@ -90,17 +74,5 @@ def _fp8_parameter(parameter: nn.Parameter, recipe: Blockwise) -> nn.Parameter:
     made = nn.Parameter(fp8_tensor(parameter, recipe), requires_grad=parameter.requires_grad)
     for name, value in vars(parameter).items():
         setattr(made, name, value)
-    # Megatron-Core asks for these two: master weights that came from FP8 would begin with its rounding.
-    made._high_precision_init_val = parameter.detach().to("cpu", copy=True)
-    made.get_high_precision_init_val = MethodType(_initial_values, made)
-    made.clear_high_precision_init_val = MethodType(_forget_initial_values, made)
+    begin_with(made, parameter.detach().to("cpu", copy=True))
     return made
-
-
-def _initial_values(parameter: nn.Parameter) -> Tensor | None:
-    return getattr(parameter, "_high_precision_init_val", None)
-
-
-def _forget_initial_values(parameter: nn.Parameter) -> None:
-    if hasattr(parameter, "_high_precision_init_val"):
-        del parameter._high_precision_init_val

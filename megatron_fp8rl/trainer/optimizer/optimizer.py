@@ -10,9 +10,7 @@ divided by nothing afterwards.
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,6 +21,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
 from megatron_fp8rl.config import OptimConfig, RunConfig
+from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, parameters_from_masters
 from megatron_fp8rl.trainer.model.build import named_global_parameters
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.optimizer.fast_lists import ListedOptimizer
@@ -34,50 +33,6 @@ _MAX_NAMES = 20  # offending tensors that an error spells out
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient that is infinite or not a number. The weights are still those of before the update."""
-
-
-class _GradientBuffers(DistributedDataParallel):
-    """Megatron-Core's buffers, with hooks that do not keep the model alive and do nothing that is not needed here.
-
-    Its own hooks name the module and the parameter that they belong to, and autograd holds them where Python's garbage
-    collector does not look: the memory of a model was never given back. Drop when DistributedDataParallel does so.
-
-    An autograd function that adds to ``main_grad`` itself need not have every parameter as its input: it may call
-    ``parameter.gradients_ready(parameters)`` instead, for any of those whose gradients it has added.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        buffers = weakref.ref(self)
-
-        def gradients_ready(parameters: Sequence[torch.nn.Parameter]) -> None:
-            buffers()._register(parameters)
-
-        for parameter in self.param_to_bucket_group:
-            parameter.gradients_ready = gradients_ready
-
-    def _register(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        """The gradients of a backward pass are in the buffers: reduce those of buckets that are complete."""
-        if self.ddp_config.overlap_grad_reduce:
-            for parameter in parameters:
-                self.param_to_bucket_group[parameter].register_grad_ready(parameter, self.force_all_reduce)
-
-    def _make_backward_post_hook(self, param: torch.nn.Parameter) -> Callable[..., None]:
-        buffers, reference = weakref.ref(self), weakref.ref(param)
-        overlaps = self.ddp_config.overlap_grad_reduce
-
-        def hook(*unused) -> None:  # what Megatron-Core's does without CUDA graphs and generalized tensor parallelism
-            parameter = reference()
-            gradient = parameter.grad
-            if gradient is not None:
-                if not parameter.grad_added_to_main_grad or getattr(parameter, "zero_out_wgrad", False):
-                    parameter.main_grad.add_(gradient.data)
-                parameter.grad = None
-            if overlaps:
-                assert gradient is not None, "a parameter without a gradient, whose reduction others wait for"
-                buffers()._register([parameter])
-
-        return hook
 
 
 def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[DistributedDataParallel]:
@@ -95,7 +50,7 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[Distr
         fp8_param_gather=cfg.precision.params == "fp8",
     )
     wrapped = [
-        _GradientBuffers(get_model_config(chunk), ddp, chunk, disable_bucketing=index > 0)
+        GradientBuffers(get_model_config(chunk), ddp, chunk, disable_bucketing=index > 0)
         for index, chunk in enumerate(chunks)
     ]
     for config in {id(config): config for config in map(get_model_config, wrapped)}.values():
@@ -199,7 +154,7 @@ class Optimizer:
         """Collective: make every parameter from its FP32 master weights again, as a step does after Adam."""
         with few_masters_at_a_time():
             for part in self._parts:
-                part._copy_main_params_to_model_params()
+                parameters_from_masters(part)
         for chunk in self._chunks:
             chunk.start_param_sync()
         forget_quantized_weights()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.kernels.compat import open_on
 from megatron_fp8rl.weight_sync.schedule import Message, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError, Transport, recorded
 
@@ -189,9 +190,6 @@ def _open(handle: dict[str, Any], device: torch.device) -> Tensor:
     if "path" in handle:
         size = NUM_SLOTS * handle["num_bytes"]
         return torch.from_file(handle["path"], shared=True, size=size, dtype=torch.uint8).view(NUM_SLOTS, -1)
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    arguments = list(handle["arguments"])
     # The GPU that opens the memory, which counts its own GPUs; CUDA maps that of a peer, even one it is not shown.
-    arguments[6] = device.index if device.index is not None else torch.cuda.current_device()
-    return rebuild_cuda_tensor(*arguments)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return open_on(handle["arguments"], index)

@@ -9,12 +9,14 @@ import os
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp8rl.kernels.compat import coalesced, gloo_group_on, nccl_group
 from megatron_fp8rl.net.address import own_address
 from megatron_fp8rl.weight_sync.schedule import Message, Round, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError, Transport, recorded
@@ -122,10 +124,8 @@ class NcclTransport(_GroupTransport):
     """From GPU to GPU, on the current stream."""
 
     def _build_group(self, store: dist.Store) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
         # Deadlines are ours: past its own one, NCCL's watchdog ends the whole process.
-        options._timeout = timedelta(days=1)
-        group = dist.ProcessGroupNCCL(store, self.peer.rank, self.peer.world_size, options)
+        group = nccl_group(store, self.peer.rank, self.peer.world_size, timedelta(days=1))
         # The communicator is built here and not in the first publication, by everyone at once.
         group.allreduce(torch.zeros(1, device=self.device)).wait()
         event = recorded(self.device)
@@ -135,10 +135,7 @@ class NcclTransport(_GroupTransport):
     def _start(self, operations: list[tuple[Any, Tensor, int]], number: int) -> list[Any]:
         if not operations:
             return []
-        self._group._start_coalescing()  # one launch on the communicator of all, not one communicator for each pair
-        for call, buffer, peer in operations:
-            call([buffer], peer, 0)
-        return [self._group._end_coalescing()]
+        return [coalesced(self._group, [partial(call, [buffer], peer, 0) for call, buffer, peer in operations])]
 
     def _wait_for(self, work: Any, number: int) -> None:
         work.wait()
@@ -214,7 +211,4 @@ def _gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelt
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address())]
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, world_size, options)
+    return gloo_group_on(own_address(), store, rank, world_size, timeout)

@@ -112,11 +112,9 @@ def test_a_case_that_may_not_end_in_time_is_left_out(capsys, monkeypatch):
 
 
 def test_arms_without_their_package_are_left_out_at_once(capsys, monkeypatch):
-    from megatron_fp8rl.kernels import deep_gemm
-    from megatron_fp8rl.trainer import fused_kernels
+    from megatron_fp8rl.precision import hardware
 
-    monkeypatch.setattr(fused_kernels, "has_transformer_engine", lambda: True)
-    monkeypatch.setattr(deep_gemm, "has_deep_gemm", lambda: False)
+    monkeypatch.setattr(hardware, "installed_packages", lambda: frozenset({"transformer_engine"}))
     assert timing.runnable(["te bf16", "grouped fp8", "ours te blockwise", "ours deep_gemm"]) == [
         "te bf16",
         "ours te blockwise",

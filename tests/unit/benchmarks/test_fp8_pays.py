@@ -16,7 +16,7 @@ from benchmarks import linears as linears_benchmark
 from benchmarks import measured_rows as measured
 from benchmarks.measured_rows import Answer
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig
-from megatron_fp8rl.precision import auto_kernels
+from megatron_fp8rl.precision import kernel_choice
 from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, linears_of
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
@@ -39,8 +39,8 @@ def run(cfg, tokens: int = 16_384, **precision):
 @pytest.fixture(autouse=True)
 def auto_is_transformer_engine(monkeypatch):
     """Whatever H200s have measured so far."""
-    monkeypatch.setattr(auto_kernels, "DEEP_GEMM_IS_FASTER", dict.fromkeys(
-        auto_kernels.DEEP_GEMM_IS_FASTER, auto_kernels.Range(math.inf)
+    monkeypatch.setattr(kernel_choice, "DEEP_GEMM_IS_FASTER", dict.fromkeys(
+        kernel_choice.DEEP_GEMM_IS_FASTER, kernel_choice.Range(math.inf)
     ))  # fmt: skip
 
 

@@ -1,0 +1,143 @@
+"""Changes to vLLM, and private names of it that an engine's processes need.
+
+Each has the versions that it was tested with; :mod:`megatron_fp8rl.upstream` lists them and refuses others, before an
+engine starts. What replaces vLLM's layers on a CPU is ``cpu_layers.py``; what replaces its start is ``server.py``; both
+are marked in the same way. vLLM is imported by the functions that need it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_fp8rl.upstream import patches
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.26",
+    why="norms after a residual sum go to a kernel that takes 1024 threads for fewer than 256 tokens and 256 for more "
+    "(fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu), so that a row's sum of squares has another "
+    "order in another batch",
+    remove_when="the kernel's number of threads no longer depends on the tokens",
+)
+def make_residual_norms_batch_invariant() -> None:
+    """Use vLLM's batch-invariant RMSNorm also after a residual sum, which is rounded as vLLM's kernel rounds it.
+
+    For engines with ``rollout.batch_invariant`` on a GPU; the trainer computes the same norm in
+    ``kernels/triton/batch_invariant.py``. Raises ImportError when this vLLM has no batch-invariant norm to begin with.
+    """
+    from vllm.model_executor.layers import layernorm
+
+    plain = layernorm.rms_norm_batch_invariant
+
+    def rms_norm(
+        input: Tensor, weight: Tensor, eps: float = 1e-6, residual: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        if residual is None:
+            return plain(input, weight, eps)
+        stream = input + residual
+        return plain(stream, weight, eps), stream
+
+    layernorm.rms_norm_batch_invariant = rms_norm
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.26",
+    why="a batch-invariant engine refuses experts on DeepGEMM, because they change to Triton's kernels in small "
+    "batches; with power-of-two scales they never do",
+    remove_when="vLLM accepts them where scales are powers of two",
+)
+def accept_deep_gemm_experts() -> None:
+    """Have a batch-invariant engine accept experts on DeepGEMM where scales are powers of two.
+
+    What is left computes a token alone: quantization of its row, DeepGEMM's products, which add in one order whatever
+    rows lie beside, and the weighted sum of its experts, slot after slot. Raises ImportError when this vLLM has no such
+    experts.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import TritonOrDeepGemmExperts
+    from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
+
+    TritonOrDeepGemmExperts._supports_batch_invariance = staticmethod(is_deep_gemm_e8m0_used)
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="a worker ends an update that failed, but refuses to start another while one is under way, and has no "
+    "call that ends it (Worker._weight_update_active)",
+    remove_when="vLLM has a call that abandons an update",
+)
+def allow_new_update(worker: Any) -> None:
+    """Have a worker forget that an update is under way."""
+    worker._weight_update_active = False
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="an update that is given up in the middle of a layerwise reload has to put back the kernel tensors of modules "
+    "that got a part of theirs (get_layerwise_info)",
+    remove_when="vLLM has a call that abandons a layerwise reload",
+)
+def forget_loaded_weights(model: nn.Module) -> None:
+    """Have ``finalize_layerwise_reload`` treat every module as one that got nothing."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        info.loaded_weights.clear()
+        info.load_numel = 0
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not (record.msg == "%s: Failed to load weights" and record.args == ("RotaryEmbedding",))
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="every layerwise reload warns that the rotary embedding received no weights: it has none",
+    remove_when="the reload skips modules without weights",
+)
+def quiet_reload() -> None:
+    """Drop that warning."""
+    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_news)
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.26",
+    why="a reload leaves the kernels of FP8 experts with scales of a copy of the layer: right after it they have the "
+    "same values, but a direct update would not reach them (moe_quant_config._w1, _w2)",
+    remove_when="a reload keeps the scales that captured graphs read",
+)
+def expert_scale_descriptions(module: nn.Module) -> Sequence[Any]:
+    """The descriptions of the scales of w13 and w2, whose ``scale`` the kernels read; empty where there is none."""
+    config = getattr(module.quant_method, "moe_quant_config", None)
+    return () if config is None else (config._w1, config._w2)
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="scales of a KV cache are private buffers of an attention layer, which GPU kernels read, and floats beside "
+    "them, which the CPU's kernel reads (_k_scale, _k_scale_float and so on)",
+    remove_when="vLLM has a call that sets the scales of a KV cache",
+)
+def fill_kv_scales(layer: nn.Module, query_key_value: Sequence[float]) -> list[float]:
+    """Set the three scales of an attention layer; what its kernels' buffers hold afterwards."""
+    for name, value in zip(("q", "k", "v"), query_key_value, strict=True):
+        getattr(layer, f"_{name}_scale").fill_(value)
+        setattr(layer, f"_{name}_scale_float", value)
+    return torch.stack([layer._q_scale, layer._k_scale, layer._v_scale]).tolist()
+
+
+def has_kv_scales(module: nn.Module) -> bool:
+    """Whether a module is attention with a KV cache."""
+    return hasattr(module, "_k_scale_float") and hasattr(module, "kv_cache_dtype")
