@@ -116,6 +116,7 @@ def runnable(arms: Sequence[str]) -> list[str]:
 
     Exits with status 2 when there is none.
     """
+    from megatron_fp8rl.precision.hardware import installed_packages
     from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
     megatron_on_cpu.install()

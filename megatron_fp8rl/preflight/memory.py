@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.preflight.rules import Accelerator
+from megatron_fp8rl.precision.hardware import Generation
 
 GIB = 1 << 30
 TIGHT = 0.92  # share of a GPU beyond which the allocator's fragments decide whether a run survives
@@ -28,7 +28,7 @@ class Gpu:
     """One kind of GPU."""
 
     name: GpuName
-    generation: Accelerator
+    generation: Generation
     memory_bytes: int  # that CUDA reports as total; what is printed on the box is more
 
     @property

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
 from tests.helpers.dist import run_ranks
 
@@ -95,5 +97,6 @@ def test_a_layer_keeps_what_doctor_says(model, modules):
     )
     (found,) = run_ranks(1, _saved_bytes, cfg)
     statistics = 2 + (model.num_attention_heads + model.num_key_value_heads if model.qk_norm else 0)
+    kernels = KernelChoice.of(cfg, Hardware("cpu")).trainer
     tables = 0 if modules == ("core_attn",) else 2 * model.head_dim // 2
-    assert found == layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)).kept + _TOKENS * 4 * (statistics + tables)
+    assert found == layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels).kept + _TOKENS * 4 * (statistics + tables)

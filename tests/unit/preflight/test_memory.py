@@ -6,11 +6,12 @@ import math
 from dataclasses import replace
 
 import pytest
-from megatron_fp8rl.precision.auto_kernels import chosen
 
 from megatron_fp8rl.config import MlaConfig, ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice, TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.preflight import engine_memory, trainer_memory
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
@@ -35,6 +36,10 @@ def run(model: ModelConfig = DENSE, precision: PrecisionConfig | None = None, **
         section, _, field = path.partition("__")
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: value}) if field else value})
     return cfg
+
+
+def kernels(cfg: RunConfig) -> TrainerKernels:
+    return KernelChoice.of(cfg, Hardware("hopper")).trainer
 
 
 def part(cfg: RunConfig, name: str) -> int:
@@ -116,7 +121,7 @@ def test_activations_of_a_bf16_layer():
     stream = 2 * 512 * 2  # inputs of two norms
     attention = 512 * 2 + (512 + 256 + 256) * 2 + 512 * 2 + 8 * 4  # normed; rotated q and k, v; output, sums
     feed_forward = 512 * 2 + 4 * 1024 * 2 + 1024 * 2  # normed; gate, up, silu(gate), up + 0; their product
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
     assert found.kept == 4096 * (stream + attention + feed_forward)
     assert found.recomputed == 0
 
@@ -128,14 +133,14 @@ def test_activations_of_an_fp8_layer():
     stream = 2 * 512 * 2
     attention = 512 * fp8 + 1024 * 2 + 512 * 2 + 8 * 4 + 512 * fp8
     feed_forward = 512 * fp8 + 4096 * 2 + 1024 * fp8
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
     assert found.kept == 4096 * (stream + attention + feed_forward)
 
 
 def test_activations_of_a_layer_on_deep_gemm():
     """Between the linears of the feed-forward part gate and up are kept, and nothing else."""
-    found, on_te = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)) for cfg in (run(), run(precision__linears="te")))
-    assert chosen("linears", run()) == "deep_gemm"
+    found, on_te = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)) for cfg in (run(), run(precision__linears="te")))
+    assert kernels(run()).linears == "deep_gemm"
     fp8 = 1 + 4 / 128
     assert on_te.kept - found.kept == 4096 * 1024 * (2 * 2 + fp8)
     assert found.workspace == 4096 * (1024 * (2 + 5 * fp8) + 512 * (2 + fp8))
@@ -143,7 +148,7 @@ def test_activations_of_a_layer_on_deep_gemm():
 
 def test_norms_of_queries_and_keys_keep_their_inputs():
     plain, normed = (
-        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)).kept for cfg in (run(), run(replace(DENSE, qk_norm=True)))
+        layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)).kept for cfg in (run(), run(replace(DENSE, qk_norm=True)))
     )
     assert normed - plain == 4096 * (512 + 256) * 2
 
@@ -151,21 +156,21 @@ def test_norms_of_queries_and_keys_keep_their_inputs():
 def test_tensor_parallelism_divides_all_but_the_small_parts():
     """With sequence parallelism everything is divided (Korthikanti et al., equation 4)."""
     one, two = run(), run(parallel=ParallelConfig(world_size=2, tensor=2))
-    whole, half = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0)).kept for cfg in (one, two))
+    whole, half = (layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg)).kept for cfg in (one, two))
     assert half == whole / 2
 
 
 def test_full_recompute_keeps_the_input_of_a_layer():
     cfg = run(optim__recompute="full")
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
     assert found.kept == 4096 * 512 * 2
-    assert found.kept + found.recomputed == layer_bytes(run(), 0, Tokens.of(cfg, 1.0)).kept
+    assert found.kept + found.recomputed == layer_bytes(run(), 0, Tokens.of(cfg, 1.0), kernels(run())).kept
 
 
 def test_selective_recompute_of_the_mlp_keeps_its_input():
     cfg = run(precision=BF16, optim__recompute="selective", optim__recompute_modules=("mlp",))
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
-    whole = layer_bytes(run(precision=BF16), 0, Tokens.of(cfg, 1.0)).kept
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
+    whole = layer_bytes(run(precision=BF16), 0, Tokens.of(cfg, 1.0), kernels(run(precision=BF16))).kept
     inside = 4096 * (512 * 2 + 5 * 1024 * 2)
     assert (found.recomputed, found.kept) == (inside, whole - inside + 4096 * 512 * 2)
 
@@ -173,8 +178,8 @@ def test_selective_recompute_of_the_mlp_keeps_its_input():
 def test_selective_recompute_of_core_attention_keeps_the_whole_projection():
     """Without it rotated q and k and a copy of v are kept, 1024 wide; with it q, and what k and v are views of."""
     cfg = run(optim__recompute="selective", optim__recompute_modules=("core_attn",))
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0))
-    whole = layer_bytes(run(), 0, Tokens.of(cfg, 1.0)).kept
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.0), kernels(cfg))
+    whole = layer_bytes(run(), 0, Tokens.of(cfg, 1.0), kernels(run())).kept
     assert found.recomputed == 4096 * (1024 * 2 + 8 * 4 + 512 * 2)
     assert found.kept - (whole - found.recomputed) == 4096 * (512 + 1024) * 2
 
@@ -186,14 +191,14 @@ def test_experts_keep_every_copy_of_a_token():
     )  # fmt: skip
     recompute = dict(optim__recompute="selective", optim__recompute_modules=("moe",))
     cfg = run(model, replace(BF16, experts="te"), **recompute)
-    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5))
+    found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5), kernels(cfg))
     copies = 4096 * 2 * 1.5
     assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * 4 + 4 * 256 * 2)
     assert found.workspace == copies * 512 * 3 * 4 + 2 * 4096 * 512 * 2
     for precision, operand, factors in ((BF16, 2, 0), (PrecisionConfig(), 1 + 4 / 128, 4 * (1 + 4 / 128))):
         cfg = run(model, precision, **recompute)
-        assert chosen("experts", cfg) == "deep_gemm"
-        found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5))
+        assert kernels(cfg).experts == "deep_gemm"
+        found = layer_bytes(cfg, 0, Tokens.of(cfg, 1.5), kernels(cfg))
         assert found.recomputed == 4096 * 8 * 16 + copies * (24 + 512 * operand + 2 * 256 * 2)
         per_copy = 512 * (2 + operand) + 256 * (2 + factors + operand)
         assert found.workspace == copies * per_copy + 2 * 4096 * 512 * 2
