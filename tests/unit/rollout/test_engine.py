@@ -10,9 +10,23 @@ import pytest
 
 from megatron_fp8rl.config import ConfigError, PrecisionConfig
 from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.rollout import vllm_args
 from model_configs.tiny import tiny_qwen3, tiny_qwen3_moe
+
+CPU, HOPPER = Hardware("cpu"), Hardware("hopper")
+WITHOUT_FLASHINFER = Hardware("hopper", frozenset({"transformer_engine", "deep_gemm"}))
+
+
+def arguments_on(hardware: Hardware, cfg) -> dict:
+    return vllm_args.engine_arguments(cfg, "model", KernelChoice.of(cfg, hardware))
+
+
+def environment_on(hardware: Hardware, cfg) -> dict[str, str]:
+    return vllm_args.engine_environment(cfg, KernelChoice.of(cfg, hardware))
+
 
 PRECISIONS = {
     "fp8": PrecisionConfig(),
@@ -36,9 +50,9 @@ def test_exceptions_are_the_complement_of_the_layer_table(cfg, precision):
 
 def test_a_bf16_engine_is_quantized_on_a_cpu_in_name_only():
     cfg = replace(tiny_qwen3_moe(), precision=PRECISIONS["bf16"])
-    on_cpu = vllm_args.engine_arguments(cfg, "model", cpu=True)["hf-overrides"]["quantization_config"]
+    on_cpu = arguments_on(CPU, cfg)["hf-overrides"]["quantization_config"]
     assert len(on_cpu["modules_to_not_convert"]) == sum(len(shape) == 2 for shape in hf_tensors(cfg.model).values())
-    assert "hf-overrides" not in vllm_args.engine_arguments(cfg, "model", cpu=False)
+    assert "hf-overrides" not in arguments_on(HOPPER, cfg)
 
 
 def test_kv_cache_on_a_cpu_holds_every_sequence():
@@ -60,13 +74,13 @@ def test_command_line():
 @pytest.mark.parametrize(("scales", "lever"), [("pow2", "1"), ("fp32", "0")])
 def test_scale_kind_reaches_every_kernel(scales, lever):
     cfg = replace(tiny_qwen3_moe(), precision=PrecisionConfig(scales=scales))
-    environment = vllm_args.engine_environment(cfg, cpu=False)
+    environment = environment_on(HOPPER, cfg)
     assert environment["MEGATRON_FP8RL_SCALES"] == scales
     assert environment["VLLM_USE_DEEP_GEMM_E8M0"] == lever
 
 
 def gpu_arguments(cfg, **rollout):
-    return vllm_args.engine_arguments(replace(cfg, rollout=replace(cfg.rollout, **rollout)), "model", cpu=False)
+    return arguments_on(HOPPER, replace(cfg, rollout=replace(cfg.rollout, **rollout)))
 
 
 def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
@@ -79,7 +93,7 @@ def test_kernels_are_named_on_a_gpu_and_never_on_a_cpu():
     names = [named[key] for key in ("linear-backend", "moe-backend", "attention-backend")]
     assert names == ["cutlass", "deep_gemm", "TRITON_ATTN"]
     assert "linear-backend" not in gpu_arguments(replace(moe, precision=PRECISIONS["bf16"]))
-    on_cpu = vllm_args.engine_arguments(moe, "model", cpu=True)
+    on_cpu = arguments_on(CPU, moe)
     assert not {"linear-backend", "moe-backend", "attention-backend", "enable-sleep-mode"} & on_cpu.keys()
 
 
@@ -121,17 +135,15 @@ def test_vllm_takes_every_option():
     assert compilation.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY
 
 
-def test_deep_gemm_is_compiled_when_it_is_used(monkeypatch):
-    monkeypatch.setattr(vllm_args, "_has_flashinfer", lambda: False)
+def test_deep_gemm_is_compiled_when_it_is_used():
     cfg = tiny_qwen3_moe()
-    environment = vllm_args.engine_environment(cfg, cpu=False)
+    environment = environment_on(WITHOUT_FLASHINFER, cfg)
     assert environment["VLLM_DEEP_GEMM_WARMUP"] == "skip" and environment["VLLM_USE_DEEP_GEMM"] == "1"
     assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "0" and environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
-    monkeypatch.setattr(vllm_args, "_has_flashinfer", lambda: True)
     experts = replace(cfg, rollout=replace(cfg.rollout, moe_backend="deep_gemm"))
-    environment = vllm_args.engine_environment(experts, cpu=False)
+    environment = environment_on(HOPPER, experts)
     assert environment["VLLM_MOE_USE_DEEP_GEMM"] == "1" and "VLLM_USE_FLASHINFER_SAMPLER" not in environment
-    assert not {"VLLM_USE_DEEP_GEMM", "VLLM_DEEP_GEMM_WARMUP"} & vllm_args.engine_environment(cfg, cpu=True).keys()
+    assert not {"VLLM_USE_DEEP_GEMM", "VLLM_DEEP_GEMM_WARMUP"} & environment_on(CPU, cfg).keys()
 
 
 @pytest.mark.parametrize(("records", "runner"), [(False, "1"), (True, "0")])
@@ -139,25 +151,13 @@ def test_seeds_are_drawn_in_one_kernel_unless_routers_are_recorded(records, runn
     """The runner that records what routers chose is the one that loops over requests."""
     cfg = tiny_qwen3_moe()
     cfg = replace(cfg, rollout=replace(cfg.rollout, record_routed_experts=records))
-    assert vllm_args.engine_environment(cfg, cpu=False)["VLLM_USE_V2_MODEL_RUNNER"] == runner
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in vllm_args.engine_environment(cfg, cpu=True)
+    assert environment_on(HOPPER, cfg)["VLLM_USE_V2_MODEL_RUNNER"] == runner
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in environment_on(CPU, cfg)
 
 
 def test_a_kernel_that_is_not_installed_is_refused():
     cfg = tiny_qwen3_moe()
     cfg = replace(cfg, rollout=replace(cfg.rollout, attention_backend="FLASHINFER"))
-    vllm_args.require_backends(cfg, has_flashinfer=True)
+    assert choose(cfg, HOPPER, "engine").engine.attention == "FLASHINFER"
     with pytest.raises(ConfigError, match="--rollout.attention_backend = 'FLASHINFER': the package flashinfer"):
-        vllm_args.require_backends(cfg, has_flashinfer=False)
-
-
-def test_kernels_are_read_from_the_log():
-    log = """
-    INFO [cuda.py:476] Using FLASH_ATTN attention backend out of potential backends: ['FLASH_ATTN', 'TRITON_ATTN'].
-    INFO [fp8.py:300] Using TRITON Fp8 MoE backend out of potential backends: ['TRITON'].
-    INFO [unquantized.py:203] Using TRITON Unquantized MoE backend out of potential backends: ['TRITON'].
-    INFO [__init__.py:600] Selected DeepGemmFp8BlockScaledMMKernel for Fp8LinearMethod
-    """
-    expected = {"linear": "DeepGemmFp8BlockScaledMMKernel", "moe": "TRITON", "attention": "FLASH_ATTN"}
-    assert vllm_args.chosen_kernels(log) == expected
-    assert vllm_args.chosen_kernels("INFO nothing of the kind") == {}
+        choose(cfg, WITHOUT_FLASHINFER, "engine")

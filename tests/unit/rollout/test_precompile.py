@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout import deep_gemm_warmup, vllm_args
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
 
@@ -49,11 +51,15 @@ def test_shares_hold_every_size_once():
     assert all(1 <= tokens <= 8192 for _, _, tokens in items)
 
 
+def environment_on(generation: str, cfg) -> dict[str, str]:
+    return vllm_args.engine_environment(cfg, KernelChoice.of(cfg, Hardware(generation)))
+
+
 def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     cfg = grpo_qwen3_8b()
     fp8 = replace(cfg, precision=replace(cfg.precision, rollout="blockwise"))
     fp8 = replace(fp8, rollout=replace(fp8.rollout, start_deadline_s=100.0))
-    said = vllm_args.engine_environment(fp8, cpu=False)[deep_gemm_warmup.LINEARS_VARIABLE]
+    said = environment_on("hopper", fp8)[deep_gemm_warmup.LINEARS_VARIABLE]
     assert said.split()[:2] == ["40", "4096,4096"]
     asked: list = []
     monkeypatch.setattr(deep_gemm_warmup, "ensure", lambda *words, **more: asked.append((*words, more)))
@@ -63,9 +69,9 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     assert asked == [(deep_gemm_warmup.linear_sizes(fp8), 8192, {"deadline_s": 40.0})]
     other = replace(fp8, rollout=replace(fp8.rollout, linear_backend="cutlass"))
     bf16 = replace(cfg, precision=replace(cfg.precision, rollout="bf16"))
-    for told in (vllm_args.engine_environment(c, cpu=False) for c in (other, bf16)):
+    for told in (environment_on("hopper", c) for c in (other, bf16)):
         assert deep_gemm_warmup.LINEARS_VARIABLE not in told
-    assert deep_gemm_warmup.LINEARS_VARIABLE not in vllm_args.engine_environment(fp8, cpu=True)
+    assert deep_gemm_warmup.LINEARS_VARIABLE not in environment_on("cpu", fp8)
 
 
 @pytest.fixture
