@@ -8,9 +8,9 @@ from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.parameters import entries
 from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.memory import Gpu
-from megatron_fp8rl.preflight.parameters import entries
 
 _SCALES = {
     "delayed": "one per tensor, from the history of maxima",
