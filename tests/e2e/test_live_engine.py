@@ -58,7 +58,7 @@ def test_the_engine_says_that_it_computes_with_the_kernels_that_were_chosen(flee
     in_use = fleet.kernels()
     assert in_use == {
         "linears": ["EmulatedFp8LinearMethod"],
-        "experts": ["EmulatedFp8MoEMethod", "ReadableMoEMethod"],  # of layer 0 and of layer 1, which is BF16
+        "experts": ["EmulatedFp8MoEMethod (CPU)", "ReadableMoEMethod (CPU)"],  # of layer 0 and of layer 1, which is BF16
         "attention": ["CPU_ATTN"],
     }
     chosen = choose(fleet.cfg, Hardware("cpu"))
@@ -69,8 +69,8 @@ def test_the_engine_says_that_it_computes_with_the_kernels_that_were_chosen(flee
         "EmulatedFp8LinearMethod"
     )
     assert experts == (
-        "rollout.moe_backend: Triton was chosen for experts of the engine, and it computes with EmulatedFp8MoEMethod, "
-        "ReadableMoEMethod"
+        "rollout.moe_backend: Triton was chosen for experts of the engine, and it computes with "
+        "EmulatedFp8MoEMethod (CPU), ReadableMoEMethod (CPU)"
     )
 
 
