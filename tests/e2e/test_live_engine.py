@@ -58,7 +58,7 @@ def test_the_engine_says_that_it_computes_with_the_kernels_that_were_chosen(flee
     in_use = fleet.kernels()
     assert in_use == {
         "linears": ["EmulatedFp8LinearMethod"],
-        "experts": ["EmulatedFp8MoEMethod (CPU)", "ReadableMoEMethod (CPU)"],  # of layer 0 and of layer 1, which is BF16
+        "experts": ["EmulatedFp8MoEMethod (CPU)", "ReadableMoEMethod (CPU)"],  # layer 0; layer 1, in BF16
         "attention": ["CPU_ATTN"],
     }
     chosen = choose(fleet.cfg, Hardware("cpu"))

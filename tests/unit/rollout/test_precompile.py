@@ -11,6 +11,8 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import deep_gemm_warmup, vllm_args
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
 
@@ -53,7 +55,7 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     cfg = grpo_qwen3_8b()
     fp8 = replace(cfg, precision=replace(cfg.precision, rollout="blockwise"))
     fp8 = replace(fp8, rollout=replace(fp8.rollout, start_deadline_s=100.0))
-    said = vllm_args.engine_environment(fp8, cpu=False)[deep_gemm_warmup.LINEARS_VARIABLE]
+    said = vllm_args.engine_environment(fp8, choose(fp8, Hardware("hopper")))[deep_gemm_warmup.LINEARS_VARIABLE]
     assert said.split()[:2] == ["40", "4096,4096"]
     asked: list = []
     monkeypatch.setattr(deep_gemm_warmup, "ensure", lambda *words, **more: asked.append((*words, more)))
@@ -63,9 +65,9 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     assert asked == [(deep_gemm_warmup.linear_sizes(fp8), 8192, {"deadline_s": 40.0})]
     other = replace(fp8, rollout=replace(fp8.rollout, linear_backend="cutlass"))
     bf16 = replace(cfg, precision=replace(cfg.precision, rollout="bf16"))
-    for told in (vllm_args.engine_environment(c, cpu=False) for c in (other, bf16)):
+    for told in (vllm_args.engine_environment(c, choose(c, Hardware("hopper"))) for c in (other, bf16)):
         assert deep_gemm_warmup.LINEARS_VARIABLE not in told
-    assert deep_gemm_warmup.LINEARS_VARIABLE not in vllm_args.engine_environment(fp8, cpu=True)
+    assert deep_gemm_warmup.LINEARS_VARIABLE not in vllm_args.engine_environment(fp8, choose(fp8, Hardware("cpu")))
 
 
 @pytest.fixture
