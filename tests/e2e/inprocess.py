@@ -160,7 +160,10 @@ def build_engine(cfg: RunConfig, folder: Path, *, load_format: str) -> Any:
     from megatron_fp8rl.rollout.vllm_plugin import plugin
 
     plugin.register()
-    arguments = engine_arguments(cfg, folder, cpu=True)
+    from megatron_fp8rl.precision.hardware import Hardware
+    from megatron_fp8rl.precision.kernel_choice import choose
+
+    arguments = engine_arguments(cfg, folder, choose(cfg, Hardware("cpu")))
     shared = ("hf-overrides", "worker-extension-cls", "weight-transfer-config", "dtype", "max-model-len", "kv-cache-dtype")
     options = {key.replace("-", "_"): arguments[key] for key in shared}
     return LLM(
