@@ -28,7 +28,7 @@ from checkpoint_tools.megatron_folder import is_megatron, model_of, resolve
 from checkpoint_tools.torch_dist import problems_of, read_metadata
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.preflight.parameters import count
+from megatron_fp8rl.precision.parameters import count
 
 _GIB = 1 << 30
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")

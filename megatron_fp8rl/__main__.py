@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_fp8rl import cli, evaluate
 from megatron_fp8rl.config import ConfigError, RunConfig
-from megatron_fp8rl.preflight import doctor
+from megatron_fp8rl.preflight import doctor, show
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions
 from megatron_fp8rl.stop import StopRequest, run_ranks
 
@@ -96,6 +96,10 @@ def _study(invocation: cli.Invocation) -> int:
 
 def _doctor(invocation: cli.Invocation) -> int:
     return doctor.run(invocation.cfg, invocation.options, invocation.config_name, invocation.overrides)
+
+
+def _show(invocation: cli.Invocation) -> int:
+    return show.run(invocation.cfg, invocation.options)
 
 
 def _report(invocation: cli.Invocation) -> int:
@@ -249,6 +253,13 @@ COMMANDS = (
         summary="preflight without a GPU: parameters, memory, FP8 tiling, precision, packages, and what to fix",
         run=_doctor,
         options=DoctorOptions,
+        judges_config=True,
+    ),
+    cli.Command(
+        name="show",
+        summary="for every group of layers its format and its kernels at both ends, and why",
+        run=_show,
+        options=show.ShowOptions,
         judges_config=True,
     ),
     cli.Command(

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.tokenizer import UnknownCharacterError, encode
-from megatron_fp8rl.envs.base import Problem, build_environment, environments_by_key, render
+from megatron_fp8rl.envs.environment import Problem, build_environment, environments_by_key, render
 from megatron_fp8rl.types import Prompt
 
 _HELD_OUT_ONE_IN = 8

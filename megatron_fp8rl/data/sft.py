@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
 from megatron_fp8rl.data.tokenizer import encode
-from megatron_fp8rl.envs.base import Problem
+from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.types import Sample
 
 

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_fp8rl.envs.base import EnvironmentSpecError, Problem, near
+from megatron_fp8rl.envs.environment import EnvironmentSpecError, Problem, near
 from megatron_fp8rl.types import Prompt
 
 with warnings.catch_warnings():

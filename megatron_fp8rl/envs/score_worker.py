@@ -19,7 +19,7 @@ import traceback
 from typing import Any, TextIO
 
 from megatron_fp8rl.config import EnvironmentConfig
-from megatron_fp8rl.envs.base import Environment, build_environment
+from megatron_fp8rl.envs.environment import Environment, build_environment
 from megatron_fp8rl.types import Prompt
 
 _ALARM_MARGIN_S = 5.0

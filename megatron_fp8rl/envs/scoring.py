@@ -31,7 +31,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, Self
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig
-from megatron_fp8rl.envs.base import environments_by_key
+from megatron_fp8rl.envs.environment import environments_by_key
 from megatron_fp8rl.types import Prompt
 
 Score = tuple[float, Literal["scored", "score_failed"], str]  # reward, status, why it failed

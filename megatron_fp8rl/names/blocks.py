@@ -9,6 +9,15 @@ from megatron_fp8rl.names.table import Row
 
 M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
+# Linears that the engine makes of several matrices, by its own name: their rows in this order.
+ENGINE_FUSIONS = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
+# Gate, up and down of an expert by the name of the module around the experts; the engine stacks gate and up.
+EXPERT_PROJECTIONS = {"mlp": (*ENGINE_FUSIONS["gate_up_proj"], "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
+
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
 
@@ -48,8 +57,8 @@ def attention(model: ModelConfig) -> tuple[Row, ...]:
     """Grouped-query attention, with the biases and norms that ``model`` asks for."""
 
     def qkv(kind: str, *columns: str) -> Row:
-        rows_of = {"q": "q", "k": "kv", "v": "kv"}
-        parts = tuple((f"{H}self_attn.{x}_proj.{kind}", (rows, *columns)) for x, rows in rows_of.items())
+        names = zip(ENGINE_FUSIONS["qkv_proj"], ("q", "kv", "kv"), strict=True)
+        parts = tuple((f"{H}self_attn.{name}.{kind}", (rows, *columns)) for name, rows in names)
         return Row(f"{M}self_attention.linear_qkv.{kind}", parts, "rows", "qkv")
 
     rows = [qkv("weight", "hidden")]
@@ -93,15 +102,14 @@ def latent_attention(model: ModelConfig) -> tuple[Row, ...]:
     )
 
 
-Projections = tuple[str, str, str]  # names of gate, up and down
-_PROJECTIONS: Projections = ("gate_proj", "up_proj", "down_proj")
-
-
 def feed_forward(
-    mcore: str, hf: str, size: str, layers: Literal["dense", "moe"], names: Projections = _PROJECTIONS
+    mcore: str, hf: str, size: str, layers: Literal["dense", "moe"], parent: str = "mlp"
 ) -> tuple[Row, ...]:
-    """A SwiGLU feed-forward of ``size`` under the prefixes ``mcore`` and ``hf``."""
-    gate, up, down = (f"{H}{hf}.{name}.weight" for name in names)
+    """A SwiGLU feed-forward of ``size`` under the prefixes ``mcore`` and ``hf``.
+
+    ``parent``: a key of :data:`EXPERT_PROJECTIONS`.
+    """
+    gate, up, down = (f"{H}{hf}.{name}.weight" for name in EXPERT_PROJECTIONS[parent])
     fc1 = ((gate, (size, "hidden")), (up, (size, "hidden")))
     fc2 = ((down, ("hidden", size)),)
     return (
@@ -113,7 +121,7 @@ def feed_forward(
 DENSE = feed_forward("mlp", "mlp", "ffn", "dense")
 
 
-def experts(model: ModelConfig, prefix: str = "mlp", names: Projections = _PROJECTIONS) -> tuple[Row, ...]:
+def experts(model: ModelConfig, prefix: str = "mlp") -> tuple[Row, ...]:
     """Router, routed experts and shared experts, in the layers that have them."""
     router = Row(M + "mlp.router.weight", ((f"{H}{prefix}.gate.weight", ("experts", "hidden")),), layers="moe")
     bias = Row(
@@ -123,7 +131,7 @@ def experts(model: ModelConfig, prefix: str = "mlp", names: Projections = _PROJE
         dtype="float32",
     )
     rows = (router, bias) if model.router.correction_bias else (router,)
-    rows += feed_forward("mlp.experts.{expert}", prefix + ".experts.{expert}", "expert_ffn", "moe", names)
+    rows += feed_forward("mlp.experts.{expert}", prefix + ".experts.{expert}", "expert_ffn", "moe", prefix)
     if model.num_shared_experts:
         rows += feed_forward("mlp.shared_experts", prefix + ".shared_experts", "shared_ffn", "moe")
     return rows

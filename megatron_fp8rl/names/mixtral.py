@@ -7,7 +7,7 @@ from megatron_fp8rl.names.table import Row
 
 
 def _rows(model: ModelConfig) -> tuple[Row, ...]:
-    experts = blocks.experts(model, "block_sparse_moe", names=("w1", "w3", "w2"))
+    experts = blocks.experts(model, "block_sparse_moe")
     return (*blocks.edges(model), *blocks.NORMS, *blocks.attention(model), *experts)
 
 

@@ -320,9 +320,9 @@ class KernelChoice:
             reasons={key: why for key, (_, why) in picked.items()},
         )
 
-    def text(self, key: str) -> str:
-        """The kernel of a role in words."""
-        kernel = TABLE[key].kernels[attrgetter(key)(self)]
+    def text(self, key: str, name: str | None = None) -> str:
+        """The kernel of a role in words: the chosen one, or another of the role by its ``name``."""
+        kernel = TABLE[key].kernels[name or attrgetter(key)(self)]
         return kernel.text if self.hardware.is_gpu else kernel.text_on_cpu or kernel.text
 
     def record(self) -> dict[str, str]:

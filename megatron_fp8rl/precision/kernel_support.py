@@ -85,7 +85,7 @@ def deep_gemm_linears(cfg: RunConfig, hardware: Hardware) -> Violation | None:
         return _wrong(cfg, "precision.gradients", "DeepGEMM's kernels of linears multiply E4M3", "Choose e4m3")
     if cfg.precision.params == "fp32":
         return _wrong(cfg, "precision.params", "DeepGEMM's kernels of linears take BF16 activations", "Choose bf16")
-    return None
+    return _deep_gemm_is_there(cfg, hardware, "linears")
 
 
 def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
@@ -97,7 +97,7 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if cfg.precision.params == "fp32":
         return _wrong(cfg, "precision.params", "the grouped kernels of experts take BF16 activations", "Choose bf16")
     if not cfg.model.is_moe:
-        return None
+        return _deep_gemm_is_there(cfg, hardware, "experts")
     if cfg.model.hidden_size % FP8_BLOCK:
         problem = f"the grouped kernels want a multiple of {FP8_BLOCK}"
         return _wrong(cfg, "model.hidden_size", problem, "Choose another size, or --precision.experts te")
@@ -108,7 +108,7 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
             f"{FP8_BLOCK}"
         )
         return _wrong(cfg, "parallel.expert_tensor", problem, "Lower it, or choose --precision.experts te")
-    return None
+    return _deep_gemm_is_there(cfg, hardware, "experts")
 
 
 def _deep_gemm(
@@ -126,7 +126,13 @@ def _deep_gemm(
     if precision.params == "fp8":
         problem = "what feeds DeepGEMM's kernels here quantizes BF16 parameters"
         return _wrong(cfg, path, problem, "Choose te, or --precision.params bf16")
+    return None
+
+
+def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violation | None:
+    """The last question: without the package all that is refused with it is refused in the same words."""
     if hardware.is_gpu and "deep_gemm" not in hardware.packages:
+        path = f"precision.{name}"
         problem = "DeepGEMM is not installed; vLLM for CUDA brings it"
         return _wrong(cfg, path, problem, f"Install vLLM, or choose --{path} te")
     return None

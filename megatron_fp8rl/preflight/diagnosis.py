@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.precision.parameters import ParameterCount, count
 from megatron_fp8rl.preflight import (
     engine_memory,
     layout_search,
@@ -26,7 +27,6 @@ from megatron_fp8rl.preflight.engine_memory import EngineEstimate
 from megatron_fp8rl.preflight.findings import Change, Finding, Findings, Judgement, exit_status
 from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu, GpuName, phases
 from megatron_fp8rl.preflight.packages import Package
-from megatron_fp8rl.preflight.parameters import ParameterCount, count
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model
 
 _PROGRAM = "python -m megatron_fp8rl doctor"

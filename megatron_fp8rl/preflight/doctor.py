@@ -20,7 +20,7 @@ from megatron_fp8rl.preflight.diagnosis import Diagnosis, DoctorOptions, diagnos
 from megatron_fp8rl.preflight.engine_memory import EngineEstimate
 from megatron_fp8rl.preflight.memory import GIB, Estimate, host_bytes
 
-_WIDTH = 118
+WIDTH = 118
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 _VERDICTS = ("This run can work.", "This run can work; look at the warnings.", "This run cannot work.")
 
@@ -193,7 +193,7 @@ def plain(diagnosis: Diagnosis) -> str:
     """The report as text without control characters."""
     blocks = [headline(diagnosis)]
     for table in tables(diagnosis):
-        blocks.append("\n".join([_plain_table(table), *(f"  {line}" for line in table.notes)]))
+        blocks.append("\n".join([plain_table(table), *(f"  {line}" for line in table.notes)]))
     blocks.append("Findings\n" + "\n".join(_finding_lines(diagnosis)))
     return "\n\n".join([*blocks, _VERDICTS[diagnosis.status]])
 
@@ -205,7 +205,8 @@ def _cache_line(engine: EngineEstimate) -> str:
     )
 
 
-def _plain_table(table: Table) -> str:
+def plain_table(table: Table) -> str:
+    """A table as text without control characters and without its notes."""
     cells = [table.columns, *table.rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.columns))]
     lines = [
@@ -225,7 +226,7 @@ def _finding_lines(diagnosis: Diagnosis) -> Iterable[str]:
         text = f"{finding.severity}: {finding.subject}: {finding.problem}."
         if finding.remedy:
             text += f" {finding.remedy}."
-        yield textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        yield textwrap.fill(text, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
         if finding.command:
             yield f"      $ {finding.command}"
     yield from (f"  {line}" for line in _remedy_lines(diagnosis))
@@ -237,7 +238,7 @@ def _remedy_lines(diagnosis: Diagnosis) -> list[str]:
         return ["with this change the run can work:", f"    $ {diagnosis.command}"]
     if diagnosis.tried:
         text = f"no change was found that mends this: {diagnosis.tried}."
-        return textwrap.wrap(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+        return textwrap.wrap(text, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
     return []
 
 

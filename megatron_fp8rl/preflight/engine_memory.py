@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.precision.parameters import on_engine_worker
 from megatron_fp8rl.preflight.memory import GIB, Estimate, Part
-from megatron_fp8rl.preflight.parameters import on_engine_worker
 
 _CONTEXT_BYTES = int(0.8 * GIB)  # CUDA context and cuBLAS
 _TENSOR_PARALLEL_BYTES = int(0.5 * GIB)  # NCCL and vLLM's own all-reduce buffers

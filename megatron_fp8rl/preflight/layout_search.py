@@ -29,7 +29,8 @@ from typing import Any
 
 from megatron_fp8rl import config as config_module
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.preflight import engine_memory, parameters, tiling, trainer_memory
+from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.preflight import engine_memory, tiling, trainer_memory
 from megatron_fp8rl.preflight.findings import Change, Judgement
 from megatron_fp8rl.preflight.memory import GIB, Gpu
 

@@ -8,9 +8,9 @@ from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.parameters import entries
 from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.memory import Gpu
-from megatron_fp8rl.preflight.parameters import entries
 
 _SCALES = {
     "delayed": "one per tensor, from the history of maxima",
@@ -55,7 +55,7 @@ def agreement(cfg: RunConfig) -> list[Row]:
     found: dict[str, tuple[set[int], set[int], set[int]]] = {}
     for entry in entries(cfg.model):
         for name, shape in entry.weight.parts:
-            layers, trainer, engine = found.setdefault(_kind(name, len(shape)), (set(), set(), set()))
+            layers, trainer, engine = found.setdefault(kind_of(name, len(shape)), (set(), set(), set()))
             layers.add(entry.layer)
             if table.trainer_fp8(name):
                 trainer.add(entry.layer)
@@ -75,7 +75,8 @@ def agreement(cfg: RunConfig) -> list[Row]:
     ]
 
 
-def _kind(name: str, axes: int) -> str:
+def kind_of(name: str, axes: int) -> str:
+    """The kind of a tensor with this Hugging Face name and number of axes."""
     if axes == 1:
         return "router" if name.endswith("e_score_correction_bias") else "norms, biases"
     for kind, marks in reversed(_KINDS):

@@ -18,8 +18,8 @@ from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill, sizes
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.parameters import engine_shape
 from megatron_fp8rl.preflight.findings import Findings
-from megatron_fp8rl.preflight.parameters import engine_shape
 
 TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK}
 _MAX_DEGREE = 64

@@ -27,7 +27,8 @@ from pathlib import Path
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.kernels.deep_gemm import compiled_folder, deep_gemm, package
-from megatron_fp8rl.names.registry import hf_tensors
+from megatron_fp8rl.names.blocks import ENGINE_FUSIONS
+from megatron_fp8rl.names.registry import weights
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 _MODULE = "megatron_fp8rl.rollout.deep_gemm_warmup"  # __name__ is another where it is run
@@ -37,10 +38,7 @@ _SHARE_OF_START = 0.4  # of the seconds that an engine has to start: to compile
 _MAX_PROCESSES = 16
 _SHARE = 6  # neighbouring numbers of tokens, which often take one kernel
 _POLL_S = 0.5
-# The fused linears that vLLM makes of matrices, and those whose columns are divided over ranks, or nothing is.
-_FUSED = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv") | dict.fromkeys(("gate_proj", "up_proj"), "gate_up")
-_FUSED |= dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "latent")
-_BY_COLUMNS, _WHOLE = ("o_proj", "down_proj"), ("q_a_proj", "kv_a_proj_with_mqa")
+_FUSED = {matrix: fused for fused, matrices in ENGINE_FUSIONS.items() for matrix in matrices}
 
 Size = tuple[int, int]  # rows N and columns K of a weight
 
@@ -49,16 +47,17 @@ def linear_sizes(cfg: RunConfig) -> list[Size]:
     """[N, K] of every FP8 linear of one rank of an engine, as vLLM fuses them; routed experts are not linears."""
     table, ranks = LayerTable.build(cfg.model, cfg.precision), cfg.rollout.tensor
     found: dict[tuple[str, str], Size] = {}
-    for name, shape in hf_tensors(cfg.model).items():
-        if len(shape) != 2 or ".experts." in name or not table.rollout_fp8(name):
+    parts = ((weight, *part) for weight in weights(cfg.model).values() for part in weight.parts)
+    for weight, name, shape in parts:
+        if weight.is_expert or not table.rollout_fp8(name):
             continue
         *where, matrix, _ = name.split(".")
         rows, columns = shape
-        if matrix in _BY_COLUMNS:
+        if weight.cut == "columns":
             columns //= ranks
-        elif matrix in ("k_proj", "v_proj"):
+        elif weight.join == "qkv":
             rows = max(rows // ranks, cfg.model.head_dim)  # ranks share heads where they are more
-        elif matrix not in _WHOLE:
+        elif weight.cut == "rows":
             rows //= ranks
         key = ".".join(where), _FUSED.get(matrix, matrix)
         found[key] = (found.get(key, (0, 0))[0] + rows, columns)

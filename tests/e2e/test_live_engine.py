@@ -10,6 +10,8 @@ import pytest
 import torch
 from engine_weights import Reference, publish, random_weights
 
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadlineError, EngineError
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.types import Completion
@@ -50,6 +52,26 @@ def assert_same_as_reference(fleet, weights, completion: Completion, temperature
     difference = (actual - expected[: len(actual)])[start:].abs()
     assert difference.mean() < ENGINE_LOGPROB_MEAN
     assert difference.max() < ENGINE_LOGPROB_MAX
+
+
+def test_the_engine_says_that_it_computes_with_the_kernels_that_were_chosen(fleet):
+    in_use = fleet.kernels()
+    assert in_use == {
+        "linears": ["EmulatedFp8LinearMethod"],
+        "experts": ["EmulatedFp8MoEMethod (CPU)", "ReadableMoEMethod (CPU)"],  # layer 0; layer 1, in BF16
+        "attention": ["CPU_ATTN"],
+    }
+    chosen = choose(fleet.cfg, Hardware("cpu"))
+    assert chosen.engine.linears == chosen.engine.experts == "emulated" and chosen.disagreements(in_use) == []
+    linears, experts = choose(fleet.cfg, Hardware("hopper")).disagreements(in_use)  # the choice of another machine
+    assert linears == (
+        "rollout.linear_backend: DeepGEMM was chosen for FP8 linears of the engine, and it computes with "
+        "EmulatedFp8LinearMethod"
+    )
+    assert experts == (
+        "rollout.moe_backend: Triton was chosen for experts of the engine, and it computes with "
+        "EmulatedFp8MoEMethod (CPU), ReadableMoEMethod (CPU)"
+    )
 
 
 def test_tokens_in_tokens_out(fleet, client):

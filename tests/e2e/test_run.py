@@ -102,6 +102,14 @@ def test_a_run_leaves_a_report_and_a_checkpoint_that_transformers_loads(finished
     assert json.loads((finished_run / "done.json").read_text())["step"] == 4
 
 
+def test_a_run_records_the_kernels_of_both_ends(finished_run: Path):
+    record = json.loads((finished_run / "versions.json").read_text())
+    assert record["trainer kernel, FP8 linears"] == "PyTorch (emulated)"
+    assert record["engine kernel, linears"] == "EmulatedFp8LinearMethod"
+    assert record["engine kernel, experts"] == "EmulatedFp8MoEMethod (CPU)"
+    assert record["engine kernel, attention"] == "CPU_ATTN"
+
+
 def test_a_run_ends_its_engine_in_order(finished_run: Path):
     log = (finished_run / "logs" / "rollout-0.log").read_text()
     assert "Application shutdown complete" in log and "Traceback" not in log, log[-3000:]

@@ -11,7 +11,8 @@ from megatron_fp8rl import cli
 from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.names import registry
-from megatron_fp8rl.preflight import parameters, rules
+from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.diagnosis import diagnose
 from model_configs import deepseek, llama, mixtral, qwen3, small
 

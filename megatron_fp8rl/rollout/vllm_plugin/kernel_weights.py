@@ -25,18 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import FP8_BLOCK
+from megatron_fp8rl.names.blocks import ENGINE_FUSIONS, EXPERT_PROJECTIONS
 from megatron_fp8rl.rollout.vllm_plugin.patches import expert_scale_descriptions
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_values
 
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
 _MATRICES = ("weight", "weight_scale_inv")
 _WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias")
-_FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
-}
-_EXPERT = {"block_sparse_moe": ("w1", "w3", "w2")}  # gate, up and down, by the name of their parent's parent
 _LATENT_FACTORS = ("W_UV", "W_UK_T")
 
 
@@ -68,14 +63,14 @@ def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
         tensor = _tensor(module, kind, path)
         if tensor is not None:
             sizes = [-(-n // FP8_BLOCK) for n in rows] if kind == "weight_scale_inv" else rows
-            for name, part in zip(_FUSED[leaf], tensor.split(sizes), strict=True):
+            for name, part in zip(ENGINE_FUSIONS[leaf], tensor.split(sizes), strict=True):
                 yield f"{parent}.{name}.{kind}", part
 
 
 def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
     """Gate, up and down of every expert that this worker holds, from ``w13`` [E, 2I, H] and ``w2`` [E, H, I]."""
     parent = path.removesuffix(".routed_experts")
-    gate, up, down = _EXPERT.get(parent.split(".")[-2], ("gate_proj", "up_proj", "down_proj"))
+    gate, up, down = EXPERT_PROJECTIONS[parent.split(".")[-2]]
     num_local = module.w13_weight.shape[0]
     experts = list(range(num_local))
     if getattr(module, "expert_map", None) is not None:
@@ -105,7 +100,7 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             if id(module.weight) in vocabularies:
                 continue  # an output head that is tied, and named by its embedding
             vocabularies.add(id(module.weight))
-        if leaf in _FUSED:
+        if leaf in ENGINE_FUSIONS:
             yield from _fused_parts(module, path)
         elif hasattr(module, "w13_weight"):
             yield from _expert_parts(module, path)

@@ -105,6 +105,12 @@ def _weighted(out: Tensor, probs: Tensor) -> Tensor:
     return (out * probs[:, None]).to(out.dtype)
 
 
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides forward of MLP: both linears and SwiGLU are one piece, by DeepGEMM",
+    remove_when="the feed-forward part of a layer spec can be any module",
+)
 class DeepGemmMlp(MLP):
     """The feed-forward part of a dense layer in one piece, both of whose linears DeepGEMM multiplies. Parameters and
     checkpoints are those of Megatron-Core's MLP."""

@@ -10,7 +10,7 @@ from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, Ro
 from megatron_fp8rl.data.prompts import PromptStream, PromptTooLongError, TooFewProblemsError, apportion, is_held_out
 from megatron_fp8rl.data.sft import SftSource
 from megatron_fp8rl.data.tokenizer import UnknownCharacterError, character_tokenizer, decode, encode
-from megatron_fp8rl.envs.base import EnvironmentSpecError, build_environment
+from megatron_fp8rl.envs.environment import EnvironmentSpecError, build_environment
 
 TOKENIZER = character_tokenizer()
 SUMS = EnvironmentConfig(options={"min_terms": 2, "max_terms": 3, "max_digits": 2}, template="{expression}=", weight=3)

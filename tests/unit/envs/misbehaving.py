@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RunConfig
-from megatron_fp8rl.envs.base import Problem
+from megatron_fp8rl.envs.environment import Problem
 
 
 class Judge:

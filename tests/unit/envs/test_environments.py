@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.config import EnvironmentConfig
-from megatron_fp8rl.envs.base import EnvironmentSpecError, Problem, build_environment, environments_by_key, render
+from megatron_fp8rl.envs.environment import (
+    EnvironmentSpecError,
+    Problem,
+    build_environment,
+    environments_by_key,
+    render,
+)
 from megatron_fp8rl.envs.reasoning_gym import extract_answer
 from megatron_fp8rl.types import Prompt
 

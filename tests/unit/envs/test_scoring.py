@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig
-from megatron_fp8rl.envs.base import build_environment
+from megatron_fp8rl.envs.environment import build_environment
 from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
 from megatron_fp8rl.types import Prompt
 from tests.helpers.processes import is_running, until

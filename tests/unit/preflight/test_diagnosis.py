@@ -102,7 +102,8 @@ def test_each_command_takes_its_finding_away():
 
 
 def test_errors_of_several_kinds_get_one_command():
-    cfg = change(grpo_qwen3_8b(), precision__trainer="mxfp8", rollout__transport="shm", rollout__num_replicas=8)
+    cfg = change(grpo_qwen3_8b(), precision__gradients="e5m2", precision__linears="deep_gemm")
+    cfg = change(cfg, rollout__transport="ipc", rollout__num_replicas=8)
     found = diagnose(cfg)
     assert found.status == 2 and diagnose(layout_search.apply(cfg, found.change)).status < 2
     assert dict(found.change)["rollout.transport"] == "auto"

@@ -13,10 +13,10 @@ from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, TrainerKernels
 from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.parameters import engine_shape, on_engine_worker, on_trainer_rank
 from megatron_fp8rl.preflight import engine_memory, trainer_memory
 from megatron_fp8rl.preflight.activations import Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, GPUS
-from megatron_fp8rl.preflight.parameters import engine_shape, on_engine_worker, on_trainer_rank
 from megatron_fp8rl.weight_sync.plan import plan
 from model_configs.deepseek import deepseek_v3
 from model_configs.qwen3 import qwen3_8b, qwen3_30b_a3b

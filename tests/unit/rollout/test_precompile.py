@@ -67,7 +67,8 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     monkeypatch.setenv(deep_gemm_warmup.LINEARS_VARIABLE, said)
     deep_gemm_warmup.ensure_as_told(8192)
     assert asked == [(deep_gemm_warmup.linear_sizes(fp8), 8192, {"deadline_s": 40.0})]
-    other = replace(fp8, rollout=replace(fp8.rollout, linear_backend="cutlass"))
+    fp32 = replace(fp8.precision, scales="fp32")
+    other = replace(fp8, precision=fp32, rollout=replace(fp8.rollout, linear_backend="cutlass"))
     bf16 = replace(cfg, precision=replace(cfg.precision, rollout="bf16"))
     for told in (environment_on("hopper", c) for c in (other, bf16)):
         assert deep_gemm_warmup.LINEARS_VARIABLE not in told

@@ -1,0 +1,176 @@
+"""``python -m megatron_fp8rl show CONFIG``: for every group of layers its format, its kernels at both ends, and why.
+
+In: a RunConfig and a kind of GPU, or a CPU. Out: text. Everything is read from the layer table and from the choice of
+kernels, which build the trainer and start the engines. Exit status 0, or 2 after the mistakes of a configuration that
+would be refused there. Needs neither a GPU nor torch.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.names import slicing
+from megatron_fp8rl.names.table import Weight
+from megatron_fp8rl.precision.hardware import Generation, Hardware
+from megatron_fp8rl.precision.kernel_choice import TABLE, KernelChoice
+from megatron_fp8rl.precision.layer_table import LayerTable
+from megatron_fp8rl.precision.parameters import entries
+from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.preflight.doctor import WIDTH, Table, plain_table
+from megatron_fp8rl.preflight.findings import Findings
+from megatron_fp8rl.preflight.memory import GPUS
+from megatron_fp8rl.preflight.precision_table import kind_of
+from megatron_fp8rl.preflight.shapes import check_degrees, check_model
+
+_MATRICES = ("attention projections", "feed-forward, dense", "routed experts", "shared experts", "input of a layer")
+_KINDS = ("embedding", *_MATRICES, "router", "norms, biases", "attention", "output head")
+_PLACES = (
+    "embedding", "first layers", "layers", "last layers", "prediction layers", "everywhere", "output head",
+)  # fmt: skip
+_ROLES = {"routed experts": "experts", "router": "router", "norms, biases": "norms", "attention": "attention"}
+_COLUMNS = ("group", "layers", "trainer", "trainer kernel", "wire", "engine kernel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions:
+    """The machine that the run is meant for."""
+
+    gpu: Literal["h100", "h200", "b200", "cpu"] = "h200"
+
+    @property
+    def generation(self) -> Generation:
+        return "cpu" if self.gpu == "cpu" else GPUS[self.gpu].generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Tensors of one kind that are computed alike."""
+
+    name: str
+    layers: str  # "0-47"; "-" outside layers
+    trainer: str  # format
+    trainer_kernel: str
+    wire: str
+    engine_kernel: str
+
+
+def run(cfg: RunConfig, options: ShowOptions) -> int:
+    """Print the groups, why their kernels were chosen, and the mistakes; return the exit status."""
+    violations = rules.check(cfg, accelerator=options.generation)
+    print(text(cfg, options, violations))
+    return 2 if violations else 0
+
+
+def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> str:
+    """What is printed. Without groups where degrees do not divide the model: then nothing can be chosen."""
+    found = Findings(cfg)
+    blocks = []
+    if check_degrees(found, check_model(found)):
+        choice = KernelChoice.of(cfg, Hardware(options.generation))
+        rows = tuple(
+            (group.name, group.layers, group.trainer, group.trainer_kernel, group.wire, group.engine_kernel)
+            for group in groups(cfg, choice)
+        )
+        title = f"{cfg.name} on {options.gpu.upper()}: what computes what"
+        blocks = [plain_table(Table(title=title, columns=_COLUMNS, rows=rows)), _lines("Why", reasons(cfg, choice))]
+        if cfg.precision.rollout != "bf16":
+            blocks[0] += "\n  scales on the wire: FP32, one for each 128x128 block of a matrix; pow2 are powers of two"
+    if violations:
+        blocks.append(_lines("Refused", [str(violation) for violation in violations]))
+    return "\n\n".join(blocks)
+
+
+def _lines(title: str, lines: list[str]) -> str:
+    wrapped = (
+        textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
+        for line in lines
+    )
+    return "\n".join([title, *wrapped])
+
+
+def groups(cfg: RunConfig, choice: KernelChoice) -> list[Group]:
+    """All groups, from the embedding to the output head. The degrees of ``cfg`` have to divide its model."""
+    table, everywhere = LayerTable.build(cfg.model, cfg.precision), set(range(cfg.model.num_layers))
+    layers: dict[tuple[int, int], set[int]] = {(_PLACES.index("everywhere"), _KINDS.index("attention")): everywhere}
+    weights: dict[tuple[int, int], list[tuple[str, Weight]]] = {}
+    for entry in entries(cfg.model):
+        for name, shape in () if entry.is_buffer else entry.weight.parts:
+            kind = kind_of(name, len(shape))
+            if kind == "attention projections" and ".self_attn." not in name:
+                kind = "input of a layer"  # that predicts further tokens
+            place = _place(table, entry.layer) if kind in _MATRICES else kind if kind in _PLACES else "everywhere"
+            key = _PLACES.index(place), _KINDS.index(kind)
+            layers.setdefault(key, set()).add(entry.layer)
+            weights.setdefault(key, []).append((name, entry.weight))
+    return [
+        _group(cfg, choice, table, _KINDS[key[1]], layers[key], weights.get(key, [])) for key in sorted(layers)
+    ]
+
+
+def _place(table: LayerTable, layer: int) -> str:
+    if layer >= table.num_layers:
+        return "prediction layers"
+    if layer < table.first_fp8_layer:
+        return "first layers"
+    return "layers" if layer < table.end_fp8_layer else "last layers"
+
+
+def _group(
+    cfg: RunConfig,
+    choice: KernelChoice,
+    table: LayerTable,
+    kind: str,
+    layers: set[int],
+    weights: list[tuple[str, Weight]],
+) -> Group:
+    trainer_fp8 = any(table.trainer_fp8(name) for name, _ in weights)
+    engine_fp8 = any(table.rollout_fp8(name) for name, _ in weights)
+    bf16 = "FP32" if cfg.precision.params == "fp32" else "BF16"
+    first, last = min(layers), max(layers)
+    return Group(
+        name=kind,
+        layers="-" if last < 0 else f"{first}" if first == last else f"{max(first, 0)}-{last}",
+        trainer=f"FP8 {cfg.precision.trainer}" if trainer_fp8 else bf16,
+        trainer_kernel=_trainer_kernel(cfg, choice, kind, [weight for _, weight in weights] if trainer_fp8 else []),
+        wire=f"E4M3 + {cfg.precision.scales} scales" if engine_fp8 else "BF16" if weights else "-",
+        engine_kernel=_engine_kernel(choice, kind, engine_fp8),
+    )
+
+
+def _trainer_kernel(cfg: RunConfig, choice: KernelChoice, kind: str, in_fp8: list[Weight]) -> str:
+    """In words; of linears, of every matrix as it lies on a rank."""
+    if kind in _ROLES:
+        return choice.text(f"trainer.{_ROLES[kind]}")
+    if not in_fp8:
+        return "PyTorch"
+    shapes = {slicing.shard_shape(weight, cfg.model, cfg.parallel.tensor) for weight in in_fp8}
+    kernels = {choice.trainer.of_matrix(rows, columns) for rows, columns in shapes}
+    return ", ".join(sorted(choice.text("trainer.linears", kernel) for kernel in kernels))
+
+
+def _engine_kernel(choice: KernelChoice, kind: str, in_fp8: bool) -> str:
+    own = "vLLM" if choice.hardware.is_gpu else "PyTorch"
+    if kind == "routed experts":
+        return choice.text("engine.experts") if in_fp8 or choice.hardware.is_gpu else own
+    if kind in ("norms, biases", "attention"):
+        return choice.text(f"engine.{_ROLES[kind]}")
+    return choice.text("engine.linears") if in_fp8 else own
+
+
+def reasons(cfg: RunConfig, choice: KernelChoice) -> list[str]:
+    """Why, role by role: those of the configuration's model and formats."""
+    absent = {"formats"}
+    if not cfg.model.is_moe:
+        absent |= {"trainer.experts", "trainer.router", "trainer.combine", "engine.experts"}
+    if cfg.precision.trainer == "bf16":
+        absent.add("trainer.linears")
+    if cfg.precision.rollout == "bf16":
+        absent.add("engine.linears")
+    return [
+        f"{key.partition('.')[0]}, {role.words}: {choice.text(key)}: {choice.reasons[key]}"
+        for key, role in TABLE.items()
+        if key not in absent
+    ]

@@ -1,0 +1,141 @@
+"""What ``show`` says of each group of layers, against what is known of models and of kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl import __main__ as program
+from megatron_fp8rl import cli
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
+from megatron_fp8rl.preflight.layout_search import apply
+from megatron_fp8rl.preflight.precision_table import agreement
+from megatron_fp8rl.preflight.show import Group, groups
+from model_configs.deepseek import grpo_deepseek_v3
+from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
+from model_configs.tiny import tiny_qwen3_moe
+
+ROOT = Path(__file__).parents[3]
+CPU, HOPPER = Hardware("cpu"), Hardware("hopper")
+
+
+def change(cfg, **fields):
+    return apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
+
+
+def shown(cfg, hardware: Hardware = HOPPER) -> dict[tuple[str, str], Group]:
+    return {(group.name, group.layers): group for group in groups(cfg, choose(cfg, hardware))}
+
+
+def said(capsys, *words: str) -> tuple[int, str]:
+    status = cli.main(program.COMMANDS, ["show", *words])
+    return status, capsys.readouterr().out
+
+
+def test_groups_of_a_mixture_of_experts_on_a_hopper_gpu():
+    found = shown(grpo_qwen3_30b_a3b())
+    assert list(found) == [
+        ("embedding", "-"), ("attention projections", "0-47"), ("routed experts", "0-47"), ("router", "0-47"),
+        ("norms, biases", "0-47"), ("attention", "0-47"), ("output head", "-"),
+    ]  # fmt: skip
+    assert found["routed experts", "0-47"] == Group(
+        name="routed experts",
+        layers="0-47",
+        trainer="FP8 blockwise",
+        trainer_kernel="DeepGEMM (grouped)",
+        wire="E4M3 + pow2 scales",
+        engine_kernel="Triton",
+    )
+    linears = found["attention projections", "0-47"]
+    assert linears.trainer_kernel == linears.engine_kernel == "DeepGEMM" and linears.wire == "E4M3 + pow2 scales"
+    assert found["router", "0-47"].trainer == found["embedding", "-"].wire == found["output head", "-"].wire == "BF16"
+    assert found["attention", "0-47"].trainer_kernel == "cuDNN" and found["attention", "0-47"].wire == "-"
+
+
+def test_first_and_last_layers_are_groups_of_their_own():
+    found = shown(change(grpo_qwen3_30b_a3b(), precision__bf16_first_layers=2, precision__bf16_last_layers=1))
+    for kind in ("attention projections", "routed experts"):
+        formats = {layers: (g.trainer, g.wire) for (name, layers), g in found.items() if name == kind}
+        assert formats == {
+            "0-1": ("BF16", "BF16"), "2-46": ("FP8 blockwise", "E4M3 + pow2 scales"), "47": ("BF16", "BF16"),
+        }  # fmt: skip
+    assert found["attention projections", "0-1"].trainer_kernel == "PyTorch"
+    assert found["routed experts", "47"].trainer_kernel == "DeepGEMM (grouped)"  # in BF16, too
+    assert ("norms, biases", "0-47") in found and list(found)[1:3] == [
+        ("attention projections", "0-1"), ("routed experts", "0-1"),
+    ]  # fmt: skip
+
+
+def test_both_ends_may_differ_in_format_and_the_wire_is_the_engine_s():
+    found = shown(change(grpo_qwen3_8b(), precision__trainer="delayed", precision__scales="fp32"))
+    group = found["feed-forward, dense", "0-35"]
+    assert (group.trainer, group.trainer_kernel) == ("FP8 delayed", "Transformer Engine")
+    assert (group.wire, group.engine_kernel) == ("E4M3 + fp32 scales", "DeepGEMM")
+    bf16 = shown(change(grpo_qwen3_8b(), precision__trainer="bf16", precision__rollout="bf16"))
+    assert {(g.trainer, g.wire) for g in bf16.values()} == {("BF16", "BF16"), ("BF16", "-")}
+
+
+def test_a_matrix_that_deep_gemm_does_not_multiply_shows_the_other_kernel():
+    cfg = grpo_deepseek_v3()  # kv_a_proj_with_mqa has 576 rows
+    found = shown(cfg)
+    assert found["attention projections", "0-60"].trainer_kernel == "DeepGEMM, Transformer Engine"
+    for key in (("shared experts", "3-60"), ("feed-forward, dense", "0-2")):
+        assert found[key].trainer_kernel == "DeepGEMM"
+
+
+def test_a_cpu_computes_in_torch():
+    found = shown(tiny_qwen3_moe(), CPU)
+    assert {g.trainer_kernel for g in found.values()} == {"PyTorch", "PyTorch (emulated)"}
+    assert found["routed experts", "0-1"].engine_kernel == "PyTorch (emulated)"
+    edge = replace(tiny_qwen3_moe(), precision=replace(tiny_qwen3_moe().precision, bf16_last_layers=1))
+    assert shown(edge, CPU)["routed experts", "1"].engine_kernel == "PyTorch"
+
+
+@pytest.mark.parametrize("name", cli.config_functions())
+def test_formats_are_those_of_doctor_for_every_configuration(name):
+    """Doctor's table is made kind by kind, not layer by layer."""
+    cfg = cli.config_functions()[name]()
+    found = groups(cfg, KernelChoice.of(cfg, HOPPER))
+    for row in agreement(cfg):
+        mine = [g for g in found if g.name == row.kind]
+        assert mine, row.kind
+        assert any(g.trainer.startswith("FP8") for g in mine) == row.trainer.startswith("FP8"), row.kind
+        assert any(g.wire.startswith("E4M3") for g in mine) == row.engine.startswith("FP8"), row.kind
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "cpu"])
+def test_it_is_narrow_and_says_why(gpu, capsys):
+    for name in cli.config_functions():
+        _, text = said(capsys, name, "--gpu", gpu)
+        assert max(map(len, text.splitlines())) <= 120, name
+    status, text = said(capsys, "tiny_qwen3_moe", "--gpu", "cpu")
+    assert status == 0 and "engine, experts: PyTorch (emulated): there is no GPU" in text and "Refused" not in text
+
+
+def test_fields_of_the_command_line_and_their_reasons_are_shown(capsys):
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--rollout.attention_backend", "TRITON_ATTN")
+    assert status == 0 and "engine, attention: Triton: rollout.attention_backend = TRITON_ATTN" in text
+
+
+def test_refused_configurations_show_the_refusals(capsys):
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--gpu", "b200", "--precision.linears", "deep_gemm")
+    assert status == 2 and "embedding" in text
+    refused = text.partition("Refused\n")[2]
+    assert refused.strip() == (
+        "--precision.linears = 'deep_gemm': its kernels are Hopper's, and this machine is 'blackwell'. Choose te."
+    )
+    status, text = said(capsys, "grpo_qwen3_30b_a3b", "--parallel.tensor", "3")  # divides nothing: no group
+    assert status == 2 and text.startswith("Refused") and "does not divide the 32 attention heads" in text
+
+
+def test_it_needs_no_torch():
+    code = (
+        "import sys; from megatron_fp8rl import __main__ as p, cli; "
+        "cli.main(p.COMMANDS, ['show', 'tiny_qwen3_moe', '--gpu', 'cpu']); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
