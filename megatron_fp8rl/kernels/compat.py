@@ -140,7 +140,7 @@ def rowwise(parameter: Tensor) -> tuple[Tensor, Tensor] | None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.26",
+    ">=0.25.1,<0.27",
     why="the router's weights in an engine's last bits come from vLLM's own kernel (vllm._custom_ops.topk_softmax)",
     remove_when="vLLM exports the kernel publicly",
 )
@@ -157,7 +157,7 @@ def vllm_topk_softmax() -> Callable[..., None] | None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.26",
+    ">=0.25.1,<0.27",
     why="attention with an engine's bits is vLLM's own build of FlashAttention 3 (vllm.vllm_flash_attn)",
     remove_when="FlashAttention 3 is a package of its own that vLLM uses",
 )

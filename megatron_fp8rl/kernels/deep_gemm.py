@@ -25,7 +25,7 @@ def has_deep_gemm() -> bool:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.26",
+    ">=0.25.1,<0.27",
     why="the trainer multiplies by DeepGEMM, of which CUDA builds of vLLM carry a copy (vllm.third_party.deep_gemm)",
     remove_when="DeepGEMM is a package of its own on the usual index",
 )

@@ -19,7 +19,7 @@ from megatron_fp8rl.upstream import patches
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.26",
+    ">=0.25.1,<0.27",
     why="norms after a residual sum go to a kernel that takes 1024 threads for fewer than 256 tokens and 256 for more "
     "(fused_add_rms_norm in csrc/libtorch_stable/layernorm_kernels.cu), so that a row's sum of squares has another "
     "order in another batch",
@@ -48,7 +48,7 @@ def make_residual_norms_batch_invariant() -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.26",
+    ">=0.25.1,<0.27",
     why="a batch-invariant engine refuses experts on DeepGEMM, because they change to Triton's kernels in small "
     "batches; with power-of-two scales they never do",
     remove_when="vLLM accepts them where scales are powers of two",
@@ -112,7 +112,7 @@ def quiet_reload() -> None:
 
 @patches(
     "vllm",
-    ">=0.25.1,<0.26",
+    ">=0.25.1,<0.27",
     why="a reload leaves the kernels of FP8 experts with scales of a copy of the layer: right after it they have the "
     "same values, but a direct update would not reach them (moe_quant_config._w1, _w2)",
     remove_when="a reload keeps the scales that captured graphs read",

