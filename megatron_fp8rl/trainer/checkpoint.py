@@ -56,8 +56,8 @@ class CheckpointError(RuntimeError):
 def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -> Path:
     """Collective: write a checkpoint to ``folder`` and return its path; keep the newest ``cfg.checkpoint.keep``.
 
-    ``step`` names the checkpoint; :func:`restore` returns ``extra`` (JSON: data position, counters). Saving a step again
-    writes a new checkpoint next to the old one before removing the old one.
+    ``step`` names the checkpoint; :func:`restore` returns ``extra`` (JSON: data position, counters). Saving a step
+    again writes a new checkpoint next to the old one before removing the old one.
 
     Raises CheckpointError if ``extra`` is not JSON or the files on disk do not match what was written.
     """
@@ -217,7 +217,7 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
 
 
 def _prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep``. Each is renamed to a partial name first, so a kill cannot leave a half one."""
+    """Remove all but the newest ``keep``. Each is renamed to a partial name first, in case the run is killed."""
     for path in complete(folder)[:-keep]:
         doomed = folder / f"{PARTIAL_PREFIX}{path.name}"
         os.rename(path, doomed)

@@ -210,7 +210,7 @@ class Forward:
                 f"microbatch {index} has {num_tokens} tokens, which do not divide over {cp_size} context-parallel and "
                 f"{self.parallel.tp_size} tensor-parallel ranks. Pack with Alignment.of(parallel)"
             )
-        # index_select rather than x[i] on the host: from 3,000 elements on, x[i] wakes all OpenMP threads (up to 10 ms).
+        # index_select, not x[i], on the host: from 3,000 elements on, x[i] wakes all OpenMP threads (up to 10 ms).
         order_T = None
         tokens_t, positions_t, targets_t, mask_t = mb.tokens_T, mb.positions_T, mb.targets_T, mb.loss_mask_T
         is_token_t = is_token(mb)
