@@ -65,8 +65,8 @@ _FP32_ROUTERS = ("glm4_moe",)  # families whose router GEMM runs in FP32 in the 
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides forward: the router's weight multiplies an expert's output, as in the engine",
-    remove_when="TEGroupedMLP can weigh outputs, not the input of the second linear",
+    why="overrides forward: router weights are applied to an expert's output, as in the engine",
+    remove_when="TEGroupedMLP can apply router weights to outputs instead of the input of the second linear",
 )
 class Experts(TEGroupedMLP):
     """The experts of this rank.
