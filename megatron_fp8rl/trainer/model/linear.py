@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.compute = eps, compute or rms_norm_in_torch
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
-        # Under sequence parallelism each rank sees only its tokens; this attribute makes Megatron-Core sum the gradient.
+        # Under sequence parallelism each rank sees only its tokens; this makes Megatron-Core sum the gradient.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class ReplicatedLinear(QuantizableLinear, nn.Module):
         self.tp_group = tp_group
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=current_device())
         self.weight = nn.Parameter(weight)
-        # Each rank sees only its tokens; this attribute makes Megatron-Core sum the gradient over tensor-parallel ranks.
+        # Each rank sees only its tokens; this makes Megatron-Core sum the gradient over tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
