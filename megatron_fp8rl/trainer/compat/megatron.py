@@ -169,8 +169,8 @@ def parameters_from_masters(optimizer: Any) -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard), which copies "
-    "them to BF16, taking as much memory as FP8 parameters save on one rank",
+    why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard), which "
+    "copies them to BF16, taking as much memory as FP8 parameters save on one rank",
     remove_when="Transformer Engine's quantize_master_weights no longer copies all masters to BF16",
 )
 @contextlib.contextmanager
@@ -192,8 +192,8 @@ def quantized_in_groups(groups: Callable[[list[int]], Iterator[slice]]) -> Itera
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="master weights initialized from FP8 would start with its rounding error; the optimizer reads the initial values "
-    "of an FP8 parameter through two methods that only parameters created by Transformer Engine have",
+    why="master weights initialized from FP8 would start with its rounding error; the optimizer reads the initial "
+    "values of an FP8 parameter through two methods that only parameters created by Transformer Engine have",
     remove_when="the optimizer takes the initial values of master weights as an argument",
 )
 def begin_with(parameter: nn.Parameter, values: Tensor) -> None:
