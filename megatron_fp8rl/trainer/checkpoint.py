@@ -94,7 +94,7 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
         raise CheckpointError(f"{path} is not a complete checkpoint: {missing}. Choose another, or start without one")
     state = json.loads((path / STATE_FILE).read_text())
     if state.get("weights_only"):
-        raise CheckpointError(f"{path} holds weights and nothing to resume from. Start from it: model.hf_path = {path}")
+        raise CheckpointError(f"{path} holds only weights, no training state. Start from it: model.hf_path = {path}")
     _require_same_model(path, state, policy)
     policy.offload.restore()
     same_layout = state["config"]["parallel"] == dataclasses.asdict(policy.cfg.parallel)
@@ -207,7 +207,7 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
     sync_to_disk(partial)
     missing = missing_part(partial) if ".metadata" in state["files"] else "file .metadata is missing"
     if missing is not None:
-        raise CheckpointError(f"{partial} did not reach the disk whole: {missing}. Check its free space and quota")
+        raise CheckpointError(f"{partial} is incomplete on disk: {missing}. Check its free space and quota")
     final, attempt = folder / f"step_{step:08d}", 1
     while final.exists():
         final, attempt = folder / f"step_{step:08d}_r{attempt}", attempt + 1
@@ -230,14 +230,14 @@ def _require_same_model(path: Path, state: dict[str, Any], policy: Policy) -> No
     ours = json.loads(json.dumps(dataclasses.asdict(policy.cfg.model)))
     theirs = state["config"]["model"]
     differing = [
-        f"model.{key} is {theirs.get(key)!r} there and {value!r} here"
+        f"model.{key} is {theirs.get(key)!r} there, but {value!r} here"
         for key, value in ours.items()
         if key not in ("hf_path", "initializer_range") and theirs.get(key) != value
     ]
     if differing:
-        raise CheckpointError(f"{path} holds another model: " + "; ".join(differing))
+        raise CheckpointError(f"{path} holds a different model: " + "; ".join(differing))
     if _keeps_reference(policy) and not state["has_reference"]:
         raise CheckpointError(
             f"{path} holds no reference model, which algo.kl_coef needs. "
-            "Set model.hf_path to the weights to stay close to"
+            "Set model.hf_path to the weights of the reference model"
         )

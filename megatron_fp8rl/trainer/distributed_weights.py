@@ -65,13 +65,13 @@ def _require_model(folder: Path, model: ModelConfig) -> None:
     if not state_file.is_file():
         return  # written by another program: Megatron-Core compares names and shapes
     if (missing := missing_part(folder)) is not None:
-        raise ValueError(f"{folder} is not whole: {missing}. Convert or fetch it again")
+        raise ValueError(f"{folder} is incomplete: {missing}. Convert or download it again")
     theirs = json.loads(state_file.read_text())["config"]["model"]
     ours = json.loads(json.dumps(dataclasses.asdict(model)))
     differing = [
-        f"model.{key} is {theirs[key]!r} there and {value!r} here"
+        f"model.{key} is {theirs[key]!r} there, but {value!r} here"
         for key, value in ours.items()
         if key not in _NO_PART_OF_THE_MODEL and key in theirs and theirs[key] != value
     ]
     if differing:
-        raise ValueError(f"{folder} holds another model: " + "; ".join(differing))
+        raise ValueError(f"{folder} holds a different model: " + "; ".join(differing))

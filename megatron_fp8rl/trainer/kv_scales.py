@@ -71,7 +71,7 @@ def scales(amax: list[list[float]]) -> KVScales:
                     f"the largest {name} of layer {layer} is {value}, so the FP8 KV cache has no scale for it; lower "
                     "optim.lr and resume from the last checkpoint"
                 )
-    rows = torch.tensor(amax) * (MARGIN / _LARGEST_E4M3)  # float32, as engines keep them
+    rows = torch.tensor(amax) * (MARGIN / _LARGEST_E4M3)  # FP32, as in the engines
     rows = torch.where(rows > 0, rows, 1.0)  # all zeros: any scale works
     return {layer: tuple(row) for layer, row in enumerate(rows.tolist())}
 

@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy of target tokens, computed chunkwise from the last hidden states.
+"""Log-probabilities and entropy of target tokens, chunkwise from the last hidden states.
 
 In: hidden states and the vocabulary shard of the output head on the ranks of the last pipeline stage, packed tokens.
 Out: one FP32 log-probability and entropy per token, equal on all tensor-parallel ranks and, after
@@ -221,8 +221,8 @@ def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -
     num_chunks = 2 * context_size
     if bool((lengths % num_chunks).any()):
         raise ValueError(
-            f"context parallelism over {context_size} ranks cuts each sequence in {num_chunks} equal chunks; padded "
-            f"lengths {lengths.tolist()} must be multiples of it. Pack with Alignment.of(parallel)"
+            f"context parallelism over {context_size} ranks splits each sequence into {num_chunks} equal chunks, but "
+            f"padded lengths {lengths.tolist()} are not all multiples of it. Pack with Alignment.of(parallel)"
         )
     position = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1].repeat_interleave(lengths)
     chunk = position // (lengths // num_chunks).repeat_interleave(lengths)

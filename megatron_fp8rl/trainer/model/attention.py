@@ -1,7 +1,7 @@
-"""Causal attention over packed sequences, with rotary embedding, GQA and context parallelism.
+"""Causal attention over packed sequences with rotary embedding and context parallelism.
 
 In: query, key and value of one packed microbatch from Megatron-Core's SelfAttention, before rotary embedding.
-Out: attention outputs in the same order. Runs on: every trainer rank.
+Out: attention outputs in the same order. Runs on: every trainer rank. Supports grouped-query attention.
 
 Queries and keys are rotated here because positions are known here: a packed token's position follows from the sequence
 lengths, and one table serves all layers. Everything that depends only on lengths is computed once per microbatch and

@@ -1,4 +1,4 @@
-"""Causal varlen attention on a GPU, by cuDNN (via Transformer Engine) or by the engine's kernel.
+"""Causal varlen attention on a GPU, by Transformer Engine's cuDNN or the engine's kernel.
 
 In: rotated queries, keys and values of one packed microbatch and its segments. Out: attention outputs in the order of
 the queries, with gradients. Runs on: every trainer rank with a Hopper or newer GPU.

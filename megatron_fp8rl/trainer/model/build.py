@@ -276,7 +276,7 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
         piece = registry.shard(name, full(name), model, size, rank)
         if piece.shape != parameter.shape:
             raise ValueError(
-                f"{name}: this rank's piece has shape {tuple(piece.shape)}, the parameter {tuple(parameter.shape)}"
+                f"{name}: this rank's shard has shape {tuple(piece.shape)}, the parameter {tuple(parameter.shape)}"
             )
         parameter.copy_(piece)
 
@@ -311,7 +311,7 @@ def _open_checkpoint(folder: Path) -> Get:
         with safe_open(folder / "model.safetensors", framework="pt") as single:
             files = dict.fromkeys(single.keys(), "model.safetensors")
     else:
-        raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+        raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json exists")
     handles: dict[str, object] = {}
 
     def get(name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Token dispatch and combine: Megatron-Core's all-to-all, without redundant sorts on one rank.
+"""Token dispatch and combine by Megatron-Core's all-to-all, without redundant sorts.
 
 In: hidden states and the routing map. Out: tokens sorted by expert, and each token's weighted sum of expert outputs in
 the original order. Runs on: every trainer rank.

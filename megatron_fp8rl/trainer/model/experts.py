@@ -1,4 +1,4 @@
-"""Experts on grouped GEMMs: one kernel per GEMM for all local experts, in blockwise FP8 or BF16.
+"""Experts on grouped GEMMs, one kernel for all local experts, in blockwise FP8 or BF16.
 
 In: tokens sorted by expert, as Megatron-Core's dispatcher returns them, and router weights. Out: the experts' outputs
 times the router weights; gradients of both, and of the parameters, which wgrad GEMMs accumulate directly in

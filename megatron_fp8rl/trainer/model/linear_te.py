@@ -107,7 +107,7 @@ def te_linear(
     )
     if num_rows % call.multiple or num_columns % call.multiple:
         raise ValueError(
-            f"a weight of {num_rows} x {num_columns} cannot be multiplied in FP8: both have to be multiples of "
+            f"a weight of {num_rows} x {num_columns} cannot be multiplied in FP8: both sizes must be multiples of "
             f"{call.multiple}. Change the model's sizes or the degree of tensor parallelism, or keep its layer in BF16"
         )
     return _TeLinear.apply(x_TK, call, *weights)
@@ -249,7 +249,7 @@ def _quantizers(
             device = torch.device("cuda", torch.cuda.current_device())
             quantizers = [Float8CurrentScalingQuantizer(te_type, device, **options)] * num
         case _:
-            raise TypeError(f"{type(recipe).__name__} is no recipe of Transformer Engine")
+            raise TypeError(f"{type(recipe).__name__} is not a recipe of Transformer Engine")
     for quantizer in quantizers:
         quantizer.internal = True  # plain containers of bytes and scales, without the cost of a tensor subclass
     return quantizers, amax_E

@@ -37,7 +37,7 @@ _SCORED_PER_GROUP = 2  # a group's score is the sum of its two best experts (Dee
 
 
 def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights float32 [T, K], experts int64 [T, K]); only the weights are differentiable.
+    """(router weights FP32 [T, K], experts int64 [T, K]); only the weights are differentiable.
 
     ``bias_E`` is added to the scores only for choosing experts.
     """

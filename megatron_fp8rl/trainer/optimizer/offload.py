@@ -1,4 +1,4 @@
-"""Offload a policy's weights, gradients and optimizer state from GPU memory, and restore them.
+"""Offload weights, gradients and optimizer state of a policy to the host, and restore them.
 
 In: a policy on one rank. Out: the same policy, bitwise identical, with its GPU memory freed while engines need it.
 Runs on: every trainer rank; nothing here is a collective.
