@@ -1,15 +1,15 @@
-"""Training state on disk: weights, optimizer, FP8 scaling state, random states and the caller's position.
+"""Save and restore training checkpoints: weights, optimizer, FP8 scaling and RNG states.
 
-In: a :class:`Policy` and a small dictionary. Out: one folder per checkpoint that any parallel layout can read. Every
-trainer rank takes part; rank 0 alone decides what counts as a checkpoint.
+In: a :class:`Policy` and a small dictionary, such as the data position. Out: one folder per checkpoint, readable by any
+parallel layout. Runs on: every trainer rank; rank 0 alone commits a checkpoint.
 
-    step_00000040/            complete, or it would not have this name
+    step_00000040/            complete: only complete checkpoints have this name
         *.distcp, .metadata   Megatron-Core's distributed checkpoint (torch_dist), sharded by global tensor
         state.json            step, the caller's dictionary, configuration, and the size of every file
-    .partial_00000080/        being written, or left by a run that was killed
+    .partial_00000080/        being written, or left over from a killed run
 
-A checkpoint is written under the second kind of name, synced to disk, verified against its own list of files, and then
-renamed. A kill at any moment leaves the folders of the first kind as they were.
+A checkpoint is written to a partial folder, synced to disk, verified against its own list of files, and then renamed.
+Killing the run at any point leaves complete checkpoints untouched.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ __all__ = ["CheckpointError", "latest", "restore", "save"]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or does not fit the run that wants to read it."""
+    """A checkpoint cannot be written, or does not match the run that reads it."""
 
 
 def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -> Path:
-    """Collective: write a checkpoint into ``folder`` and return its path; keep ``cfg.checkpoint.keep`` of them.
+    """Collective: write a checkpoint to ``folder`` and return its path; keep the newest ``cfg.checkpoint.keep``.
 
-    ``step`` names the checkpoint and ``extra`` (JSON: data position, counters) comes back from :func:`restore`. Saving
-    a step again adds a checkpoint beside the earlier one before it removes that one.
+    ``step`` names the checkpoint; :func:`restore` returns ``extra`` (JSON: data position, counters). Saving a step
+    again writes a new checkpoint next to the old one before removing the old one.
 
-    Raises CheckpointError when ``extra`` is not JSON or what reached the disk is not what was written.
+    Raises CheckpointError if ``extra`` is not JSON or the files on disk do not match what was written.
     """
     folder = Path(folder)
     state = _describe(policy, step, extra)
@@ -84,17 +84,17 @@ def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -
 def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     """Collective: load a checkpoint of any parallel layout into ``policy``; returns (step, extra).
 
-    Weights, optimizer and FP8 state come back exactly. Random states come back only to the layout that wrote them,
-    since they belong to ranks.
+    Weights, optimizer and FP8 state are restored exactly. RNG states are per rank, so they are restored only under the
+    layout that wrote them.
 
-    Raises CheckpointError when the folder is not complete, or its model is not the model of ``policy``.
+    Raises CheckpointError if the folder is incomplete or holds a different model than ``policy``.
     """
     path = Path(path)
     if (missing := missing_part(path)) is not None:
         raise CheckpointError(f"{path} is not a complete checkpoint: {missing}. Choose another, or start without one")
     state = json.loads((path / STATE_FILE).read_text())
     if state.get("weights_only"):
-        raise CheckpointError(f"{path} holds weights and nothing to resume from. Start from it: model.hf_path = {path}")
+        raise CheckpointError(f"{path} holds only weights, no training state. Start from it: model.hf_path = {path}")
     _require_same_model(path, state, policy)
     policy.offload.restore()
     same_layout = state["config"]["parallel"] == dataclasses.asdict(policy.cfg.parallel)
@@ -131,12 +131,12 @@ def _describe(policy: Policy, step: int, extra: dict[str, Any]) -> dict[str, Any
 
 
 def _keeps_reference(policy: Policy) -> bool:
-    """A reference that started from ``hf_path`` is read from there again; random weights exist nowhere else."""
+    """A reference loaded from ``hf_path`` can be reloaded; randomly initialized weights exist nowhere else."""
     return policy.reference is not None and policy.cfg.model.hf_path is None
 
 
 def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) -> dict[str, Any]:
-    """Megatron-Core's description of everything that is saved, by global tensor and position."""
+    """Megatron-Core's sharded state dict of everything that is saved."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
@@ -147,7 +147,7 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
     state = dict(models)
     if _keeps_reference(policy):
         reference = _sharded_models("reference", policy.reference, metadata)
-        add_prefix_for_sharding(reference, "reference.")  # of the names on disk; the policy has the plain ones
+        add_prefix_for_sharding(reference, "reference.")  # on disk; the policy's names have no prefix
         state |= reference
     optimizer = policy.optimizer.megatron
     with padded_buckets(optimizer):
@@ -164,11 +164,11 @@ def _sharded_models(name: str, models: Sequence[torch.nn.Module], metadata: dict
 
 
 def _write_in_bf16(models: dict[str, dict[str, Any]]) -> None:
-    """Describe FP8 parameters as the BF16 values that they stand for, in host memory.
+    """Replace FP8 parameters in the state dict by their BF16 values in host memory.
 
-    A checkpoint then has one form, whatever ``precision.params`` is. Nothing is lost: what an FP8 parameter is made
-    from again are its FP32 master weights (:func:`restore`). The optimizer has to be described before, for it knows
-    its parameters by the tensors that are replaced here.
+    The checkpoint format is then independent of ``precision.params``. Nothing is lost: FP8 parameters are rebuilt from
+    their FP32 master weights (:func:`restore`). Build the optimizer's state dict first, because it identifies
+    parameters by the tensors that are replaced here.
     """
     for model in models.values():
         for entry in model.values():
@@ -196,7 +196,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 
 def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Path:
-    """Sync, verify and rename, on rank 0. Before the rename there is no checkpoint, after it there is a whole one."""
+    """Sync, verify and rename, on rank 0. The rename is atomic: the checkpoint is either absent or complete."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
         sync_to_disk(path)
@@ -207,7 +207,7 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
     sync_to_disk(partial)
     missing = missing_part(partial) if ".metadata" in state["files"] else "file .metadata is missing"
     if missing is not None:
-        raise CheckpointError(f"{partial} did not reach the disk whole: {missing}. Check its free space and quota")
+        raise CheckpointError(f"{partial} is incomplete on disk: {missing}. Check its free space and quota")
     final, attempt = folder / f"step_{step:08d}", 1
     while final.exists():
         final, attempt = folder / f"step_{step:08d}_r{attempt}", attempt + 1
@@ -217,7 +217,7 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
 
 
 def _prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep``; each gets a partial name first, so that a kill leaves no half of one."""
+    """Remove all but the newest ``keep``. Each is renamed to a partial name first, in case the run is killed."""
     for path in complete(folder)[:-keep]:
         doomed = folder / f"{PARTIAL_PREFIX}{path.name}"
         os.rename(path, doomed)
@@ -230,14 +230,14 @@ def _require_same_model(path: Path, state: dict[str, Any], policy: Policy) -> No
     ours = json.loads(json.dumps(dataclasses.asdict(policy.cfg.model)))
     theirs = state["config"]["model"]
     differing = [
-        f"model.{key} is {theirs.get(key)!r} there and {value!r} here"
+        f"model.{key} is {theirs.get(key)!r} there, but {value!r} here"
         for key, value in ours.items()
         if key not in ("hf_path", "initializer_range") and theirs.get(key) != value
     ]
     if differing:
-        raise CheckpointError(f"{path} holds another model: " + "; ".join(differing))
+        raise CheckpointError(f"{path} holds a different model: " + "; ".join(differing))
     if _keeps_reference(policy) and not state["has_reference"]:
         raise CheckpointError(
             f"{path} holds no reference model, which algo.kl_coef needs. "
-            "Set model.hf_path to the weights to stay close to"
+            "Set model.hf_path to the weights of the reference model"
         )

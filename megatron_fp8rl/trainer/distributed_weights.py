@@ -1,7 +1,7 @@
-"""Weights from a distributed checkpoint (torch_dist) that holds nothing else, or nothing else of interest.
+"""Load model weights, and nothing else, from a distributed checkpoint (torch_dist).
 
-In: a folder that checkpoint_tools made, or a checkpoint of a run. Out: the model chunks of this rank, filled. Runs on
-every trainer rank; each reads its own pieces, in whatever layout they were written.
+In: a folder written by checkpoint_tools, or a training checkpoint. Out: this rank's model chunks with weights loaded.
+Runs on: every trainer rank; each reads its own shards, regardless of the layout that wrote them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def is_distributed(folder: str | Path) -> bool:
 
 @torch.no_grad()
 def load_distributed(models: Sequence[GPTModel], folder: str | Path, model: ModelConfig) -> None:
-    """Collective: fill the model chunks of this rank from a distributed checkpoint of any layout.
+    """Collective: load this rank's model chunks from a distributed checkpoint of any layout.
 
-    Raises ValueError when the folder is not whole or holds another model, KeyError when a weight is missing.
+    Raises ValueError if the folder is incomplete or holds a different model, KeyError if a weight is missing.
     """
     folder = Path(folder)
     _require_model(folder, model)
@@ -56,22 +56,22 @@ def load_distributed(models: Sequence[GPTModel], folder: str | Path, model: Mode
 
 
 def _is_weight(part: Any) -> bool:
-    """Not an object of extra state, and not the history of delayed scaling: those belong to a run that trains."""
+    """Excludes extra-state objects and the amax history of delayed scaling, which only a training run needs."""
     return isinstance(part, ShardedTensor | ShardedTensorFactory) and not part.key.endswith("fp8.history")
 
 
 def _require_model(folder: Path, model: ModelConfig) -> None:
     state_file = folder / STATE_FILE
     if not state_file.is_file():
-        return  # of another program: Megatron-Core compares names and shapes
+        return  # written by another program: Megatron-Core compares names and shapes
     if (missing := missing_part(folder)) is not None:
-        raise ValueError(f"{folder} is not whole: {missing}. Convert or fetch it again")
+        raise ValueError(f"{folder} is incomplete: {missing}. Convert or download it again")
     theirs = json.loads(state_file.read_text())["config"]["model"]
     ours = json.loads(json.dumps(dataclasses.asdict(model)))
     differing = [
-        f"model.{key} is {theirs[key]!r} there and {value!r} here"
+        f"model.{key} is {theirs[key]!r} there, but {value!r} here"
         for key, value in ours.items()
         if key not in _NO_PART_OF_THE_MODEL and key in theirs and theirs[key] != value
     ]
     if differing:
-        raise ValueError(f"{folder} holds another model: " + "; ".join(differing))
+        raise ValueError(f"{folder} holds a different model: " + "; ".join(differing))

@@ -1,13 +1,13 @@
-"""Packed microbatches through Megatron-Core's schedules: log-probabilities alone, or a loss and its gradients.
+"""Run packed microbatches through Megatron-Core's pipeline schedules.
 
 In: microbatches (the same on every rank of a data-parallel replica) and the model chunks of this pipeline rank.
 Out: log-probabilities of every microbatch on every rank of the replica, or gradients in the chunks' buffers and the
-losses and metrics on the ranks of the last pipeline stage. Runs on every trainer rank.
+losses and metrics on the ranks of the last pipeline stage. Runs on: every trainer rank.
 
-Megatron-Core chooses the schedule: none, 1F1B, or interleaved 1F1B over virtual stages. What this file adds is the
-input of a stage (packed-sequence parameters and this context-parallel rank's tokens) and the output of the last one:
-hidden states become per-token log-probabilities without a tensor of all logits, and loss functions see the whole
-microbatch whatever the layout. The output head runs on loss tokens only; elsewhere both values are 0.
+Megatron-Core chooses the schedule: none, 1F1B, or interleaved 1F1B over virtual stages. This module adds the input of
+a stage (packed-sequence parameters and this context-parallel rank's tokens) and the output of the last stage: hidden
+states become per-token log-probabilities without materializing all logits, and loss functions see the whole
+microbatch in every parallel layout. The output head runs on loss tokens only; elsewhere both values are 0.
 
 Shapes: T = packed tokens of one microbatch, N = loss tokens of this context-parallel rank.
 """
@@ -35,15 +35,15 @@ from megatron_fp8rl.types import Microbatch, TrainBatch
 LossFn: TypeAlias = Callable[[Microbatch, Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
 """(microbatch, trainer_logprobs_T, entropy_T, batch) -> (loss, metrics).
 
-The loss is this microbatch's part of the loss of the global batch: divided by the batch's denominators already, and
-summed over microbatches and ranks by nobody but the gradient reduction. Metrics are sums over loss tokens for keys that
-end in ``/mean`` and maxima for ``/max``. The function is pure and knows no ranks.
+The loss is this microbatch's contribution to the loss of the global batch: already divided by the batch's denominators,
+and summed over microbatches and ranks only by the gradient reduction. Metrics are sums over loss tokens for keys that
+end in ``/mean`` and maxima for ``/max``. The function is pure and independent of the rank.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchResult:
-    """What the last pipeline stage keeps of one microbatch."""
+    """Results of one microbatch on the last pipeline stage."""
 
     index: int
     loss: Tensor  # scalar, detached
@@ -53,16 +53,16 @@ class MicrobatchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class _Input:
-    """One microbatch on the device, cut for this context-parallel rank."""
+    """One microbatch on the device, sliced for this context-parallel rank."""
 
     index: int
     microbatch: Microbatch
     tokens: Tensor  # int64 [1, T / cp]
     positions: Tensor  # int64 [1, T / cp]
-    loss_rows_N: Tensor  # int64 [N] local positions that carry loss
+    loss_rows_N: Tensor  # int64 [N] local positions of loss tokens
     targets_N: Tensor  # int64 [N]
     packed: PackedSequences
-    order_T: Tensor | None  # packed position of every token of all context-parallel ranks; None for one rank
+    order_T: Tensor | None  # packed positions of the tokens of all context-parallel ranks; None for one rank
 
     @property
     def num_local_tokens(self) -> int:
@@ -79,8 +79,8 @@ class Forward:
     def logprobs(self, chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch]) -> tuple[Tensor, ...]:
         """Collective over the data-parallel replica: log-probabilities of the targets, FP32 [T] for each microbatch.
 
-        Taken at ``rollout.temperature`` without gradients and in evaluation mode, which leaves FP8 scaling state as it
-        is. Every rank of the replica gets all of them.
+        Computed at ``rollout.temperature`` without gradients and in evaluation mode, which leaves FP8 scaling state
+        unchanged. Every rank of the replica gets all of them.
         """
         training = [chunk.training for chunk in chunks]
         try:
@@ -96,9 +96,9 @@ class Forward:
     def gradients(
         self, chunks: Sequence[torch.nn.Module], batch: TrainBatch, loss_fn: LossFn
     ) -> list[MicrobatchResult]:
-        """Collective over all ranks: add the gradients of the batch's loss to the chunks' gradient buffers.
+        """Collective over all ranks: accumulate the gradients of the batch's loss in the chunks' gradient buffers.
 
-        Returns one result per microbatch on the ranks of the last pipeline stage and none elsewhere.
+        Returns one result per microbatch on the ranks of the last pipeline stage, and an empty list elsewhere.
         """
         return self._run(chunks, batch.microbatches, partial(self._loss, batch, loss_fn), forward_only=False)
 
@@ -118,13 +118,13 @@ class Forward:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=list(chunks),
             num_microbatches=len(inputs),
-            seq_length=max(mb.tokens_T.numel() for mb in microbatches),  # stages tell each other the real lengths
+            seq_length=max(mb.tokens_T.numel() for mb in microbatches),  # stages exchange the actual lengths
             micro_batch_size=1,
             forward_only=forward_only,
         )
 
     def _step(self, finish: Callable, iterator, chunk: torch.nn.Module):
-        """Megatron-Core's forward step: (output of the stage, what to do with it on the last stage)."""
+        """Megatron-Core's forward step: (output of the stage, loss function for the last stage)."""
         item: _Input = next(iterator)
         output = chunk(
             item.tokens,
@@ -138,10 +138,10 @@ class Forward:
         return output, partial(finish, item)
 
     def _padding(self, item: _Input, chunk: torch.nn.Module) -> Tensor | None:
-        """bool [1, tokens] True where there is no token, for the loss that balances experts; None without one.
+        """bool [1, tokens], True at padding, for the load-balancing loss; None if the model has none.
 
-        Megatron-Core 0.19 divides it over tensor-parallel ranks, as sequence parallelism divides the hidden states, on
-        the first stage alone; to the others it has to come divided. Drop when GPTModel does so on every stage.
+        Megatron-Core 0.19 shards the mask over tensor-parallel ranks, as sequence parallelism shards the hidden states,
+        on the first stage only; other stages need it sharded already. Remove once GPTModel shards it on every stage.
         """
         if not self.cfg.optim.moe_aux_loss_coef:
             return None
@@ -156,7 +156,7 @@ class Forward:
         """GPTModel's output processor: (log-probabilities, entropy) of the loss tokens, FP32 [N] each."""
         group = self.parallel.tp_group if self.parallel.tp_size > 1 else None
         if group is not None and output_layer.sequence_parallel:
-            # Backward: each rank has the gradient of its vocabulary rows only, so the slices are summed.
+            # Backward: each rank has the gradient of its vocabulary shard only, so the slices are summed.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=True, group=group
             )
@@ -174,12 +174,12 @@ class Forward:
         return token_logprobs(hidden_NH, weight, context.targets_N, shard)
 
     def _whole(self, item: _Input, values_N: Tensor) -> Tensor:
-        """Values of this rank's loss tokens to values of the whole microbatch, [T], 0 where there is no loss."""
+        """Scatter values of this rank's loss tokens to the whole microbatch, [T]; 0 outside the loss mask."""
         local = values_N.new_zeros(item.num_local_tokens).index_copy(0, item.loss_rows_N, values_N)
         return local if item.order_T is None else gather_context(local, item.order_T, self.parallel.cp_group)
 
     def _keep_logprobs(self, item: _Input, output: tuple[Tensor, Tensor]):
-        nothing = torch.zeros((), device=output[0].device)  # there is no loss
+        nothing = torch.zeros((), device=output[0].device)  # no loss in a forward-only pass
         return nothing, nothing.int(), (item.index, self._whole(item, output[0]))
 
     def _loss(self, batch: TrainBatch, loss_fn: LossFn, item: _Input, output: tuple[Tensor, Tensor]):
@@ -188,11 +188,11 @@ class Forward:
         result = MicrobatchResult(
             index=item.index, loss=loss.detach().clone(), entropy_sum=entropy_T.detach().sum(), metrics=metrics
         )
-        # The token count is what Megatron-Core would divide by; this loss has its denominators already.
+        # Megatron-Core would divide by the token count; this loss is already normalized.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result
 
     def _from_last_stage(self, logprobs: dict[int, Tensor], lengths: list[int]) -> tuple[Tensor, ...]:
-        """Collective over the pipeline: the last stage's tensors on all stages."""
+        """Collective over the pipeline: broadcast the last stage's tensors to all stages."""
         if self.parallel.pp_size == 1:
             return tuple(logprobs[index] for index in range(len(lengths)))
         if self.parallel.is_last_stage:
@@ -210,7 +210,7 @@ class Forward:
                 f"microbatch {index} has {num_tokens} tokens, which do not divide over {cp_size} context-parallel and "
                 f"{self.parallel.tp_size} tensor-parallel ranks. Pack with Alignment.of(parallel)"
             )
-        # On the host x.index_select(0, i): x[i] wakes every OpenMP thread from 3,000 numbers on, which may take 10 ms.
+        # index_select, not x[i], on the host: from 3,000 elements on, x[i] wakes all OpenMP threads (up to 10 ms).
         order_T = None
         tokens_t, positions_t, targets_t, mask_t = mb.tokens_T, mb.positions_T, mb.targets_T, mb.loss_mask_T
         is_token_t = is_token(mb)
@@ -236,17 +236,17 @@ class Forward:
 
 
 def to_device(mb: Microbatch, device: torch.device) -> Microbatch:
-    """The microbatch with all its tensors on a device."""
+    """Move all tensors of the microbatch to a device."""
     tensors = {field.name: value for field in fields(mb) if isinstance(value := getattr(mb, field.name), Tensor)}
     moved = {name: upload(tensor, device) for name, tensor in tensors.items()}
     return replace(mb, **moved) if any(moved[name] is not tensors[name] for name in tensors) else mb
 
 
 def is_token(mb: Microbatch) -> Tensor:
-    """bool [T] False where a position only fills space: after the last token of its sequence."""
+    """bool [T], False at padding: positions after the last token of their sequence."""
     num_sequences = mb.cu_seqlens_S.numel() - 1
     predicts_T = torch.where(mb.completion_positions_T >= 0, mb.positions_T, -1)
-    # The last position that predicts a token has that token, the last, behind it; filler sequences have none.
+    # The last position that predicts a token is followed by the sequence's last token; filler sequences have neither.
     last_S = torch.full((num_sequences,), -1).scatter_reduce(0, mb.sequence_ids_T, predicts_T, "amax")
     last_S = torch.where(last_S >= 0, last_S + 1, -1)
     return mb.positions_T <= last_S.index_select(0, mb.sequence_ids_T)

@@ -1,7 +1,7 @@
-"""A policy that nobody trains: the weights of a checkpoint, without gradients and optimizer.
+"""A policy that is not trained: checkpoint weights without gradients and optimizer.
 
-In: a configuration whose ``model.hf_path`` names weights of any kind and layout. Out: what publishing them takes. Runs
-on every trainer rank.
+In: a configuration whose ``model.hf_path`` names weights of any format and layout. Out: the tensors and scales needed
+to publish them. Runs on: every trainer rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_fp8rl.types import KVScales, Prompt
 
 @dataclass(kw_only=True)
 class FrozenPolicy:
-    """Stands in for :class:`megatron_fp8rl.trainer.policy.Policy` where weights are only read. Build it with
+    """Replaces :class:`megatron_fp8rl.trainer.policy.Policy` where weights are only read. Create it with
     :meth:`build`."""
 
     cfg: RunConfig
@@ -33,7 +33,7 @@ class FrozenPolicy:
     def build(cls, cfg: RunConfig, parallel: Parallel) -> FrozenPolicy:
         """Collective: load ``cfg.model.hf_path``, a Hugging Face or distributed checkpoint.
 
-        Raises FileNotFoundError, KeyError or ValueError, as :func:`load_hf` does, when it is not of this model.
+        Raises FileNotFoundError, KeyError or ValueError, like :func:`load_hf`, if it does not match the model.
         """
         if cfg.model.hf_path is None:
             raise ValueError("model.hf_path is None: there are no weights to load")
@@ -49,7 +49,7 @@ class FrozenPolicy:
         return named_global_tensors(self.models, self.parallel)
 
     def kv_scales(self, prompts: Sequence[Prompt]) -> KVScales | None:
-        """Collective: scales of the engines' FP8 KV cache, measured on ``prompts``; None for BF16 caches."""
+        """Collective: scales for the engines' FP8 KV cache, measured on ``prompts``; None for BF16 caches."""
         if self.cfg.rollout.kv_cache_dtype != "fp8":
             return None
         forward = Forward(self.cfg, self.parallel)

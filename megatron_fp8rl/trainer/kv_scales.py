@@ -1,17 +1,17 @@
-"""Scales of an FP8 key and value cache, measured while the trainer computes log-probabilities.
+"""FP8 KV cache scales, measured while the trainer computes log-probabilities.
 
-In: model chunks that run forward. Out: for every layer of the model the factors by which an engine divides queries,
-keys and values before it rounds them to E4M3. Runs on every trainer rank.
+In: model chunks that run forward. Out: for every layer of the model, the factors by which an engine divides queries,
+keys and values before rounding them to E4M3. Runs on: every trainer rank.
 
-The trainer sees the very tokens that the engine sampled, under the weights that are published next but one update. What
-is measured is the largest magnitude after rotary embedding, where the engine quantises; padding does not count.
+The trainer runs on the tokens that the engine sampled, with weights that are one update older than those published
+next. It measures amax after rotary embedding, where the engine quantizes; padding is excluded.
 
-    scale = MARGIN * largest magnitude / 448
+    scale = MARGIN * amax / 448
 
-E4M3 is a floating-point format: its relative precision is the same over 15 binades, so that a margin of 2 gives one of
-them away at the bottom, where numbers are 2^-15 of the largest, and costs nothing else. At the top it buys room for
-tokens that are larger than all that were measured; without room they would be clipped, by an error that has no bound.
-A scale describes how the cache is written and read, never what it means: scales may be of other tokens than the cache.
+E4M3 is a floating-point format with constant relative precision over 15 binades. A margin of 2 gives up one binade at
+the bottom, where values are 2^-15 of the maximum, and costs nothing else. At the top it leaves headroom for tokens
+larger than any measured; without headroom they would be clipped, with an unbounded error. A scale only affects how the
+cache is written and read, so scales measured on other tokens than those in the cache are valid.
 
 Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
 """
@@ -36,9 +36,9 @@ _TENSORS = ("query", "key", "value")
 
 @contextmanager
 def measured(chunks: Sequence[nn.Module], num_layers: int, device: torch.device) -> Iterator[Tensor]:
-    """The largest magnitudes of what runs within the block, float32 [num_layers, 3] on ``device``; grows in place.
+    """Record the amax of all forward passes in the block: FP32 [num_layers, 3] on ``device``, updated in place.
 
-    Of this rank's layers, heads and tokens; 0 for layers of other pipeline stages. Nothing waits for the device.
+    Covers this rank's layers, heads and tokens; 0 for layers of other pipeline stages. Never synchronizes the device.
     """
     amax = torch.zeros(num_layers, len(_TENSORS), device=device)
     layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedAttention)]
@@ -52,10 +52,10 @@ def measured(chunks: Sequence[nn.Module], num_layers: int, device: torch.device)
 
 
 def over_all_ranks(amax: Tensor, world_size: int) -> list[list[float]]:
-    """Collective over all trainer ranks: the maxima of the whole model and batch.
+    """Collective over all trainer ranks: amax over the whole model and batch.
 
-    One reduction does: ranks hold slices of the same heads, of the same tokens, other tokens, or, with zeros for the
-    rest, other layers.
+    One max-reduction suffices in every layout: ranks hold different heads, tokens or layers, with zeros for the layers
+    they do not have.
     """
     if world_size > 1:
         dist.all_reduce(amax, op=dist.ReduceOp.MAX)
@@ -63,7 +63,7 @@ def over_all_ranks(amax: Tensor, world_size: int) -> list[list[float]]:
 
 
 def scales(amax: list[list[float]]) -> KVScales:
-    """Scales by layer. Raises ValueError that names the layer and the tensor of a magnitude that is not finite."""
+    """Scales per layer. Raises ValueError naming the layer and tensor whose amax is not finite."""
     for layer, row in enumerate(amax):
         for name, value in zip(_TENSORS, row, strict=True):
             if not math.isfinite(value):
@@ -71,19 +71,19 @@ def scales(amax: list[list[float]]) -> KVScales:
                     f"the largest {name} of layer {layer} is {value}, so the FP8 KV cache has no scale for it; lower "
                     "optim.lr and resume from the last checkpoint"
                 )
-    rows = torch.tensor(amax) * (MARGIN / _LARGEST_E4M3)  # float32, as engines keep them
-    rows = torch.where(rows > 0, rows, 1.0)  # nothing but zeros: any scale does
+    rows = torch.tensor(amax) * (MARGIN / _LARGEST_E4M3)  # FP32, as in the engines
+    rows = torch.where(rows > 0, rows, 1.0)  # all zeros: any scale works
     return {layer: tuple(row) for layer, row in enumerate(rows.tolist())}
 
 
 def metrics(by_layer: KVScales) -> dict[str, float]:
-    """The largest key and the largest value that the scales were made for."""
+    """Amax of keys and of values over all layers, recovered from the scales."""
     keys, values = (max(row[i] for row in by_layer.values()) * _LARGEST_E4M3 / MARGIN for i in (1, 2))
     return {"publish/kv_amax_key/max": keys, "publish/kv_amax_value/max": values}
 
 
 def as_samples(prompts: Sequence[Prompt]) -> list[Sample]:
-    """Prompts as training sequences whose last token is the completion, so that they can be packed and run."""
+    """Convert prompts to training sequences whose last token is the completion, so that they can be packed and run."""
     samples = []
     for prompt in prompts:
         tokens = prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2

@@ -1,15 +1,15 @@
-"""Log-probabilities and entropy of target tokens, straight from the last hidden states.
+"""Log-probabilities and entropy of target tokens, chunkwise from the last hidden states.
 
 In: hidden states and the vocabulary shard of the output head on the ranks of the last pipeline stage, packed tokens.
 Out: one FP32 log-probability and entropy per token, equal on all tensor-parallel ranks and, after
 :func:`gather_context`, for the whole microbatch on all context-parallel ranks.
 
-The logits of all tokens never exist at once. The forward computes them a chunk of tokens at a time and keeps three
-numbers per token; the backward computes each chunk again and turns it into its own gradient in place. Peak memory is
-about three FP32 chunks of ``chunk_tokens * vocabulary / tensor parallel`` values; for BF16 parameters on a GPU one BF16
-chunk, which logprob_triton.py reads and overwrites.
+The full logits are never materialized. Forward computes them one chunk of tokens at a time and keeps three values per
+token; backward recomputes each chunk and overwrites it with its gradient. Peak memory is about three FP32 chunks of
+``chunk_tokens * vocabulary / tensor parallel`` values; for BF16 parameters on a GPU it is one BF16 chunk, which the
+Triton kernels in log_softmax.py read and overwrite.
 
-Logits are rounded to the parameters' type and then widened to FP32, as the engine does, so that both ends round alike.
+Logits are rounded to the parameters' dtype and then cast to FP32, as in the engine, so trainer and engine round alike.
 
 Shapes: N = tokens, H = hidden size, V = vocabulary rows of this rank, T = packed tokens of one microbatch.
 """
@@ -27,13 +27,13 @@ from megatron_fp8rl.kernels.backend import runs_triton
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShard:
-    """The rows of the output head that this rank holds, and how to read them."""
+    """This rank's vocabulary shard of the output head, and how to compute logits from it."""
 
     first_token: int  # vocabulary id of row 0
-    num_tokens: int  # rows that are vocabulary; the rows after them only pad the shard
+    num_tokens: int  # rows that hold vocabulary; the remaining rows pad the shard
     temperature: float
-    chunk_tokens: int  # tokens of FP32 logits that are held at a time
-    group: dist.ProcessGroup | None  # tensor-parallel ranks that hold the other rows; None for one rank
+    chunk_tokens: int  # tokens whose FP32 logits are in memory at a time
+    group: dist.ProcessGroup | None  # tensor-parallel ranks with the other shards; None for one rank
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -45,7 +45,7 @@ class HeadShard:
     def of(
         cls, *, num_rows: int, vocab_size: int, temperature: float, chunk_tokens: int, group: dist.ProcessGroup | None
     ) -> HeadShard:
-        """The shard of this rank when ``vocab_size`` tokens, padded at the end, lie in order over ``group``."""
+        """This rank's shard of ``vocab_size`` tokens, padded at the end and sharded in order over ``group``."""
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
         first = rank * num_rows
         if num_rows * size < vocab_size:
@@ -64,10 +64,10 @@ def token_logprobs(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shar
 
     With logits ``z = hidden @ weight.T / temperature`` over the real vocabulary: ``logprob = z[target] - logsumexp(z)``
     and ``entropy = logsumexp(z) - sum(softmax(z) * z)``, in nats. Both are differentiable; an entropy that is not part
-    of the loss costs nothing in the backward. The gradient of ``hidden_NH`` is this shard's part: the caller's
-    gather or copy into the tensor-parallel region sums it over ``shard.group``.
+    of the loss costs nothing in backward. The gradient of ``hidden_NH`` is this shard's partial sum: the caller's
+    gather or copy into the tensor-parallel region reduces it over ``shard.group``.
 
-    ``targets_N`` int64 are vocabulary ids, equal on all ranks of the group.
+    ``targets_N`` are int64 vocabulary ids, equal on all ranks of the group.
     """
     return _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, shard)
 
@@ -98,7 +98,7 @@ class _TokenLogprobs(torch.autograd.Function):
         rows_VH = weight_VH[: shard.num_tokens]
         grad_hidden_NH = torch.empty_like(hidden_NH) if need_hidden else None
         chunks = _chunks(num, shard.chunk_tokens)
-        # Sums over chunks are kept in FP32: with many chunks BF16 would lose the small ones.
+        # Accumulate over chunks in FP32: with many chunks, BF16 would lose small contributions.
         accumulate = torch.float32 if len(chunks) > 1 else weight_VH.dtype
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if need_weight else None
 
@@ -126,7 +126,7 @@ def _chunks(num: int, size: int) -> list[slice]:
 
 
 def _kernels(logits_nV: Tensor):
-    """The module of Triton kernels, where these logits are for them; None: torch does it."""
+    """The Triton kernel module if it supports these logits; None selects the torch implementation."""
     if logits_nV.dtype != torch.bfloat16 or not runs_triton(logits_nV):
         return None
     from megatron_fp8rl.kernels.triton import log_softmax  # imports Triton
@@ -135,7 +135,7 @@ def _kernels(logits_nV: Tensor):
 
 
 def _owned(targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
-    """Rows of the targets in this shard, clamped into it, and whether they really are in it."""
+    """Row indices of the targets clamped to this shard, and whether the shard owns them."""
     local_n = targets_n - shard.first_token
     owned_n = (local_n >= 0) & (local_n < shard.num_tokens)
     return local_n.clamp_(0, max(shard.num_tokens - 1, 0)), owned_n
@@ -149,7 +149,7 @@ def _chunk_statistics(
     if shard.num_tokens:
         logits = torch.mm(hidden_nH, rows_VH.t())
         max_n = logits.amax(-1).float().div_(shard.temperature)
-    else:  # a shard that holds nothing but padding adds nothing, but takes part in the reductions
+    else:  # a shard of padding alone contributes nothing, but must join the reductions
         logits, max_n = None, hidden_nH.new_full((num,), -torch.inf, dtype=torch.float32)
     if shard.group is not None:
         dist.all_reduce(max_n, op=dist.ReduceOp.MAX, group=shard.group)
@@ -187,7 +187,7 @@ def _chunk_logit_gradient(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the loss with respect to this shard's raw logits, [n, V] in the parameters' type.
+    """Gradient of the loss with respect to this shard's raw logits, [n, V] in the parameters' dtype.
 
     With p = softmax(z): d logprob / dz = onehot(target) - p, and d entropy / dz = -p * (log p + entropy).
     """
@@ -209,20 +209,20 @@ def _chunk_logit_gradient(
 
 
 def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -> Tensor:
-    """Positions [T / context_size] of the packed row that a context-parallel rank holds, in its order.
+    """Packed positions [T / context_size] held by a context-parallel rank, in local order.
 
-    Every sequence is cut in ``2 * context_size`` chunks and rank r holds chunks r and ``2 * context_size - 1 - r``, so
-    that each rank has the same share of a causal attention (Transformer Engine's layout).
+    Every sequence is split into ``2 * context_size`` chunks and rank r holds chunks r and ``2 * context_size - 1 - r``,
+    which balances causal attention across ranks (Transformer Engine's layout).
 
-    Raises ValueError when a padded length is not a multiple of ``2 * context_size``.
+    Raises ValueError if a padded length is not a multiple of ``2 * context_size``.
     """
     starts = cu_seqlens_S.long()
     lengths = starts[1:] - starts[:-1]
     num_chunks = 2 * context_size
     if bool((lengths % num_chunks).any()):
         raise ValueError(
-            f"context parallelism over {context_size} ranks cuts each sequence in {num_chunks} equal chunks; padded "
-            f"lengths {lengths.tolist()} must be multiples of it. Pack with Alignment.of(parallel)"
+            f"context parallelism over {context_size} ranks splits each sequence into {num_chunks} equal chunks, but "
+            f"padded lengths {lengths.tolist()} are not all multiples of it. Pack with Alignment.of(parallel)"
         )
     position = torch.arange(int(starts[-1]), device=starts.device) - starts[:-1].repeat_interleave(lengths)
     chunk = position // (lengths // num_chunks).repeat_interleave(lengths)
@@ -230,11 +230,11 @@ def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -
 
 
 def gather_context(values: Tensor, order_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collective over ``group``: the values of all context-parallel ranks, in packed order.
+    """Collective over ``group``: gather the values of all context-parallel ranks in packed order.
 
     ``values`` [..., T / size] are this rank's, ``order_T`` [T] the concatenation of all ranks' :func:`zigzag_indices`.
-    Returns [..., T]. Every rank is expected to compute the same loss from the result, so the gradient of a rank's own
-    values is its slice of the gradient of the result, without a reduction.
+    Returns [..., T]. Every rank must compute the same loss from the result: the gradient of a rank's own values is its
+    slice of the gradient of the result, without a reduction.
     """
     return _GatherContext.apply(values, order_T, group)
 

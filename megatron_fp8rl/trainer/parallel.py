@@ -1,10 +1,10 @@
-"""Where this process stands among the trainer's ranks, and the few collectives that need no tensors.
+"""Ranks, sizes and process groups of this trainer process, and its object collectives.
 
 In: a ParallelConfig and, under torchrun, its environment variables. Out: a :class:`Parallel`, whose groups are
-Megatron-Core's. One per process; every trainer rank builds one.
+Megatron-Core's. Runs on: every trainer rank, once per process.
 
-Axes, from the innermost: tensor, context, data, pipeline; inside an expert's layer the ranks of a pipeline stage divide
-into expert tensor, expert and expert data instead.
+Axes, innermost first: tensor, context, data, pipeline. In expert layers the ranks of a pipeline stage are divided into
+expert tensor, expert and expert data instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
-    """Sizes, ranks and groups of this process. Build it with :meth:`init`, once per process."""
+    """Sizes, ranks and groups of this process. Create it with :meth:`init`, once per process."""
 
     config: ParallelConfig
     rank: int
@@ -51,20 +51,20 @@ class Parallel:
     pp_group: ProcessGroup
     cp_group: ProcessGroup
     dp_group: ProcessGroup
-    dp_cp_group: ProcessGroup  # ranks with the same parameters outside experts
+    dp_cp_group: ProcessGroup  # ranks with the same non-expert parameters
     ep_group: ProcessGroup
     etp_group: ProcessGroup
     expert_dp_group: ProcessGroup  # ranks with the same expert parameters
-    control_group: ProcessGroup  # all ranks, gloo: objects and barriers
-    data_control_group: ProcessGroup  # as dp_group, gloo: objects
+    control_group: ProcessGroup  # all ranks, gloo; for objects and barriers
+    data_control_group: ProcessGroup  # same ranks as dp_group, gloo; for objects
 
     @classmethod
     def init(cls, config: ParallelConfig, *, deadline_s: float = 600.0) -> Parallel:
-        """Collective over all trainer ranks: connect them and build the groups.
+        """Collective over all trainer ranks: initialize torch.distributed and build the groups.
 
-        Under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT, LOCAL_RANK) or alone without any of them. No
-        collective of this process waits longer than ``deadline_s``. Raises ValueError when the number of processes is
-        not ``config.world_size``, and RuntimeError when the program has not called ``megatron_on_cpu.install``.
+        Reads RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and LOCAL_RANK from torchrun, or runs as a single process if
+        none is set. ``deadline_s`` is the timeout of every collective. Raises ValueError if the number of processes
+        is not ``config.world_size``, and RuntimeError if the program has not called ``megatron_on_cpu.install``.
         """
         megatron_on_cpu.require_installed()
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -88,11 +88,11 @@ class Parallel:
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the output head, and so losses and log-probabilities."""
+        """Whether this rank holds the output head, and therefore losses and log-probabilities."""
         return self.pp_rank == self.pp_size - 1
 
     def broadcast_object(self, value: _T) -> _T:
-        """Collective over all trainer ranks: rank 0's value everywhere. It must pickle."""
+        """Collective over all trainer ranks: broadcast rank 0's value, which must be picklable."""
         if self.world_size == 1:
             return value
         carried = [value if self.rank == 0 else None]
@@ -100,7 +100,7 @@ class Parallel:
         return carried[0]
 
     def barrier(self, name: str) -> None:
-        """Collective over all trainer ranks: wait for all. Raises RuntimeError that names the ranks that are missing."""
+        """Collective over all trainer ranks: wait for all. Raises RuntimeError that names the missing ranks."""
         if self.world_size == 1:
             return
         try:
@@ -114,22 +114,22 @@ class Parallel:
             ) from error
 
     def sum_over_data(self, values: dict[str, float]) -> dict[str, float]:
-        """Collective over the data-parallel ranks: sums, key by key. A rank may lack keys."""
+        """Collective over the data-parallel ranks: sum per key. Keys may be missing on some ranks."""
         return self._combine(values, sum)
 
     def max_over_data(self, values: dict[str, float]) -> dict[str, float]:
-        """Collective over the data-parallel ranks: maxima, key by key. A rank may lack keys."""
+        """Collective over the data-parallel ranks: maximum per key. Keys may be missing on some ranks."""
         return self._combine(values, max)
 
     def gather_over_data(self, value: _T) -> list[_T]:
-        """Collective over the data-parallel ranks: every rank's value, in the order of ``dp_rank``. It must pickle."""
+        """Collective over the data-parallel ranks: gather picklable values in the order of ``dp_rank``."""
         if self.dp_size == 1:
             return [value]
         gathered: list[Any] = [None] * self.dp_size
         dist.all_gather_object(gathered, value, group=self.data_control_group)
         return gathered
 
-    # The reducer that ``algo.mismatch`` and the observer ask for.
+    # The reducer interface that ``algo.mismatch`` and the observer expect.
     sum, max, gather = sum_over_data, max_over_data, gather_over_data
 
     def _combine(self, values: dict[str, float], how: Callable[[list[float]], float]) -> dict[str, float]:
@@ -138,7 +138,7 @@ class Parallel:
         return {key: how([part[key] for part in parts if key in part]) for key in keys}
 
     def close(self) -> None:
-        """Leave the process groups; a new :meth:`init` may follow in the same process."""
+        """Destroy the process groups; :meth:`init` may be called again in the same process."""
         parallel_state.destroy_model_parallel()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -157,7 +157,7 @@ def _connect(device: torch.device, world_size: int, timeout: timedelta) -> None:
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        # Alone: no port to choose and nobody to meet.
+        # Single process: no rendezvous, so no port to choose.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=world_size, timeout=timeout)
 
 

@@ -1,7 +1,7 @@
-"""The policy: a model in Megatron-Core, its optimizer, and the two things a step asks of it.
+"""The trained policy: a Megatron-Core model, its optimizer, log-probabilities and updates.
 
 In: a :class:`TrainBatch` of packed microbatches. Out: the same batch with the log-probabilities of the current weights
-(:meth:`Policy.with_old_logprobs`), or new weights and metrics (:meth:`Policy.update`). Runs on every trainer rank, and
+(:meth:`Policy.with_old_logprobs`), or new weights and metrics (:meth:`Policy.update`). Runs on: every trainer rank;
 every method is a collective over all of them.
 """
 
@@ -36,17 +36,17 @@ from megatron_fp8rl.types import KVScales, Microbatch, TrainBatch
 
 @dataclass(kw_only=True)
 class Policy:
-    """The trained model on this rank. Build it with :meth:`build`."""
+    """The trained model on this rank. Create it with :meth:`build`."""
 
     cfg: RunConfig
     parallel: Parallel
-    chunks: list[DistributedDataParallel]  # this rank's model chunks; several with virtual pipeline stages
+    chunks: list[DistributedDataParallel]  # this rank's model chunks; more than one with virtual pipeline stages
     optimizer: Optimizer
-    reference: list[torch.nn.Module] | None  # frozen weights of the start; None without algo.kl_coef
-    step: int = 0  # optimizer updates so far, over resumes
-    offload: Offload = field(init=False, repr=False)  # what of the policy is in GPU memory now
+    reference: list[torch.nn.Module] | None  # frozen copy of the initial weights; None without algo.kl_coef
+    step: int = 0  # optimizer updates so far, across resumes
+    offload: Offload = field(init=False, repr=False)  # tracks which parts of the policy are in GPU memory
     _forward: Forward = field(init=False, repr=False)
-    _kv_amax: Tensor | None = field(default=None, init=False, repr=False)  # since the last call of kv_scales
+    _kv_amax: Tensor | None = field(default=None, init=False, repr=False)  # since the last call to kv_scales
     _kv_scales: KVScales | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -55,9 +55,9 @@ class Policy:
 
     @classmethod
     def build(cls, cfg: RunConfig, parallel: Parallel) -> Policy:
-        """Collective: build the model from ``cfg.model.hf_path``, or from random weights, with its optimizer.
+        """Collective: build the model from ``cfg.model.hf_path`` or with random weights, and its optimizer.
 
-        The reference model, if ``algo.kl_coef`` asks for one, is a second copy of these weights without gradients.
+        The reference model, needed if ``algo.kl_coef`` > 0, is a second copy of these weights without gradients.
         """
         models = build_chunks(cfg, parallel)
         if cfg.model.hf_path is not None:
@@ -83,7 +83,7 @@ class Policy:
 
     @property
     def num_updates(self) -> int:
-        """Optimizer updates of the whole run, over which the learning rate decays."""
+        """Total optimizer updates of the run; the learning rate decays over them."""
         return self.cfg.num_steps * self.cfg.algo.updates_per_step
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -91,15 +91,15 @@ class Policy:
         return named_global_parameters(self.models, self.parallel)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters and router biases under their global names: all that is published and saved."""
+        """This rank's parameters and router biases under their global names: everything published and saved."""
         return named_global_tensors(self.models, self.parallel)
 
     def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Collective: the batch with ``old_logprobs_T``, and with a reference model ``ref_logprobs_T``.
+        """Collective: add ``old_logprobs_T`` to the batch, and ``ref_logprobs_T`` if there is a reference model.
 
-        FP32 [T] beside the tokens of every microbatch, on every rank of the data-parallel replica, at
-        ``rollout.temperature``; 0 outside the loss mask. They come from the current weights under the recipe that
-        trains, and change no state: neither weights nor FP8 scaling history.
+        FP32 [T] on the device of each microbatch's tokens, on every rank of the data-parallel replica, at
+        ``rollout.temperature``; 0 outside the loss mask. They are computed from the current weights with the training
+        recipe and change no state: neither weights nor FP8 scaling history.
         """
         self.offload.require("params")
         old = self._logprobs(batch.microbatches)
@@ -110,15 +110,15 @@ class Policy:
         return replace(batch, microbatches=tuple(filled))
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
-        """Collective: measure keys and values of a batch before there are log-probabilities to compute."""
+        """Collective: measure the KV cache amax on a batch before any log-probabilities have been computed."""
         self.offload.require("params")
         self._logprobs(batch.microbatches)
 
     def kv_scales(self) -> KVScales | None:
-        """Collective: scales of the engines' FP8 KV cache, from all that ran since the last call; None for BF16 caches.
+        """Collective: scales for the engines' FP8 KV cache, measured since the last call; None for BF16 caches.
 
-        Measured by :meth:`with_old_logprobs` and :meth:`calibrate_kv`; the last scales again when neither has run.
-        Raises ValueError, on all ranks, when a query, key or value was not finite.
+        :meth:`with_old_logprobs` and :meth:`calibrate_kv` measure them; if neither has run, returns the last scales.
+        Raises ValueError on all ranks if a query, key or value was not finite.
         """
         if self._kv_amax is not None:
             amax = kv_scales.over_all_ranks(self._kv_amax, self.parallel.world_size)
@@ -126,7 +126,7 @@ class Policy:
         return self._kv_scales
 
     def _logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, ...]:
-        """Collective: of the current weights; on the way, with an FP8 KV cache, the magnitudes that it has to hold."""
+        """Collective: log-probabilities of the current weights; with an FP8 KV cache, also records its amax values."""
         if self.cfg.rollout.kv_cache_dtype != "fp8" or self.cfg.rollout.replay is not None:
             return self._forward.logprobs(self.chunks, microbatches)
         with kv_scales.measured(self.chunks, self.cfg.model.num_layers, self.parallel.device) as amax:
@@ -135,13 +135,13 @@ class Policy:
         return logprobs
 
     def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
-        """Collective: one optimizer update; returns metrics, equal on all ranks.
+        """Collective: run one optimizer update; returns metrics that are equal on all ranks.
 
         ``train/loss/mean`` is the loss of the global batch, ``train/entropy/mean`` the mean entropy of the policy at
-        loss tokens in nats, ``train/grad_norm/max`` the norm before clipping. The loss function's own metrics are
-        reduced as their keys say.
+        loss tokens in nats, ``train/grad_norm/max`` the norm before clipping. Metrics of the loss function are reduced
+        according to the suffix of their keys.
 
-        Raises NonFiniteError on all ranks, with the weights unchanged, when the loss or a gradient is not finite.
+        Raises NonFiniteError on all ranks, leaving the weights unchanged, if the loss or a gradient is not finite.
         """
         self.offload.require("params", "gradients", "optimizer")
         for chunk in self.chunks:
@@ -159,10 +159,11 @@ class Policy:
         return metrics
 
     def _scale_auxiliary_loss(self, microbatches: Sequence[Microbatch]) -> None:
-        """Collective when the model balances its experts: weigh a microbatch's balancing loss by its share of tokens.
+        """Collective if the model has a load-balancing loss: normalize it by the tokens of the global batch.
 
-        Megatron-Core multiplies the balancing loss of a microbatch by its tokens and leaves it to the caller to divide
-        by the tokens of the global batch. That makes it a mean over tokens, as the loss itself. Padding is no token.
+        Megatron-Core multiplies the load-balancing loss of a microbatch by its number of tokens and expects the caller
+        to divide by the tokens of the global batch. The result is a mean over tokens, like the main loss. Padding is
+        not counted.
         """
         if not self.cfg.optim.moe_aux_loss_coef:
             return
@@ -172,7 +173,7 @@ class Policy:
             get_model_config(chunk).moe_grad_scale_func = lambda: scale
 
     def _reduce(self, results: list[MicrobatchResult], batch: TrainBatch) -> dict[str, float]:
-        """Collective: sums and maxima over microbatches, data-parallel ranks and to all pipeline stages."""
+        """Collective: reduce over microbatches and data-parallel ranks, then share with all pipeline stages."""
         sums: dict[str, float] = {}
         maxima: dict[str, float] = {}
         if self.parallel.is_last_stage:
@@ -192,7 +193,7 @@ class Policy:
     def _require_finite_loss(
         self, loss: float, results: list[MicrobatchResult], microbatches: Sequence[Microbatch]
     ) -> None:
-        """Collective only when the loss is not finite: then every rank raises the same error."""
+        """Collective only if the loss is not finite: every rank then raises the same error."""
         if math.isfinite(loss):
             return
         found = [
@@ -210,7 +211,7 @@ class Policy:
 
 
 def _remedy(cfg: RunConfig) -> str:
-    """For a loss that is not finite."""
+    """Advice for a non-finite loss."""
     remedy = "Look at the recorded rollouts of these sequences, or lower optim.lr and resume from the last checkpoint"
     if ":" in cfg.algo.loss:
         remedy = (
@@ -221,7 +222,7 @@ def _remedy(cfg: RunConfig) -> str:
 
 
 def _local_totals(results: list[MicrobatchResult]) -> tuple[dict[str, float], dict[str, float]]:
-    """(sums, maxima) over this rank's microbatches, with one transfer from the device."""
+    """(sums, maxima) over this rank's microbatches, with a single device-to-host transfer."""
     results = sorted(results, key=lambda result: result.index)
     rows = [
         {"train/loss/mean": result.loss, "train/entropy/mean": result.entropy_sum, **result.metrics}
@@ -241,7 +242,7 @@ def _local_totals(results: list[MicrobatchResult]) -> tuple[dict[str, float], di
 
 
 def _frozen_copy(models: Sequence[torch.nn.Module], cfg: RunConfig, parallel: Parallel) -> list[torch.nn.Module]:
-    """Collective: another build of the model with the same weights and no gradients."""
+    """Collective: build the model again with the same weights and without gradients."""
     copies = build_chunks(cfg, parallel)
     for copy, model in zip(copies, models, strict=True):
         copy.load_state_dict(model.state_dict())

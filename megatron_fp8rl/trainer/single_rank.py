@@ -1,7 +1,7 @@
-"""A model on one rank, for whoever wants its logits and nothing else.
+"""Compute the logits of a model on a single rank.
 
-In: an architecture and a folder of weights, Hugging Face's or converted for Megatron-Core. Out: logits. Runs in one
-process without torchrun; nothing is trained.
+In: an architecture and a folder of weights, in Hugging Face format or converted for Megatron-Core. Out: logits.
+Runs on: a single process without torchrun; nothing is trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_fp8rl.trainer.parallel import Parallel
 
 @torch.no_grad()
 def float32_logits(model: ModelConfig, folder: str | Path, token_ids_T: Tensor) -> Tensor:
-    """Float32 logits [T, vocab] of one sequence (int64 [T]), with parameters, activations and products in float32."""
+    """FP32 logits [T, vocab] of one sequence (int64 [T]), with parameters, activations and GEMMs in FP32."""
     precision = PrecisionConfig(trainer="bf16", rollout="bf16", params="fp32")
     cfg = RunConfig(name="logits", model=model, precision=precision)
     parallel = Parallel.init(cfg.parallel)

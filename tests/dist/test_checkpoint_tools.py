@@ -149,11 +149,11 @@ def _load(model: ModelConfig, folder: str) -> None:
 
 def test_the_trainer_refuses_another_model_and_damage(references):
     folder = references[0]
-    with pytest.raises(RankError, match="model.num_experts is 6 there and 3 here"):
+    with pytest.raises(RankError, match="model.num_experts is 6 there, but 3 here"):
         run_ranks(1, _load, replace(FAMILIES["qwen3_moe"], num_experts=3), f"{folder}/qwen3_moe.megatron")
     file = Path(f"{folder}/mistral.megatron/__0_0.distcp")
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(RankError, match=r"is not whole: file __0_0.distcp has \d+ bytes instead of"):
+    with pytest.raises(RankError, match=r"is incomplete: file __0_0.distcp has \d+ bytes instead of"):
         run_ranks(1, _load, FAMILIES["mistral"], f"{folder}/mistral.megatron")
 
 

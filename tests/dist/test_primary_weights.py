@@ -210,7 +210,7 @@ def _build(cfg):
 @pytest.mark.parametrize(
     "change, problem",
     [
-        ({"model": replace(DENSE, head_dim=64)}, "linear_qkv.weight mixes heads of queries, keys and values"),
+        ({"model": replace(DENSE, head_dim=64)}, "linear_qkv.weight has FP8 blocks that span q, k and v heads"),
         ({"precision": replace(PRECISION, params="fp8", trainer="tensorwise")}, "recipe Tensorwise"),
     ],
 )

@@ -1,8 +1,8 @@
-"""Internals of Megatron-Core and of PyTorch's modules that the trainer needs: private names, and classes that override
-private methods.
+"""Uses of private Megatron-Core and PyTorch APIs, with the versions tested.
 
-Each has the versions that it was tested with; :mod:`megatron_fp8rl.upstream` lists them and refuses others. Overrides
-of public methods stand in ``trainer/model/`` and ``trainer/optimizer/``, marked in the same way.
+These are private names, and classes that override private methods. :mod:`megatron_fp8rl.upstream` lists the tested
+versions and rejects others. Overrides of public methods are in ``trainer/model/`` and ``trainer/optimizer/``, marked in
+the same way.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from megatron_fp8rl.upstream import patches
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="the product of a column-parallel linear in a recipe of ours; ColumnParallelLinear has no other seam for it",
-    remove_when="ColumnParallelLinear takes its product as an argument",
+    why="runs the GEMM of a column-parallel linear with our recipes; ColumnParallelLinear has no other hook for it",
+    remove_when="ColumnParallelLinear takes its GEMM as an argument",
 )
 class ColumnLinearBase(ColumnParallelLinear):
-    """Output features divided over tensor-parallel ranks. ``multiplied`` may compute the product."""
+    """Output features sharded over tensor-parallel ranks. Subclasses may override ``multiplied`` to run the GEMM."""
 
     def multiplied(self, x: Tensor, weight: Tensor, *, is_whole: bool) -> Tensor | None:
-        """x [..., K] times weight [N, K] -> [..., N]; None leaves it to Megatron-Core. Unless ``is_whole``, x is what
-        this rank has of it."""
+        """x [..., K] times weight [N, K] -> [..., N]; None falls back to Megatron-Core. Unless ``is_whole``, x is this
+        rank's part of the input, before the tensor-parallel gather or copy."""
         return None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
@@ -51,14 +51,14 @@ class ColumnLinearBase(ColumnParallelLinear):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="the product of a row-parallel linear in a recipe of ours; RowParallelLinear has no other seam for it",
-    remove_when="RowParallelLinear takes its product as an argument",
+    why="runs the GEMM of a row-parallel linear with our recipes; RowParallelLinear has no other hook for it",
+    remove_when="RowParallelLinear takes its GEMM as an argument",
 )
 class RowLinearBase(RowParallelLinear):
-    """Input features divided over tensor-parallel ranks. ``multiplied`` may compute the product."""
+    """Input features sharded over tensor-parallel ranks. Subclasses may override ``multiplied`` to run the GEMM."""
 
     def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """x [..., K] times weight [N, K] -> [..., N], a partial sum; None leaves it to Megatron-Core."""
+        """x [..., K] times weight [N, K] -> [..., N], a partial sum; None falls back to Megatron-Core."""
         return None
 
     def _forward_impl(self, input: Tensor, weight: Tensor, **kwargs: Any) -> Tensor:
@@ -69,15 +69,15 @@ class RowLinearBase(RowParallelLinear):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="its own hooks name the module and the parameter that they belong to, and autograd holds them where Python's "
-    "garbage collector does not look: the memory of a model was never given back",
-    remove_when="hooks of DistributedDataParallel hold weak references",
+    why="its own hooks reference their module and parameter, and autograd holds the hooks where Python's garbage "
+    "collector cannot see them, so the memory of a model was never freed",
+    remove_when="DistributedDataParallel's hooks hold weak references",
 )
 class GradientBuffers(DistributedDataParallel):
-    """Megatron-Core's buffers, with hooks that do not keep the model alive and do nothing that is not needed here.
+    """Megatron-Core's gradient buffers, with minimal hooks that do not keep the model alive.
 
-    An autograd function that adds to ``main_grad`` itself need not have every parameter as its input: it may call
-    ``parameter.gradients_ready(parameters)`` instead, for any of those whose gradients it has added.
+    An autograd function that accumulates in ``main_grad`` itself need not take every parameter as an input: it may call
+    ``parameter.gradients_ready(parameters)`` instead, for parameters whose gradients it has accumulated.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -91,7 +91,7 @@ class GradientBuffers(DistributedDataParallel):
             parameter.gradients_ready = gradients_ready
 
     def register(self, parameters: Sequence[nn.Parameter]) -> None:
-        """The gradients of a backward pass are in the buffers: reduce those of buckets that are complete."""
+        """Mark gradients as accumulated, and start the reduction of buckets that are complete."""
         if self.ddp_config.overlap_grad_reduce:
             for parameter in parameters:
                 self.param_to_bucket_group[parameter].register_grad_ready(parameter, self.force_all_reduce)
@@ -100,7 +100,7 @@ class GradientBuffers(DistributedDataParallel):
         buffers, reference = weakref.ref(self), weakref.ref(param)
         overlaps = self.ddp_config.overlap_grad_reduce
 
-        def hook(*unused) -> None:  # what Megatron-Core's does without CUDA graphs and generalized tensor parallelism
+        def hook(*unused) -> None:  # Megatron-Core's hook without CUDA graphs and generalized tensor parallelism
             parameter = reference()
             gradient = parameter.grad
             if gradient is not None:
@@ -108,7 +108,7 @@ class GradientBuffers(DistributedDataParallel):
                     parameter.main_grad.add_(gradient.data)
                 parameter.grad = None
             if overlaps:
-                assert gradient is not None, "a parameter without a gradient, whose reduction others wait for"
+                assert gradient is not None, "a parameter has no gradient, but other ranks wait for its reduction"
                 buffers().register([parameter])
 
         return hook
@@ -117,17 +117,17 @@ class GradientBuffers(DistributedDataParallel):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="finds each parameter's place in its buffers again wherever it needs it, and launches a copy for each: a GPU "
-    "waits for most of an update; the class of a built optimizer is replaced, since nothing lets one choose it",
-    remove_when="DistributedOptimizer keeps lists of its parameters' places",
+    why="looks up each parameter's range in its buffers every time and launches a copy for each, so a GPU idles for "
+    "most of an update; the class of a built optimizer is replaced, because there is no way to choose it",
+    remove_when="DistributedOptimizer caches the ranges of its parameters",
 )
 class ListableOptimizer(DistributedOptimizer):
-    """A DistributedOptimizer whose copies to and from master weights are methods of a subclass."""
+    """A DistributedOptimizer whose subclasses implement the copies to and from master weights."""
 
     @classmethod
     def adopt(cls, optimizer: object) -> None:
-        """Make one of a DistributedOptimizer that has parameters, in place. Others stay what they are, and so does one
-        for FP8 parameters or gradients that are not FP32."""
+        """Convert a DistributedOptimizer with parameters to this class, in place. Leaves other optimizers unchanged,
+        and those with FP8 parameters or with gradients other than FP32."""
         if type(optimizer) is not DistributedOptimizer or optimizer.is_stub_optimizer:
             return
         is_fp32 = all(buffer.grad_dtype == torch.float32 for buffer in optimizer.buffers)
@@ -136,16 +136,16 @@ class ListableOptimizer(DistributedOptimizer):
             optimizer.__class__ = cls
 
     def place_of(self, parameter: nn.Parameter) -> dict[str, Any]:
-        """Where this rank's part of a parameter lies: ranges within the parameter ("param") and within its bucket
+        """Location of this rank's shard of a parameter: its range in the parameter ("param") and in its bucket
         ("gbuf_world_in_bucket"), each with ``start`` and ``end``."""
         return self._get_model_param_range_map(parameter)
 
     def set_master_gradients(self) -> None:
-        """Give every master weight its gradient."""
+        """Set the gradient of every master weight."""
         raise NotImplementedError(f"{type(self).__name__} has no list of gradients")
 
     def write_parameters(self) -> None:
-        """Copy every master weight to its part of the parameter buffers."""
+        """Copy every master weight to its slice of the parameter buffers."""
         raise NotImplementedError(f"{type(self).__name__} has no list of weights")
 
     def _copy_model_grads_to_main_grads(self) -> None:
@@ -158,24 +158,24 @@ class ListableOptimizer(DistributedOptimizer):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="parameters are made from their master weights outside a step (_copy_main_params_to_model_params)",
-    remove_when="the optimizer does so in a public method",
+    why="copies master weights to parameters outside a step (_copy_main_params_to_model_params)",
+    remove_when="the optimizer has a public method for it",
 )
 def parameters_from_masters(optimizer: Any) -> None:
-    """What ``optimizer``, one of a chain, does after Adam."""
+    """Copy master weights to parameters, as ``optimizer``, one of a chain, does after Adam."""
     optimizer._copy_main_params_to_model_params()
 
 
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="hands Transformer Engine all master weights at once (distrib_optimizer.quantize_param_shard), which makes a "
-    "list of them in BF16, as large as what FP8 parameters save on one rank",
-    remove_when="quantize_master_weights of Transformer Engine keeps no such list",
+    why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard), which "
+    "copies them to BF16, taking as much memory as FP8 parameters save on one rank",
+    remove_when="Transformer Engine's quantize_master_weights no longer copies all masters to BF16",
 )
 @contextlib.contextmanager
 def quantized_in_groups(groups: Callable[[list[int]], Iterator[slice]]) -> Iterator[None]:
-    """Inside, an optimizer has its masters quantized group after group: ``groups`` of the sizes of parameters."""
+    """In the block, an optimizer quantizes its masters in groups; ``groups`` maps parameter sizes to slices."""
     quantize_all = distrib_optimizer.quantize_param_shard
 
     def quantize(parameters, masters, offsets, group):
@@ -192,12 +192,12 @@ def quantized_in_groups(groups: Callable[[list[int]], Iterator[slice]]) -> Itera
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="master weights that come from FP8 would begin with its rounding; the optimizer asks an FP8 parameter for its "
-    "first values by two methods that Transformer Engine gives to those that it makes itself",
-    remove_when="the optimizer takes the first values of master weights as an argument",
+    why="master weights initialized from FP8 would start with its rounding error; the optimizer reads the initial "
+    "values of an FP8 parameter through two methods that only parameters created by Transformer Engine have",
+    remove_when="the optimizer takes the initial values of master weights as an argument",
 )
 def begin_with(parameter: nn.Parameter, values: Tensor) -> None:
-    """Have master weights of an FP8 parameter begin with ``values``, of its shape, until they are forgotten."""
+    """Initialize the master weights of an FP8 parameter from ``values``, of its shape; kept until they are cleared."""
     parameter._high_precision_init_val = values
     parameter.get_high_precision_init_val = MethodType(_initial_values, parameter)
     parameter.clear_high_precision_init_val = MethodType(_forget_initial_values, parameter)
@@ -215,14 +215,14 @@ def _forget_initial_values(parameter: nn.Parameter) -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="gathered optimizer state leaves out the padding behind buckets of a gradient buffer, and parameters are then "
-    "looked up by offsets that count it: everything behind the first padded bucket is written shifted. Tied embeddings "
-    "of odd size on the last of several stages, and odd sizes with overlap_grad_reduce, have such buckets",
+    why="gathered optimizer state omits the padding after buckets of a gradient buffer, but parameters are then looked "
+    "up by offsets that include it: everything after the first padded bucket is written shifted. Tied embeddings of "
+    "odd size on the last of several stages, and odd sizes with overlap_grad_reduce, have such buckets",
     remove_when="get_parameter_state_dp_zero and sharded_param_state_fully_reshardable agree on offsets",
 )
 @contextlib.contextmanager
 def padded_buckets(optimizer: Any) -> Iterator[None]:
-    """Inside, Megatron-Core gathers optimizer state with the padding."""
+    """In the block, Megatron-Core gathers optimizer state including the padding."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     buffers = [buffer for part in parts for buffer in part.buffers]
     sizes = [(buffer, buffer.numel) for buffer in buffers]
@@ -240,12 +240,12 @@ def padded_buckets(optimizer: Any) -> Iterator[None]:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="a dispatcher that skips sorting still has to bring the numbers of tokens to the host at the moments at which "
-    "Megatron-Core's does (_maybe_dtoh_and_synchronize)",
+    why="a dispatcher that skips sorting must still copy the token counts to the host at the same points as "
+    "Megatron-Core's (_maybe_dtoh_and_synchronize)",
     remove_when="MoEAlltoAllTokenDispatcher skips the sort on a rank that has all experts",
 )
 def counts_on_host(dispatcher: MoEAlltoAllTokenDispatcher) -> Tensor:
-    """Tokens of each expert, on the host; the dispatcher has them no longer."""
+    """Move the tokens per expert to the host and out of the dispatcher."""
     counts = dispatcher._maybe_dtoh_and_synchronize("before_permutation_2", dispatcher.tokens_per_expert)
     counts = dispatcher._maybe_dtoh_and_synchronize("before_finish", counts)
     dispatcher.tokens_per_expert = None
@@ -255,20 +255,20 @@ def counts_on_host(dispatcher: MoEAlltoAllTokenDispatcher) -> Tensor:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="the correction bias of a router exists only with a rule that moves it after every step, and becomes BF16 with "
-    "the model (nn.Module._apply); here it is a constant float32 part of the policy",
-    remove_when="TopKRouter has a bias without a rule, and keeps it float32",
+    why="a router has a correction bias only if it is updated after every step, and the bias is cast to BF16 with the "
+    "model (nn.Module._apply); here it is a constant FP32 part of the policy",
+    remove_when="TopKRouter supports a constant bias and keeps it in FP32",
 )
 class ConstantBiasRouter(TopKRouter):
-    """A router that can have a correction bias that nothing moves."""
+    """A router with an optional constant correction bias."""
 
     def add_correction_bias(self) -> None:
-        """Register ``expert_bias``, float32 [experts], zeros."""
+        """Register ``expert_bias``, FP32 [experts], zeros."""
         del self.expert_bias
         self.register_buffer("expert_bias", torch.zeros(self.num_experts, device=self.weight.device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ConstantBiasRouter:
-        """Follow the model to another device, but keep the bias float32 when the model becomes BF16."""
+        """Move with the model to another device, but keep the bias in FP32 when the model is cast to BF16."""
         bias = self.expert_bias
         super()._apply(fn, recurse)
         if bias is not None:
@@ -279,12 +279,12 @@ class ConstantBiasRouter(TopKRouter):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="it rotates by the length of the pack, and pads values to the size of keys, which cuts them off where they are "
-    "larger (_run_core_attention)",
-    remove_when="MultiLatentAttention passes values of any size on, and core attention can rotate",
+    why="it rotates by the length of the pack, and pads values to the size of keys, which truncates larger values "
+    "(_run_core_attention)",
+    remove_when="MultiLatentAttention accepts values of any size, and core attention can rotate",
 )
 class LatentAttentionBase(MultiLatentAttention):
-    """Latent attention whose core attention rotates, and takes values of any size."""
+    """Latent attention whose core attention rotates and accepts values of any size."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -297,20 +297,20 @@ class LatentAttentionBase(MultiLatentAttention):
 @patches(
     "torch",
     ">=2.11,<2.12",
-    why="an MLP that computes both linears in one piece must not pass by those that look at them (_forward_hooks)",
-    remove_when="nn.Module tells whether it has hooks",
+    why="a fused MLP must not bypass forward hooks on its two linears (_forward_hooks)",
+    remove_when="nn.Module has a public way to ask whether it has hooks",
 )
 def is_watched(module: nn.Module) -> bool:
-    """Whether someone looks at what a module returns."""
+    """Whether a module has forward hooks."""
     return bool(module._forward_hooks)
 
 
 @patches(
     "torch",
     ">=2.11,<2.12",
-    why="getattr of a parameter takes twenty times as long as its dictionary, and every pass asks for hundreds",
-    remove_when="nn.Module gives its own parameters as fast",
+    why="getattr of a parameter is twenty times slower than a dictionary lookup, and every pass needs hundreds",
+    remove_when="nn.Module returns its own parameters as fast",
 )
 def own_parameters(module: nn.Module) -> Sequence[nn.Parameter]:
-    """Of this module itself, in the order of their registration."""
+    """Parameters of this module itself, in registration order."""
     return tuple(module._parameters.values())

@@ -1,13 +1,13 @@
-"""Lets Megatron-Core run on CPUs with gloo, unchanged otherwise.
+"""Run unmodified Megatron-Core on CPUs with gloo.
 
-Every program that trains calls ``install()`` before Megatron-Core is imported. It refuses versions that were not
-tested. With a GPU it changes nothing. Without one it gives the modules of ``megatron.core``, and only them, a view of
-``torch`` in which the current CUDA device is the CPU: their global ``torch`` is a proxy. The real ``torch`` keeps its
-behaviour, so vLLM and transformers in the same process notice nothing. Changed for the whole process, once
-Megatron-Core is imported, are ``Tensor.cuda()``, which without a driver could only raise, and ``Tensor.type()``, which
-answers differently to callers in ``megatron.core``.
+Every training program calls ``install()`` before importing Megatron-Core. It rejects untested versions. With a GPU it
+changes nothing else. Without one it gives the modules of ``megatron.core``, and only them, a view of ``torch`` in which
+the current CUDA device is the CPU: their global ``torch`` is a proxy. The real ``torch`` is unchanged, so vLLM and
+transformers in the same process are not affected. Two methods change for the whole process once Megatron-Core is
+imported: ``Tensor.cuda()``, which without a driver would only raise, and ``Tensor.type()``, which returns a different
+answer to callers in ``megatron.core``.
 
-The rest are small repairs of modules of Megatron-Core, made when the module has just been loaded.
+The rest are small patches of Megatron-Core modules, applied right after a module is loaded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FACTORIES = (
 
 
 class _Stream:
-    """All CPU work is in order, so every stream is the same one and never has anything to wait for."""
+    """CPU work runs in order, so all streams are the same and never wait."""
 
     cuda_stream = 0
 
@@ -64,7 +64,7 @@ class _Stream:
 
 
 class _Event:
-    """An event that has always happened."""
+    """An event that is always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -82,7 +82,7 @@ class _Event:
 
 
 class _Proxy(types.ModuleType):
-    """A module with some attributes replaced; all others come from the real module and are remembered."""
+    """A module with some attributes replaced; all others are read from the real module and cached."""
 
     def __init__(self, real: types.ModuleType, **replaced: Any):
         super().__init__(real.__name__)
@@ -104,7 +104,7 @@ def _no_context(*args: Any, **kwargs: Any) -> contextlib.nullcontext:
 
 
 def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor factory that reads a CUDA device as the CPU, and has no pinned memory."""
+    """Wrap a tensor factory to treat CUDA devices as the CPU and ignore pin_memory."""
 
     @functools.wraps(factory)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +118,7 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep(function: Any = None, **kwargs: Any) -> Any:
-    """``torch.compile`` that returns its argument: compiling small fusions needs a C++ compiler and gains nothing."""
+    """No-op ``torch.compile``: compiling small fusions needs a C++ compiler and gains nothing."""
     return (lambda f: f) if function is None else function
 
 
@@ -162,17 +162,17 @@ def _torch_view() -> _Proxy:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="modules of megatron.core ask torch.cuda for their device, streams and events, and name the device cuda",
-    remove_when="Megatron-Core takes its device from one place that can be the CPU",
+    why="modules of megatron.core use torch.cuda for devices, streams and events, and hardcode the device name cuda",
+    remove_when="Megatron-Core gets its device from one place that can be the CPU",
 )
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads a module of megatron.core, gives it the view of torch, and repairs it."""
+    """Loads a module of megatron.core, replaces its ``torch`` by the view, and patches it."""
 
     view: _Proxy
 
     def exec_module(self, module: types.ModuleType) -> None:
         real = torch.compile
-        torch.compile = _keep  # applied to functions while the module's body runs
+        torch.compile = _keep  # used as a decorator while the module's body runs
         try:
             super().exec_module(module)
         finally:
@@ -199,7 +199,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     "megatron-core",
     ">=0.19.2,<0.20",
     why="optimizers select parameters by p.type() == 'torch.cuda.FloatTensor', and some modules call Tensor.cuda()",
-    remove_when="Megatron-Core asks is_cuda or the device, and calls Tensor.to",
+    remove_when="Megatron-Core checks is_cuda or the device, and calls Tensor.to",
 )
 def _replace_tensor_methods() -> None:
     real_type = torch.Tensor.type
@@ -217,11 +217,11 @@ def _replace_tensor_methods() -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="the tracker of random states reads CUDA generators; on a CPU there is one generator",
-    remove_when="the tracker works with the generator of any device",
+    why="the RNG state tracker reads CUDA generators; on a CPU there is only one generator",
+    remove_when="the RNG state tracker supports generators of any device",
 )
 def _repair_rng_tracker(random: types.ModuleType) -> None:
-    """Random states of the one CPU generator."""
+    """Track the states of the single CPU generator."""
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
@@ -246,11 +246,11 @@ def _repair_rng_tracker(random: types.ModuleType) -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="gloo gathers equal shapes only, and the dispatcher of tokens gathers uneven ones",
+    why="gloo's all-gather supports only equal shapes, but the token dispatcher gathers uneven ones",
     remove_when="gloo gathers uneven shapes",
 )
 def _repair_uneven_gather(mappings: types.ModuleType) -> None:
-    """Pad to the longest, gather, cut."""
+    """Pad to the longest part, gather, remove the padding."""
     real = mappings._gather_along_first_dim
 
     @functools.wraps(real)
@@ -270,12 +270,12 @@ def _repair_uneven_gather(mappings: types.ModuleType) -> None:
 @patches(
     "torch",
     ">=2.11,<2.12",
-    why="on a CPU the gradient of a BF16 embedding is added up in BF16, token by token: after 3,000 equal tokens a tenth "
-    "of it is lost",
-    remove_when="torch adds it up in FP32",
+    why="on a CPU the gradient of a BF16 embedding is accumulated in BF16, token by token: after 3,000 equal tokens a "
+    "tenth of it is lost",
+    remove_when="torch accumulates it in FP32",
 )
 def _repair_embedding_gradient(layers: types.ModuleType) -> None:
-    """Look up in FP32, so that the gradient is rounded once."""
+    """Look up in FP32, so that the gradient is rounded only once."""
     functional = layers.F
 
     def embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -287,11 +287,11 @@ def _repair_embedding_gradient(layers: types.ModuleType) -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="the all-to-all dispatcher turns split sizes into numbers only when they are CUDA tensors",
-    remove_when="maybe_move_tensor_to_cpu converts tensors of the CPU, too",
+    why="the all-to-all dispatcher converts split sizes to numbers only if they are CUDA tensors",
+    remove_when="maybe_move_tensor_to_cpu also converts CPU tensors",
 )
 def _repair_token_splits(token_dispatcher: types.ModuleType) -> None:
-    """Split sizes as numbers."""
+    """Convert split sizes to numbers."""
     real = token_dispatcher.maybe_move_tensor_to_cpu
 
     def move(tensor, as_numpy=False, record_stream=False):
@@ -307,9 +307,9 @@ def _repair_token_splits(token_dispatcher: types.ModuleType) -> None:
     remove_when="Megatron-Core tests the distributed optimizer with torch.optim.AdamW",
 )
 def _repair_optimizer_state(distrib_optimizer: types.ModuleType) -> None:
-    """``state_dict`` asserts before the first step, and on ranks without parameters (of experts, when all layers of a
-    stage are dense); loading misses ``step``, and shares one ``step`` tensor among all parameters, which AdamW then
-    advances once for each of them.
+    """``state_dict`` asserts before the first step, and on ranks without parameters (of experts, if all layers of a
+    stage are dense); loading omits ``step``, and shares one ``step`` tensor among all parameters, which AdamW then
+    increments once per parameter.
     """
     DistributedOptimizer = distrib_optimizer.DistributedOptimizer
     save, load = DistributedOptimizer.state_dict, DistributedOptimizer.load_state_dict
@@ -346,12 +346,12 @@ def _repair_optimizer_state(distrib_optimizer: types.ModuleType) -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="the checkpoint writer asks a manager process for a queue: spawning it imports __main__ again (seconds for "
-    "each rank, and a failure without a main guard), and a rank that is killed leaves it behind",
-    remove_when="synchronous saves make no manager process",
+    why="the checkpoint writer gets its queue from a manager process: spawning it imports __main__ again (seconds per "
+    "rank, and a failure without a main guard), and it outlives a rank that is killed",
+    remove_when="synchronous saves start no manager process",
 )
 def _repair_checkpoint_queue(filesystem_async: types.ModuleType) -> None:
-    """Saving here is synchronous, with writer threads in this process, so a queue of this process does."""
+    """Saves are synchronous, with writer threads in this process, so a local queue suffices."""
     filesystem_async.get_write_results_queue = lambda mp_mode=None: queue.Queue()
 
 
@@ -367,10 +367,10 @@ _installed = False
 
 
 def install() -> None:
-    """Check versions, and without a GPU make Megatron-Core run on the CPU. Calling it again changes nothing.
+    """Check versions and, without a GPU, make Megatron-Core run on the CPU. Idempotent.
 
-    Raises upstream.UntestedVersion for versions that were not tested, and RuntimeError without a GPU when
-    Megatron-Core has been imported already.
+    Raises upstream.UntestedVersion for untested versions and, without a GPU, RuntimeError if Megatron-Core is already
+    imported.
     """
     global _installed
     if _installed:
@@ -385,7 +385,7 @@ def install() -> None:
 
 
 def require_installed() -> None:
-    """Raise RuntimeError in a program that has not called :func:`install`."""
+    """Raise RuntimeError if the program has not called :func:`install`."""
     if not _installed:
         raise RuntimeError(
             "this program has not called megatron_fp8rl.trainer.compat.megatron_on_cpu.install(), which checks "

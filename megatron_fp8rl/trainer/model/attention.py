@@ -1,14 +1,14 @@
-"""Causal attention over packed sequences, with rotary embedding, grouped queries and context parallelism.
+"""Causal attention over packed sequences with rotary embedding and context parallelism.
 
-In: query, key and value of one packed microbatch, as Megatron-Core's SelfAttention hands them over, without rotary
-embedding. Out: attention outputs in the same order. Runs on every trainer rank.
+In: query, key and value of one packed microbatch from Megatron-Core's SelfAttention, before rotary embedding.
+Out: attention outputs in the same order. Runs on: every trainer rank. Supports grouped-query attention.
 
 Queries and keys are rotated here because positions are known here: a packed token's position follows from the sequence
-lengths, and one table serves all layers. What depends on lengths alone is made once for a microbatch, on the device.
+lengths, and one table serves all layers. Everything that depends only on lengths is computed once per microbatch and
+kept on the device.
 
-On a GPU one kernel of variable length attends to all sequences. On a CPU, and for shapes that no such kernel takes,
-sequences of similar length are attended together, as a batch. Under context parallelism keys and values are gathered,
-queries stay.
+On a GPU a single varlen kernel processes all sequences. On a CPU, and for shapes without a varlen kernel, sequences of
+similar length are processed as a batch. Under context parallelism keys and values are gathered; queries stay local.
 
 Shapes: T = packed tokens of this rank, H = query heads, G = key and value heads, D = features of a query or key head,
 V = features of a value head.
@@ -39,14 +39,14 @@ from megatron_fp8rl.trainer.model.packed_sequences import (
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
 from megatron_fp8rl.upstream import patches
 
-Attend = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]  # query, key, value, where they lie, scale
+Attend = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]  # query, key, value, segments, softmax scale
 
 
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="core attention of our own in the place of Megatron-Core's, which packs no sequences without Transformer Engine",
-    remove_when="DotProductAttention takes packed sequences and context parallelism",
+    why="replaces Megatron-Core's core attention, which needs Transformer Engine for packed sequences",
+    remove_when="DotProductAttention supports packed sequences and context parallelism",
 )
 class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
@@ -54,14 +54,14 @@ class PackedAttention(MegatronModule):
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary: Rotary, scale: float,
                  window: int | None = None, attend: Attend | None = None, has_fallback: bool = True, pg_collection=None,
                  **unused):  # fmt: skip
-        """``attend``: a kernel of variable length, for what :func:`attention_te.supports`; None: torch's. Without
-        ``has_fallback`` what it does not support is an error."""
+        """``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
+        Without ``has_fallback``, unsupported shapes raise ValueError."""
         super().__init__(config=config)
         self.attend, self.has_fallback = attend, has_fallback
         self.rotary, self.softmax_scale, self.window = rotary, scale, window
         self.cp_group = pg_collection.cp
-        self.layer = layer_number - 1  # of the whole model, from 0
-        self.amax: Tensor | None = None  # float32 [3], raised to the largest |q|, |k|, |v| while trainer/kv_scales asks
+        self.layer = layer_number - 1  # index in the whole model, from 0
+        self.amax: Tensor | None = None  # FP32 [3], running max of |q|, |k|, |v| while trainer/kv_scales measures
 
     def forward(
         self,
@@ -83,7 +83,7 @@ class PackedAttention(MegatronModule):
             self._observe((query, key, value), packed_seq_params)
         num_tokens, dtype = query.shape[0], query.dtype
         if query.device.type == "cpu":
-            # torch's attention for BF16 on CPUs is two to three times slower backward, and less exact.
+            # torch's BF16 attention on CPUs is two to three times slower in backward, and less accurate.
             query, key, value = query.float(), key.float(), value.float()
         if self.cp_group.size() > 1:
             key, value = (
@@ -96,21 +96,21 @@ class PackedAttention(MegatronModule):
         lengths = lengths_of(packed)
         if self.window is not None and max(lengths) > self.window:
             raise ValueError(
-                f"a packed sequence has {max(lengths)} tokens, and attention over a window (model.sliding_window = "
-                f"{self.window}) is computed only for sequences that fit into it; use shorter sequences"
+                f"a packed sequence has {max(lengths)} tokens, but sliding-window attention (model.sliding_window = "
+                f"{self.window}) supports only sequences that fit into the window; use shorter sequences"
             )
         return plan_pack(lengths, self.cp_group.size(), self.cp_group.rank(), device)
 
     @torch.no_grad()
     def _observe(self, tensors: tuple[Tensor, Tensor, Tensor], packed: PackedSeqParams) -> None:
-        """Raise the largest magnitudes, of tokens and not of padding. Nothing is read back from the device."""
+        """Update amax, excluding padding. Never reads back from the device."""
         largest = torch.stack([torch.linalg.vector_norm(x, math.inf, dim=(1, 2)) for x in tensors]).float()  # [3, T]
         if isinstance(packed, PackedSequences) and packed.is_token_T is not None:
             largest = largest.masked_fill(~packed.is_token_T, 0.0)
         torch.maximum(self.amax, largest.amax(dim=1), out=self.amax)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, plan: PackPlan) -> Tensor:
-        """[T, H, V] of this rank's queries over the gathered keys and values."""
+        """[T, H, V]: attention of this rank's queries over the gathered keys and values."""
         if self.attend is not None and query.device.type == "cuda":
             segments = plan.segments
             if attention_te.supports(query, key, value, segments):
@@ -128,7 +128,7 @@ class PackedAttention(MegatronModule):
         return out if batches.restore_T is None else out.index_select(0, batches.restore_T)
 
     def _attend_batch(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
-        """[n * Lq, H, V], in the order of the batch's sequences."""
+        """[n * Lq, H, V] in the order of the batch's sequences."""
         q, k, v = (
             x.index_select(0, rows.flatten()).view(*rows.shape, *x.shape[1:]).transpose(1, 2)
             for x, rows in ((query, batch.query_rows), (key, batch.key_rows), (value, batch.key_rows))
@@ -141,8 +141,8 @@ class PackedAttention(MegatronModule):
 
 @functools.lru_cache(maxsize=4)
 def _cos_and_sin(plan: PackPlan, rotary: Rotary, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every token and pair, float32 [T, 1, R / 2]. Shared by the layers of a microbatch."""
-    num_positions = 1 << (max(plan.lengths) - 1).bit_length()  # few different tables as lengths vary
+    """Cosines and sines of every token and pair, FP32 [T, 1, R / 2]. Shared by the layers of a microbatch."""
+    num_positions = 1 << (max(plan.lengths) - 1).bit_length()  # power of two, to keep the number of tables small
     tables = rotary_table(num_positions, rotary, dtype, plan.device)
     cos, sin = (table.index_select(0, plan.positions_T).float()[:, None] for table in tables)
     return cos, sin

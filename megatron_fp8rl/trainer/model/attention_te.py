@@ -1,16 +1,16 @@
-"""Causal attention of variable length on a GPU, by cuDNN, as Transformer Engine binds it, or by the engine's kernel.
+"""Causal varlen attention on a GPU, by Transformer Engine's cuDNN or the engine's kernel.
 
 In: rotated queries, keys and values of one packed microbatch and its segments. Out: attention outputs in the order of
-the queries, with gradients. Runs on every trainer rank that has a Hopper GPU or a newer one.
+the queries, with gradients. Runs on: every trainer rank with a Hopper or newer GPU.
 
-The engine attends with FlashAttention 3, which vLLM carries without a backward pass. With ``like_engine`` it computes
-the outputs here too, and cuDNN's backward pass continues from them: both kernels keep the logarithm of every row's sum
-of exponentials, and nothing else. One split of the keys (``num_splits=1``) makes a query's sums independent of what
-else is attended, as in an engine under ``rollout.batch_invariant``.
+The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``like_engine`` it also computes the
+outputs here, and cuDNN's backward continues from them: both kernels save only the logsumexp of every row. A single
+split of the keys (``num_splits=1``) makes a query's sums independent of the rest of the batch, as in an engine under
+``rollout.batch_invariant``.
 
-Transformer Engine's functions are called directly: its DotProductAttention would choose silently between this kernel
-and an unfused one that holds all scores, compare lengths on the device in every layer, and run a ring over
-context-parallel ranks, which costs as many calls as there are ranks.
+Transformer Engine's functions are called directly, because its DotProductAttention would silently choose between this
+kernel and an unfused one that materializes all scores, compare lengths on the device in every layer, and run a ring
+over context-parallel ranks, which takes one call per rank.
 
 Shapes: T = packed tokens of this rank, K = keys of all segments, H = query heads, G = key and value heads, D = features
 of a query or key head, V = features of a value head.
@@ -32,7 +32,7 @@ _LAYOUT = "thd_thd_thd"
 
 
 def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> bool:
-    """Whether cuDNN has a kernel for these shapes, forward and backward, on this GPU and under the current settings."""
+    """Whether cuDNN has forward and backward kernels for these shapes on this GPU under the current settings."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     heads = query.shape[1], key.shape[1], query.shape[2], value.shape[2]
@@ -47,7 +47,7 @@ def attend(
 ) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
-    ``like_engine`` takes the engine's kernel forward; it needs V = D and vLLM, and raises RuntimeError without.
+    ``like_engine`` uses the engine's kernel in forward; requires V = D and vLLM, and raises RuntimeError without it.
     """
     return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale, like_engine)
 
@@ -60,8 +60,8 @@ def _mask_type(is_square: bool) -> str:
 @patches(
     "transformer-engine",
     ">=2.16,<2.17",
-    why="asks tex.get_fused_attn_backend, which takes 19 arguments by position",
-    remove_when="transformer_engine.pytorch tells by name whether cuDNN computes an attention",
+    why="calls tex.get_fused_attn_backend, which takes 19 positional arguments",
+    remove_when="transformer_engine.pytorch has a keyword API for whether cuDNN supports an attention",
 )
 def _has_kernel(
     dtype: torch.dtype,
@@ -92,7 +92,7 @@ def _has_kernel(
         value_dim,
         -1,  # no window to the left of the diagonal
         0,  # nothing to the right of it
-        False,  # no largest logit
+        False,  # do not return the max logit
         False,  # no CUDA graph
         deterministic,
     )
@@ -102,11 +102,11 @@ def _has_kernel(
 @patches(
     "transformer-engine",
     ">=2.16,<2.17",
-    why="calls fused_attn_fwd and fused_attn_bwd without the module around them",
-    remove_when="DotProductAttention gives its kernel as a function",
+    why="calls fused_attn_fwd and fused_attn_bwd without the module that wraps them",
+    remove_when="DotProductAttention exposes its kernel as a function",
 )
 class _Attention(torch.autograd.Function):
-    """Always in training mode: one kernel for log-probabilities and for gradients gives the same bits in both."""
+    """Always runs in training mode: with the same kernel, log-probabilities and training are bitwise identical."""
 
     @staticmethod
     def forward(
@@ -179,7 +179,7 @@ def _like_engine(
 
 
 def _offsets(segments: Segments) -> dict:
-    """Segments lie one after another, so they begin where the lengths before them end."""
+    """Segments are contiguous, so their offsets are the cumulative lengths."""
     return {"cu_seqlens_q_padded": segments.cu_queries, "cu_seqlens_kv_padded": segments.cu_keys}
 
 

@@ -1,9 +1,9 @@
-"""The model of a run: GPTModel chunks in Megatron-Core, with the precision of each linear from the layer table.
+"""Build Megatron-Core GPTModel chunks with per-layer precision, and load their weights.
 
-In: a RunConfig and this rank's place. Out: the model chunks of this pipeline rank, with random weights or those of a
-Hugging Face checkpoint. Runs on every trainer rank.
+In: a RunConfig and this rank's Parallel. Out: the model chunks of this pipeline rank, with random weights or those of a
+Hugging Face checkpoint. Runs on: every trainer rank.
 
-Random weights depend on the seed and on a parameter's global name alone, so every parallel layout starts from the same
+Random weights depend only on the seed and the parameter's global name, so every parallel layout starts from the same
 model.
 """
 
@@ -44,11 +44,11 @@ from megatron_fp8rl.trainer.model.linear import GroupedLinear, QuantizableLinear
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.parallel import Parallel
 
-Get = Callable[[str], Tensor]  # a Hugging Face tensor by its name
+Get = Callable[[str], Tensor]  # returns a Hugging Face tensor by name
 
 
 def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
-    """Megatron-Core's configuration of the model. FP8 is not in it: see ``layers.py``."""
+    """Megatron-Core's configuration of the model. FP8 is configured in ``layers.py`` instead."""
     model, optim = cfg.model, cfg.optim
     dtype = torch.float32 if cfg.precision.params == "fp32" else torch.bfloat16
     virtual_stages = parallel.config.virtual_stages
@@ -81,9 +81,9 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,  # build_chunks fills every parameter
-        variable_seq_lengths=True,  # packed microbatches differ in length; stages tell each other
-        moe_token_dispatcher_type="alltoall",  # the one that variable lengths allow, for dense models too
-        calculate_per_token_loss=True,  # losses bring their own denominators
+        variable_seq_lengths=True,  # packed microbatches differ in length; stages exchange it
+        moe_token_dispatcher_type="alltoall",  # required by variable lengths, for dense models too
+        calculate_per_token_loss=True,  # losses are already normalized
         overlap_p2p_comm=virtual_stages > 1,
         batch_p2p_comm=virtual_stages == 1,
         **_moe_settings(cfg, parallel.device),
@@ -95,7 +95,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         settings |= dict(recompute_granularity="selective", recompute_modules=list(optim.recompute_modules))
     if model.mla is None:
         return TransformerConfig(**settings)
-    # The scale of the softmax and the rotation are those of trainer/model/rotary.py, so rope is left as it is here.
+    # trainer/model/rotary.py computes the softmax scale and the rotation, so the rope settings here are unused.
     return MLATransformerConfig(
         **settings,
         q_lora_rank=model.mla.q_lora_rank,
@@ -108,7 +108,7 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
 
 
 def _pipeline_layout(num_layers: int, num_chunks: int) -> list[list[str]] | None:
-    """Megatron-Core's description of chunks with unequal numbers of layers; None where they are equal."""
+    """Megatron-Core's layout for chunks with unequal numbers of layers; None if they are equal."""
     if num_layers % num_chunks == 0:
         return None
     layout = [["decoder"] * size for size in layers_per_chunk(num_layers, num_chunks)]
@@ -118,19 +118,19 @@ def _pipeline_layout(num_layers: int, num_chunks: int) -> list[list[str]] | None
 
 
 def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
-    """The choice of experts is that of trainer/model/router.py; what it is told here serves the balancing loss."""
+    """MoE settings. trainer/model/router.py does the routing; the router settings serve the load-balancing loss."""
     model = cfg.model
     if not model.is_moe:
         return {}
     coefficient = cfg.optim.moe_aux_loss_coef
-    # A list makes Megatron-Core keep layers apart in checkpoints, as unlike layers need.
+    # With a list, Megatron-Core stores layers separately in checkpoints, as heterogeneous layers require.
     kinds = [int(model.is_moe_layer(layer)) for layer in range(model.num_layers)]
     return dict(
         num_moe_experts=model.num_experts,
         moe_layer_freq=kinds if model.first_dense_layers else 1,
         moe_router_topk=model.experts_per_token,
         moe_router_score_function=model.router.score,
-        moe_router_pre_softmax=model.experts_per_token == 1,  # read by a check alone: trainer/model/router.py chooses
+        moe_router_pre_softmax=model.experts_per_token == 1,  # only to pass a check: trainer/model/router.py routes
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         moe_shared_expert_intermediate_size=model.num_shared_experts * model.moe_ffn_hidden_size or None,
         moe_router_dtype="fp32",
@@ -142,7 +142,7 @@ def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
 
 
 def _plain_torch_settings() -> dict:
-    """Fusions that need Transformer Engine, Apex or a GPU."""
+    """Disable fusions that need Transformer Engine, Apex or a GPU."""
     return dict(
         transformer_impl="local",
         gradient_accumulation_fusion=False,
@@ -155,11 +155,11 @@ def _plain_torch_settings() -> dict:
 
 
 def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
-    """This rank's model chunks, one for each virtual pipeline stage, with the precision of ``cfg``. Raises ConfigError
-    when kernels that it names cannot compute it here.
+    """Build this rank's model chunks, one per virtual pipeline stage, in the precision of ``cfg``. Raises ConfigError
+    if the configured kernels do not support the model on this hardware.
 
-    Weights are random, or with ``cfg.model.hf_path`` left for :func:`load_hf` to fill. BF16 chunks are wrapped in
-    Megatron-Core's Float16Module, which returns float32 logits on the last stage.
+    Weights are random; with ``cfg.model.hf_path`` they are uninitialized until :func:`load_hf`. BF16 chunks are wrapped
+    in Megatron-Core's Float16Module, which returns FP32 logits on the last stage.
     """
     model_parallel_cuda_manual_seed(cfg.seed, force_reset_rng=True)
     factory = LayerFactory(cfg, parallel, choose(cfg, here(), "trainer"))
@@ -178,7 +178,7 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
             post_process=is_vp_last_stage(vp_stage, vp_size) and is_pp_last_stage(parallel.pp_group),
             parallel_output=True,
             share_embeddings_and_output_weights=cfg.model.tie_embeddings,
-            position_embedding_type="none",  # trainer/model/attention.py rotates
+            position_embedding_type="none",  # trainer/model/attention.py applies rotary embedding
             vp_stage=vp_stage,
         )
         chunks.append(chunk.to(parallel.device))
@@ -188,13 +188,13 @@ def build_chunks(cfg: RunConfig, parallel: Parallel) -> list[nn.Module]:
 
 
 def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
-    """Collective over all trainer ranks: move the amax histories of delayed scaling on; call after an optimizer step.
+    """Collective over all trainer ranks: advance the amax histories of delayed scaling; call after an optimizer step.
 
-    The largest magnitudes of the step are reduced over the ranks that hold pieces of the same tensors: tensor, context
-    and data parallel ones, and for experts expert tensor and expert data parallel ones. Nothing under other recipes.
+    The step's amax is reduced over the ranks that hold shards of the same tensors: tensor, context and data parallel,
+    or for experts expert tensor and expert data parallel. A no-op under other recipes.
     """
     plain, expert = [], []
-    for module in (module for chunk in chunks for module in chunk.modules()):  # without names, which take long to make
+    for module in (module for chunk in chunks for module in chunk.modules()):  # not named_modules: names are slow
         if isinstance(module, QuantizableLinear) and module.history is not None:
             (expert if isinstance(module, GroupedLinear) else plain).append(module.history)
 
@@ -210,14 +210,14 @@ def finish_fp8_step(chunks: Sequence[nn.Module], parallel: Parallel) -> None:
 
 
 def named_global_parameters(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, nn.Parameter]]:
-    """(global Megatron name, parameter) of this rank, wrappers or not; parameters are this rank's pieces."""
+    """(global Megatron name, this rank's shard of the parameter) for chunks with or without wrappers."""
     for chunk in map(unwrap, chunks):
         for name, parameter in chunk.named_parameters():
             yield _global_name(name, chunk, parallel), parameter
 
 
 def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Iterator[tuple[str, Tensor]]:
-    """(global Megatron name, tensor) of all that a Hugging Face checkpoint holds: parameters, and router biases."""
+    """(global Megatron name, tensor) for everything in a Hugging Face checkpoint: parameters and router biases."""
     yield from named_global_parameters(chunks, parallel)
     for chunk in map(unwrap, chunks):
         for name, buffer in chunk.named_buffers():
@@ -227,11 +227,11 @@ def named_global_tensors(chunks: Sequence[nn.Module], parallel: Parallel) -> Ite
 
 @torch.no_grad()
 def load_hf(chunks: Sequence[nn.Module], source: str | Path | Get, cfg: RunConfig, parallel: Parallel) -> None:
-    """Fill the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
+    """Load the chunks from a Hugging Face checkpoint folder, or from a function that returns tensors by name.
 
-    Only the tensors of this rank's layers and experts are read. A folder that checkpoint_tools converted for Megatron-Core
-    is as good; reading it is collective. Raises FileNotFoundError or KeyError for what is missing and ValueError for a
-    wrong shape, each by name.
+    Reads only the tensors of this rank's layers and experts. Also accepts a folder that checkpoint_tools converted for
+    Megatron-Core; reading that is collective. Raises FileNotFoundError or KeyError for missing files or tensors and
+    ValueError for a wrong shape, each with the name.
     """
     forget_quantized_weights()
     if not callable(source) and is_distributed(source):
@@ -250,11 +250,11 @@ def unwrap(chunk: nn.Module) -> GPTModel:
 def named_linears(
     chunks: Sequence[nn.Module], parallel: Parallel
 ) -> Iterator[tuple[tuple[str, ...], QuantizableLinear]]:
-    """(global names of its weights, linear) for each linear of this rank that can be FP8; grouped ones have many."""
+    """(global names of its weights, linear) for each linear of this rank that can be FP8; grouped ones have several."""
     for chunk in map(unwrap, chunks):
         for prefix, module in chunk.named_modules():
             if isinstance(module, QuantizableLinear):
-                if isinstance(module, GroupedLinear):  # its parameters are registered the other way round
+                if isinstance(module, GroupedLinear):  # registers its parameters in reverse order
                     weights = [f"{prefix}.weight{index}" for index in range(module.num_gemms)]
                 else:
                     named = module.named_parameters(prefix=prefix, recurse=False)
@@ -269,28 +269,28 @@ def _global_name(local_name: str, chunk: GPTModel, parallel: Parallel) -> str:
 
 
 def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: Parallel) -> None:
-    """Set every parameter and router bias to this rank's piece of ``full(global name)``."""
+    """Set every parameter and router bias to this rank's shard of ``full(global name)``."""
     for name, parameter in named_global_tensors(chunks, parallel):
         expert = registry.is_expert(name)
         size, rank = (parallel.etp_size, parallel.etp_rank) if expert else (parallel.tp_size, parallel.tp_rank)
         piece = registry.shard(name, full(name), model, size, rank)
         if piece.shape != parameter.shape:
             raise ValueError(
-                f"{name}: this rank's piece has shape {tuple(piece.shape)}, the parameter {tuple(parameter.shape)}"
+                f"{name}: this rank's shard has shape {tuple(piece.shape)}, the parameter {tuple(parameter.shape)}"
             )
         parameter.copy_(piece)
 
 
 @torch.no_grad()
 def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
-    """Norms 1, biases 0, matrices normal; narrower by sqrt(2 * layers) if they add to the residual stream (GPT-2)."""
+    """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for those that add to the residual stream (GPT-2)."""
     residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)
 
     def draw(name: str) -> Tensor:
         shape = registry.weight(name, cfg.model).shape
         if len(shape) == 1:
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-        # A tied output layer must draw the embedding's numbers.
+        # A tied output layer must draw the same values as the embedding.
         canonical = registry.weight(name, cfg.model).name
         generator = torch.Generator().manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))
         adds_to_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
@@ -311,7 +311,7 @@ def _open_checkpoint(folder: Path) -> Get:
         with safe_open(folder / "model.safetensors", framework="pt") as single:
             files = dict.fromkeys(single.keys(), "model.safetensors")
     else:
-        raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json is there")
+        raise FileNotFoundError(f"{folder}: neither model.safetensors nor model.safetensors.index.json exists")
     handles: dict[str, object] = {}
 
     def get(name: str) -> Tensor:

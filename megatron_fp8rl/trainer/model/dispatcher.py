@@ -1,15 +1,15 @@
-"""How tokens come to their experts and back: Megatron-Core's all-to-all, without what one rank does not need.
+"""Token dispatch and combine by Megatron-Core's all-to-all, without redundant sorts.
 
-In: hidden states and the router's choice. Out: tokens sorted by expert, and the sum of each token's weighted outputs in
-the tokens' order. Runs on every trainer rank.
+In: hidden states and the routing map. Out: tokens sorted by expert, and each token's weighted sum of expert outputs in
+the original order. Runs on: every trainer rank.
 
-On a GPU with Transformer Engine its permutation kernels move the tokens. They sum the outputs of a token's experts, and
-the gradients of its copies, in FP32, expert after expert, and round once. Megatron-Core's other way scatters BF16 sums
-with atomic additions, which round after each expert, in an order of their own in every run. Where the engine multiplies
-by the router's weights in that sum, ``combine.py`` adds up.
+On a GPU with Transformer Engine, its permutation kernels move the tokens. They sum the outputs of a token's experts,
+and the gradients of its copies, in FP32, expert by expert, and round once. Megatron-Core's fallback scatters with BF16
+atomic adds, which round after each expert, in a different order in every run. If the engine applies router weights in
+combine, ``combine.py`` computes the sum.
 
-Where a rank has all experts, tokens are sorted already when Megatron-Core would sort them by the experts of the rank:
-two copies of all routed tokens in each direction, that change nothing.
+If a rank has all experts, tokens are already sorted when Megatron-Core would sort them by local expert: two copies of
+all routed tokens in each direction that change nothing.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from megatron_fp8rl.upstream import patches
 
 
 def has_fused_permutation(device: torch.device) -> bool:
-    """Whether Transformer Engine's permutation kernels run here, as Megatron-Core found them."""
+    """Whether Megatron-Core found Transformer Engine's permutation kernels and they run on this device."""
     return device.type == "cuda" and moe_utils.fused_permute_with_probs is not None
 
 
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides combine_postprocess: the router's weights multiply in the sum of a token's experts, as in the engine",
-    remove_when="the dispatcher can weigh in its sum",
+    why="overrides combine_postprocess: router weights are applied in combine, as in the engine",
+    remove_when="the dispatcher can apply router weights in combine",
 )
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """Megatron-Core's, which can multiply by the router's weights where it adds up a token's experts."""
+    """Megatron-Core's dispatcher that can apply router weights in combine."""
 
     def __init__(self, *args: Any, weighs: bool, **kwargs: Any):
-        """``weighs``: outputs arrive without their weights."""
+        """``weighs``: apply router weights in combine; expert outputs arrive unweighted."""
         super().__init__(*args, **kwargs)
         self.weighs = weighs
 
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
-        """outputs [tokens * top-k, hidden], sorted by expert -> the sums, in the shape of the hidden states."""
+        """outputs [tokens * top-k, hidden], sorted by expert -> sums per token, in the shape of the hidden states."""
         if not self.weighs:
             return super().combine_postprocess(outputs)
         summed = add_up(outputs, self.probs, self.routing_map, self.config.moe_router_topk)
@@ -57,18 +57,18 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides dispatch_postprocess and combine_preprocess, which sort tokens that are sorted already",
+    why="overrides dispatch_postprocess and combine_preprocess, which sort tokens that are already sorted",
     remove_when="the dispatcher skips the sort on a rank that has all experts",
 )
 class OneRankDispatcher(Dispatcher):
-    """For a rank that has all experts, whole."""
+    """Dispatcher for a rank that has all experts, unsharded."""
 
     def dispatch_postprocess(self, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """tokens [T, hidden] and probs [T], both sorted by expert, as they are; with tokens per expert, on the host."""
+        """tokens [T, hidden] and probs [T], sorted by expert and returned unchanged; tokens per expert, on the host."""
         return tokens, counts_on_host(self), probs
 
     def combine_preprocess(self, outputs: Tensor) -> Tensor:
-        """outputs [T, hidden] as they are."""
+        """outputs [T, hidden], unchanged."""
         return outputs
 
 
@@ -79,8 +79,8 @@ class OneRankDispatcher(Dispatcher):
     remove_when="MoELayer takes the class of its dispatcher as an argument",
 )
 class ExpertLayer(MoELayer):
-    """Megatron-Core's layer of experts, with the dispatchers above. ``weighs_in_sum``: the router's weights multiply in
-    the sum of a token's experts, not after each expert."""
+    """Megatron-Core's MoE layer with the dispatchers above. ``weighs_in_sum``: apply router weights in combine, not in
+    the experts."""
 
     def __init__(self, config: Any, *args: Any, pg_collection: Any, weighs_in_sum: bool = False, **kwargs: Any):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)

@@ -1,23 +1,24 @@
-"""Experts on grouped kernels: all experts of a rank are one kernel per product, in blockwise FP8 or in BF16.
+"""Experts on grouped GEMMs, one kernel for all local experts, in blockwise FP8 or BF16.
 
-In: tokens sorted by expert, as Megatron-Core's dispatcher brings them, and the router's weights. Out: the experts'
-outputs times these weights; gradients of both, and of the parameters, which the products add to Megatron-Core's FP32
-gradient buffer themselves. Parameters are those of ``GroupedLinear``: checkpoints and the exporter see no difference.
+In: tokens sorted by expert, as Megatron-Core's dispatcher returns them, and router weights. Out: the experts' outputs
+times the router weights; gradients of both, and of the parameters, which wgrad GEMMs accumulate directly in
+Megatron-Core's FP32 gradient buffer. Parameters are those of ``GroupedLinear``, so checkpoints and the exporter are
+unaffected.
 
-    forward     x, padded to whole blocks of rows and quantized -> fc1 -> h -> SwiGLU, quantized -> fc2 -> times p
+    forward     x, rows padded to whole blocks and quantized -> fc1 -> h -> SwiGLU, quantized -> fc2 -> times p
     backward    dy, padded and quantized -> fc2 -> da -> SwiGLU backward with p: dh and (p a), quantized -> fc1 -> dx
                 dW2 += dy^T (p a)        dW1 += dh^T x        dp = sum(a da)
 
-``fused_moe.py`` moves and quantizes, ``gemm.py`` multiplies; on a CPU both are torch, with the same
-roundings. Forward is the engine's: the same bytes go into the same DeepGEMM kernels, a row's bits do not depend on the
-rows beside it, and p multiplies an expert's output. Backward needs no output of fc2 for the gradient of p: what arrives
-at fc2's input, times that input, is the same sum, so h and FP8 columns of x are all that is kept between the two.
+``fused_moe.py`` permutes and quantizes, ``gemm.py`` multiplies; on a CPU both use torch, with the same rounding.
+Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a row's bits do not depend on other rows,
+and p is applied to an expert's output. Backward does not need fc2's output for the gradient of p: the gradient at fc2's
+input times that input is the same sum, so only h and columnwise FP8 x are kept from forward to backward.
 
-The number of tokens of each expert is on the host already, where the dispatcher needed it for its all-to-all; nothing
-here waits for the GPU, and no kernel is launched once for each expert. Blockwise, NaN and infinity make the whole block
-that they are in NaN, and so every number that the block has a part in.
+Tokens per expert are already on the host, where the dispatcher needed them for its all-to-all; nothing here
+synchronizes with the GPU, and no kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block
+into NaN, and with it every output that depends on the block.
 
-Shapes: T = tokens (one for each expert of a token), P = rows with every expert's filled up to multiples of 128, E =
+Shapes: T = routed tokens (a token counts once per expert), P = rows with each expert's padded to multiples of 128, E =
 experts of this rank, H = hidden size, F = features between the two linears on this rank.
 """
 
@@ -60,13 +61,13 @@ _dummies: dict[tuple, Tensor] = {}
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides forward: all experts of a rank in one call of grouped products",
-    remove_when="TEGroupedMLP multiplies by DeepGEMM's grouped products",
+    why="overrides forward: all experts of a rank run in one call of grouped GEMMs",
+    remove_when="TEGroupedMLP supports DeepGEMM's grouped GEMMs",
 )
 class GroupedExperts(TEGroupedMLP):
-    """The experts of this rank. ``scales``: how both linears are quantized; None: not at all. ``wgrad``: operands of
-    the weight gradients where the linears are FP8. ``weighs``: the router's weights multiply here, not where a token's
-    experts are added up; gradients are the same (``kernels/combine.py``).
+    """The experts of this rank. ``scales``: how both linears are quantized; None for BF16. ``wgrad``: operand dtype of
+    wgrad if the linears are FP8. ``weighs``: apply router weights in the experts, not in combine; gradients are the
+    same (``kernels/combine.py``).
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class GroupedExperts(TEGroupedMLP):
         self.scales, self.wgrad, self.weighs = scales, wgrad, weighs
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
-        """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host if nothing shall wait; probs
+        """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host to avoid a device sync; probs
         [T] -> [T, H]. Activations are BF16."""
         counts = tokens_per_expert.tolist()
         on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
@@ -94,27 +95,27 @@ class GroupedExperts(TEGroupedMLP):
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one call that are no differentiable tensors."""
+    """The non-differentiable arguments of one call."""
 
     layout: ExpertPermutation
     scales: Scales | None  # None: BF16
     wgrad_fp8: bool
     caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
-    record: bool  # whether this pass will have gradients
+    record: bool  # whether gradients are needed
     weighs: bool = True  # whether outputs are multiplied by p; backward is the same
 
     def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
-        """The forms in which a matrix is needed for the weight gradient alone, as arguments of fused_moe.py."""
+        """The formats of a matrix needed for wgrad alone, as arguments for fused_moe.py."""
         return {columns: wgrad and self.in_columns, bf16: wgrad and not self.in_columns}
 
     def forms(self, *, wgrad: bool) -> dict[str, bool]:
-        """The forms in which a matrix is needed that is multiplied by weights, and for the weight gradient."""
+        """The formats of a matrix needed for fprop or dgrad, and with ``wgrad`` also for wgrad."""
         forms = self.operands(wgrad=wgrad)
         return forms | {"rows": True} if self.scales is not None else {"rows": False, "columns": False, "bf16": True}
 
     @property
     def in_columns(self) -> bool:
-        """Whether operands of weight gradients are FP8."""
+        """Whether wgrad operands are FP8 (columnwise)."""
         return self.wgrad_fp8 and self.scales is not None
 
     @property
@@ -122,7 +123,7 @@ class _Call:
         return self.scales or "pow2"
 
     def multiply(self, x: Quantized, weights: _Weights, *, transposed: bool = False) -> Tensor:
-        """BF16 [P, N]: x times each expert's matrix, or times its transpose."""
+        """BF16 [P, N]: x times each expert's matrix or its transpose."""
         if self.scales is None:
             return multiply(x.bf16, weights.bf16(transposed), self.layout)
         return multiply_fp8(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, torch.bfloat16)
@@ -130,7 +131,7 @@ class _Call:
     def multiply_to_tokens(
         self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        """BF16 [T, N]: the same for each token, times ``probs``."""
+        """BF16 [T, N]: the same without padding rows, times ``probs``."""
         if self.scales is None:
             return unpermute(self.multiply(x, weights, transposed=transposed), self.layout, probs)
         return multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, probs)
@@ -141,7 +142,7 @@ class _GroupedExperts(torch.autograd.Function):
     def forward(
         ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, halves: tuple[Sequence[Tensor], ...], *edges: Tensor
     ) -> Tensor:
-        """``halves``: the weights of fc1 and of fc2. ``edges``: as many of each, which autograd has to see."""
+        """``halves``: the weights of fc1 and of fc2. ``edges``: the weights autograd tracks, equally many of each."""
         layout, scales = call.layout, call.kernel_scales
         needs_dw = call.record and any(ctx.needs_input_grad[4:])
         ctx.call, ctx.halves = call, halves
@@ -152,7 +153,7 @@ class _GroupedExperts(torch.autograd.Function):
         h_P2F = call.multiply(x, fc1)
         x = _kept(x, call) if needs_dw else None
         if call.record:
-            # What is saved for backward is kept until that has returned; this is free when it has been read.
+            # save_for_backward keeps tensors until backward returns; these attributes are freed once read.
             ctx.linears, ctx.x, ctx.h = (fc1, fc2), x, h_P2F
             ctx.save_for_backward(probs_T)
         a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
@@ -192,7 +193,7 @@ class _GroupedExperts(torch.autograd.Function):
 
 
 def _kept(x: Quantized, call: _Call) -> Quantized:
-    """What the weight gradient needs of a matrix, without the rest."""
+    """Keep only the format of a matrix that wgrad needs."""
     return Quantized(columns=x.columns, column_scales=x.column_scales) if call.in_columns else Quantized(bf16=x.bf16)
 
 
@@ -206,7 +207,7 @@ def _add_products(grad: Quantized, x: Quantized, call: _Call, out_ENK: Tensor) -
 
 
 class _Weights:
-    """The matrices of one linear's experts as one tensor, in the type that is multiplied."""
+    """The matrices of one linear's experts as one tensor, in the GEMM's dtype."""
 
     def __init__(self, weights: Sequence[Tensor], scales: Scales | None):
         matrices_ENK = stacked(weights)
@@ -220,7 +221,7 @@ class _Weights:
         return self._bf16_ENK.transpose(1, 2) if transposed else self._bf16_ENK
 
     def fp8(self, transposed: bool) -> Fp8:
-        """``transposed``, for the input gradient, is made by the first backward pass, when activations begin to go."""
+        """``transposed``, for dgrad, is made by the first backward pass, when activations start to be freed."""
         if transposed and self._transposed is None:
             self._transposed = self._fp8.transposed()
         return self._transposed if transposed else self._fp8
@@ -231,7 +232,7 @@ def _weights(weights: Sequence[Tensor], call: _Call, cache: WeightCache) -> _Wei
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
-    """The tensors as one [E, N, K] that shares their memory; None where they do not lie one behind the other."""
+    """View the tensors as one [E, N, K] tensor; None if they are not adjacent in memory, in order."""
     first = tensors[0]
     size, step = first.numel(), first.numel() * first.element_size()
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -244,10 +245,10 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def _edges(fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The weights that autograd has to see: one of each linear, if the owner of gradient buffers hears of the others.
+    """The weights passed to autograd: one per linear if the gradient buffers can be notified about the others.
 
-    For each that it sees, autograd calls a function and a hook in every backward pass: for hundreds of small experts
-    that takes the host longer than their products take the GPU.
+    Autograd calls a function and a hook per input weight in every backward pass: for hundreds of small experts that
+    takes the host longer than their GEMMs take the GPU.
     """
     is_told = all(is_fused(half[0]) and hasattr(half[0], "gradients_ready") for half in (fc1, fc2))
     if is_told and all(weight.requires_grad for half in (fc1, fc2) for weight in half):
@@ -258,10 +259,10 @@ def _edges(fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Sequence[Tensor]:
 def _add_to_gradients(
     weights: Sequence[Tensor], num_edges: int, add: Callable[[Tensor], None] | None = None
 ) -> list[Tensor]:
-    """Let ``add`` add weight gradients [E, N, K] to the parameters' ``main_grad``; what autograd gets instead of them,
-    for the first ``num_edges``.
+    """Let ``add`` accumulate weight gradients [E, N, K] in the parameters' ``main_grad``; returns placeholder gradients
+    for autograd, for the first ``num_edges`` weights.
 
-    Without a buffer of Megatron-Core it gets the gradients, in the parameters' type. None adds nothing.
+    Without Megatron-Core's gradient buffer, returns the gradients in the parameters' dtype. None adds nothing.
     """
     first = weights[0]
     fused = is_fused(first)
@@ -285,8 +286,8 @@ def _add_to_gradients(
 
 
 def _dummy(weight: Tensor) -> Tensor:
-    """Memory for gradients that nobody reads: Megatron-Core's hooks want to see one when reductions overlap with
-    backward. One for all experts, where one for each would be as large as all their weights."""
+    """Placeholder gradient that is never read: Megatron-Core's hooks require one when reductions overlap with backward.
+    Shared by all experts, because one each would take as much memory as all their weights."""
     key = weight.shape, weight.dtype, weight.device
     if key not in _dummies:
         _dummies[key] = torch.empty_like(weight).detach()

@@ -1,6 +1,7 @@
-"""The layers of a GPTModel, for Megatron-Core's layer specs: which modules a layer is made of in each model family, and
-what each of them computes with. A module is complete when it is built: its precision comes from the layer table, its
-kernel from ``precision/kernel_choice.py``.
+"""Megatron-Core layer specs: the modules of each layer, with their precision and kernels.
+
+A module is fully configured when it is built: its precision comes from the layer table, its kernel from
+``precision/kernel_choice.py``.
 """
 
 from __future__ import annotations
@@ -58,24 +59,24 @@ from megatron_fp8rl.trainer.model.router import Router
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.upstream import patches
 
-_FP32_ROUTERS = ("glm4_moe",)  # families whose engine multiplies the router's weight in FP32
+_FP32_ROUTERS = ("glm4_moe",)  # families whose router GEMM runs in FP32 in the engine
 
 
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides forward: the router's weight multiplies an expert's output, as in the engine",
-    remove_when="TEGroupedMLP can weigh outputs, not the input of the second linear",
+    why="overrides forward: router weights are applied to an expert's output, as in the engine",
+    remove_when="TEGroupedMLP can apply router weights to outputs instead of the input of the second linear",
 )
 class Experts(TEGroupedMLP):
     """The experts of this rank.
 
-    The router's weight multiplies an expert's output, where the engine applies it too. Megatron-Core multiplies the
-    input of the second linear, which is the same function until that input is rounded to FP8.
+    Applies router weights to an expert's output, like the engine. Megatron-Core applies them to the input of the second
+    linear, which is equivalent until that input is rounded to FP8.
     """
 
     def __init__(self, *args: Any, weighs: bool = True, **kwargs: Any):
-        """``weighs``: here, not where a token's experts are added up."""
+        """``weighs``: apply router weights in the experts, not in combine."""
         super().__init__(*args, **kwargs)
         self.weighs = weighs
 
@@ -87,9 +88,9 @@ class Experts(TEGroupedMLP):
 
 
 def _swiglu(h: Tensor) -> Tensor:
-    """silu(gate) * up of [T, 2 features], each rounded to the type of ``h``."""
+    """silu(gate) * up of [T, 2 features], each rounded to the dtype of ``h``."""
     if h.is_cuda and h.dtype == torch.bfloat16:
-        from megatron_fp8rl.kernels.triton import swiglu  # the same bits, in one pass
+        from megatron_fp8rl.kernels.triton import swiglu  # bitwise identical, in one pass
 
         return swiglu.swiglu(h)
     gate, up = h.chunk(2, dim=-1)
@@ -97,7 +98,7 @@ def _swiglu(h: Tensor) -> Tensor:
 
 
 def _weighted(out: Tensor, probs: Tensor) -> Tensor:
-    """[T, hidden] times probs [T], rounded once to the type of ``out``."""
+    """[T, hidden] times probs [T], rounded once to the dtype of ``out``."""
     if out.is_cuda and out.dtype == torch.bfloat16:
         from megatron_fp8rl.kernels.triton import swiglu
 
@@ -112,14 +113,14 @@ def _weighted(out: Tensor, probs: Tensor) -> Tensor:
     remove_when="the feed-forward part of a layer spec can be any module",
 )
 class DeepGemmMlp(MLP):
-    """The feed-forward part of a dense layer in one piece, both of whose linears DeepGEMM multiplies. Parameters and
-    checkpoints are those of Megatron-Core's MLP."""
+    """A fused dense MLP for when both linears run on DeepGEMM. Parameters and checkpoints are those of Megatron-Core's
+    MLP."""
 
     def forward(self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **kwargs: Any) -> tuple:
-        """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); under sequence parallelism a rank
-        has its own tokens."""
+        """Collective over tensor-parallel ranks: [s, b, H] -> ([s, b, H], None); under sequence parallelism s counts
+        this rank's tokens."""
         fc1, fc2 = self.linear_fc1, self.linear_fc2
-        if is_watched(fc1) or is_watched(fc2):  # by a probe, which would see nothing of one piece
+        if is_watched(fc1) or is_watched(fc2):  # a hook would see nothing of the fused MLP
             return super().forward(hidden_states, per_token_scale, **kwargs)
         assert per_token_scale is None and self.config.gated_linear_unit and not self.config.add_bias_linear
         x = fc1.gathered(hidden_states)
@@ -131,7 +132,7 @@ _GEMMS = {"te": on_transformer_engine, "emulated": in_torch, "deep_gemm": on_dee
 
 
 class LayerFactory:
-    """Builds the layers of one rank in the precision of ``cfg``, on the kernels of ``choice``."""
+    """Builds the layers of one rank in the precision of ``cfg`` with the kernels of ``choice``."""
 
     def __init__(self, cfg: RunConfig, parallel: Parallel, choice: KernelChoice):
         self._cfg, self._model, self._parallel, self._kernels = cfg, cfg.model, parallel, choice.trainer
@@ -140,7 +141,7 @@ class LayerFactory:
         self.norm = partial(RMSNorm, compute=_norm(self._kernels.norms))
 
     def linear(self, layer: int, name: str) -> LinearSpec:
-        """How a linear multiplies, by its name within its layer, such as ``mlp.linear_fc1``."""
+        """The spec of a linear, by its name within the layer, such as ``mlp.linear_fc1``."""
         recipe, weight = self._of(layer, name)
         if recipe is None:
             return LinearSpec(history_len=self._history_len)
@@ -153,11 +154,11 @@ class LayerFactory:
         recipe, _ = self._of(layer, f"mlp.experts.0.{name}")
         kernel = self._kernels.experts
         if kernel == "te" and recipe is None and self._kernels.params == "fp32":
-            kernel = "emulated"  # TF32 would round their products, and float32 is there for exact comparisons
+            kernel = "emulated"  # TE would use TF32; FP32 parameters are for exact comparisons
         return LinearSpec(recipe, None if kernel == "deep_gemm" else _GEMMS[kernel], history_len=self._history_len)
 
     def _of(self, layer: int, name: str) -> tuple[Recipe | None, registry.Weight]:
-        """(recipe of a linear, its weight); q, k and v are one linear, and all FP8 or none."""
+        """(recipe, weight) of a linear; q, k and v are one linear, so all or none of them are FP8."""
         weight = registry.weight(f"decoder.layers.{layer}.{name}.weight", self._model)
         (in_fp8,) = {self._table.trainer_fp8(part) for part, _ in weight.parts}
         return self._recipe if in_fp8 else None, weight
@@ -239,8 +240,8 @@ class LayerFactory:
         return partial(GroupedExperts, submodules=grouped, weighs=weighs, scales=scales, wgrad=wgrad)
 
     def layer(self, layer: int) -> ModuleSpec:
-        """One layer, counted over the whole model."""
-        # Checkpoint names of Transformer Engine, which keeps these norms inside the linear after them.
+        """The spec of one layer, by its index in the whole model."""
+        # Use Transformer Engine's checkpoint names, where these norms are part of the linear that follows.
         names = {}
         if self._model.mla is None:
             names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
@@ -276,10 +277,10 @@ def _norm(kernel: str) -> Norm:
 
 
 def _block_rows(weight: registry.Weight, model: ModelConfig, parallel: Parallel) -> Tensor | None:
-    """The rows of a linear, Hugging Face tensor by tensor, when its own order would mix tensors in one FP8 block.
+    """Row order of the Hugging Face tensors, if Megatron-Core's row order would mix tensors in one FP8 block.
 
-    Megatron-Core interleaves q, k and v group by group. The engine's blocks of 128 rows lie within one of them, so the
-    trainer has to count its blocks in the engine's order, unless heads fill whole blocks and the two orders agree.
+    Megatron-Core interleaves q, k and v group by group. In the engine a block of 128 rows never spans two of them, so
+    the trainer must form blocks in the engine's order. None if heads fill whole blocks, so that both orders agree.
     """
     if weight.axis != 0 or weight.join != "qkv":
         return None

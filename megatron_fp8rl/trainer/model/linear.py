@@ -1,7 +1,7 @@
-"""Linears that can multiply in FP8, and the norm: in plain torch, or on a GPU with Transformer Engine's kernels.
+"""Linears with pluggable FP8 GEMMs, and RMSNorm.
 
-Parameters are called and laid out as with Transformer Engine, so checkpoints are interchangeable. A linear is built
-with its :class:`LinearSpec`, a norm with the function that computes it; ``trainer/model/kernels.py`` makes both.
+Parameters are named and laid out as in Transformer Engine, so checkpoints are interchangeable. A linear is built with
+its :class:`LinearSpec`, a norm with the function that computes it; ``trainer/model/layers.py`` chooses both.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def rms_norm_in_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] over the root mean square of its last axis, rounded to the type of x, times weight [H]."""
+    """x [..., H] over the root mean square of its last axis, rounded to the dtype of x, times weight [H]."""
     return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm with float32 statistics, rounded where the engine rounds.
+    """RMSNorm with FP32 statistics, rounded where the engine rounds.
 
-    On a CPU that is before the weight multiplies and after it, as in the published models. vLLM's GPU kernels multiply
-    in float32 and round once, and so does a norm on Transformer Engine's kernels.
+    On a CPU that is both before and after the multiplication by the weight, as in the published models. vLLM's GPU
+    kernels multiply in FP32 and round once, and so do Transformer Engine's.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, compute: Norm | None = None,
@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps, self.compute = eps, compute or rms_norm_in_torch
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
-        # Under sequence parallelism each rank sees its tokens only; the tag has the gradient summed over them.
+        # Under sequence parallelism each rank sees only its tokens; this makes Megatron-Core sum the gradient.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,26 +62,26 @@ def current_device() -> torch.device:
 
 
 Gemm = Callable[["QuantizableLinear", Tensor, Sequence[Tensor], "Sequence[int] | None"], Tensor]
-"""(linear, x [T, K], E weights [N, K], tokens of each expert or None) -> y [T, N], with gradients."""
+"""(linear, x [T, K], E weights [N, K], tokens per expert or None) -> y [T, N], with gradients."""
 
 
 @dataclass(frozen=True, eq=False)
 class LinearSpec:
-    """How one linear multiplies."""
+    """Precision and kernel of one linear."""
 
-    recipe: Recipe | None = None  # None: BF16, or what else its parameters are
-    gemm: Gemm | None = None  # None: Megatron-Core's own product, or experts whose owner multiplies
-    block_rows: Tensor | None = None  # int64 [N] order of the rows in which FP8 blocks are counted; None: their own
+    recipe: Recipe | None = None  # None: the dtype of the parameters, such as BF16
+    gemm: Gemm | None = None  # None: Megatron-Core's GEMM, or experts whose module multiplies
+    block_rows: Tensor | None = None  # int64 [N] row order in which FP8 blocks are formed; None for the weight's own
     history_len: int | None = None
-    """Steps that delayed scaling remembers. Every linear of such a model has a history, BF16 or not: the layers of a
-    model then look alike to distributed checkpointing, which stacks them."""
+    """Length of the amax history under delayed scaling. Every linear of such a model has a history, FP8 or not: layers
+    must be homogeneous for distributed checkpointing, which stacks them."""
 
 
 class QuantizableLinear:
-    """What the linears here share: how they multiply, and under delayed scaling a history."""
+    """Base of the linears: recipe, GEMM and weight cache, and under delayed scaling the amax history."""
 
     def multiply_by(self, spec: LinearSpec) -> None:
-        """The last part of construction."""
+        """Apply ``spec``; the last step of construction."""
         self.recipe, self.gemm, self.block_rows = spec.recipe, spec.gemm, spec.block_rows
         self.cache = WeightCache()  # of quantized weights
         if spec.history_len is not None:
@@ -93,7 +93,7 @@ class QuantizableLinear:
 
 
 class ColumnLinear(QuantizableLinear, ColumnLinearBase):
-    """Output features divided over tensor-parallel ranks."""
+    """Output features sharded over tensor-parallel ranks."""
 
     def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -103,15 +103,15 @@ class ColumnLinear(QuantizableLinear, ColumnLinearBase):
         return None if self.recipe is None else quantized(self, x if is_whole else self.gathered(x), weight)
 
     def gathered(self, x: Tensor) -> Tensor:
-        """Collective over tensor-parallel ranks: what a rank multiplies, of the [s, b, h] that it has."""
+        """Collective over tensor-parallel ranks: gather the GEMM input from this rank's [s, b, h]."""
         if self.sequence_parallel:
-            # Backward: each rank has the gradient through its output features only, so the slices are summed.
+            # Backward: each rank has the gradient of its output features only, so the slices are summed.
             return gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group) if self.allreduce_dgrad else x
 
 
 class RowLinear(QuantizableLinear, RowLinearBase):
-    """Input features divided over tensor-parallel ranks; the caller reduces the partial sums."""
+    """Input features sharded over tensor-parallel ranks; the caller reduces the partial sums."""
 
     def __init__(self, *args: Any, spec: LinearSpec = LinearSpec(), **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -121,14 +121,14 @@ class RowLinear(QuantizableLinear, RowLinearBase):
         return None if self.recipe is None else quantized(self, x, weight)
 
     def reduced(self, y: Tensor) -> Tensor:
-        """Collective over tensor-parallel ranks: the sum of their partial sums, or this rank's tokens of it."""
+        """Collective over tensor-parallel ranks: all-reduce or, under sequence parallelism, reduce-scatter ``y``."""
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(y, group=self.tp_group)
         return reduce_from_tensor_model_parallel_region(y, group=self.tp_group)
 
 
 def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., K] times weight [N, K] in the recipe of ``linear``: [..., N]."""
+    """x [..., K] times weight [N, K] with the recipe of ``linear`` -> [..., N]."""
     y = linear.gemm(linear, x.reshape(-1, x.shape[-1]), (weight,), None)
     return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -136,7 +136,7 @@ def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
 def in_torch(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm`: the emulation, ``precision/recipes.py``."""
+    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``)."""
     rows = linear.block_rows
     if rows is not None:
         weights = tuple(weight[rows] for weight in weights)
@@ -147,20 +147,20 @@ def in_torch(
 def on_deep_gemm(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm` of one matrix."""
+    """A :data:`Gemm` for a single matrix, on DeepGEMM."""
     (weight,) = weights
     return linear_deep_gemm.linear(x_TK, matrix_of(linear, weight))
 
 
 def matrix_of(linear: QuantizableLinear, weight: Tensor) -> linear_deep_gemm.Matrix:
-    """The weight [N, K] of ``linear`` as DeepGEMM multiplies it."""
+    """The weight [N, K] of ``linear`` as DeepGEMM's operand."""
     return linear_deep_gemm.Matrix(weight, linear.recipe.scales, linear.cache, linear.block_rows)
 
 
 def on_transformer_engine(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm`."""
+    """A :data:`Gemm` on Transformer Engine."""
     from megatron_fp8rl.trainer.model.linear_te import te_linear
 
     return te_linear(
@@ -175,7 +175,7 @@ def on_transformer_engine(
 
 
 class ReplicatedLinear(QuantizableLinear, nn.Module):
-    """A weight that every tensor-parallel rank holds whole and applies to its own tokens."""
+    """A weight replicated on every tensor-parallel rank and applied to the rank's own tokens."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, tp_group, spec: LinearSpec = LinearSpec()
@@ -185,7 +185,7 @@ class ReplicatedLinear(QuantizableLinear, nn.Module):
         self.tp_group = tp_group
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=current_device())
         self.weight = nn.Parameter(weight)
-        # Each rank sees its tokens only; the tag has the gradient summed over tensor-parallel ranks.
+        # Each rank sees only its tokens; this makes Megatron-Core sum the gradient over tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -204,9 +204,9 @@ class ReplicatedLinear(QuantizableLinear, nn.Module):
 
 
 class GroupedLinear(QuantizableLinear, nn.Module):
-    """The linears of all experts of this rank: parameters ``weight{i}``, as TEGroupedLinear calls them.
+    """The linears of all experts of this rank: parameters ``weight{i}``, named as in TEGroupedLinear.
 
-    Their values are left to ``build_chunks``, which fills every parameter of a model.
+    The parameters are uninitialized; ``build_chunks`` fills every parameter of a model.
     """
 
     def __init__(self, num_gemms: int, input_size: int, output_size: int, *, parallel_mode: str,
@@ -226,18 +226,18 @@ class GroupedLinear(QuantizableLinear, nn.Module):
             or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
         )
         stack = torch.empty(num_gemms, *shape, dtype=config.params_dtype, device=current_device())
-        # Megatron-Core's buffers hold parameters from the last to the first. Registered in this order experts lie there
-        # in theirs, as in this one tensor: grouped kernels read the weights and add the gradients of all, uncopied.
+        # Megatron-Core's buffers hold parameters in reverse order of registration. Registering experts in reverse keeps
+        # them in order there, as in this one tensor, so grouped kernels read weights and add gradients without copies.
         for index in reversed(range(num_gemms)):
             weight = nn.Parameter(stack[index])
             stride = 2 if self.axis == 0 and config.gated_linear_unit else 1
             set_tensor_model_parallel_attributes(weight, tp_size > 1, self.axis, stride)
-            weight.allreduce = not own_groups  # False: gradients are reduced over the experts' own groups
+            weight.allreduce = not own_groups  # False: reduce gradients over the expert groups
             self.register_parameter(f"weight{index}", weight)
 
     @property
     def weights(self) -> tuple[nn.Parameter, ...]:
-        """One of each expert, in their order: they alone are registered, from the last to the first."""
+        """One per expert, in order; they are this module's only parameters, registered in reverse."""
         return tuple(reversed(own_parameters(self)))
 
     def forward(self, x: Tensor, splits: list[int]) -> tuple[Tensor, None]:
@@ -245,10 +245,10 @@ class GroupedLinear(QuantizableLinear, nn.Module):
         return self.gemm(self, x, self.weights, splits), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are never delayed here."""
+        """No-op: wgrad is never delayed here."""
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
-        """Each expert's weight as a shard of one tensor over all experts; interchangeable with TEGroupedLinear."""
+        """Each expert's weight as a shard of one global tensor; interchangeable with TEGroupedLinear."""
         ep, tp, dp = (getattr(self.pg_collection, name) for name in ("ep", "expt_tp", "expt_dp"))
         num_experts, first, result = ep.size() * self.num_gemms, ep.rank() * self.num_gemms, {}
         for index, weight in enumerate(self.weights):

@@ -1,22 +1,22 @@
-"""Dense linears, and a whole feed-forward part, on DeepGEMM in blockwise FP8, quantized by fused kernels.
+"""Dense linears and MLPs on DeepGEMM in blockwise FP8, with fused quantization.
 
-In: BF16 activations and parameters. Out: y = x W^T, its input gradient, and weight gradients that the product adds to
-Megatron-Core's FP32 gradient buffer itself. A matrix is read once and quantized in rows and in columns at a time: rows
-for the product with the weight, columns for the weight gradient. What is kept for backward are the columns, in FP8.
+In: BF16 activations and parameters. Out: y = x W^T, its input gradient, and weight gradients that the GEMM accumulates
+directly in Megatron-Core's FP32 gradient buffer. A matrix is read once and quantized rowwise and columnwise together:
+rowwise for fprop and dgrad, columnwise for wgrad. Only the columnwise FP8 data is kept for backward.
 
     linear    x, quantized -> y                           g, quantized -> dx;  dW += g^T x
     mlp       x, quantized -> fc1 -> h -> SwiGLU,         g, quantized -> fc2 -> da -> SwiGLU backward with h: dh and
               quantized -> fc2 -> y                       a, quantized -> fc1 -> dx;  dW2 += g^T a;  dW1 += dh^T x
 
-The forward pass of ``mlp`` computes the numbers of two linears with SwiGLU between them; the input of fc2 is never
-written in BF16, and nothing but h is kept between the two. ``fused_moe.py`` moves and quantizes, for a dense
-layer is one expert; ``gemm.py`` multiplies. On a CPU both are torch, with the same roundings.
+The forward pass of ``mlp`` gives the same result as two linears with SwiGLU between them; the input of fc2 is never
+written in BF16, and only h is kept between the two. Reuses the kernels of ``fused_moe.py`` to quantize, with
+num_experts = 1; ``gemm.py`` multiplies. On a CPU both use torch, with the same rounding.
 
-Weights are quantized once per optimizer step, and transposed in the same pass over them if gradients are wanted. NaN
-and infinity make the whole block that they are in NaN, and so every number that the block has a part in.
+Weights are quantized once per optimizer step; the first backward pass transposes them. NaN or infinity turns its whole
+block into NaN, and with it every output that depends on the block.
 
-Shapes: T = tokens, P = tokens filled up with zeros to a multiple of 128, N = output features, K = input features,
-H = hidden size, F = features between the two linears of a feed-forward part on this rank.
+Shapes: T = tokens, P = tokens padded with zeros to a multiple of 128, N = output features, K = input features,
+H = hidden size, F = features between the two linears of an MLP on this rank.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient, no_gradi
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter [N, K] and how it is multiplied."""
+    """A parameter [N, K] and its quantization settings."""
 
     weight: Tensor
     scales: Scales
     cache: WeightCache
-    block_rows: Tensor | None = None  # int64 [N], the order of rows in which blocks are counted; None: their own
+    block_rows: Tensor | None = None  # int64 [N] row order in which blocks are formed; None for the weight's own
 
     def quantized(self) -> _Quantized:
         return self.cache.get([self.weight], lambda: _Quantized(self))
 
 
 class _Quantized:
-    """The bytes of a matrix in both orientations."""
+    """The FP8 data of a matrix in both orientations."""
 
     def __init__(self, matrix: Matrix):
         weight_NK = matrix.weight.detach()
@@ -65,7 +65,7 @@ class _Quantized:
         self._transposed: Fp8 | None = None
 
     def transposed(self) -> Fp8:
-        """[K, N], for the input gradient; made by the first backward pass, when activations begin to go."""
+        """[K, N], for dgrad; made by the first backward pass, when activations start to be freed."""
         if self._transposed is None:
             self._transposed = _first(Fp8(*(part.unsqueeze(0) for part in self.rows)).transposed())
         return self._transposed
@@ -77,14 +77,14 @@ def _first(transposed: Fp8) -> Fp8:
 
 
 def linear(x_TK: Tensor, matrix: Matrix) -> Tensor:
-    """y BF16 [T, N] = x W^T of BF16 x, differentiable in x and the weight."""
+    """y BF16 [T, N] = x W^T for BF16 x, differentiable in x and the weight."""
     return _Linear.apply(x_TK, matrix.weight, matrix, torch.is_grad_enabled())
 
 
 def mlp(x_TH: Tensor, fc1: Matrix, fc2: Matrix) -> Tensor:
-    """y BF16 [T, H] = (silu(x Wg^T) * (x Wu^T)) Wd^T of BF16 x, differentiable in x and both weights.
+    """y BF16 [T, H] = (silu(x Wg^T) * (x Wu^T)) Wd^T for BF16 x, differentiable in x and both weights.
 
-    ``fc1`` [2F, H] holds Wg before Wu, ``fc2`` [H, F] is Wd; neither has an order of rows of its own.
+    ``fc1`` [2F, H] holds Wg before Wu, ``fc2`` [H, F] is Wd; neither may have ``block_rows``.
     """
     return _Mlp.apply(x_TH, fc1.weight, fc2.weight, fc1, fc2, torch.is_grad_enabled())
 
@@ -111,7 +111,7 @@ class _Linear(torch.autograd.Function):
             dx = grad_TN.new_empty(0, matrix.weight.shape[1]) if needs_dx else None
             return dx, no_gradients([matrix.weight])[0] if needs_dw else None, None, None
         w, x = ctx.w, ctx.x
-        ctx.w = ctx.x = None  # the memory is free when this function returns, not when the graph goes
+        ctx.w = ctx.x = None  # frees the memory when this function returns, not when the graph is freed
         if matrix.block_rows is not None:
             grad_TN = grad_TN[:, matrix.block_rows]
         grad = _quantize(grad_TN, matrix.scales, rows=needs_dx, columns=needs_dw)
@@ -135,7 +135,7 @@ class _Mlp(torch.autograd.Function):
         h_P2F = multiply_dense(_rows(x), made[0].rows)
         x = _columns(x) if needs_dw else None
         if record:
-            # Not saved for backward, which keeps what is until it has returned: it is free when it has been read.
+            # Not save_for_backward, which keeps tensors until backward returns; these attributes are freed once read.
             ctx.made, ctx.x, ctx.h = made, x, h_P2F
         a = swiglu_quantize(h_P2F, layout, fc2.scales)
         del x, h_P2F
@@ -171,9 +171,9 @@ class _Mlp(torch.autograd.Function):
         return dx_TH, dw1, dw2, None, None, None
 
 
-@functools.lru_cache(maxsize=8)  # passes of a few lengths take turns
+@functools.lru_cache(maxsize=8)  # passes alternate between a few lengths
 def _layout(num_tokens: int, device: torch.device) -> ExpertPermutation:
-    """All tokens as those of one expert. Never waits for the device."""
+    """The permutation with all tokens on one expert. Never synchronizes the device."""
     count = torch.full((1,), num_tokens, dtype=torch.int64, device=device)
     return ExpertPermutation.of(count, num_tokens, (num_tokens,), in_matrix=True)
 
@@ -192,7 +192,8 @@ def _columns(x: Quantized) -> Fp8:
 
 
 def _multiply(x: Quantized, weight: Fp8, num_tokens: int) -> Tensor:
-    """BF16 [T, N], of tokens alone. Detached: autograd lets nobody write into a view that a function returns."""
+    """BF16 [T, N], without padding. Detached, because autograd forbids in-place writes to a view that a function
+    returns."""
     return multiply_dense(_rows(x), weight)[:num_tokens].detach()
 
 

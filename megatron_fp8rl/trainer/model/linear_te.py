@@ -1,24 +1,24 @@
-"""The FP8 recipes on Transformer Engine's kernels: what ``precision/recipes.py`` defines, on tensor cores.
+"""The FP8 recipes of ``precision/recipes.py`` on Transformer Engine's kernels.
 
 In: activations and BF16 (or FP32) parameters on a GPU. Out: y = x W^T, its input gradient, and weight gradients that
-the matrix product adds to Megatron-Core's FP32 gradient buffer itself. This file, ``te_norm.py`` and
-``fused_attention.py`` alone import Transformer Engine, and only where it is installed.
+the GEMM accumulates directly in Megatron-Core's FP32 gradient buffer. Only this module, ``norm.py`` and
+``attention_te.py`` import Transformer Engine's kernels, and only where it is installed.
 
-    y  = x W^T     TN     x in rows, W in rows              quantized once, W once per optimizer step
-    dx = g W       NN     g in rows, W in columns
-    dW = g^T x     NT     g in columns, x in columns        x from the forward pass: FP8 is saved, not BF16
+    fprop  y  = x W^T     TN     x rowwise, W rowwise            quantized once, W once per optimizer step
+    dgrad  dx = g W       NN     g rowwise, W columnwise
+    wgrad  dW = g^T x     NT     g columnwise, x columnwise      x from the forward pass: saved in FP8, not BF16
 
-A tensor quantized "in columns" lies transposed in memory, for Hopper multiplies FP8 only along rows of both operands;
-blockwise it has scales of its own there. All products accumulate in float32 (``use_split_accumulator``): Hopper's
-faster way keeps 14 bits between tensor core instructions, which is less than the engine's kernels keep.
+A tensor quantized columnwise is transposed in memory, because Hopper's FP8 GEMM needs both operands K-major; with
+blockwise scaling it has separate scales. All GEMMs accumulate in FP32 (``use_split_accumulator``): Hopper's fast
+accumulation keeps 14 bits between tensor core instructions, fewer than the engine's kernels keep.
 
-An infinite number becomes the largest FP8 one here, where the emulation makes its whole block NaN. NaN stays NaN.
+Infinity saturates to the FP8 maximum here, while the emulation turns its whole block into NaN. NaN stays NaN.
 
-Tokens are filled with zero rows up to what the kernels divide by, for each expert apart, and cut off again. Zeros
-change no magnitude and no product.
+Each expert's tokens are padded with zero rows to the kernels' alignment, and the padding is removed from the output.
+Zeros change no amax and no result.
 
-Shapes: T = tokens, P = tokens with every expert's filled up, E = experts (1 for a plain linear), N = output features,
-K = input features.
+Shapes: T = tokens, P = tokens including every expert's padding, E = experts (1 for a plain linear), N = output
+features, K = input features.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ _TE_TYPE = {E4M3: tex.DType.kFloat8E4M3, E5M2: tex.DType.kFloat8E5M2}
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of one call that are no differentiable tensors."""
+    """The non-differentiable arguments of one call."""
 
     recipe: Recipe | None
-    splits: list[int]  # [E] tokens of each expert
+    splits: list[int]  # [E] tokens per expert
     is_grouped: bool
     history: AmaxHistory | None
     cache: WeightCache
     block_rows: Tensor | None
-    record: bool  # whether this pass will have gradients
+    record: bool  # whether gradients are needed
 
     @property
     def multiple(self) -> int:
-        """What the number of an expert's tokens has to be a multiple of."""
+        """Alignment of tokens per expert."""
         return 1 if self.recipe is None else 16
 
     @property
@@ -86,14 +86,14 @@ def te_linear(
     cache: WeightCache | None = None,
     block_rows: Tensor | None = None,
 ) -> Tensor:
-    """y [T, N] = x W^T, differentiable in x and the weights; :func:`fp8.recipe.quantized_linear` on a GPU.
+    """y [T, N] = x W^T, differentiable in x and the weights; :func:`precision.recipes.quantized_linear` on a GPU.
 
-    ``weights`` E matrices [N, K], ``splits`` [E] the tokens of each, in order. ``cache`` keeps the quantized weights
-    for the next call; ``block_rows`` int64 [N] is the order of W's rows in which blocks are counted. Without a recipe
-    the operands stay BF16. A weight with a ``main_grad`` gets its gradient added there, and is marked as
-    Megatron-Core's own linears mark it (``grad_added_to_main_grad``).
+    ``weights`` are E matrices [N, K], ``splits`` [E] the tokens of each, in order. ``cache`` keeps the quantized
+    weights for the next call; ``block_rows`` int64 [N] is the row order of W in which blocks are formed. Without a
+    recipe the operands stay BF16. The gradient of a weight with a ``main_grad`` is accumulated there, and the weight is
+    marked as in Megatron-Core's own linears (``grad_added_to_main_grad``).
 
-    Raises ValueError for matrices that FP8 tensor cores cannot multiply.
+    Raises ValueError for shapes that FP8 tensor cores do not support.
     """
     num_rows, num_columns = weights[0].shape
     call = _Call(
@@ -107,7 +107,7 @@ def te_linear(
     )
     if num_rows % call.multiple or num_columns % call.multiple:
         raise ValueError(
-            f"a weight of {num_rows} x {num_columns} cannot be multiplied in FP8: both have to be multiples of "
+            f"a weight of {num_rows} x {num_columns} cannot be multiplied in FP8: both sizes must be multiples of "
             f"{call.multiple}. Change the model's sizes or the degree of tensor parallelism, or keep its layer in BF16"
         )
     return _TeLinear.apply(x_TK, call, *weights)
@@ -116,8 +116,8 @@ def te_linear(
 @patches(
     "transformer-engine",
     ">=2.16,<2.17",
-    why="calls general_gemm, quantizers and tex.DType, which Transformer Engine's own modules use and may change",
-    remove_when="transformer_engine.pytorch has quantized products as functions",
+    why="calls general_gemm, quantizers and tex.DType, which are internal to Transformer Engine and may change",
+    remove_when="transformer_engine.pytorch has functional quantized GEMMs",
 )
 class _TeLinear(torch.autograd.Function):
     @staticmethod
@@ -127,7 +127,7 @@ class _TeLinear(torch.autograd.Function):
         y = x_TK.new_empty(x_TK.shape[0], weights[0].shape[0])
         if not x_TK.shape[0]:
             if isinstance(call.recipe, Delayed):
-                _quantized_weights(weights, call)  # for their magnitudes
+                _quantized_weights(weights, call)  # to record their amax
             return y
         x_PK = _pad(x_TK, call.splits, call.padded)
         if call.recipe is None:
@@ -162,7 +162,7 @@ class _TeLinear(torch.autograd.Function):
         else:
             grad = _quantize_tokens(grad_PN, call, GRAD, call.recipe.grad_format, columns=needs_dw)
             w, x = ctx.w, ctx.x
-            ctx.w = ctx.x = None  # the memory is free when this function returns, not when the graph goes
+            ctx.w = ctx.x = None  # frees the memory when this function returns, not when the graph is freed
         if dx is not None:
             if call.recipe is not None:
                 for matrix in w:
@@ -174,7 +174,7 @@ class _TeLinear(torch.autograd.Function):
 
 
 def _pad(x_TK: Tensor, splits: list[int], padded: list[int]) -> Tensor:
-    """[T, ...] -> [P, ...]: zero rows behind each expert's tokens."""
+    """[T, ...] -> [P, ...]: append zero rows to each expert's tokens."""
     x_TK = x_TK.contiguous()
     if padded == splits:
         return x_TK
@@ -184,13 +184,13 @@ def _pad(x_TK: Tensor, splits: list[int], padded: list[int]) -> Tensor:
 
 
 def _unpad(y_PN: Tensor, y_TN: Tensor, call: _Call) -> None:
-    """Write [P, N] without the rows of :func:`_pad` into [T, N]; nothing when there are none."""
+    """Copy [P, N] without the padding of :func:`_pad` to [T, N]; a no-op without padding."""
     if y_PN is not y_TN:
         tex.fused_multi_row_unpadding(y_PN, y_TN, call.padded, call.splits)
 
 
 def _multiply(w: list, x: list, out: Tensor, call: _Call, *, layout: str) -> None:
-    """``out`` [P, N] = x W^T (TN), or ``out`` [P, K] = g W (NN), one product for each expert."""
+    """``out`` [P, N] = x W^T (TN), or ``out`` [P, K] = g W (NN), one GEMM per expert."""
     options = dict(layout=layout, grad=layout == "NN", use_split_accumulator=True)
     if call.is_grouped:
         none = [None] * len(w)
@@ -200,7 +200,7 @@ def _multiply(w: list, x: list, out: Tensor, call: _Call, *, layout: str) -> Non
 
 
 def _weight_gradients(weights: Sequence[Tensor], x: list, grad: list, call: _Call) -> list[Tensor | None]:
-    """dW [N, K] of each weight; added to its ``main_grad`` and a dummy returned where there is one."""
+    """dW [N, K] of each weight; if it has a ``main_grad``, accumulates there and returns a placeholder."""
     fused = is_fused(weights[0])
     reorder = call.block_rows is not None
     if fused and not reorder:
@@ -224,13 +224,13 @@ def _weight_gradients(weights: Sequence[Tensor], x: list, grad: list, call: _Cal
 def _quantizers(
     recipe: Recipe, fmt: Format, num: int, *, columns: bool, is_weight: bool, scales_E: Tensor | None = None
 ) -> tuple[list, Tensor | None]:
-    """(one quantizer for each of ``num`` tensors, float32 [num] that delayed scaling writes their magnitudes to)."""
+    """(one quantizer per tensor, FP32 [num] that receives their amax under delayed scaling) for ``num`` tensors."""
     options = dict(rowwise=True, columnwise=columns)
     te_type = _TE_TYPE[fmt]
     amax_E = None
     match recipe:
         case Blockwise():
-            # Block scales are those of kernels/blockwise.py: no lower bound of the magnitude, and 1 for a block of zeros.
+            # Block scales as in kernels/blockwise.py: no lower bound on amax, and 1 for a block of zeros.
             quantizer = Float8BlockQuantizer(
                 te_type,
                 amax_epsilon=0.0,
@@ -249,14 +249,14 @@ def _quantizers(
             device = torch.device("cuda", torch.cuda.current_device())
             quantizers = [Float8CurrentScalingQuantizer(te_type, device, **options)] * num
         case _:
-            raise TypeError(f"{type(recipe).__name__} is no recipe of Transformer Engine")
+            raise TypeError(f"{type(recipe).__name__} is not a recipe of Transformer Engine")
     for quantizer in quantizers:
         quantizer.internal = True  # plain containers of bytes and scales, without the cost of a tensor subclass
     return quantizers, amax_E
 
 
 def _delayed_scales(call: _Call, tensor: int, fmt: Format, parts: Sequence[Tensor]) -> Tensor | None:
-    """Float32 [E] multipliers from the history; None under other recipes. What has no history is looked at itself."""
+    """FP32 [E] multipliers from the amax history, or from the current amax if it is empty; None under other recipes."""
     recipe, history = call.recipe, call.history
     if not isinstance(recipe, Delayed):
         return None
@@ -270,7 +270,7 @@ def _delayed_scales(call: _Call, tensor: int, fmt: Format, parts: Sequence[Tenso
 
 
 def _quantize_tokens(x_PK: Tensor, call: _Call, tensor: int, fmt: Format, *, columns: bool) -> list:
-    """Each expert's tokens in FP8, in rows, and in columns where the weight gradient needs them."""
+    """Quantize each expert's tokens to FP8, rowwise, and columnwise if wgrad needs it."""
     scales_E = _delayed_scales(call, tensor, fmt, x_PK.split(call.padded))
     quantizers, amax_E = _quantizers(
         call.recipe, fmt, len(call.padded), columns=columns, is_weight=False, scales_E=scales_E
@@ -285,12 +285,12 @@ def _quantize_tokens(x_PK: Tensor, call: _Call, tensor: int, fmt: Format, *, col
 class _QuantizedWeights:
     matrices: list
     amax_E: Tensor | None  # under delayed scaling
-    is_recorded: bool = False  # whether the history of this step has ``amax_E``
+    is_recorded: bool = False  # whether ``amax_E`` is in this step's history
 
 
 def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
-    """The weights in FP8, from the cache. In columns only from the first backward pass on. Parameters that are FP8
-    themselves are multiplied as they are."""
+    """The weights in FP8, from the cache; columnwise data is added by the first backward pass. FP8 parameters are used
+    directly."""
     if is_fp8(weights[0]):
         return list(weights)
 
@@ -313,8 +313,9 @@ def _quantized_weights(weights: Sequence[Tensor], call: _Call) -> list:
 
 @torch.no_grad()
 def fp8_tensor(weight: Tensor, recipe: Blockwise) -> Tensor:
-    """A BF16 matrix [N, K] as a tensor that is FP8 itself, for a parameter (``kernels/fp8_parameter.py``). In rows: Megatron-Core
-    makes the columns whenever it has gathered new rows, and a backward pass before that makes them as it needs them."""
+    """Quantize a BF16 matrix [N, K] to an FP8 tensor for a parameter (``kernels/fp8_parameter.py``). Rowwise only:
+    Megatron-Core makes the columnwise data after it gathers new rows, and an earlier backward pass makes it on
+    demand."""
     (quantizer,), _ = _quantizers(recipe, E4M3, 1, columns=False, is_weight=True)
-    quantizer.internal = False  # a tensor to PyTorch, which a parameter has to be
+    quantizer.internal = False  # a tensor subclass, because a parameter must be a tensor
     return quantizer(weight.detach().contiguous())

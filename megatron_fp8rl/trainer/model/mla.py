@@ -1,15 +1,15 @@
-"""Multi-head latent attention: queries, keys and values of all heads from small latent vectors (arXiv:2412.19437).
+"""Multi-head latent attention (MLA, arXiv:2412.19437).
 
-In: hidden states of one packed microbatch on Megatron-Core's layout. Out: the attention's contribution to them. Runs on
-every trainer rank.
+In: hidden states of one packed microbatch in Megatron-Core's layout. Out: the attention output to add to them.
+Runs on: every trainer rank.
 
-Projections into the latent space are held whole by every tensor-parallel rank and applied to the rank's own tokens;
-projections out of it are divided by heads. Keys are rotated in core attention, with all heads sharing one rotated part.
+Down-projections into the latent space are replicated on every tensor-parallel rank and applied to the rank's own
+tokens; up-projections are sharded by heads. Core attention rotates the keys; all heads share one rotated part.
 
-Megatron-Core 0.19's own layer is not used without Transformer Engine: its column-parallel projections into the latent
-space gather their outputs, and the gradient of the shared rotated part of the keys is not summed over tensor-parallel
-ranks (relative errors of 11 to 38 % in ``linear_kv_down_proj``); it rotates by the length of the pack; and it pads
-values to the size of keys, which cuts them off where they are larger.
+Megatron-Core 0.19's MLA layer without Transformer Engine cannot be used: its column-parallel down-projections gather
+their outputs, and the gradient of the shared rotated part of the keys is not summed over tensor-parallel ranks
+(relative errors of 11 to 38 % in ``linear_kv_down_proj``); it rotates by the length of the pack; and it pads values to
+the size of keys, which truncates larger values.
 
 Shapes: T = packed tokens, S = T / tensor-parallel size, H = heads of this rank.
 """
@@ -32,12 +32,12 @@ from megatron_fp8rl.trainer.compat.megatron import LatentAttentionBase
 from megatron_fp8rl.trainer.model.linear import ColumnLinear, LinearSpec, ReplicatedLinear, RMSNorm
 from megatron_fp8rl.upstream import patches
 
-_NORM_EPS = 1e-6  # of latent vectors, whatever the other norms have: the published model's code does not pass it on
+_NORM_EPS = 1e-6  # latent norms always use this: the published model's code does not pass its eps on
 
 
 @dataclass
 class LatentSubmodules:
-    """What Megatron-Core's base class builds."""
+    """The submodules that Megatron-Core's base class builds."""
 
     core_attention: Any
     linear_proj: Any
@@ -46,12 +46,12 @@ class LatentSubmodules:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides get_query_key_value_tensors: column-parallel projections into the latent space gather their outputs, "
-    "and the gradient of the shared rotated part of the keys is not summed over tensor-parallel ranks",
-    remove_when="projections into the latent space are replicated without Transformer Engine, too",
+    why="overrides get_query_key_value_tensors: column-parallel down-projections gather their outputs, and the "
+    "gradient of the shared rotated part of the keys is not summed over tensor-parallel ranks",
+    remove_when="down-projections are replicated without Transformer Engine, too",
 )
 class LatentAttention(LatentAttentionBase):
-    """Self-attention whose parameters are called as in Megatron-Core's MLASelfAttention."""
+    """Latent self-attention with the parameter names of Megatron-Core's MLASelfAttention."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class LatentAttention(LatentAttentionBase):
         norm: Callable[..., RMSNorm],
         **kwargs: Any,
     ):
-        """``linear``: how the linear of a name multiplies; ``norm`` builds a norm."""
+        """``linear`` returns the spec of a linear by name; ``norm`` builds a norm."""
         super().__init__(
             config,
             submodules,

@@ -1,6 +1,7 @@
-"""RMSNorm on a GPU as the engine computes it: in float32, rounded once, behind the weight.
+"""RMSNorm on a GPU as in the engine: computed in FP32, rounded once after the weight.
 
-Forward by Transformer Engine's kernel, or in the order of sums of a batch-invariant engine; backward by the former.
+Forward uses Transformer Engine's kernel, or a kernel with a batch-invariant engine's summation order; backward always
+uses Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from megatron_fp8rl.upstream import patches
 @patches(
     "transformer-engine",
     ">=2.16,<2.17",
-    why="calls the bindings tex.rmsnorm_fwd and tex.rmsnorm_bwd, which have no stable arguments",
-    remove_when="transformer_engine.pytorch has a norm as a function",
+    why="calls the bindings tex.rmsnorm_fwd and tex.rmsnorm_bwd, whose signatures are not stable",
+    remove_when="transformer_engine.pytorch has a functional RMSNorm",
 )
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
@@ -43,10 +44,10 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def te_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] over the root mean square of its last axis, times weight [H], in the type of x."""
+    """x [..., H] over the root mean square of its last axis, times weight [H], in the dtype of x."""
     return _RmsNorm.apply(x, weight, eps, False)
 
 
 def batch_invariant_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The same in the bits of an engine under ``rollout.batch_invariant``; BF16 alone."""
+    """RMSNorm bitwise equal to an engine under ``rollout.batch_invariant``; BF16 only."""
     return _RmsNorm.apply(x, weight, eps, True)

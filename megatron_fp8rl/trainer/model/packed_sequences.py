@@ -1,14 +1,14 @@
-"""How attention goes over the sequences of one packed microbatch, computed once for all layers.
+"""Attention plans for the sequences of one packed microbatch, computed once for all layers.
 
-In: padded sequence lengths and this rank's place among the context-parallel ranks. Out: positions, and rows to read, on
-the device that attends. Runs on every trainer rank; lengths are known on the host, so nothing waits for a GPU.
+In: padded sequence lengths and this rank's context-parallel rank. Out: positions and row indices, on the compute
+device. Runs on: every trainer rank; lengths are known on the host, so nothing synchronizes with a GPU.
 
-Under context parallelism each sequence is cut into 2 * cp chunks of which rank r holds chunks r and 2 * cp - 1 - r.
-Keys and values are gathered, rank after rank; queries stay.
+Under context parallelism each sequence is split into 2 * cp chunks, of which rank r holds chunks r and 2 * cp - 1 - r.
+Keys and values are gathered in rank order; queries stay local.
 
-Two plans for two kinds of kernel: batches of sequences of similar length for a rectangular kernel, and segments for one
-of variable length. A segment is a run of queries and the keys up to the last query's own: a whole sequence, or one
-chunk and all that comes before its end.
+There are two plans for two kinds of kernels: batches of sequences of similar length for a rectangular kernel, and
+segments for a varlen kernel. A segment is a run of queries with all keys up to the last query's own: a whole sequence,
+or one chunk with everything before its end.
 
 Shapes: T = packed tokens of this rank, L = longest sequence of a batch, K = keys of all segments.
 """
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, without waiting for what the device still has to do."""
+    """Copy a host tensor to a device without synchronizing with it."""
     if device.type == "cpu" or x.is_cuda or not x.numel():
         return x.to(device)
     return x.pin_memory().to(device, non_blocking=True)
@@ -37,14 +37,14 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron-Core's parameters, with what would have to be read back from the device otherwise."""
+    """Megatron-Core's PackedSeqParams plus host copies that avoid reading back from the device."""
 
     lengths: tuple[int, ...] = ()  # padded, of the whole microbatch
-    is_token_T: Tensor | None = None  # bool [T] False at padding, of this rank's tokens
+    is_token_T: Tensor | None = None  # bool [T], False at padding, for this rank's tokens
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, device: torch.device, is_token_T: Tensor | None = None) -> PackedSequences:
-        """From the starts of the padded sequences and their end, int32 [S + 1] on the host."""
+        """Create from the cumulative padded sequence lengths, int32 [S + 1] on the host."""
         lengths = tuple(n for n in cu_seqlens.diff().tolist() if n)
         on_device = upload(cu_seqlens, device)
         return cls(
@@ -59,7 +59,7 @@ class PackedSequences(PackedSeqParams):
 
 
 def lengths_of(packed: PackedSeqParams) -> tuple[int, ...]:
-    """Padded lengths of the sequences; waits for the device unless they came as :class:`PackedSequences`."""
+    """Padded lengths of the sequences; synchronizes with the device unless given :class:`PackedSequences`."""
     if isinstance(packed, PackedSequences):
         return packed.lengths
     cu_seqlens = packed.cu_seqlens_q_padded if packed.cu_seqlens_q_padded is not None else packed.cu_seqlens_q
@@ -68,30 +68,30 @@ def lengths_of(packed: PackedSeqParams) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences of similar length, as rows of the packed tensors. Shorter ones repeat a row at their end."""
+    """Row indices of sequences of similar length. Shorter sequences repeat their last row as padding."""
 
     query_rows: Tensor  # int64 [n, Lq] rows of this rank's tokens
     key_rows: Tensor  # int64 [n, L] rows of the gathered tokens
-    mask: Tensor | None  # bool [n, 1, Lq, L]; None is the causal mask of equal lengths
+    mask: Tensor | None  # bool [n, 1, Lq, L]; None for the causal mask with Lq = L
 
 
 @dataclass(frozen=True)
 class Batches:
-    """All sequences, for a rectangular kernel."""
+    """Plan of all sequences for a rectangular kernel."""
 
     parts: tuple[Batch, ...]
-    restore_T: Tensor | None  # int64 [T] row of each token in the concatenated batches; None when already in order
+    restore_T: Tensor | None  # int64 [T] row of each token in the concatenated batches; None if already in order
 
 
 @dataclass(frozen=True)
 class Segments:
-    """All sequences, for a kernel of variable length: the last query of a segment sees its last key (bottom right)."""
+    """Plan of all sequences for a varlen kernel: the last query of a segment sees its last key (bottom right)."""
 
     cu_queries: Tensor  # int32 [n + 1] starts of the segments in this rank's queries, and T
     cu_keys: Tensor  # int32 [n + 1] starts of the segments in the keys, and K
     max_queries: int
     max_keys: int
-    key_rows: Tensor | None  # int64 [K] rows of the gathered tokens; None when keys are in order, as many as queries
+    key_rows: Tensor | None  # int64 [K] rows of the gathered tokens; None if keys are in order and as many as queries
 
     @property
     def is_square(self) -> bool:
@@ -99,7 +99,7 @@ class Segments:
         return self.key_rows is None
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: a plan is a key of caches
+@dataclass(frozen=True, eq=False)  # compared by identity: a plan is a cache key
 class PackPlan:
     """How to attend to the sequences of one microbatch."""
 
@@ -107,7 +107,7 @@ class PackPlan:
     cp_size: int
     cp_rank: int
     device: torch.device
-    positions_T: Tensor  # int64 [T] within the sequence, of this rank's tokens
+    positions_T: Tensor  # int64 [T] position within the sequence, for this rank's tokens
 
     @cached_property
     def batches(self) -> Batches:
@@ -118,7 +118,7 @@ class PackPlan:
         parts, order = [], []
         for group in _groups(lengths):
             longest = max(lengths[i] for i in group)
-            # Clamping repeats a sequence's last row; no query of the sequence sees it, and its own output is dropped.
+            # Clamping repeats a sequence's last row; no query of the sequence attends to it, and its output is dropped.
             offsets_L = torch.arange(longest)
             n = torch.tensor([lengths[i] for i in group])[:, None]
             start = torch.tensor([starts[i] for i in group])[:, None]
@@ -140,13 +140,13 @@ class PackPlan:
 
     @cached_property
     def segments(self) -> Segments:
-        """For a kernel of variable length."""
+        """For a varlen kernel."""
         if self.cp_size == 1:
             queries = keys = self.lengths
             key_rows = None
         else:
             chunks = [n // (2 * self.cp_size) for n in self.lengths]
-            held = (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)  # in the order of a rank's tokens
+            held = (self.cp_rank, 2 * self.cp_size - 1 - self.cp_rank)  # chunks in a rank's token order
             queries = [chunk for chunk in chunks for _ in held]
             keys = [chunk * (index + 1) for chunk in chunks for index in held]
             gathered = _gathered_rows(self.lengths, self.cp_size)
@@ -163,7 +163,7 @@ class PackPlan:
 
 @functools.lru_cache(maxsize=32)
 def plan_pack(lengths: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device = CPU) -> PackPlan:
-    """Plan for sequences of these padded lengths; each must be a multiple of 2 * cp_size under context parallelism."""
+    """Plan sequences with these padded lengths, which context parallelism needs to be multiples of 2 * cp_size."""
     if cp_size > 1 and any(length % (2 * cp_size) for length in lengths):
         raise ValueError(f"packed sequences of {lengths} tokens do not divide into {2 * cp_size} chunks each")
     positions_T = torch.cat([_zigzag(n, cp_size, cp_rank) for n in lengths])
@@ -175,13 +175,13 @@ def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:
 
 
 def _zigzag(length: int, cp_size: int, rank: int) -> Tensor:
-    """Positions of one sequence that a context-parallel rank holds, int64 [length / cp_size]."""
+    """Positions of one sequence held by a context-parallel rank, int64 [length / cp_size]."""
     chunks = torch.arange(length).chunk(2 * cp_size)
     return torch.cat([chunks[rank], chunks[2 * cp_size - 1 - rank]]) if cp_size > 1 else torch.arange(length)
 
 
 def _gathered_rows(lengths: tuple[int, ...], cp_size: int) -> Tensor:
-    """Row in the gathered tensors (rank after rank) of every packed position, int64 [T * cp_size]."""
+    """Row of every packed position in the gathered tensors (in rank order), int64 [T * cp_size]."""
     starts = _starts(lengths)
     num_local = starts[-1] // cp_size
     gathered = torch.empty(starts[-1], dtype=torch.int64)
@@ -200,5 +200,5 @@ def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 def _fit(x: Tensor, length: int) -> Tensor:
-    """x filled up to ``length`` with its last value."""
+    """Pad x to ``length`` with its last value."""
     return F.pad(x, (0, length - x.numel()), value=int(x[-1]))

@@ -1,9 +1,9 @@
-"""Rotary embedding: which features of a head turn, how fast, and the rotation itself. Pure tensor functions.
+"""Rotary embedding: frequencies, scaling and rotation, as pure tensor functions.
 
-In: a ModelConfig, positions, query and key heads. Out: the same heads, rotated. Runs on every trainer rank.
+In: a ModelConfig, positions, query and key heads. Out: the same heads, rotated. Runs on: every trainer rank.
 
-Frequencies are computed as transformers computes them, so that both ends of a conversion agree. Cosines and sines are
-rounded to the model's type and the rotation is computed in float32 and rounded once, as the engine's CPU kernel does.
+Frequencies are computed as in transformers, so that converted checkpoints agree. Cosines and sines are rounded to the
+model's dtype; the rotation is computed in FP32 and rounded once, as in the engine's CPU kernel.
 
 Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features.
 """
@@ -25,14 +25,14 @@ class Rotary:
     """The rotary embedding of one model."""
 
     num_features: int  # R
-    first_feature: int  # where the rotated features begin in a head
+    first_feature: int  # offset of the rotated features in a head
     theta: float
     scaling: RopeScaling | None
-    interleaved: bool  # pairs are neighbours; otherwise feature i turns with feature i + R / 2
+    interleaved: bool  # pairs are adjacent features; otherwise feature i pairs with i + R / 2
 
     @classmethod
     def of(cls, model: ModelConfig) -> Rotary:
-        """Heads of latent attention turn their last part, all others their first ``rotary_fraction``."""
+        """Latent attention rotates the last part of a head, all others the first ``rotary_fraction``."""
         mla = model.mla
         return cls(
             num_features=int(model.head_dim * model.rotary_fraction) if mla is None else mla.qk_rope_head_dim,
@@ -43,7 +43,7 @@ class Rotary:
         )
 
     def frequencies(self) -> Tensor:
-        """Radians per position of every pair, float32 [R / 2]."""
+        """Radians per position of every pair, FP32 [R / 2]."""
         exponents = torch.arange(0, self.num_features, 2, dtype=torch.float32) / self.num_features
         periods = self.theta**exponents
         if self.scaling is None:
@@ -53,17 +53,17 @@ class Rotary:
 
     @property
     def amplitude(self) -> float:
-        """What cosines and sines are multiplied by: 1, or the attention factor of yarn."""
+        """Factor applied to cosines and sines: 1, or YaRN's attention factor."""
         scaling = self.scaling
         if scaling is None or scaling.kind != "yarn":
             return 1.0
         return yarn_magnitude(scaling.factor, scaling.mscale) / yarn_magnitude(scaling.factor, scaling.mscale_all_dim)
 
     def _yarn(self, periods: Tensor, scaling: RopeScaling) -> Tensor:
-        """Slow pairs are stretched by ``factor``, fast ones are not, with a ramp between (arXiv:2309.00071)."""
+        """Stretch low frequencies by ``factor`` and keep high ones, with a linear ramp between (arXiv:2309.00071)."""
 
         def pair_that_turns(rotations: float) -> float:
-            """Index of the pair that makes this many rotations over the original context."""
+            """Index of the pair that makes this many rotations over the original context length."""
             wavelength = scaling.original_max_position_embeddings / (rotations * 2 * math.pi)
             return self.num_features * math.log(wavelength) / (2 * math.log(self.theta))
 
@@ -74,12 +74,12 @@ class Rotary:
         return 1.0 / (scaling.factor * periods) * stretched + 1.0 / periods * (1 - stretched)
 
     def rotate(self, x_THD: Tensor, cos_T1r: Tensor, sin_T1r: Tensor) -> Tensor:
-        """``x`` with its rotated features turned, in the type of ``x``; r = R / 2.
+        """Rotate the rotary features of ``x``, in the dtype of ``x``; r = R / 2.
 
-        Interleaved pairs leave as halves: queries and keys change alike, and their products do not.
+        Interleaved pairs are returned half-split: queries and keys change alike, so their dot products do not.
         """
         if x_THD.is_cuda and x_THD.dtype == torch.bfloat16:
-            from megatron_fp8rl.kernels.triton import rotate  # the same bits, in one pass
+            from megatron_fp8rl.kernels.triton import rotate  # bitwise identical, in one pass
 
             return rotate.rotate(x_THD, cos_T1r, sin_T1r, self.first_feature, self.interleaved)
         before, x, after = x_THD.split(
@@ -95,12 +95,12 @@ class Rotary:
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """m(mscale) = 0.1 mscale ln(factor) + 1, or 1 where nothing is stretched (DeepSeek's ``yarn_get_mscale``)."""
+    """m(mscale) = 0.1 mscale ln(factor) + 1, or 1 if factor <= 1 (DeepSeek's ``yarn_get_mscale``)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def softmax_scale(model: ModelConfig) -> float:
-    """What products of queries and keys are multiplied by. Latent attention squares yarn's magnitude into it."""
+    """Softmax scale of attention scores. Latent attention includes the square of YaRN's magnitude."""
     scaling = model.rope_scaling
     if model.mla is None or scaling is None or scaling.kind != "yarn":
         return model.head_dim**-0.5
@@ -108,7 +108,7 @@ def softmax_scale(model: ModelConfig) -> float:
 
 
 def _llama3(periods: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long wavelengths are stretched by ``factor``, short ones are not, those between partly (Llama 3.1 release)."""
+    """Stretch long wavelengths by ``factor``, keep short ones, and interpolate between (Llama 3.1 release)."""
     frequencies = 1.0 / periods
     wavelengths = 2 * math.pi / frequencies
     original, low, high = (
@@ -126,7 +126,7 @@ def rotary_table(
 ) -> tuple[Tensor, Tensor]:
     """(cosines, sines) of every position and pair, [num_positions, R / 2], rounded to ``dtype``.
 
-    Computed on the host whatever the device: cosines of a GPU differ in the last bit.
+    Always computed on the host, because cosines computed on a GPU differ in the last bit.
     """
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * rotary.frequencies()
     cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude

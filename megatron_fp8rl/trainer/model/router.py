@@ -1,16 +1,17 @@
-"""Which experts a token goes to, and with which weights: all routers of :class:`RouterConfig`.
+"""MoE routing: expert choice and router weights for all routers of :class:`RouterConfig`.
 
-In: router logits on this rank's tokens. Out: for each token the weight of every expert, 0 where it does not go, and
-where it goes. Runs on every trainer rank; no communication but Megatron-Core's for the balancing loss.
+In: router logits of this rank's tokens. Out: router weights of every token and expert, 0 where not routed, and the
+routing map. Runs on: every trainer rank; the only communication is Megatron-Core's for the load-balancing loss.
 
-Megatron-Core's own choice differs from the published models' in three places: it scores a group of experts by its best
-``top-k / groups per token`` experts, where they take two; it always divides sigmoid scores by their sum, except for one
-expert per token; and it moves the correction bias after every step. Here the bias is a constant part of the policy.
+Megatron-Core's routing differs from the published models in three ways: it scores a group of experts by its best
+``top-k / groups per token`` experts, where the models use two; it always divides sigmoid scores by their sum, except
+for one expert per token; and it updates the correction bias after every step. Here the bias is a constant part of the
+policy.
 
-Logits are rounded where the engine's are: its router is a linear in the type of the activations, but for GLM-4.5's,
-which multiplies in float32. Rounded logits are often equal: of equal scores vLLM's GPU kernel takes the lower expert
-first, and its CPU path those that torch.topk takes. Beside a batch-invariant engine a GPU takes the weights from
-vLLM's own kernel, where vLLM is installed: its softmax adds in another order, which moves last bits of float32.
+Logits are rounded where the engine's are: its router is a linear in the dtype of the activations, except for GLM-4.5,
+whose router runs in FP32. Rounded logits often tie: vLLM's GPU kernel breaks ties by the lower expert index, its CPU
+path as torch.topk does. To match a batch-invariant engine, a GPU takes the router weights from vLLM's own kernel if
+vLLM is installed: its softmax sums in a different order, which changes the last bits of FP32.
 
 Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 """
@@ -32,13 +33,13 @@ from megatron_fp8rl.kernels import engine_ops
 from megatron_fp8rl.trainer.compat.megatron import ConstantBiasRouter
 from megatron_fp8rl.upstream import patches
 
-_SCORED_PER_GROUP = 2  # a group of experts is as good as its two best (DeepSeek-V3)
+_SCORED_PER_GROUP = 2  # a group's score is the sum of its two best experts (DeepSeek-V3)
 
 
 def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(weights float32 [T, K], experts int64 [T, K]); only the weights are differentiable.
+    """(router weights FP32 [T, K], experts int64 [T, K]); only the weights are differentiable.
 
-    ``bias_E`` is added to the scores for the choice alone.
+    ``bias_E`` is added to the scores only for choosing experts.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.sigmoid() if router.score == "sigmoid" else logits_TE.softmax(dim=-1)
@@ -47,7 +48,7 @@ def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: 
         wanted_TE = wanted_TE.masked_fill(~_in_best_groups(wanted_TE, router), float("-inf"))
     experts_TK = _best(wanted_TE, top_k)
     if router.score == "softmax" and router.normalize:
-        weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=-1)  # the same quotient, without underflow
+        weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=-1)  # same result, without underflow
     else:
         weights_TK = scores_TE.gather(1, experts_TK)
         if router.normalize:
@@ -56,9 +57,9 @@ def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: 
 
 
 def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
-    """``weights_TK`` in the engine's last bits, with their own gradient; as they are where vLLM has no kernel for them.
+    """The engine's bits of ``weights_TK``, with the gradient of ours; unchanged if vLLM has no kernel for this router.
 
-    Of a token for which the kernel takes other experts, as it may where logits are NaN, they stay, too.
+    Also unchanged for tokens where the kernel chooses different experts, as it may if logits are NaN.
     """
     is_plain = router.score == "softmax" and router.num_groups == 1 and not router.correction_bias
     if not is_plain or not engine_ops.has_topk_softmax():
@@ -70,14 +71,14 @@ def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, 
 
 
 def _best(wanted_TE: Tensor, top_k: int) -> Tensor:
-    """int64 [T, K]: the experts that are wanted most, and of equally wanted ones those that the engine takes."""
-    if wanted_TE.is_cuda:  # a copy, or the backward pass would keep the order of all experts
+    """int64 [T, K]: the experts with the highest scores; ties are broken as in the engine."""
+    if wanted_TE.is_cuda:  # copy, so that backward does not keep the indices of all experts
         return wanted_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
     return wanted_TE.topk(top_k, dim=-1).indices
 
 
 def _in_best_groups(wanted_TE: Tensor, router: RouterConfig) -> Tensor:
-    """bool [T, E]: whether the expert belongs to one of the token's ``groups_per_token`` best groups."""
+    """bool [T, E]: whether the expert is in one of the token's ``groups_per_token`` best groups."""
     groups = wanted_TE.unflatten(1, (router.num_groups, -1))
     group_scores = groups.topk(_SCORED_PER_GROUP, dim=-1).values.sum(dim=-1)
     best = group_scores.topk(router.groups_per_token, dim=-1).indices
@@ -86,7 +87,7 @@ def _in_best_groups(wanted_TE: Tensor, router: RouterConfig) -> Tensor:
 
 
 class _Replaced(torch.autograd.Function):
-    """The second argument, with the gradient of the first: rounding does not stop it."""
+    """Straight-through: returns the second argument and passes its gradient to the first."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
@@ -100,12 +101,12 @@ class _Replaced(torch.autograd.Function):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides gating and routing: Megatron-Core chooses experts otherwise than the published models do",
-    remove_when="moe_utils scores groups by two experts, and normalizes where the model does",
+    why="overrides gating and routing: Megatron-Core chooses experts differently than the published models",
+    remove_when="moe_utils scores groups by two experts and normalizes like the model",
 )
 class Router(ConstantBiasRouter):
-    """Megatron-Core's router with the choice of experts above. ``rounds``: logits have the type of the activations.
-    ``like_engine``: a GPU sums in the order of a batch-invariant engine."""
+    """Megatron-Core's router with the expert choice above. ``rounds``: round logits to the dtype of the activations.
+    ``like_engine``: on a GPU, sum in the order of a batch-invariant engine."""
 
     def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, like_engine: bool = False, **kwargs: Any):
         super().__init__(config, **kwargs)
@@ -114,7 +115,7 @@ class Router(ConstantBiasRouter):
             self.add_correction_bias()
 
     def gating(self, hidden: Tensor) -> Tensor:
-        """hidden [S, B, H] -> logits, float32 [S, B, E], rounded to the type of ``hidden`` where the engine does so."""
+        """hidden [S, B, H] -> logits, FP32 [S, B, E], rounded to the dtype of ``hidden`` if the engine does so."""
         logits = super().gating(hidden)
         if not self.rounds:
             return logits
@@ -128,9 +129,9 @@ class Router(ConstantBiasRouter):
         return _Replaced.apply(logits, value.to(logits.dtype))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [S, B, E] -> (weights [T, E], whether the token goes there, bool [T, E]), T = S * B.
+        """logits [S, B, E] -> (router weights [T, E], routing map, bool [T, E]), T = S * B.
 
-        ``padding_mask``, bool [S, B], is True where there is no token: it is routed, and not counted as load.
+        ``padding_mask``, bool [S, B], is True at padding, which is routed but not counted as load.
         """
         logits = logits.view(-1, self.num_experts)
         weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias)
@@ -143,10 +144,10 @@ class Router(ConstantBiasRouter):
         return weights, goes
 
     def _with_balancing_loss(self, weights: Tensor, logits: Tensor, padding_mask: Tensor | None) -> Tensor:
-        """Collective over tensor and context parallel ranks: ``weights`` with Megatron-Core's loss in their graph.
+        """Collective over tensor and context parallel ranks: attach Megatron-Core's load-balancing loss to ``weights``.
 
-        Its own ``_apply_aux_loss`` weighs the ranks of a microbatch by the tokens of each, where all tokens of the
-        microbatch belong; with padding ranks differ. A microbatch of padding alone has a loss of 0, not of 0 / 0.
+        Its own ``_apply_aux_loss`` weights the ranks of a microbatch by each rank's tokens instead of all tokens of the
+        microbatch; with padding these differ. A microbatch of padding alone has a loss of 0, not 0 / 0.
         """
         padding_T = None if padding_mask is None else padding_mask.reshape(-1)
         wanted, scores = compute_routing_scores_for_aux_loss(

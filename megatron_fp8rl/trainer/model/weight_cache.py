@@ -1,8 +1,8 @@
-"""FP8 copies of weights, made once per optimizer step and shared by all passes until the weights change.
+"""Cache of quantized weights: quantized once per optimizer step, shared by all passes.
 
-A copy is used while the parameters are the same objects at the same versions. Megatron-Core's distributed optimizer
-writes new weights through the flat buffer behind the parameters, which no version counts: whoever updates weights that
-way calls :func:`forget_quantized_weights`.
+A copy is valid while the parameters are the same objects at the same tensor versions. Megatron-Core's distributed
+optimizer writes new weights through the flat parameter buffer, which does not change their versions: code that updates
+weights that way must call :func:`forget_quantized_weights`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _caches: weakref.WeakSet[WeightCache] = weakref.WeakSet()
 
 
 class WeightCache:
-    """The quantized weights of one linear, and whether delayed scaling has their magnitude for this step."""
+    """The quantized weights of one linear, and whether delayed scaling has recorded their amax in this step."""
 
     def __init__(self) -> None:
         self._key: tuple = ()
@@ -27,10 +27,10 @@ class WeightCache:
         _caches.add(self)
 
     def get(self, weights: Sequence[Tensor], quantize: Callable[[], Any]) -> Any:
-        """What ``quantize`` returned for these weights; it is called when they have changed since."""
+        """Return the cached result of ``quantize``; calls it if the weights have changed."""
         key = tuple((id(weight), num_writes(weight)) for weight in weights)
         if self._made is None or key != self._key:
-            self._made = None  # before the new copy is made, so that there are never two
+            self._made = None  # free the old copy before making the new one
             self._made, self._key = quantize(), key
         return self._made
 
@@ -39,6 +39,6 @@ class WeightCache:
 
 
 def forget_quantized_weights() -> None:
-    """Drop the copies of all linears of this process and their memory; call when weights have changed or moved."""
+    """Free the cached copies of all linears in this process; call after weights have changed or moved."""
     for cache in list(_caches):
         cache.clear()

@@ -1,11 +1,11 @@
-"""Megatron-Core's distributed optimizer, without a loop in Python over all parameters in every part of a step.
+"""Megatron-Core's distributed optimizer without per-parameter Python loops in a step.
 
-In: a DistributedOptimizer. Out: the same object, whose gradients, norm and copies to the model's parameters come from
-lists that are made once. Runs on every trainer rank; communication is Megatron-Core's.
+In: a DistributedOptimizer. Out: the same object, whose gradients, norm and copies to the model's parameters use cached
+lists. Runs on: every trainer rank; communication is Megatron-Core's.
 
-A rank of a model with experts has a thousand parameters, and Megatron-Core finds each one's place in its buffers again
-wherever it needs it, and launches a copy for each: a GPU waits for most of that. Values are the same bits. Lists hold
-views of the buffers, which stay valid when storages lose and regain their memory (``offload.py``).
+A rank of an MoE model has about a thousand parameters. Megatron-Core looks up each one's range in its buffers every
+time and launches a copy for each, and the GPU idles for most of that. Results are bitwise identical. Lists hold views
+of the buffers, which stay valid when storages are offloaded and restored (``offload.py``).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Pairs = tuple[list[Tensor], list[Tensor]]
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides get_grads_for_grad_norm, which asks of every parameter whether it counts",
-    remove_when="DistributedOptimizer keeps lists of its parameters' places",
+    why="overrides get_grads_for_grad_norm, which checks for every parameter whether it counts",
+    remove_when="DistributedOptimizer caches the ranges of its parameters",
 )
 class ListedOptimizer(ListableOptimizer):
-    """A DistributedOptimizer with its lists; see :meth:`adopt`."""
+    """A DistributedOptimizer with cached lists; see :meth:`adopt`."""
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """Each parameter of the model of which this rank has master weights, and these."""
+        """(model parameter, master weights) for each parameter with master weights on this rank."""
         for model_groups, master_groups in (
             (self.model_float16_groups, self.shard_fp32_from_float16_groups),
             (self.model_fp32_groups, self.shard_fp32_groups),
@@ -43,7 +43,7 @@ class ListedOptimizer(ListableOptimizer):
 
     @cached_property
     def _gradients(self) -> Pairs:
-        """Master weights, and the part of the gradient buffer that belongs to each."""
+        """Master weights and the matching slices of the gradient buffer."""
         masters, gradients = [], []
         for parameter, master in self._pairs():
             place = self.place_of(parameter)["param"]
@@ -53,7 +53,7 @@ class ListedOptimizer(ListableOptimizer):
 
     @cached_property
     def _weights(self) -> dict[torch.dtype, Pairs]:
-        """The parts of the parameter buffers that this rank updates, and the master weights of each, by their type."""
+        """Slices of the parameter buffers that this rank updates and their master weights, by dtype."""
         found: dict[torch.dtype, Pairs] = {}
         for parameter, master in self._pairs():
             place = self.place_of(parameter)["gbuf_world_in_bucket"]
@@ -66,7 +66,7 @@ class ListedOptimizer(ListableOptimizer):
 
     @cached_property
     def _counted(self) -> Sequence[Tensor]:
-        """Master weights whose gradients are part of the norm on this rank: none counts twice."""
+        """Master weights whose gradients count toward the norm on this rank, without duplicates across ranks."""
         everything = super().get_grads_for_grad_norm
         kept = {gradient.data_ptr() for gradient in everything() if gradient.numel()}
         return [master for master in self.get_parameters() if master.grad.data_ptr() in kept and master.numel()]

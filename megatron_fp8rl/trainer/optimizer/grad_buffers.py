@@ -1,8 +1,9 @@
-"""Weight gradients in Megatron-Core's buffers: ``main_grad`` of a parameter, which products add to by themselves.
+"""Accumulate weight gradients directly in Megatron-Core's buffers (``main_grad``).
 
-Whoever adds there marks the parameter (``grad_added_to_main_grad``), as Megatron-Core's own linears do, and gives
-autograd something that nobody reads. Of many parameters autograd need not know at all, if the owner of their buffers
-has given them a function to be told of them in one call, ``gradients_ready(parameters)``: see trainer/optimizer/optimizer.py.
+Code that accumulates there marks the parameter (``grad_added_to_main_grad``), as Megatron-Core's own linears do, and
+returns a placeholder to autograd that is never read. Most parameters need not be autograd inputs at all, if the owner
+of their buffers gave them ``gradients_ready(parameters)``, which reports them in one call: see
+trainer/compat/megatron.py.
 """
 
 from __future__ import annotations
@@ -14,30 +15,30 @@ from torch import Tensor
 
 
 def is_fused(weight: Tensor) -> bool:
-    """Whether the gradient of a parameter belongs into a buffer of Megatron-Core."""
+    """Whether the gradient of a parameter is accumulated in a Megatron-Core buffer."""
     return hasattr(weight, "grad_added_to_main_grad") and getattr(weight, "main_grad", None) is not None
 
 
 def no_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
-    """What autograd gets for weights of one shape whose gradients are where they belong, or are zero.
+    """Gradients to return to autograd for weights of one shape that are already accumulated, or are zero.
 
-    Megatron-Core's hook wants to see gradients when reductions overlap with backward, and throws them away: all are the
-    same uninitialized memory. It is not expanded from one number, of which autograd would keep a full copy per weight.
+    Megatron-Core's hook requires gradients when reductions overlap with backward, and discards them: all share the same
+    uninitialized memory. It is not expanded from a scalar, because autograd would then keep a full copy per weight.
     """
     if not is_fused(weights[0]):
         return [torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device) for weight in weights]
     for weight in weights:
         weight.grad_added_to_main_grad = True
-    like = weights[0]  # which may be FP8 itself; gradients are plain
+    like = weights[0]  # may be an FP8 tensor; gradients are plain tensors
     unused = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     return [unused.detach() for _ in weights]
 
 
 def add_gradient(weight: Tensor, add: Callable[[Tensor], None], block_rows: Tensor | None = None) -> Tensor:
-    """Let ``add`` add dW to float32 memory [N, K], contiguous: the weight's ``main_grad`` where it is that. Returns
-    what autograd gets.
+    """Let ``add`` accumulate dW in contiguous FP32 memory [N, K]: the weight's ``main_grad`` if it is contiguous FP32.
+    Returns the gradient for autograd.
 
-    ``block_rows`` int64 [N]: row i of what ``add`` adds belongs to row ``block_rows[i]`` of the weight.
+    ``block_rows`` int64 [N]: row i of dW from ``add`` belongs to row ``block_rows[i]`` of the weight.
     """
     fused = is_fused(weight)
     if fused and block_rows is None and weight.main_grad.dtype == torch.float32 and weight.main_grad.is_contiguous():

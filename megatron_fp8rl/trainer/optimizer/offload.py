@@ -1,16 +1,16 @@
-"""Moves a policy's weights, gradients and optimizer state out of GPU memory while engines need it, and back.
+"""Offload weights, gradients and optimizer state of a policy to the host, and restore them.
 
-In: a policy on one rank. Out: the same policy, bit for bit, with memory that comes and goes. Runs on every trainer
-rank; nothing here is a collective.
+In: a policy on one rank. Out: the same policy, bitwise identical, with its GPU memory freed while engines need it.
+Runs on: every trainer rank; nothing here is a collective.
 
-What is moved are storages, not tensors: every view of a buffer, whoever holds it, is valid again when its storage has
-its bytes back. Megatron-Core's own helper for the optimizer replaces ``tensor.data`` instead, which would part FP32
-parameters from the buffers that they are views of.
+It moves storages, not tensors: every view of a buffer becomes valid again once its storage is restored. Megatron-Core's
+own helper for the optimizer replaces ``tensor.data`` instead, which would detach FP32 parameters from the buffers that
+they are views of.
 
-    params      buffers of parameters, and the reference model    copied to host memory; of FP8 parameters the bytes in
-                                                                  rows (columns are made again, scales stay)
-    gradients   buffers of gradients                              forgotten; they come back as zeros
-    optimizer   FP32 master weights and Adam's moments            copied to host memory
+    params      parameter buffers and the reference model    copied to host memory; for FP8 parameters the rowwise data
+                                                             (columnwise is made again, scales stay on the GPU)
+    gradients   gradient buffers                             discarded; restored as zeros
+    optimizer   FP32 master weights and Adam's moments       copied to host memory
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ALIGNMENT_BYTES = 512  # of each storage within the host buffer
 
 
 class _Storages:
-    """Storages that leave the device together, and their place in one buffer of host memory that is kept for reuse."""
+    """Storages that are offloaded together, and the reusable host buffer that holds their data."""
 
     def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, int]] = []  # with its size
@@ -49,7 +49,7 @@ class _Storages:
             self._unpin()
 
     def release(self, storages: list[torch.UntypedStorage], device: torch.device, *, keep: bool) -> None:
-        """Free ``storages``; with ``keep``, after their bytes are in host memory."""
+        """Free ``storages``; with ``keep``, copy their data to host memory first."""
         sizes = [storage.nbytes() for storage in storages]
         self._device = device
         if keep:
@@ -63,7 +63,7 @@ class _Storages:
         self._away = list(zip(storages, sizes, strict=True))
 
     def restore(self, *, keep: bool) -> None:
-        """Give every storage its memory back; with ``keep`` also its bytes, and zeros otherwise."""
+        """Reallocate every storage; with ``keep`` restore its data, otherwise fill it with zeros."""
         hosts = self._slots([size for _, size in self._away]) if keep else iter(())
         for storage, size in self._away:
             storage.resize_(size)
@@ -73,7 +73,7 @@ class _Storages:
             else:
                 tensor.zero_()
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # the host buffer may be written again from here on
+            torch.cuda.synchronize(self._device)  # the host buffer may be reused after this
         self._away = []
 
     def _slots(self, sizes: list[int]) -> Iterator[Tensor]:
@@ -83,9 +83,9 @@ class _Storages:
             offset += _aligned(size)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Have a host buffer of ``num_bytes``, page-locked for a GPU.
+        """Ensure a host buffer of ``num_bytes``, page-locked for a GPU.
 
-        PyTorch's own pinned memory comes in powers of two, which may double what a node has to hold.
+        PyTorch's pinned allocator rounds up to powers of two, which may double a node's memory use.
         """
         if self._host.numel() >= num_bytes:
             return
@@ -100,7 +100,7 @@ class _Storages:
 
 
 class Offload:
-    """What ``optim.offload`` names of one policy, and where it is now. Parts that are not named always stay."""
+    """Offloads the parts of a policy listed in ``optim.offload``. Parts that are not listed always stay on the GPU."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
@@ -108,11 +108,11 @@ class Offload:
 
     @property
     def away(self) -> tuple[Part, ...]:
-        """The parts that are not on the device."""
+        """The parts that are currently offloaded."""
         return tuple(part for part, storages in self._parts.items() if storages)
 
     def release(self, *parts: Part) -> None:
-        """Take ``parts`` off the device, and give what PyTorch's allocator has cached back to it."""
+        """Offload ``parts`` and release PyTorch's cached memory to the device."""
         device = self._policy.parallel.device
         for part in parts:
             held = self._parts.get(part)
@@ -124,26 +124,26 @@ class Offload:
             torch.cuda.empty_cache()
 
     def restore(self, *parts: Part) -> None:
-        """Bring ``parts`` back, or all that is away without any."""
+        """Restore ``parts``, or everything that is offloaded if none are given."""
         for part in parts or self.away:
             if held := self._parts.get(part):
                 held.restore(keep=part != "gradients")
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """Everything on the device inside the block, and as it was before behind it."""
+        """Load all state to the GPU for the block; restore the previous placement afterwards."""
         before = self.away
         self.restore()
         yield
         self.release(*before)
 
     def require(self, *parts: Part) -> None:
-        """Raise RuntimeError when one of ``parts`` is away: its tensors have no memory to read."""
+        """Raise RuntimeError if one of ``parts`` is offloaded: its tensors have no memory to read."""
         if missing := [part for part in parts if part in self.away]:
             raise RuntimeError(f"{', '.join(missing)} of the policy are offloaded; call policy.offload.restore() first")
 
     def _storages_of(self, part: Part) -> list[torch.UntypedStorage]:
-        """Each once, in an order that does not change while tensors stay the same."""
+        """Unique storages of a part, in an order that is stable as long as the tensors are the same."""
         if part == "params":
             return list(_unique(self._params()).values())
         if part == "gradients":
@@ -153,7 +153,7 @@ class Offload:
         return [storage for key, storage in _unique(self._optimizer()).items() if key not in others]
 
     def _forget_copies(self) -> None:
-        """Of parameters in FP8, as large as what they were made of; the next pass that wants them makes them again."""
+        """Free cached FP8 copies and columnwise data, as large as the rowwise data; the next pass makes them again."""
         forget_quantized_weights()
         for parameter in (parameter for model in self._policy.models for parameter in model.parameters()):
             if is_fp8(parameter):
@@ -167,7 +167,7 @@ class Offload:
         yield from (buffer.param_data for buffer in self._buffers() if buffer.param_data is not None)
         modules: list[nn.Module] = [*self._policy.models, *(self._policy.reference or ())]
         for parameter in (parameter for module in modules for parameter in module.parameters()):
-            if type(parameter.data) is Tensor:  # a quantised parameter wraps others, which lie in the buffers
+            if type(parameter.data) is Tensor:  # a quantized parameter wraps tensors that are in the buffers
                 yield parameter.data
 
     def _optimizer(self) -> Iterator[Tensor]:
@@ -180,7 +180,7 @@ class Offload:
 
 
 def _unique(tensors: Iterator[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Storages by the address of their memory, each once."""
+    """Unique storages by memory address."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -190,7 +190,7 @@ def _unique(tensors: Iterator[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
-    """The storage as a uint8 tensor that shares it."""
+    """A uint8 tensor view of the storage."""
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 

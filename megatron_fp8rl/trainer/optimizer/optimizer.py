@@ -1,10 +1,10 @@
-"""Gradient buffers and AdamW over FP32 master weights, sharded over data-parallel ranks by Megatron-Core.
+"""Gradient buffers and distributed AdamW over FP32 master weights, by Megatron-Core.
 
-In: model chunks whose gradients a schedule has filled. Out: updated parameters on every rank, and the gradient norm.
-Runs on every trainer rank.
+In: model chunks whose gradients a pipeline schedule has accumulated. Out: updated parameters on every rank, and the
+gradient norm. Runs on: every trainer rank; master weights are sharded over data-parallel ranks.
 
-Losses arrive divided by the denominators of the global batch, so gradients are summed over ranks and microbatches and
-divided by nothing afterwards.
+Losses are already divided by the denominators of the global batch, so gradients are summed over ranks and microbatches
+and never divided.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from megatron_fp8rl.trainer.optimizer.fast_lists import ListedOptimizer
 from megatron_fp8rl.trainer.optimizer.fp8_params import few_masters_at_a_time
 from megatron_fp8rl.trainer.parallel import Parallel
 
-_MAX_NAMES = 20  # offending tensors that an error spells out
+_MAX_NAMES = 20  # offending tensors listed in an error
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient that is infinite or not a number. The weights are still those of before the update."""
+    """A loss or gradient is infinite or NaN. The weights are unchanged by the update."""
 
 
 def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[DistributedDataParallel]:
-    """Collective: give each model chunk a gradient buffer in FP32 that is summed over data-parallel ranks."""
+    """Collective: wrap each model chunk with an FP32 gradient buffer that is summed over data-parallel ranks."""
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if ".experts." in name:
-                # Experts get an optimizer of their own at every degree of expert parallelism, where Megatron-Core
-                # alone would do so only above 1: a checkpoint then has the same keys in every layout.
+                # Experts always get a separate optimizer, while Megatron-Core by default separates them only if expert
+                # parallelism is above 1: checkpoints then have the same keys in every layout.
                 parameter.allreduce = False
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -57,7 +57,7 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[Distr
         if not config.calculate_per_token_loss:
             raise ValueError(
                 "the model's TransformerConfig must set calculate_per_token_loss: without it Megatron-Core divides "
-                "gradients by the number of microbatches and ranks, and losses here are normalized already"
+                "gradients by the number of microbatches and ranks, but losses here are already normalized"
             )
         config.finalize_model_grads_func = _reduce_gradients
         if cfg.optim.overlap_grad_reduce:
@@ -67,14 +67,14 @@ def wrap_chunks(chunks: Sequence[torch.nn.Module], cfg: RunConfig) -> list[Distr
 
 
 def _reduce_gradients(chunks, num_tokens=None, pg_collection=None, force_all_reduce=False) -> None:
-    """Megatron-Core's reductions over data, tensor and embedding groups, without its division by ``num_tokens``."""
+    """Megatron-Core's reductions over data, tensor and embedding groups, without dividing by ``num_tokens``."""
     reduce_and_divide_gradients(chunks, None, pg_collection=pg_collection, force_all_reduce=force_all_reduce)
 
 
 def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
-    """Learning rate of an update; the first is update 1.
+    """Learning rate of an update, counted from 1.
 
-    Rises linearly from 0 over ``warmup_steps`` updates, then stays or falls to ``min_lr`` at update ``num_updates``.
+    Warms up linearly from 0 over ``warmup_steps`` updates, then is constant or decays to ``min_lr`` at ``num_updates``.
     """
     if update < 1:
         raise ValueError(f"updates are counted from 1, not {update}")
@@ -88,7 +88,7 @@ def learning_rate(optim: OptimConfig, update: int, num_updates: int) -> float:
 
 
 class Optimizer:
-    """AdamW for all chunks of this rank; embeddings and matrices decay, norms and biases do not."""
+    """AdamW for all chunks of this rank; weight decay applies to embeddings and matrices, not to norms and biases."""
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], cfg: RunConfig, parallel: Parallel) -> None:
         optim = cfg.optim
@@ -96,7 +96,7 @@ class Optimizer:
         self._parallel = parallel
         self._clip = optim.clip_grad_norm
         self._weight_decay = optim.weight_decay
-        is_bf16 = cfg.precision.params != "fp32"  # what FP8 parameters call themselves, too
+        is_bf16 = cfg.precision.params != "fp32"  # FP8 parameters also report BF16 as their dtype
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -119,7 +119,7 @@ class Optimizer:
 
     @property
     def _parts(self) -> list:
-        """Megatron-Core's optimizers: of experts, and of all others."""
+        """Megatron-Core's optimizers: one for experts, one for all other parameters."""
         return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def zero_gradients(self) -> None:
@@ -130,14 +130,14 @@ class Optimizer:
     def step(self, lr: float) -> float:
         """Collective: clip the reduced gradients, update the weights, and return the norm before clipping.
 
-        Raises NonFiniteError, on all ranks and before any weight changes, with the parameters whose gradient is not
+        Raises NonFiniteError on all ranks, before any weight changes, naming the parameters whose gradients are not
         finite.
         """
         self.megatron.prepare_grads()
         norm = float(self.megatron.get_grad_norm())
         if not math.isfinite(norm):
             raise NonFiniteError(self._describe_non_finite(norm))
-        if 0 < self._clip < norm + 1e-6:  # as clip_grad_by_total_norm_fp32 decides, behind a loop over all gradients
+        if 0 < self._clip < norm + 1e-6:  # same condition as clip_grad_by_total_norm_fp32, before its loop
             for part in self._parts:
                 if parameters := part.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm=self._clip, total_norm=norm)
@@ -151,7 +151,7 @@ class Optimizer:
 
     @torch.no_grad()
     def rebuild_parameters(self) -> None:
-        """Collective: make every parameter from its FP32 master weights again, as a step does after Adam."""
+        """Collective: recompute every parameter from its FP32 master weights, as a step does after Adam."""
         with few_masters_at_a_time():
             for part in self._parts:
                 parameters_from_masters(part)
@@ -160,10 +160,10 @@ class Optimizer:
         forget_quantized_weights()
 
     def set_num_updates(self, num_updates: int) -> None:
-        """Tell Adam how many updates it has made, before a checkpoint is written.
+        """Set Adam's update count before a checkpoint is written.
 
-        A checkpoint takes this number from its first rank, where Adam does not count the updates of experts when all
-        layers of the first pipeline stage are dense.
+        A checkpoint takes this number from the first rank, where Adam does not count expert updates if all layers of
+        the first pipeline stage are dense.
         """
         for part in self._parts:
             for group in part.optimizer.param_groups:
@@ -171,7 +171,7 @@ class Optimizer:
                     group["step"] = num_updates
 
     def _describe_non_finite(self, norm: float) -> str:
-        """Collective: which gradients of which ranks are not finite."""
+        """Collective: the error message, listing non-finite gradients and their ranks."""
         rank = self._parallel.rank
         modules = [chunk.module for chunk in self._chunks]
         found = [
@@ -191,5 +191,5 @@ class Optimizer:
 
 
 def adam_name() -> str:
-    """The AdamW that Megatron-Core found when it was imported, with its package, for the record of a run."""
+    """The AdamW implementation that Megatron-Core imported, with its package, for the run record."""
     return f"{Adam.__module__.partition('.')[0]}.{Adam.__name__}"
