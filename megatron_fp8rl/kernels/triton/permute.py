@@ -79,7 +79,7 @@ def _build_layout(
 
     place = block * SIDE + tl.arange(0, SIDE)
     mine = tl.sum((padded_ends <= block * SIDE).to(tl.int32), axis=0)
-    is_mine = expert == mine  # false for all experts after the last row
+    is_mine = expert == mine  # all false in blocks after the last expert
     count = tl.sum(tl.where(is_mine, counts, 0), axis=0)
     first_token = tl.sum(tl.where(is_mine, ends - counts, 0), axis=0)
     first_row = tl.sum(tl.where(is_mine, padded_ends - padded, 0), axis=0)
