@@ -1,4 +1,4 @@
-"""Which kernel computes what, at both ends: the one place that decides it. Pure; no torch.
+"""Choose the kernel of every role in the trainer and the engines. Pure; no torch.
 
 :data:`TABLE` has a row for each role: the field that names its kernel, the kernels that there are, for each of them
 ``supports(cfg, hardware)``, which is None or says what is wrong, and what ``auto`` stands for. :func:`choose` reads the
@@ -16,7 +16,7 @@ forward pass would be the engine's in some microbatches alone. Within one choice
 tokens: a row of DeepGEMM's products has the same bits whatever rows are computed beside it. All ranks have the same
 configuration, so they choose alike, and so does a run that is resumed with the same thresholds.
 
-``auto`` promises speed and no bits. Who wants the forward pass of vLLM's DeepGEMM kernels names ``deep_gemm``.
+``auto`` optimizes speed, not bitwise equality. Set ``deep_gemm`` for the forward pass of vLLM's DeepGEMM kernels.
 """
 
 from __future__ import annotations

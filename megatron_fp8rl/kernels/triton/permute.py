@@ -3,7 +3,7 @@
 The functions, their inputs and their outputs are those of fused_moe.py. The gradient of SwiGLU is Triton's in the
 less frequent forms; in FP8 with power-of-two scales, rowwise and columnwise, it is a kernel of cuda/launch.py. A program
 works on one tile of triton/tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where
-they are not. Programs of row blocks behind the last expert end at once, and leave memory as they find it.
+they are not. Programs of row blocks after the last expert return at once and write nothing.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _build_layout(
 
     place = block * SIDE + tl.arange(0, SIDE)
     mine = tl.sum((padded_ends <= block * SIDE).to(tl.int32), axis=0)
-    is_mine = expert == mine  # of no expert behind the last
+    is_mine = expert == mine  # all false in blocks after the last expert
     count = tl.sum(tl.where(is_mine, counts, 0), axis=0)
     first_token = tl.sum(tl.where(is_mine, ends - counts, 0), axis=0)
     first_row = tl.sum(tl.where(is_mine, padded_ends - padded, 0), axis=0)
@@ -97,7 +97,7 @@ def _store_tile(
     Q: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile, with zeros in padding, to the outputs that are wanted."""
+    """Write a tile, with zeros in padding, to the requested outputs."""
     if ROWS:
         store_rows(x, y, row, column, num_rows, num_columns, data, row_scales, Q, POW2, HARDWARE)
     if COLUMNS:
@@ -253,7 +253,7 @@ def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) ->
 def _outputs(
     layout: ExpertPermutation, num_columns: int, device: torch.device, rows: bool, columns: bool, bf16: bool
 ) -> Quantized:
-    """Memory for the orientations that are wanted."""
+    """Allocate the requested outputs: rowwise, columnwise, BF16."""
     num_rows, num_blocks = layout.num_rows, layout.num_rows // BLOCK
     data = scales = None
 
