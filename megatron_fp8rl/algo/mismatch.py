@@ -6,7 +6,7 @@ is the importance weight of a token: 1 if the engine (FP8 kernels, KV cache, pos
 assign the sampled token the same probability. :func:`weights` computes the factor that corrects the loss from it;
 :func:`mismatch_metrics` measures it, names the worst sequences and raises alarms. Neither has a gradient.
 
-In: tensors of one microbatch. Out: weights, and sums over ranks through a :class:`Reducer`. Runs on: every trainer rank.
+In: tensors of one microbatch. Out: weights, and sums over ranks via a :class:`Reducer`. Runs on: every trainer rank.
 
 Shapes: T = tokens of one packed microbatch, S = its sequences.
 """
@@ -30,7 +30,7 @@ GEOMETRIC_CAP = 2.0  # cap of a token's weight with geometric_mask; the default 
 LOGPROB_TOLERANCE = 1e-3
 
 _REMEDY = (
-    "Compare precision.trainer with precision.rollout and check precision.scales, check that the last weight update was "
+    "Compare precision.trainer with precision.rollout, review precision.scales, check that the last publication was "
     "verified, or lower rollout.max_staleness"
 )
 

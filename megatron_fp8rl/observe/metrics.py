@@ -82,7 +82,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
     "Mismatch between trainer and engine": (
         Metric(
             "mismatch/abs_logprob_diff/mean",
-            "Mean of |old_logprobs - rollout_logprobs| over the loss tokens: the disagreement of trainer and engine.",
+            "Mean of |old_logprobs - rollout_logprobs| over the loss tokens: how far trainer and engine differ.",
         ),
         Metric("mismatch/abs_logprob_diff/max", "Largest |old_logprobs - rollout_logprobs| of a token."),
         Metric("mismatch/kl_k1/mean", "Mean of rollout - old, the k1 estimate of KL(rollout || old)."),
@@ -95,10 +95,10 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "mismatch/effective_sample_size/mean",
-            "(sum w)^2 / (n sum w^2): effective fraction of the n tokens under the importance weights; 1 is perfect.",
+            "(sum w)^2 / (n sum w^2): effective fraction of the n importance-weighted tokens; 1 is perfect.",
         ),
         Metric("mismatch/chi_square/mean", "Mean of w^2 - 1, the chi-square divergence; 0 is perfect."),
-        Metric("mismatch/ratio/mean", "Mean importance weight w; 1 in expectation if the engine reports correct logprobs."),
+        Metric("mismatch/ratio/mean", "Mean importance weight w; 1 in expectation if the engine's logprobs are correct."),
         Metric("mismatch/ratio/max", "Largest importance weight of a token."),
         Metric("mismatch/ratio/min", "Smallest importance weight of a token."),
         Metric(
