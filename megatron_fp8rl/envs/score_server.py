@@ -4,7 +4,7 @@
 
 In: the run's configuration, as for ``python -m megatron_fp8rl``, and the index of this score server. Out: a pool of
 ``data.num_score_workers`` processes behind HTTP at an address that other nodes can reach, and an endpoint file with
-that address. The workers inherit this process's output. Requests of the client, envs/remote_scoring.py:
+that address. Logs go to this process's own output. Requests of the client, envs/remote_scoring.py:
 
     GET  /health                                  ->  200
     POST /score   {"prompt": Prompt, "text": str} ->  200 {"score": [reward, status, detail]}

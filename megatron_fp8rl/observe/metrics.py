@@ -98,7 +98,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
             "(sum w)^2 / (n sum w^2): effective fraction of the n importance-weighted tokens; 1 is perfect.",
         ),
         Metric("mismatch/chi_square/mean", "Mean of w^2 - 1, the chi-square divergence; 0 is perfect."),
-        Metric("mismatch/ratio/mean", "Mean importance weight w; 1 in expectation if the engine's logprobs are correct."),
+        Metric("mismatch/ratio/mean", "Mean importance weight w; expectation 1 if the engine's logprobs are correct."),
         Metric("mismatch/ratio/max", "Largest importance weight of a token."),
         Metric("mismatch/ratio/min", "Smallest importance weight of a token."),
         Metric(

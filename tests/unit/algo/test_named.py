@@ -115,7 +115,7 @@ def test_what_can_be_called_is_accepted_by_source_and_by_import(algo):
         ),
         (
             {"loss": "grpo", "loss_options": {"agregate": "token"}},
-            "--algo.loss_options.agregate = 'token': is not an option of grpo; did you mean aggregate?. Its options: aggregate, ",
+            "--algo.loss_options.agregate = 'token': is not an option of grpo; did you mean aggregate?. Its options: aggregate",
         ),
         (
             {"loss": "grpo", "loss_options": {"aggregate": "tokens"}},
