@@ -72,7 +72,7 @@ def plan_runs(
 ) -> Iterator[StudyRun]:
     """Pure: the runs of a study, seeds in the outer loop, so that an aborted study still compares all arms."""
     if cfg.algo.correction == "off":
-        raise ValueError("algo.correction = 'off': the study compares runs with and without it; set the correction to study")
+        raise ValueError("algo.correction = 'off': the study compares with and without it; set the correction to study")
     for seed in seeds:
         for arm in ARMS:
             run_dir = study_dir / f"{arm.name.replace('/', '-').replace(' ', '_')}_seed{seed}"
