@@ -1,9 +1,9 @@
-"""``python -m megatron_fp8rl COMMAND CONFIG [--field value ...]``: the programs of this package.
+"""``python -m megatron_fp8rl COMMAND CONFIG [--field value ...]``: the commands of this package.
 
-Runs in the process that the user starts, or in every rank under torchrun. With one trainer rank the program runs right
-here; with more, and outside torchrun, it starts one process per rank on this machine.
+Runs in the process that the user starts, or in every rank under torchrun. With one trainer rank the program runs in
+this process; with more, and outside torchrun, it starts one process per rank on this machine.
 
-Heavy packages are imported by the commands that need them, so that help, a dry run and a mistake answer at once.
+Each command imports the heavy packages it needs, so that help, dry runs and usage errors respond immediately.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ from megatron_fp8rl.stop import StopRequest, run_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class StudyOptions:
-    """Options of the precision study besides the configuration's."""
+    """Options of the study command, in addition to the configuration's fields."""
 
     seeds: tuple[int, ...] = (1, 2, 3)  # one run of every arm per seed
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Which run to draw."""
+    """Options of the report command."""
 
     run_dir: str = "runs/demo"  # folder of a run, finished or not
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreServerOptions:
-    """Which score server of a launched job this process is."""
+    """Identity of this score server in a launched job."""
 
     server: int = 0  # 0 ... data.score_servers - 1
-    endpoint: Path = Path("score-0.json")  # written when the server answers
+    endpoint: Path = Path("score-0.json")  # endpoint file, written when the server is ready
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaOptions:
-    """Which rollout replica of a launched job this process is, or which part of one that spans nodes."""
+    """Identity of this rollout replica in a launched job, or of this node's part of a multi-node replica."""
 
     replica: int = 0  # 0 ... rollout.num_replicas - 1
-    endpoint: Path = Path("rollout-0.json")  # written when the server answers
-    nnodes: int = 1  # nodes that the replica spans, as vLLM means it
+    endpoint: Path = Path("rollout-0.json")  # endpoint file, written when the server is ready
+    nnodes: int = 1  # number of nodes that the replica spans, as in vLLM
     node_rank: int = 0
     master_addr: str = ""
     master_port: int = 0
 
 
 def _train(invocation: cli.Invocation) -> int:
-    """Warm start when the configuration asks for one, then reinforcement learning."""
+    """Warm start if configured, then reinforcement learning."""
     return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=True))
 
 
@@ -114,21 +114,21 @@ def _report(invocation: cli.Invocation) -> int:
 
 
 def _evaluate(evaluation: evaluate.Evaluation, deadline_s: float) -> None:
-    """Collective: evaluate, then draw the report of the run's folder."""
+    """Collective: evaluate, then write the report of the run's folder."""
     evaluate.run(evaluation, deadline_s=deadline_s)
     if os.environ.get("RANK", "0") == "0":
         write_reports(evaluation.cfg)
 
 
 def write_reports(cfg: RunConfig) -> None:
-    """Draw the report of a run and of its warm start, finished or failed. A report that fails does not fail the run."""
+    """Write the reports of a run and of its warm start, finished or failed. A failing report does not fail the run."""
     from megatron_fp8rl.report.run_report import write_report
     from megatron_fp8rl.sft_loop import WARM_START
 
     for folder in (Path(cfg.run_dir, WARM_START), Path(cfg.run_dir)):
         try:
             page = write_report(folder)
-        except FileNotFoundError:  # no run began there
+        except FileNotFoundError:  # no run was started there
             continue
         except Exception as error:
             print(f"the report of {folder} could not be written: {error!r}", file=sys.stderr, flush=True)
@@ -150,7 +150,7 @@ def _replica(invocation: cli.Invocation) -> int:
 
 
 def _refused_or(program: Callable[[], int]) -> int:
-    """The status of a program; 2 with its words when the configuration does not allow it."""
+    """Run a program and return its status; on a ConfigError, print the error and return 2."""
     try:
         return program()
     except ConfigError as error:
@@ -159,7 +159,7 @@ def _refused_or(program: Callable[[], int]) -> int:
 
 
 def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
-    """Run here, or start torchrun on this machine when the trainer has several ranks and this is none of them."""
+    """Run in this process, or start torchrun on this machine if the trainer has several ranks and this is none."""
     if cfg.parallel.world_size > 1 and "RANK" not in os.environ:
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -170,14 +170,14 @@ def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        # Before Megatron-Core and vLLM are imported: their compiled functions need no compiler on a CPU.
+        # Set before importing Megatron-Core and vLLM, so that their compiled functions need no compiler on a CPU.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     program()
     return 0
 
 
 def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
-    """Collective: this rank's part of the programs that were asked for."""
+    """Collective: run this rank's part of the requested programs."""
     import contextlib
 
     import torch
@@ -190,7 +190,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
 
-    stop = StopRequest.install()  # before anything is started that a signal to the whole job could end
+    stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop.errors_noted())
         parallel = Parallel.init(cfg.parallel, deadline_s=_longest_wait_s(cfg))
@@ -200,10 +200,10 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             stack.callback(write_reports, cfg)  # also after an error
             write_model_dir(cfg)
             if wants_rl and cfg.rollout.replay is None:
-                # Engines take about as long to start as a small model to warm up, so both happen at once.
+                # Engine startup takes about as long as the warm start of a small model, so both run concurrently.
                 fleet = stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
                 if cfg.rollout.placement == "colocated" and torch.cuda.is_available():
-                    # An engine measures how much memory is free; the trainer takes its own when that is done.
+                    # An engine measures free memory while it starts; the trainer allocates afterwards.
                     fleet.wait_until_ready()
                     fleet.sleep()
         parallel.barrier("model folder")
@@ -216,7 +216,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 
 
 def _longest_wait_s(cfg: RunConfig) -> float:
-    """What trainer ranks give each other: rank 0 may wait for engines to start, to sample and to be updated."""
+    """Timeout between trainer ranks: rank 0 may wait for engines to start, to sample and to be updated."""
     rollout = cfg.rollout
     return max(600.0, rollout.start_deadline_s + rollout.request_deadline_s + rollout.update_deadline_s)
 

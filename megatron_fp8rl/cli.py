@@ -1,12 +1,11 @@
 """The command line: ``python -m megatron_fp8rl COMMAND [CONFIG] [--field value ...]``.
 
-In: the arguments, and the functions of ``model_configs/``. Out: an :class:`Invocation` with a complete, checked
-``RunConfig``, or a message that names every mistake and exit status 2. Runs in the process that the user starts;
-imports neither torch nor any other heavy package, so that help and ``--dry-run`` answer at once.
+In: the arguments and the functions of ``model_configs/``. Out: an :class:`Invocation` with a complete, checked
+``RunConfig``, or a message that names every mistake, with exit status 2. Runs on: the process that the user starts.
+Imports no torch and no other heavy package, so help and ``--dry-run`` respond immediately.
 
 CONFIG is ``module:function`` or the name of a function in ``model_configs/`` that takes no arguments and is annotated
-to return a ``RunConfig``. Each field of the configuration is an option (``--parallel.tensor 2``); an unknown one is
-refused.
+to return a ``RunConfig``. Every configuration field is an option (``--parallel.tensor 2``); unknown options are errors.
 """
 
 from __future__ import annotations
@@ -37,36 +36,36 @@ _OPTION = re.compile(
 
 
 class UsageError(ValueError):
-    """Arguments that cannot be understood. The message says what was given and what would do."""
+    """Invalid arguments. The message names what was given and what is accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One word of the command line."""
+    """One subcommand."""
 
     name: str
     summary: str  # one line of help
     run: Callable[[Invocation], int]  # returns the exit status
-    default_config: str | None = None  # used when CONFIG is left out; None makes CONFIG obligatory
-    takes_config: bool = True  # False: it has options of its own only, and a bare word sets the first of them
+    default_config: str | None = None  # used if CONFIG is omitted; None: CONFIG is required
+    takes_config: bool = True  # False: the command has only its own options; a positional argument sets the first one
     options: type | None = None  # frozen dataclass of the command's own options, all with defaults
-    judges_config: bool = False  # True: the command itself names the mistakes of the configuration
+    judges_config: bool = False  # True: the command checks the configuration itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """What the user asked for."""
+    """The parsed command line."""
 
     command: str
-    config_name: str | None = None  # CONFIG as it was given, or the command's default
-    cfg: RunConfig | None = None  # None when the command takes no configuration
+    config_name: str | None = None  # CONFIG as given, or the command's default
+    cfg: RunConfig | None = None  # None if the command takes no configuration
     options: Any = None  # an instance of Command.options
-    overrides: tuple[str, ...] = ()  # words that changed fields of CONFIG
+    overrides: tuple[str, ...] = ()  # arguments that override fields of CONFIG
     dry_run: bool = False
 
 
 def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
-    """Parse, check and run one command; return the exit status. Mistakes of the user go to stderr, status 2."""
+    """Parse, check and run one command; return the exit status. Usage errors go to stderr, with status 2."""
     by_name = {command.name: command for command in commands}
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -81,10 +80,10 @@ def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
-    """Turn arguments into a checked :class:`Invocation`.
+    """Parse arguments into a checked :class:`Invocation`.
 
-    Raises UsageError for an unknown command or configuration and ConfigError with all violations. Help and an unknown
-    or ill-typed option print their message and raise SystemExit, as is usual for a command line.
+    Raises UsageError for an unknown command or configuration, and ConfigError with all violations. Help and an unknown
+    or ill-typed option print their message and raise SystemExit.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(overview(commands))
@@ -94,7 +93,7 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
         raise UsageError(f"unknown command {name!r}{_near(name, commands)}. Commands: {', '.join(commands)}")
     command = commands[name]
     if not command.takes_config:
-        if rest and not rest[0].startswith("-"):  # its subject, where the others have CONFIG
+        if rest and not rest[0].startswith("-"):  # positional, in place of CONFIG
             rest.insert(0, f"--{dataclasses.fields(command.options)[0].name}")
         return Invocation(command=name, cfg=None, options=_parse_words(command, None, rest)[1])
 
@@ -117,14 +116,14 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
 
 
 def parse_overrides(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Apply ``--field value`` words to a configuration, unchecked. An unknown option raises SystemExit."""
+    """Apply ``--field value`` arguments to a configuration without checking it. Unknown options raise SystemExit."""
     return _parse_words(Command(name="", summary="", run=lambda _: 0), cfg, list(overrides))[0]
 
 
 def load_config(target: str) -> RunConfig:
-    """Call the function that ``module:function`` or a bare function name in ``model_configs/`` points to.
+    """Call the function named by ``module:function`` or by a bare function name in ``model_configs/``.
 
-    Raises UsageError, with near matches, when there is no such function or it is not a configuration.
+    Raises UsageError, with near matches, if there is no such function or it returns no RunConfig.
     """
     if ":" in target:
         module_name, function_name = target.split(":", 1)
@@ -145,12 +144,12 @@ def load_config(target: str) -> RunConfig:
         function = functions[target]
     cfg = function()
     if not isinstance(cfg, RunConfig):
-        raise UsageError(f"configuration {target!r} returned {type(cfg).__name__}; it has to return a RunConfig")
+        raise UsageError(f"configuration {target!r} returned {type(cfg).__name__}; it must return a RunConfig")
     return cfg
 
 
 def config_functions() -> dict[str, Callable[[], RunConfig]]:
-    """The configurations of ``model_configs/`` by name. Raises UsageError when two files use one name."""
+    """The configurations of ``model_configs/`` by name. Raises UsageError if two files use the same name."""
     package = importlib.import_module(_CONFIGS_PACKAGE)
     found: dict[str, Callable[[], RunConfig]] = {}
     for info in pkgutil.iter_modules(package.__path__):
@@ -165,7 +164,7 @@ def config_functions() -> dict[str, Callable[[], RunConfig]]:
 
 
 def overview(commands: Mapping[str, Command]) -> str:
-    """The help of the program: its commands and the configurations that exist."""
+    """The help text: commands and available configurations."""
     width = max(map(len, commands)) + 2
     lines = [f"usage: {_PROGRAM} COMMAND [CONFIG] [--dry-run] [--field value ...]", "", "commands:"]
     lines += [f"  {command.name:<{width}}{command.summary}" for command in commands.values()]
@@ -194,17 +193,17 @@ def to_json(cfg: RunConfig) -> str:
 def _parse_words(
     command: Command, cfg: RunConfig | None, words: list[str], target: str = ""
 ) -> tuple[RunConfig | None, Any, tuple[str, ...]]:
-    """(configuration with overrides, the command's own options, the words that were overrides)."""
+    """(configuration with overrides, the command's own options, the override arguments)."""
     own = {} if command.options is None else {"options": command.options()}
     program = f"{_PROGRAM} {command.name} {target}".rstrip()
     if cfg is None:
         parsed = _tyro(own, words, program, command.summary)
         return None, getattr(parsed, "options", None), ()
     if "-h" in words or "--help" in words:
-        _tyro({**own, "cfg": cfg}, words, program, command.summary)  # prints both kinds and exits
+        _tyro({**own, "cfg": cfg}, words, program, command.summary)  # prints both sets of options and exits
     options = None
     if own:
-        # In two passes, so that the words of the configuration can be handed on to the runs of a study.
+        # Two passes, so that the configuration's arguments can be passed on to the runs of a study.
         parsed, words = _tyro(own, words, program, command.summary, return_unknown_args=True)
         options = parsed.options
     overrides = tuple(words)
@@ -213,10 +212,10 @@ def _parse_words(
 
 
 def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary: str, **how: Any) -> Any:
-    """Read words into copies of the given dataclass instances; their fields are top-level options."""
-    import tyro  # a fifth of a second that configurations used from Python need not pay
+    """Parse arguments into copies of the given dataclass instances; their fields are top-level options."""
+    import tyro  # takes 0.2 s, which configurations used from Python should not pay
 
-    # `--x True` for a field, so that an override can also switch off; a plain `--x` for an option of a command.
+    # `--x True` for a field, so that an override can also disable it; a plain `--x` for an option of a command.
     flags = {"cfg": tyro.conf.FlagConversionOff, "options": tyro.conf.FlagCreatePairsOff}
     fields = [
         (name, Annotated[type(value), tyro.conf.arg(name=""), flags[name]], dataclasses.field(default=value))
@@ -227,17 +226,17 @@ def _tyro(defaults: dict[str, Any], words: Sequence[str], program: str, summary:
         prog=program,
         description=summary,
         args=list(words),
-        use_underscores=True,  # options read like the fields that they set
-        config=(tyro.conf.AvoidSubcommands,),  # parts of a model that are absent offer no options
+        use_underscores=True,  # options are spelled like the fields that they set
+        config=(tyro.conf.AvoidSubcommands,),  # optional parts of a model that are None have no options
         **how,
     )
 
 
 def _set_options(cfg: RunConfig, words: list[str]) -> tuple[RunConfig, list[str]]:
-    """Take out ``--data.environments.0.options.KEY VALUE`` and ``--algo.loss_options.KEY VALUE``.
+    """Apply and remove ``--data.environments.0.options.KEY VALUE`` and ``--algo.loss_options.KEY VALUE``.
 
-    Generators and losses have parameters that no dataclass lists, so that these values are read as JSON and, failing
-    that, as text. Values for environments that do not exist stay, to be refused.
+    No dataclass lists the parameters of generators and losses, so their values are parsed as JSON, or else kept as
+    text. Arguments for environments that do not exist remain in the list and are rejected later.
     """
     environments = list(cfg.data.environments)
     algo: dict[str, dict[str, Any]] = {"loss_options": {}, "advantage_options": {}}
@@ -268,7 +267,7 @@ def _set_options(cfg: RunConfig, words: list[str]) -> tuple[RunConfig, list[str]
 
 
 def _functions(module: ModuleType) -> dict[str, Callable[[], RunConfig]]:
-    """Public functions that are defined in the module, return a RunConfig and need no argument."""
+    """Public functions defined in the module that return a RunConfig and need no argument."""
     found = {}
     for name, function in inspect.getmembers(module, inspect.isfunction):
         signature = inspect.signature(function)
@@ -288,5 +287,5 @@ def _near(name: str, known: Mapping[str, Any]) -> str:
 
 def _known_configs() -> str:
     functions = config_functions()
-    known = f"Configurations: {', '.join(functions)}" if functions else f"There is none in {_CONFIGS_PACKAGE}/"
-    return f"{known}; or module:function, where Python can import the module."
+    known = f"Configurations: {', '.join(functions)}" if functions else f"No configurations found in {_CONFIGS_PACKAGE}/"
+    return f"{known}; or module:function, if Python can import the module."

@@ -1,14 +1,15 @@
-"""Who has the GPUs' memory: the engines while they sample, the trainer while it learns, both in part in between.
+"""Shares GPU memory between colocated engines and trainer: sleep/wake, offload/onload.
 
-In: a policy on every trainer rank, the fleet on rank 0. Out: memory that has changed hands, and metrics of its peaks.
+In: a policy on every trainer rank, the fleet on rank 0. Out: memory moved between the two, and metrics of its peaks.
 Every method is a collective over the trainer ranks.
 
-    sampling        engines: weights, KV cache      trainer: what ``optim.offload`` does not name
-    train()         engines asleep                  trainer: everything
-    publication()   engines: weights                trainer: parameters, to be read
-    behind it       as while sampling
+    sampling            engines: weights, KV cache      trainer: state not listed in ``optim.offload``
+    train()             engines asleep                  trainer: all state
+    publication()       engines: weights                trainer: parameters, read-only
+    after publication   as during sampling
 
-Each side gives back before the other takes. With ``rollout.sleep_level`` 0 and an empty ``optim.offload`` nothing moves.
+One side releases memory before the other allocates. With ``rollout.sleep_level`` 0 and an empty ``optim.offload``,
+nothing moves.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class ResidencyError(RuntimeError):
-    """Engines could not be put to sleep or woken; raised on every rank."""
+    """Engines failed to sleep or wake up; raised on every rank."""
 
 
 class Residency:
-    """``fleet`` lives on rank 0, and nowhere in a run that replays. The trainer's state is on the GPU at first."""
+    """Memory phases of a run. ``fleet`` exists on rank 0 only, and not in a replay. Trainer state starts on the GPU."""
 
     def __init__(self, cfg: RunConfig, policy: Policy, fleet: Fleet | None) -> None:
         self._policy = policy
@@ -43,7 +44,7 @@ class Residency:
         self._peaks: dict[str, float] = {}
 
     def train(self) -> None:
-        """Everything of the trainer on its GPUs; the engines sleep. Nothing may be sampled until a publication."""
+        """Put the engines to sleep and load all trainer state to the GPU. No sampling until the next publication."""
         self._enter("train")
         if self._moves:
             with span("residency"):
@@ -52,9 +53,9 @@ class Residency:
 
     @contextlib.contextmanager
     def publication(self) -> Iterator[None]:
-        """Inside: parameters and the engines' weights at once. Behind: the engines may sample.
+        """Hold trainer parameters and engine weights on the GPU for the block; afterwards the engines may sample.
 
-        When the block raises, nothing more moves.
+        If the block raises, nothing more moves.
         """
         self._enter("publish")
         if self._moves:
@@ -70,7 +71,7 @@ class Residency:
         self._enter("rollout")
 
     def take_metrics(self) -> dict[str, float]:
-        """Peaks of GPU memory, in bytes, over all ranks, of the phases since the last call; empty without a GPU."""
+        """Peak GPU memory of each phase since the last call, in bytes, maximum over all ranks; empty without a GPU."""
         peaks, self._peaks = self._peaks, {}
         if self._policy.parallel.world_size == 1 or self._policy.parallel.device.type != "cuda":
             return peaks
@@ -79,7 +80,7 @@ class Residency:
         return {key: max(rank.get(key, 0.0) for rank in gathered) for key in dict.fromkeys(k for r in gathered for k in r)}
 
     def _enter(self, phase: str) -> None:
-        """Note what the phase that ends has needed on this rank's GPU."""
+        """Record the GPU memory that the ending phase used on this rank, and start the next phase."""
         device = self._policy.parallel.device
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
@@ -95,7 +96,7 @@ class Residency:
         self._phase = phase
 
     def _fleet_does(self, what: str, move: Callable[[Fleet], None]) -> None:
-        """Let rank 0 call the engines once all ranks have moved their own state; its failure is everyone's."""
+        """Rank 0 calls the engines after all ranks have moved their own state; a failure is raised on every rank."""
         parallel = self._policy.parallel
         parallel.barrier(f"engines {what}")
         error: Exception | None = None

@@ -1,18 +1,18 @@
-"""How good a checkpoint is: accuracy and pass@k on held-out problems, sampled by the engines that a run would use.
+"""Evaluate a checkpoint: accuracy and pass@k on held-out problems.
 
     python -m megatron_fp8rl eval CONFIG --checkpoint PATH --num_problems 200 --num_completions 8 --ks 1 4 8
 
-In: a configuration and a checkpoint of its model: a Hugging Face folder, one that checkpoint_tools converted, a
-checkpoint of a run, or a run's folder. Out, below ``<run>/evaluations/<checkpoint>``:
+In: a configuration and a checkpoint of its model: a Hugging Face folder, one converted by checkpoint_tools, a
+checkpoint of a run, or a run's folder. Out, under ``<run>/evaluations/<checkpoint>``:
 
     eval.json        accuracy and pass@k with intervals, by environment and over all problems
     problems.jsonl   every problem with its completions and rewards
-    logs/            of the engines that this program started
+    logs/            logs of the engines that this program started
 
-The report of the run's folder shows them. Every trainer rank loads its part of the weights, which then travel as they do in
-training, with the proof that they arrived: what is measured is the policy in the precision in which it would sample.
+The run's report shows the results. Completions come from the same engines as in a run: every trainer rank loads its
+shard of the weights and publishes it as in training, with verification, so the policy is measured in rollout precision.
 
-What runs on a login node (:func:`plan`) needs no torch; the rest imports it when it runs, in every trainer rank.
+:func:`plan` runs on a login node and needs no torch; the rest runs on every trainer rank and imports torch there.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 
 EVALUATIONS, RESULT, PROBLEMS = "evaluations", "eval.json", "problems.jsonl"
 _CHECKPOINTS, _FINAL_HF, _MODEL_DIR = "checkpoints", "hf", "model"  # within a run's folder
-_ROUNDS_IN_FLIGHT = 4  # requests given to the engines at once, in multiples of what they decode at a time
+_ROUNDS_IN_FLIGHT = 4  # requests in flight, as a multiple of the engines' concurrent sequences
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """What to evaluate, and on how much."""
+    """Options of the eval command."""
 
-    checkpoint: str = ""  # folder of weights, or of a run: its newest checkpoint, or hf/ when it has none
+    checkpoint: str = ""  # folder with weights, or a run's folder: its newest checkpoint, or hf/ if it has none
     num_problems: int | None = None  # held-out problems; None: observe.eval_prompts
-    num_completions: int = 8  # sampled for each problem
-    ks: tuple[int, ...] = ()  # of pass@k; none: 1, 2, 4, ... up to num_completions
+    num_completions: int = 8  # completions sampled per problem
+    ks: tuple[int, ...] = ()  # values of k for pass@k; empty: 1, 2, 4, ... up to num_completions
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """An evaluation that can start. Build it with :func:`plan`."""
+    """A validated evaluation, ready to run. Build it with :func:`plan`."""
 
-    cfg: RunConfig  # of a run; model.hf_path names the weights
+    cfg: RunConfig  # model.hf_path names the weights
     checkpoint: Path
-    model_dir: Path | None  # config.json and tokenizer that belong to the checkpoint; None: those of the configuration
+    model_dir: Path | None  # folder with the checkpoint's config.json and tokenizer; None: from the configuration
     folder: Path
     num_problems: int
     num_completions: int
@@ -64,7 +64,7 @@ class Evaluation:
 
 
 def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
-    """Pure but for looking at folders. Raises ConfigError with everything that is wrong with the options."""
+    """Validate the options; only reads the file system. Raises ConfigError with all mistakes in the options."""
     from megatron_fp8rl.algo.pass_at_k import powers_of_two
 
     checkpoint, violations = _find(options.checkpoint)
@@ -109,16 +109,16 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
 
 
 def label(checkpoint: Path, run_dir: Path) -> str:
-    """Name of a checkpoint's evaluation: ``step_00000040`` or ``warm_start_hf``, after its run when that is another."""
+    """Name of a checkpoint's evaluation: ``step_00000040`` or ``warm_start_hf``; another run's name comes first."""
     path, home = checkpoint.absolute(), run_dir.absolute()
     parts = path.relative_to(home).parts if path.is_relative_to(home) else path.parts[-3:]
     return "_".join(part for part in parts if part not in (_CHECKPOINTS, path.anchor))
 
 
 def run(evaluation: Evaluation, *, deadline_s: float) -> None:
-    """Collective: evaluate, and let rank 0 write and print the result. ``deadline_s`` bounds what ranks wait for.
+    """Collective: evaluate; rank 0 writes and prints the result. ``deadline_s`` bounds how long ranks wait for others.
 
-    Asked to stop, it ends between two portions of problems as a training run does; started again it begins anew.
+    On a stop request it ends between two batches of problems, like a training run; a restart begins from scratch.
     """
     import torch
 
@@ -135,7 +135,7 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
     from megatron_fp8rl.trainer.parallel import Parallel
 
     cfg, started_s = evaluation.cfg, time.monotonic()
-    stop = StopRequest.install()  # before anything is started that a signal to the whole job could end
+    stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
     with ExitStack() as stack:
         stack.enter_context(stop.errors_noted())
         parallel = Parallel.init(cfg.parallel, deadline_s=deadline_s)
@@ -144,12 +144,12 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
         if parallel.rank == 0:
             if model_dir is None:
                 model_dir = write_model_dir(replace(cfg, model=replace(cfg.model, hf_path=None)))
-            # Engines of other nodes are found through the run's folder; those of this one get a folder of their own.
+            # Engines on other nodes are found through the run's folder; local engines get a folder of their own.
             engine_dir = cfg.run_dir if cfg.rollout.placement == "remote" else evaluation.folder
             fleet = stack.enter_context(Fleet.start(cfg, model_dir, engine_dir, wait=False))
             scorers = stack.enter_context(build_scorer(cfg))
             if cfg.rollout.placement == "colocated" and torch.cuda.is_available():
-                # An engine measures how much memory is free; the weights are loaded when that is done.
+                # An engine measures free memory while it starts; load the weights afterwards.
                 fleet.wait_until_ready()
                 fleet.sleep()
         model_dir = parallel.broadcast_object(model_dir)
@@ -173,10 +173,10 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
 def _publish(
     cfg: RunConfig, parallel: Parallel, fleet: Fleet | None, prompts: Sequence[Prompt], stack: ExitStack
 ) -> tuple[PublishReport, Callable[[], None] | None]:
-    """Collective: load the checkpoint and hand it to the engines, which can sample then.
+    """Collective: load the checkpoint and publish it to the engines, which can sample afterwards.
 
-    Returns what was sent, and how to send it again to replicas that were lost and have come back; None where the
-    engines' caches take the memory of the weights.
+    Returns the report, and a function that publishes again to restarted replicas; None where the engines' KV caches
+    reuse the memory of the weights.
     """
     import torch
 
@@ -207,14 +207,14 @@ def _publish(
 
 
 def _rounds(cfg: RunConfig, prompts: Sequence[Prompt], num_completions: int) -> Iterator[Sequence[Prompt]]:
-    """Problems in portions that keep the engines busy, so that no request waits for its turn beyond its deadline."""
+    """Batches of problems large enough to keep the engines busy, small enough that no request times out in a queue."""
     at_once = _ROUNDS_IN_FLIGHT * cfg.rollout.max_num_sequences * cfg.rollout.num_replicas
     size = max(1, at_once // num_completions)
     return (prompts[start : start + size] for start in range(0, len(prompts), size))
 
 
 def result_of(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, Any]:
-    """Pure: estimates over scored groups of equal size. Keys of "pass_at" are texts, as JSON has them."""
+    """Pure: estimates over scored groups of equal size. Keys of "pass_at" are strings, as in JSON."""
     from megatron_fp8rl.algo.pass_at_k import accuracy, pass_at_ks
     from megatron_fp8rl.observe.groups import pass_counts
 
@@ -234,7 +234,7 @@ def result_of(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, An
 
 
 def summarize(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, Any]:
-    """Pure: :func:`result_of` all groups, and of those of each environment."""
+    """Pure: :func:`result_of` over all groups and for each environment."""
     names = sorted({group.prompt.environment for group in groups})
     by_name = {name: [group for group in groups if group.prompt.environment == name] for name in names}
     return {
@@ -244,7 +244,7 @@ def summarize(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, An
 
 
 def table(summary: Mapping[str, Any]) -> str:
-    """The result as lines for a terminal: one for each environment, and one for all when there are several."""
+    """The result as a text table: one row per environment, and a total row if there are several."""
     from megatron_fp8rl.observe.display import interval_text
 
     rows = dict(summary["environments"])
@@ -319,31 +319,31 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
 
 
 def _find(given: str) -> tuple[Path | None, list[Violation]]:
-    """(folder of weights, why there is none)."""
+    """(folder with weights or None, violations)."""
     path = Path(given)
 
     def refuse(problem: str, remedy: str) -> tuple[None, list[Violation]]:
         return None, [Violation("--checkpoint", given, problem, remedy)]
 
     if not given:
-        return refuse("names nothing", "Name a Hugging Face folder, a converted one, a checkpoint of a run or a run")
+        return refuse("is empty", "Name a Hugging Face folder, a converted one, a checkpoint of a run or a run")
     if not path.is_dir():
-        return refuse("is not a folder", "Look at its spelling; the folder has to be on a file system of this machine")
+        return refuse("is not a folder", "Check the spelling; the folder must be on a file system of this machine")
     if not _holds_weights(path):
         found = latest(path / _CHECKPOINTS) or latest(path)
         path = found or path / _FINAL_HF
         if found is None and not _holds_weights(path):
             return refuse(
-                "holds no weights, and neither a whole checkpoint nor hf/ as a run does",
+                "contains no weights, and neither a complete checkpoint nor hf/ as a run's folder does",
                 "Name a folder with *.safetensors or .metadata, or a run that has saved a checkpoint",
             )
     if (path / STATE_FILE).is_file() and (missing := missing_part(path)) is not None:
-        return refuse(f"is not whole: {missing}", "Choose another checkpoint, or convert it again")
+        return refuse(f"is incomplete: {missing}", "Choose another checkpoint, or convert it again")
     return path, []
 
 
 def _holds_weights(folder: Path) -> bool:
-    """Whether trainer ranks can load it: Hugging Face's format, or Megatron-Core's distributed one."""
+    """Whether trainer ranks can load it: Hugging Face format or Megatron-Core distributed checkpoint."""
     is_hf = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     return is_hf or (folder / ".metadata").is_file()
 
@@ -359,10 +359,10 @@ def _step_of(checkpoint: Path) -> int | None:
 
 
 def _model_dir(cfg: RunConfig, checkpoint: Path) -> tuple[Path | None, list[Violation]]:
-    """(folder with config.json and the tokenizer that belong to a checkpoint, why it cannot be told).
+    """(folder with the checkpoint's config.json and tokenizer or None, violations if it cannot be determined).
 
-    They are with the weights, or where the run began, or in the run's own folder; None for a run that began with random
-    weights, whose configuration says it all.
+    Searches the weights' folder, the run's initial weights and the run's own folder. None for a run that started from
+    random weights: its configuration is sufficient.
     """
     recorded = _state(checkpoint).get("config", {})
     began = recorded.get("model", {}).get("hf_path")
@@ -370,11 +370,11 @@ def _model_dir(cfg: RunConfig, checkpoint: Path) -> tuple[Path | None, list[Viol
     candidates = [checkpoint, *(Path(folder) for folder in (began, cfg.model.hf_path) if folder), run_dir / _MODEL_DIR]
     found = next((folder for folder in candidates if (folder / "config.json").is_file()), None)
     if found is None and began is not None:
-        problem = f"is unknown for this checkpoint: its run began with {began}, which is not here"
+        problem = f"is unknown for this checkpoint: its run started from {began}, which does not exist here"
         return None, [Violation("--model.hf_path", cfg.model.hf_path, problem, "Name the folder with its tokenizer")]
     tokenizer = recorded.get("data", {}).get("tokenizer", cfg.data.tokenizer)
     if found is None and tokenizer != cfg.data.tokenizer:
-        problem = f"is another tokenizer than the checkpoint's, {tokenizer!r}"
+        problem = f"is not the checkpoint's tokenizer, {tokenizer!r}"
         return None, [Violation("--data.tokenizer", cfg.data.tokenizer, problem, f"Pass --data.tokenizer {tokenizer}")]
     return found, []
 

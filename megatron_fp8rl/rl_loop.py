@@ -1,10 +1,10 @@
-"""The reinforcement-learning program: one screen, run alike by every trainer rank.
+"""The reinforcement-learning loop, run identically by every trainer rank.
 
-In: a RunConfig whose ``model.hf_path`` names the weights to start from, and engines that are starting or None when a
-recording is replayed. Out: a trained policy, and everything that the observer writes into the run's folder.
+In: a RunConfig whose ``model.hf_path`` names the initial weights, and engines that may still be starting (None for a
+replay). Out: a trained policy, and all files that the observer writes to the run's folder.
 
-Asynchronous training is ``rollout.max_staleness`` inside the rollout stream, replay is a stream that reads a file, and
-a larger cluster is other numbers in the configuration: there is one loop.
+There is only one loop: asynchronous training is handled inside the rollout stream (``rollout.max_staleness``), a replay
+is a stream that reads a file, and a larger cluster changes only numbers in the configuration.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ def run(
 ) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
-    ``fleet`` lives on rank 0 and may still be starting. Errors of any rank end the run on all ranks; the report is
-    written all the same. A run that ``stop`` asks to end early raises RunStopped after a step, with a checkpoint of it.
+    ``fleet`` exists on rank 0 only and may still be starting. An error on any rank ends the run on all ranks; the
+    report is still written. If ``stop`` requests an early end, the run saves a checkpoint after a step and raises
+    RunStopped.
     """
     stop = stop or StopRequest()
     is_driver = parallel.rank == 0
@@ -114,7 +115,7 @@ def _learn(
     loss: Callable[..., Any],
     sample: Callable[..., list[Sample]],
 ) -> bool:
-    """Collective: update the policy, which has seen ``log.step`` - 1 steps, by the groups; False when none is of use."""
+    """Collective: train the policy, at version ``log.step`` - 1, on the groups; False if no sample remains."""
     cfg = policy.cfg
     samples = sample(groups, version=log.step - 1)
     log.samples(samples)
@@ -140,7 +141,7 @@ def _publish(
     version: int,
     log: StepLog,
 ) -> None:
-    """Collective: bring the engines to the current weights, as policy ``version``."""
+    """Collective: send the current weights to the engines, as policy ``version``."""
     rollouts.before_update()
     with residency.publication(), span("publish"):
         scales = policy.kv_scales()
@@ -155,18 +156,18 @@ def _publish(
 def _publish_again(
     exporter: WeightExporter, policy: Policy, rollouts: RolloutStream, residency: Residency
 ) -> None:
-    """Collective: bring replicas to the present version, when all were lost in the middle of a step."""
+    """Collective: resend the current version to restarted replicas after all were lost in the middle of a step."""
     with residency.publication():
         exporter.publish(rollouts.version, policy.kv_scales())
 
 
 def _count_version(rollouts: RolloutStream, version: int, log: StepLog) -> None:
-    """Instead of a publication in a replayed run, which has no engines: where the recording goes on."""
+    """Advance the version in a replayed run, which has no engines to update."""
     rollouts.after_update(version)
 
 
 def _calibrate_kv(cfg: RunConfig, policy: Policy, prompts: PromptStream, residency: Residency) -> None:
-    """Collective: measure the first prompts for the scales of an FP8 KV cache, before there are log-probabilities."""
+    """Collective: calibrate the FP8 KV cache scales on the first prompts, before any log-probabilities are computed."""
     if cfg.rollout.kv_cache_dtype != "fp8" or cfg.rollout.replay is not None:
         return
     residency.train()
@@ -177,7 +178,7 @@ def _calibrate_kv(cfg: RunConfig, policy: Policy, prompts: PromptStream, residen
 
 
 def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, step: int, log: StepLog) -> None:
-    """Collective: sample the held-out problems at the first step, the last, and every ``observe.eval_every`` steps."""
+    """Collective: sample the held-out problems at the start, at the end, and every ``observe.eval_every`` steps."""
     is_due = step in (0, cfg.num_steps) or (cfg.observe.eval_every and step % cfg.observe.eval_every == 0)
     if not is_due or not cfg.observe.eval_prompts or cfg.rollout.replay is not None:
         return
@@ -186,7 +187,7 @@ def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, st
 
 
 def _resume(cfg: RunConfig, policy: Policy, prompts: PromptStream, checkpoints: Path) -> int:
-    """Collective: the step to continue after; 0 for a new run."""
+    """Collective: restore the newest checkpoint and return its step; 0 for a new run."""
     newest = policy.parallel.broadcast_object(checkpoint.latest(checkpoints)) if cfg.checkpoint.resume else None
     if newest is None:
         return 0
@@ -198,14 +199,14 @@ def _resume(cfg: RunConfig, policy: Policy, prompts: PromptStream, checkpoints: 
 def _save(
     cfg: RunConfig, policy: Policy, rollouts: RolloutStream, checkpoints: Path, step: int, *, is_asked: bool = False
 ) -> Path | None:
-    """Collective: write a checkpoint every ``checkpoint.every_steps`` steps and after the last, or when asked to.
+    """Collective: write a checkpoint every ``checkpoint.every_steps`` steps, after the last step, and on request.
 
-    Returns the checkpoint of the step; None when the step has none.
+    Returns the checkpoint of the step; None if the step has none.
     """
     every = cfg.checkpoint.every_steps
     is_due = step == cfg.num_steps or (every > 0 and step % every == 0)
     if is_due and is_asked:
-        return policy.parallel.broadcast_object(checkpoint.latest(checkpoints))  # saved at its end
+        return policy.parallel.broadcast_object(checkpoint.latest(checkpoints))  # already saved at the end of the step
     if not is_due and not is_asked:
         return None
     with span("checkpoint"):
@@ -214,6 +215,6 @@ def _save(
 
 
 def _save_on_request(save: Callable[..., Path | None], residency: Residency, step: int) -> Path | None:
-    """Collective: the checkpoint of a run that ends early, after its last publication."""
+    """Collective: save the checkpoint of a run that ends early, after its last weight update."""
     residency.train()
     return save(step, is_asked=True)

@@ -1,9 +1,9 @@
-"""The supervised program: teaches a freshly built model enough of a task that reinforcement learning finds rewards.
+"""Supervised warm start: trains a new model until reinforcement learning finds rewards.
 
-In: a RunConfig with ``data.sft_steps``. Out: a Hugging Face checkpoint, and the curve of the warm start beside it. Run
-alike by every trainer rank; the same policy, packing and optimizer as the reinforcement-learning loop.
+In: a RunConfig with ``data.sft_steps``. Out: a Hugging Face checkpoint, with the metrics of the warm start next to it.
+Runs identically on every trainer rank, with the policy, packing and optimizer of the reinforcement-learning loop.
 
-The warm start trains in BF16, as the model of a real run would have been pretrained.
+The warm start trains in BF16, the usual precision of pretraining.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from megatron_fp8rl.weight_sync.save_hf import save_hf
 
 WARM_START, HF, CHECKPOINTS = "warm_start", "hf", "checkpoints"
 EVALUATE_EVERY = 50
-SAVE_EVERY_S = 60.0  # between two checkpoints at least,
-SAVE_SHARE = 0.05  # and so long that they take at most this share of the time
+SAVE_EVERY_S = 60.0  # minimum interval between two checkpoints
+SAVE_SHARE = 0.05  # maximum fraction of the time spent on checkpoints; extends the interval if needed
 
 
 def warm_start_path(cfg: RunConfig) -> Path:
-    """Where the warm start of a run leaves its Hugging Face checkpoint."""
+    """Path of the Hugging Face checkpoint that a run's warm start writes."""
     return Path(cfg.run_dir) / WARM_START / HF
 
 
 def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopRequest | None = None) -> Path:
-    """Collective: train for ``data.sft_steps`` and return the checkpoint's folder; at once when it exists already.
+    """Collective: train for ``data.sft_steps`` and return the checkpoint's folder; skip training if it exists.
 
-    Every minute or more it leaves a checkpoint, from which the next one goes on, bit for bit. A warm start that
-    ``stop`` asks to end early raises RunStopped after a step, with a checkpoint of it.
+    Saves a checkpoint every minute or less often; resuming from it is bit-exact. If ``stop`` requests an early end, the
+    warm start saves a checkpoint after a step and raises RunStopped.
     """
     stop = stop or StopRequest()
     path = warm_start_path(cfg)
     checkpoints = path.parent / CHECKPOINTS
     if parallel.broadcast_object(path.exists()):
-        _forget(checkpoints, parallel)  # a warm start that was killed right after its end left them
+        _forget(checkpoints, parallel)  # left over if the warm start was killed right after it finished
         return path
     cfg = _supervised(cfg)
     source = SftSource(cfg, load_tokenizer(str(tokenizer_dir)))
@@ -74,7 +74,7 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
                         pass_rate = expected_pass_rate(policy, held_out)
                     log.update({"sft/expected_pass_rate/mean": pass_rate})
                     if cfg.data.sft_stop_pass_rate is not None and pass_rate >= cfg.data.sft_stop_pass_rate:
-                        break  # before the checkpoint: a warm start that goes on from one has not reached its end
+                        break  # before saving: resuming from a checkpoint must mean that training continues
                 if step < cfg.num_steps:
                     saves.save_if_due(step)
     save_hf(policy, path, tokenizer_dir)
@@ -83,19 +83,19 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
 
 
 class _Checkpoints:
-    """Those of a warm start, by the clock: its steps may take a tenth of a second or many, and so may a checkpoint."""
+    """Time-based checkpoints of a warm start: both steps and checkpoints can take from 0.1 s to many seconds."""
 
     def __init__(self, folder: Path, policy: Policy) -> None:
         self._folder, self._policy = folder, policy
         self._due = time.monotonic() + SAVE_EVERY_S
 
     def save_if_due(self, step: int) -> None:
-        """Collective: by the clock of rank 0."""
+        """Collective: save if rank 0's clock says that a checkpoint is due."""
         if self._policy.parallel.broadcast_object(time.monotonic() >= self._due):
             self.save(step)
 
     def save(self, step: int) -> Path:
-        """Collective: returns the checkpoint; ``checkpoint.keep`` of them stay."""
+        """Collective: save and return the checkpoint; the newest ``checkpoint.keep`` are kept."""
         begin = time.monotonic()
         with span("checkpoint"):
             path = checkpoint.save(self._folder, step, self._policy, extra={})
@@ -105,23 +105,22 @@ class _Checkpoints:
 
 
 def _forget(checkpoints: Path, parallel: Parallel) -> None:
-    """Remove the checkpoints of a warm start that is over: they are larger than its result."""
+    """Delete the checkpoints of a finished warm start: they are larger than its result."""
     if parallel.rank == 0:
         shutil.rmtree(checkpoints, ignore_errors=True)
 
 
 def _resume(cfg: RunConfig, policy: Policy, checkpoints: Path) -> int:
-    """Collective: the step to continue after; 0 for a new warm start."""
+    """Collective: restore the newest checkpoint and return its step; 0 for a new warm start."""
     newest = policy.parallel.broadcast_object(checkpoint.latest(checkpoints)) if cfg.checkpoint.resume else None
     return 0 if newest is None else checkpoint.restore(newest, policy)[0]
 
 
 def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:
-    """Collective: the chance that a sampled completion is the reference answer, averaged over the samples.
+    """Collective: probability that a sampled completion equals the reference answer, averaged over the samples.
 
-    The product of the probabilities of an answer's tokens is the probability of sampling that answer at
-    ``rollout.temperature``, so this needs one forward pass and has no sampling noise. Other answers that would earn a
-    reward too are not counted.
+    The product of the token probabilities is the probability of sampling the answer at ``rollout.temperature``, so one
+    forward pass suffices and there is no sampling noise. Other answers that would also earn a reward are not counted.
     """
     (batch,) = pack_for(policy.cfg, samples, data_rank=policy.parallel.dp_rank)
     scored = policy.with_old_logprobs(batch)
@@ -138,7 +137,7 @@ def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:
 
 
 def _supervised(cfg: RunConfig) -> RunConfig:
-    """The same run with the optimizer, precision and length of its warm start."""
+    """The run's configuration with the optimizer, precision and number of steps of the warm start."""
     return replace(
         cfg,
         num_steps=cfg.data.sft_steps,

@@ -1,17 +1,17 @@
-"""A run that is asked to end early: it finishes its step, saves a checkpoint, and says with exit status 85 that it did.
+"""Early stop on request: finish the step, save a checkpoint, exit with status 85.
 
-In: SIGUSR1 or SIGTERM in any trainer rank, or a file that a launcher leaves. Out: :class:`RunStopped` on every rank at
-the end of the same step. Which process: every trainer rank, from before it starts any other process.
+In: SIGUSR1 or SIGTERM in any trainer rank, or a file written by a launcher. Out: :class:`RunStopped` on every rank at
+the end of the same step. Runs on: every trainer rank; installed before the rank starts any other process.
 
-Schedulers warn of a time limit by sending SIGUSR1 to every process of a job, whoever started it; an ordinary process
-dies of that. So a rank blocks the signal besides handling it: what it starts inherits the block (not the handler), and
-engines and score workers live on until the rank has saved.
+Schedulers announce a time limit by sending SIGUSR1 to every process of a job, including child processes; by default
+the signal kills a process. Each rank therefore blocks the signal as well as handling it: child processes inherit the
+block (but not the handler), so engines and score workers stay alive until the rank has saved.
 
-A launcher names a folder in LAUNCH_DIR and watches files in it:
+A launcher sets LAUNCH_DIR to a folder and watches these files in it:
 
-    stop.json             by the launcher: save and end, please
-    stopped.json          by rank 0: {"step", "checkpoint"}
-    error-rank<i>.json    by a rank that fails, at once: {"time", "role", "node", "rank", "text", "log"}
+    stop.json             written by the launcher: request to save and end
+    stopped.json          written by rank 0: {"step", "checkpoint"}
+    error-rank<i>.json    written by a failing rank, immediately: {"time", "role", "node", "rank", "text", "log"}
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
 
-SAVED = 85  # exit status: not finished; start again to go on
+SAVED = 85  # exit status: not finished; start again to continue
 FOLDER_VARIABLE = "LAUNCH_DIR"
 _STOP, _STOPPED = "stop.json", "stopped.json"
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class RunStopped(SystemExit):
-    """Ends a run that was asked to stop and left all that is needed to go on. Neither a failure nor the end."""
+    """Ends a run that was asked to stop and can be resumed. Neither a failure nor a completed run."""
 
     def __init__(self, step: int, status: int) -> None:
         super().__init__(status)
@@ -48,7 +48,8 @@ class RunStopped(SystemExit):
 
 
 class StopRequest:
-    """Build with :meth:`install` in the main thread, before threads and processes that are to survive a SIGUSR1."""
+    """Pending stop request. Call :meth:`install` in the main thread, before starting threads and processes that must
+    survive a SIGUSR1."""
 
     def __init__(self, folder: Path | None = None, rank: int = 0) -> None:
         self.folder = folder
@@ -58,7 +59,7 @@ class StopRequest:
 
     @classmethod
     def install(cls) -> StopRequest:
-        """Handle the signals, and read the launcher's folder and this rank from the environment."""
+        """Install the signal handlers; read the launcher's folder and this rank from the environment."""
         folder = os.environ.get(FOLDER_VARIABLE)
         request = cls(Path(folder) if folder else None, int(os.environ.get("RANK", "0")))
         if threading.current_thread() is threading.main_thread():
@@ -71,9 +72,9 @@ class StopRequest:
     def at_boundary(
         self, parallel: Parallel, step: int, save: Callable[[int], Path | None] = lambda step: None
     ) -> None:
-        """Collective: go on unless any rank was asked to stop; then ``save(step)``, and raise RunStopped on all.
+        """Collective: if any rank was asked to stop, call ``save(step)`` and raise RunStopped on all ranks.
 
-        ``step`` steps are finished. Nothing is saved when it is where this process began: there is nothing new.
+        ``step`` is the number of finished steps. Nothing is saved if this process has finished no step of its own.
         ``save`` returns the checkpoint of that step.
         """
         if self._first_step is None:
@@ -84,13 +85,13 @@ class StopRequest:
         if self.folder is not None and parallel.rank == 0:
             self._write(_STOPPED, {"step": step, "checkpoint": checkpoint and str(checkpoint)})
         parallel.barrier("stop")
-        # torchrun takes a status other than 0 for a crash, and ends the ranks that still close their engines.
+        # torchrun treats a nonzero status as a crash and kills the ranks that are still closing their engines.
         is_told = self.folder is not None and "RANK" in os.environ
         raise RunStopped(step, 0 if is_told else SAVED)
 
     @contextlib.contextmanager
     def errors_noted(self) -> Iterator[None]:
-        """Tell the launcher of an exception when it passes, before whatever is closed or written because of it."""
+        """Report an exception to the launcher as it propagates, before any cleanup that it causes."""
         try:
             yield
         except Exception as error:
@@ -113,7 +114,7 @@ class StopRequest:
         return bool(flag.item())
 
     def _is_told(self) -> bool:
-        # One rank looks, and by listing the folder: on a network file system that shows what other nodes wrote.
+        # Only rank 0 checks, and it lists the folder: on a network file system this shows files from other nodes.
         return self.folder is not None and self.rank == 0 and _STOP in os.listdir(self.folder)
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
@@ -136,9 +137,9 @@ class StopRequest:
 
 
 def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run torchrun on this machine and pass on a request to stop; its exit status, or SAVED when its ranks saved.
+    """Run torchrun on this machine and forward stop requests; return its exit status, or SAVED if its ranks saved.
 
-    torchrun itself knows of neither: it would kill its ranks half a minute after a SIGTERM, and die of a SIGUSR1.
+    torchrun supports neither signal: it kills its ranks half a minute after a SIGTERM, and a SIGUSR1 kills it.
     """
     with tempfile.TemporaryDirectory(prefix="stop-") as own:
         folder = Path(environment.get(FOLDER_VARIABLE, own))
@@ -146,7 +147,7 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
         def ask(number: int, frame: FrameType | None) -> None:
             (folder / _STOP).write_text(json.dumps({"reason": signal.Signals(number).name}))
 
-        # What is blocked now, the ranks inherit; they handle it when they are ready.
+        # The ranks inherit the blocked signals and unblock them once their handlers are installed.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         process = subprocess.Popen(command, env={**environment, FOLDER_VARIABLE: str(folder)})
         for number in _SIGNALS:
@@ -155,5 +156,5 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
         try:
             status = process.wait()
         except KeyboardInterrupt:
-            status = process.wait()  # torchrun got it too
+            status = process.wait()  # torchrun received it, too
         return SAVED if status == 0 and (folder / _STOPPED).exists() else status

@@ -1,14 +1,14 @@
-"""What flows through one reinforcement-learning step.
+"""Data types of one reinforcement-learning step.
 
     Prompt -> Completion -> Rollout -> RolloutGroup -> Sample -> Microbatch -> TrainBatch
 
-Every class is frozen. Nothing else crosses a process boundary or a package boundary.
+All classes are frozen. No other types cross a process boundary or a package boundary.
 Shapes: L = tokens of one sequence (prompt and completion), C = tokens of one completion,
 T = tokens of one packed microbatch, S = sequences of one packed microbatch.
 
-Log-probabilities are natural logarithms, taken at the sampling temperature, and are never named just "logprobs":
-``rollout_`` (the sampler's), ``old_`` (the trainer's at the start of the step), ``trainer_`` (the trainer's, with
-gradient) and ``ref_`` (the reference model's).
+Log-probabilities are natural logarithms at the sampling temperature. Their names always say whose they are:
+``rollout_`` (the engine's), ``old_`` (the trainer's at the start of the step), ``trainer_`` (the trainer's, with
+gradient) or ``ref_`` (the reference model's).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ if TYPE_CHECKING:
     import torch
 
 KVScales: TypeAlias = dict[int, tuple[float, float, float]]
-"""Layer of the model -> what queries, keys and values are divided by before they become E4M3, exact in float32."""
+"""Layer index -> (q, k, v) scales: the divisors before the cast to E4M3, exactly representable in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One problem, tokenised once; the same ids go to the engine and to the trainer."""
+    """One problem, tokenized once; the engine and the trainer get the same token ids."""
 
-    prompt_id: str  # unique in a run and stable over resumes: "<environment>/<position>"
-    environment: str  # key of the environment that made the prompt and scores its completions
+    prompt_id: str  # unique in a run and stable across resumes: "<environment>/<position>"
+    environment: str  # key of the environment that generated the prompt and scores its completions
     token_ids: tuple[int, ...]
     text: str
-    answer: str  # a reference answer, used for supervised warm starts and shown in reports
-    metadata: dict[str, Any] = field(default_factory=dict)  # JSON-serialisable; what the environment needs to score
+    answer: str  # reference answer, used for the supervised warm start and shown in reports
+    metadata: dict[str, Any] = field(default_factory=dict)  # JSON-serializable; the environment's input for scoring
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sampled continuation, as the engine returned it."""
+    """One sampled completion, as the engine returned it."""
 
-    token_ids: tuple[int, ...]  # [C] includes the end token when there is one
+    token_ids: tuple[int, ...]  # [C] includes the EOS token, if any
     rollout_logprobs: tuple[float, ...]  # [C] of the sampled tokens
     finish_reason: Literal["stop", "length", "abort"]
     min_version: int  # policy version that sampled the first token
@@ -84,7 +84,7 @@ class Sample:
     environment: str
     token_ids: tuple[int, ...]  # [L] prompt followed by completion
     num_prompt_tokens: int
-    loss_mask: tuple[bool, ...]  # [L] True where the token was sampled and is trained on
+    loss_mask: tuple[bool, ...]  # [L] True for sampled tokens that contribute to the loss
     rollout_logprobs: tuple[float, ...]  # [L] 0.0 at prompt positions
     advantages: tuple[float, ...]  # [L] 0.0 at prompt positions
     staleness: int = 0  # trainer version at the start of the step minus Completion.min_version
@@ -93,31 +93,31 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Microbatch:
-    """Packed sequences, one after another, each padded at its end; the same on every rank of a data-parallel replica.
+    """Packed sequences, each padded at its end; identical on all ranks of a data-parallel replica.
 
-    Position t predicts ``targets_T[t]``, the next token of its sequence. All other per-token fields describe that
-    prediction. Padding and the last position of a sequence have ``loss_mask_T`` False.
+    Position t predicts ``targets_T[t]``, the next token of its sequence. All other per-token fields refer to that
+    prediction. ``loss_mask_T`` is False at padding and at the last position of a sequence.
     """
 
     tokens_T: torch.Tensor  # int64 [T]
     targets_T: torch.Tensor  # int64 [T]
     positions_T: torch.Tensor  # int64 [T] restart at 0 for every sequence
-    cu_seqlens_S: torch.Tensor  # int32 [S + 1] starts of the padded sequences, and T
-    sequence_ids_T: torch.Tensor  # int64 [T] index into names; padding belongs to the sequence that it pads
+    cu_seqlens_S: torch.Tensor  # int32 [S + 1] start offsets of the padded sequences, then T
+    sequence_ids_T: torch.Tensor  # int64 [T] index into names; padding has the id of the sequence that it pads
     loss_mask_T: torch.Tensor  # bool [T]
     rollout_logprobs_T: torch.Tensor  # float32 [T]
     advantages_T: torch.Tensor  # float32 [T]
-    names: tuple[str, ...]  # [S] Sample.name; empty string for a sequence that only fills space
+    names: tuple[str, ...]  # [S] Sample.name; empty string for a filler sequence
     environments: tuple[str, ...]  # [S]
     completion_positions_T: torch.Tensor  # int64 [T] index of the target within its completion; -1 outside
     old_logprobs_T: torch.Tensor | None = None  # float32 [T]
     ref_logprobs_T: torch.Tensor | None = None  # float32 [T]
-    routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] experts that the engine used at t
+    routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] the engine's experts at t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainBatch:
-    """What one optimizer update reads: this data-parallel rank's microbatches and the global denominators."""
+    """Input of one optimizer update: this data-parallel rank's microbatches and the global denominators."""
 
     microbatches: tuple[Microbatch, ...]  # the same number on every data-parallel rank
     num_loss_tokens: int  # over all data-parallel ranks
@@ -126,16 +126,16 @@ class TrainBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
-    """What one weight publication sent, and what it cost."""
+    """Contents and cost of one weight update."""
 
     version: int
     num_tensors: int
     num_fp8_tensors: int
     num_bytes: int  # sent to one replica
-    seconds: float  # the whole publication
-    pause_s: float  # how long the engines stood still
-    checksum: str  # one digest over those of all engine ranks' slices; equal for every trainer layout and transport
-    pack_s: float = 0.0  # of it: gathering and quantizing, by the host of rank 0 (a GPU's share shows in send_s)
-    send_s: float = 0.0  # waiting for what is on its way to arrive and be loaded
-    load_s: float = 0.0  # what the slowest engine worker spent receiving and writing; 0 when nothing was verified
-    verify_s: float = 0.0  # digesting what the engines hold, and comparing
+    seconds: float  # the whole weight update
+    pause_s: float  # how long the engines were paused
+    checksum: str  # digest over the digests of all engine ranks' shards; the same for any trainer layout and transport
+    pack_s: float = 0.0  # part of ``seconds``: gather and quantize, host time of rank 0 (GPU time shows up in send_s)
+    send_s: float = 0.0  # waiting until the data in flight has arrived and is loaded
+    load_s: float = 0.0  # receive and write time of the slowest engine worker; 0 if the update was not verified
+    verify_s: float = 0.0  # computing and comparing digests of the weights that the engines hold

@@ -1,1 +1,1 @@
-"""Advantages, losses and the correction of the train/rollout mismatch. Pure tensor functions without process groups."""
+"""Advantages, losses and train/rollout mismatch correction: pure functions, no process groups."""

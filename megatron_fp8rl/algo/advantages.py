@@ -1,10 +1,10 @@
-"""Advantages of the completions of one prompt. Every function of this file is a value of ``algo.advantage``.
+"""Advantage functions; each one is a value of ``algo.advantage``.
 
     (rewards, **options) -> advantages
 
-``rewards`` are those of the completions that count, after the overlong rule; there is one finite advantage for each,
-in their order. ``options`` are keyword arguments, which ``algo.advantage_options`` sets. Pure; runs on every rank
-alike, so that a function may draw no random numbers of its own. A user's function is ``module:function``.
+``rewards`` belong to one prompt's completions that count, after the overlong rule; the result has one finite advantage
+per reward, in the same order. ``algo.advantage_options`` sets ``options`` (keyword arguments). Functions must be pure:
+every rank computes the same advantages, so no random numbers. A user-defined function is ``module:function``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _STD_EPS = 1e-6
 
 def grpo(rewards: Sequence[float]) -> list[float]:
     """(reward - mean) / (std + 1e-6), with the sample standard deviation; 0 for equal rewards. arXiv 2402.03300."""
-    if len(set(rewards)) < 2:  # the mean of equal numbers may differ from them by rounding
+    if len(set(rewards)) < 2:  # the mean of equal numbers may differ from them by rounding errors
         return [0.0] * len(rewards)
     scale = statistics.stdev(rewards) + _STD_EPS
     return [advantage / scale for advantage in dr_grpo(rewards)]

@@ -1,26 +1,26 @@
-"""Losses of one packed microbatch. Every function of this file is a value of ``algo.loss``.
+"""Loss functions of one packed microbatch; each one is a value of ``algo.loss``.
 
-    grpo     clipped ratio of a token, mean over the means of sequences    arXiv 2402.03300
+    grpo     clipped token ratio, mean over the sequences' means           arXiv 2402.03300
     dapo     the same, mean over all tokens; clip_high > clip_low          arXiv 2503.14476
     dr_grpo  the same, sum over tokens / longest completion allowed        arXiv 2503.20783, with its advantages
-    gspo     clipped ratio of a sequence; clips around 3e-4                arXiv 2507.18071
+    gspo     clipped sequence ratio; clip range around 3e-4                arXiv 2507.18071
     cispo    bounded ratio as a constant weight; clip_low=1, clip_high     arXiv 2506.13585
     sft      cross-entropy
 
-They share one signature, which a user's ``module:function`` has too (docs/your_own_loss.md):
+All have the same signature, which also applies to a user-defined ``module:function`` (docs/your_own_loss.md):
 
     (mb, trainer_logprobs_T, entropy_T, batch, *, cfg, max_completion_tokens, **options) -> (loss, metrics)
 
-``trainer_logprobs_T`` [T] carries the gradient; ``entropy_T`` [T] needs one only with ``cfg.entropy_coef``. ``cfg`` is
-the run's AlgoConfig; ``options`` are keyword arguments, which ``algo.loss_options`` sets: ``aggregate`` says how tokens
-are averaged, ``dual_clip`` bounds what a token with a negative advantage can cost (3.0 is usual). The result is the loss
-(scalar) and detached metrics (scalars): sums over loss tokens for keys that end in ``/mean``, to be divided by
-``batch.num_loss_tokens`` after summing over microbatches and ranks; maxima for ``/max``.
+``trainer_logprobs_T`` [T] has a gradient; ``entropy_T`` [T] needs one only with ``cfg.entropy_coef``. ``cfg`` is the
+run's AlgoConfig. ``algo.loss_options`` sets ``options`` (keyword arguments): ``aggregate`` selects how tokens are
+averaged, ``dual_clip`` bounds the loss of a token with a negative advantage (usually 3.0). The result is the loss
+(scalar) and detached metrics (scalars): for keys that end in ``/mean``, sums over loss tokens, to be divided by
+``batch.num_loss_tokens`` after summing over microbatches and ranks; for ``/max``, maxima.
 
-A loss is a sum over the tokens of this microbatch divided by the denominators of the whole global batch, so losses and
-gradients add up to the same total however the batch is cut into microbatches and ranks. Functions are pure and see the
-log-probabilities of the whole microbatch, in whatever layout the model runs. They are put together from
-algo/objective.py, which says what the policies and ratios are called.
+A loss is a sum over this microbatch's tokens divided by the denominators of the global batch, so losses and gradients
+add up to the same total however the batch is split into microbatches and ranks. Functions are pure and get the
+log-probabilities of the whole microbatch, whatever the model's parallel layout. They are built from
+algo/objective.py, which defines the names of policies and ratios.
 
 Shapes: T = packed tokens of one microbatch, S = its sequences.
 """
@@ -56,7 +56,7 @@ def grpo(
     aggregate: Literal["token", "sequence", "constant"] = "sequence",
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Each token's ratio is clipped, and a sequence counts as much as any other."""
+    """Clip each token's ratio; all sequences have equal weight."""
     surrogate = clipped_surrogate(mb, update_log_ratio(mb, trainer_logprobs_T), cfg, dual_clip)
     shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
     return policy_loss(mb, trainer_logprobs_T, entropy_T, surrogate, shares_T, cfg)
@@ -72,7 +72,7 @@ def dapo(
     max_completion_tokens: int,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """:func:`grpo` in which a token counts as much as any other."""
+    """:func:`grpo` with equal weight for all tokens."""
     how = dict(cfg=cfg, max_completion_tokens=max_completion_tokens, dual_clip=dual_clip)
     return grpo(mb, trainer_logprobs_T, entropy_T, batch, aggregate="token", **how)
 
@@ -87,7 +87,7 @@ def dr_grpo(
     max_completion_tokens: int,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """:func:`grpo` without a bias towards long or short sequences; the paper has ``algo.advantage`` dr_grpo, too."""
+    """:func:`grpo` without length bias; the paper combines it with ``algo.advantage`` dr_grpo."""
     how = dict(cfg=cfg, max_completion_tokens=max_completion_tokens, dual_clip=dual_clip)
     return grpo(mb, trainer_logprobs_T, entropy_T, batch, aggregate="constant", **how)
 
@@ -103,7 +103,7 @@ def gspo(
     aggregate: Literal["token", "sequence", "constant"] = "sequence",
     dual_clip: float | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The geometric mean of a sequence's ratios is clipped, so that a sequence is clipped as a whole."""
+    """Clip the geometric mean of a sequence's ratios, so that a sequence is clipped as a whole."""
     log_ratio_T = sequence_log_ratio(mb, update_log_ratio(mb, trainer_logprobs_T))
     surrogate = clipped_surrogate(mb, log_ratio_T, cfg, dual_clip)
     shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
@@ -120,7 +120,7 @@ def cispo(
     max_completion_tokens: int,
     aggregate: Literal["token", "sequence", "constant"] = "token",
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The bounded ratio weighs the log-probability as a constant, so that no token loses its gradient."""
+    """Weight the log-probability by the detached bounded ratio, so that every token keeps its gradient."""
     surrogate = bounded_surrogate(mb, trainer_logprobs_T, update_log_ratio(mb, trainer_logprobs_T), cfg)
     shares_T = token_shares(mb, batch, aggregate, max_completion_tokens)
     return policy_loss(mb, trainer_logprobs_T, entropy_T, surrogate, shares_T, cfg)
@@ -135,7 +135,7 @@ def sft(
     cfg: AlgoConfig | None = None,
     max_completion_tokens: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mean cross-entropy over all loss tokens, whatever their rewards: what the warm start trains with."""
+    """Mean cross-entropy over all loss tokens, ignoring rewards; the loss of the warm start."""
     mask_T = mb.loss_mask_T
     nll = -torch.where(mask_T, trainer_logprobs_T, 0.0).sum()
     with torch.no_grad():

@@ -1,12 +1,12 @@
-"""The disagreement between the policy that sampled and the policy that trains: its correction and its measurement.
+"""Train/rollout mismatch: importance weights and metrics.
 
     mismatch_ratio = exp(old_logprobs - rollout_logprobs)
 
-is the importance weight of a token: 1 when the engine (FP8 kernels, KV cache, perhaps older weights) and the trainer
-give the sampled token the same probability. :func:`weights` turns it into the factor that corrects the loss;
-:func:`mismatch_metrics` measures it, names the worst sequences and raises the alarm. Neither carries a gradient.
+is the importance weight of a token: 1 if the engine (FP8 kernels, KV cache, possibly older weights) and the trainer
+assign the sampled token the same probability. :func:`weights` computes the factor that corrects the loss from it;
+:func:`mismatch_metrics` measures it, names the worst sequences and raises alarms. Neither has a gradient.
 
-Runs in the trainer, on every rank; tensors of one microbatch in, sums over ranks through a :class:`Reducer`.
+In: tensors of one microbatch. Out: weights, and sums over ranks via a :class:`Reducer`. Runs on: every trainer rank.
 
 Shapes: T = tokens of one packed microbatch, S = its sequences.
 """
@@ -23,24 +23,24 @@ from torch import Tensor
 from megatron_fp8rl.config import AlgoConfig
 from megatron_fp8rl.types import Microbatch, TrainBatch
 
-# exp(20) = 5e8: beyond it a ratio only says "unrelated", and float32 sums would overflow.
+# exp(20) = 5e8: a larger ratio carries no information, and float32 sums would overflow.
 LOG_RATIO_LIMIT = 20.0
-GEOMETRIC_CAP = 2.0  # of a token's weight under geometric_mask: what "truncate" caps at by default
-# Rounding of a log-softmax near 0 leaves 1e-6 at most; more is no log-probability.
+GEOMETRIC_CAP = 2.0  # cap of a token's weight with geometric_mask; the default cap of "truncate"
+# Rounding can raise a log-softmax at most 1e-6 above 0; a larger value is not a log-probability.
 LOGPROB_TOLERANCE = 1e-3
 
 _REMEDY = (
-    "Compare precision.trainer with precision.rollout and both precision.scales, check that the last publication was "
+    "Compare precision.trainer with precision.rollout, review precision.scales, check that the last publication was "
     "verified, or lower rollout.max_staleness"
 )
 
 
 class LogprobError(ValueError):
-    """A log-probability of a trained token that is NaN, infinite or above 0."""
+    """The log-probability of a loss token is NaN, infinite or above 0."""
 
 
 class MismatchAlarm(RuntimeError):
-    """The policies disagree more than the configuration allows. ``report`` holds all measurements."""
+    """The mismatch exceeds the configured thresholds. ``report`` has all measurements."""
 
     def __init__(self, report: MismatchReport):
         self.report = report
@@ -48,14 +48,14 @@ class MismatchAlarm(RuntimeError):
 
 
 class Reducer(Protocol):
-    """What a measurement needs of the data-parallel ranks; the trainer's ``Parallel`` is one."""
+    """Gathers values over the data-parallel ranks; implemented by the trainer's ``Parallel``."""
 
     def gather(self, value: Any) -> list[Any]:
         """Collective: the values of all data-parallel ranks, in rank order, on every rank."""
 
 
 class LocalReducer:
-    """The reducer of a single rank."""
+    """The reducer for a single rank."""
 
     def gather(self, value: Any) -> list[Any]:
         return [value]
@@ -65,14 +65,14 @@ class LocalReducer:
 class Correction:
     """Importance weights of one microbatch, without gradient."""
 
-    weights_T: Tensor  # float [T] factor of the token's loss; 0 drops it; 1 outside the loss mask
+    weights_T: Tensor  # float [T] factor of the token's loss; 0 drops the token; 1 outside the loss mask
     corrected_T: Tensor  # bool [T] capped or dropped, by a bound or by the veto
-    vetoed_T: Tensor  # bool [T] the sequence has a token whose ratio is below the veto
+    vetoed_T: Tensor  # bool [T] the sequence has a token whose ratio is below the veto threshold
 
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchSlice:
-    """The disagreement over some of the tokens."""
+    """Mismatch over a subset of the tokens."""
 
     label: str  # an environment, a range of completion positions such as "4-7", or Rollout.name
     num_tokens: int
@@ -85,30 +85,30 @@ class MismatchSlice:
 
 @dataclass(frozen=True, kw_only=True)
 class MismatchReport:
-    """The disagreement over one global batch; equal on every rank."""
+    """Mismatch over one global batch; identical on every rank."""
 
-    metrics: dict[str, float]  # flat keys what/name/reduce; empty when no token is trained on
-    by_position: tuple[MismatchSlice, ...]  # positions in the completion, ranges that double in length, ascending
+    metrics: dict[str, float]  # flat keys what/name/reduce; empty if there are no loss tokens
+    by_position: tuple[MismatchSlice, ...]  # completion positions in ranges of doubling length, ascending
     by_environment: tuple[MismatchSlice, ...]  # by name
     worst: tuple[MismatchSlice, ...]  # sequences with the largest mean |old - rollout|, worst first
-    alarms: tuple[str, ...]  # thresholds that were exceeded, as messages
+    alarms: tuple[str, ...]  # one message per exceeded threshold
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Log of a probability ratio, [T], and 0 where the mask is False.
+    """Log of a probability ratio, [T]; 0 where the mask is False.
 
-    The mask acts before the subtraction: padding may hold -inf, and ``0 * inf`` is NaN in values and in gradients.
+    Masks before the subtraction: padding may hold -inf, and ``0 * inf`` is NaN in values and gradients.
     """
     return torch.where(mask_T, numerator_T, 0.0) - torch.where(mask_T, denominator_T, 0.0)
 
 
 def limited(log_ratio: Tensor) -> Tensor:
-    """Within +-20, for ``exp``. What is summed over a sequence is limited after the sum, as its parts may cancel."""
+    """Clamp to +-20 before ``exp``. Clamp sequence sums after summing, because their terms may cancel."""
     return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def sequence_sum(values_T: Tensor, sequence_ids_T: Tensor, num_sequences: int) -> Tensor:
-    """Sum per sequence, [S], differentiable."""
+    """Sum per sequence, [S]; differentiable."""
     return values_T.new_zeros(num_sequences).index_add(0, sequence_ids_T, values_T)
 
 
@@ -116,13 +116,13 @@ def sequence_sum(values_T: Tensor, sequence_ids_T: Tensor, num_sequences: int) -
 def weights(
     log_ratio_T: Tensor, mask_T: Tensor, sequence_ids_T: Tensor, cfg: AlgoConfig, *, num_sequences: int | None = None
 ) -> Correction:
-    """Importance weights that correct the loss for having sampled with another policy.
+    """Importance weights that correct the loss for sampling from a different policy.
 
-    ``log_ratio_T`` [T] is old - rollout, 0 outside ``mask_T``; ``sequence_ids_T`` [T] counts from 0. With r the token's
-    ratio, R = prod r and G = R^(1/length) of its sequence, the choices of ``cfg.correction`` are
+    ``log_ratio_T`` [T] is old - rollout, 0 outside ``mask_T``; ``sequence_ids_T`` [T] starts at 0. With r the token's
+    ratio, R = prod r and G = R^(1/length) of its sequence, the values of ``cfg.correction`` are
 
     ==================  =====================================  ================================================
-    off                 1                                      nothing is corrected and nothing vetoed
+    off                 1                                      no correction and no veto
     truncate            min(r, high)                           TIS: Yao et al. 2025, Ionides 2008
     mask                r if low <= r <= high else 0           IcePop (arXiv 2510.18855), token-level MIS
     sequence_truncate   min(R, high)                           sequence-level TIS; unbiased as high grows
@@ -130,10 +130,10 @@ def weights(
     geometric_mask      min(r, 2) if low <= G <= high else 0   length-free trust region, e.g. 0.999 to 1.002
     ==================  =====================================  ================================================
 
-    The bounds of geometric_mask are far too narrow for a token, so that its cap is a constant.
+    The bounds of geometric_mask are far too narrow for token weights, so their cap is a constant.
 
-    ``cfg.veto_below`` drops a whole sequence in which any r is below it: one such token says that the engine computed
-    something else than the trainer.
+    ``cfg.veto_below`` drops every sequence with an r below it: a single such token means that engine and trainer did
+    not compute the same thing.
     """
     if num_sequences is None:
         num_sequences = int(sequence_ids_T.max()) + 1
@@ -174,18 +174,18 @@ def weights(
 def mismatch_metrics(
     batches: Sequence[TrainBatch], cfg: AlgoConfig, reducer: Reducer, *, num_worst: int = 5
 ) -> MismatchReport:
-    """Collective: measure old against rollout over the loss tokens of all ranks, before any update.
+    """Collective: compare old with rollout log-probabilities over the loss tokens of all ranks, before any update.
 
-    With d = old - rollout, w = exp(d), and tokens sampled by the rollout policy, for which KL is KL(rollout || old):
+    With d = old - rollout and w = exp(d); the rollout policy sampled the tokens, so KL means KL(rollout || old):
 
         abs_logprob_diff        |d|                     kl_k1       -d
         multiplicative_error    exp|d|                  kl_k3       w - 1 - d
         effective_sample_size   (sum w)^2 / (n sum w^2), a fraction of the tokens
         chi_square              mean w^2 - 1            ratio       w
 
-    Log ratios are limited to +-20 in w, never in d. The batches need ``old_logprobs_T``.
+    Log ratios are clamped to +-20 in w, never in d. The batches need ``old_logprobs_T``.
 
-    Raises (on every rank alike):
+    Raises (on every rank):
         LogprobError: names tensor, sequence and token.
         MismatchAlarm: a threshold is exceeded and ``cfg.alarm_action`` is "stop"; with "warn" see ``report.alarms``.
     """
@@ -218,7 +218,7 @@ def mismatch_metrics(
 
 @dataclass
 class _Sums:
-    """Sums over tokens, in float64, and extremes."""
+    """Sums over tokens in float64, and extrema."""
 
     num: int = 0
     diff: float = 0.0
@@ -235,7 +235,7 @@ class _Sums:
 
     @classmethod
     def of(cls, diff: Tensor, corrected: Tensor, vetoed: Tensor) -> _Sums:
-        """Of the tokens with these d (float64), which must be some."""
+        """Sums over tokens with differences ``diff`` (float64, not empty)."""
         limited = diff.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         ratio = limited.exp()
         return cls(
@@ -294,7 +294,7 @@ class _Sums:
 
 @dataclass
 class _RankStatistics:
-    """What one rank contributes; small, picklable."""
+    """Statistics of one rank; small and picklable."""
 
     total: _Sums = field(default_factory=_Sums)
     positions: dict[int, _Sums] = field(default_factory=dict)
@@ -313,7 +313,7 @@ class _RankStatistics:
             return
         ratio_T = log_ratio(mb.old_logprobs_T, mb.rollout_logprobs_T, mask_T)
         correction = weights(ratio_T, mask_T, mb.sequence_ids_T, cfg, num_sequences=len(mb.names))
-        # Compacted, in float64 and on the host: what follows are many small reductions.
+        # Compact and move to the host in float64, because many small reductions follow.
         diff = (mb.old_logprobs_T[mask_T].double() - mb.rollout_logprobs_T[mask_T].double()).cpu()
         corrected, vetoed = correction.corrected_T[mask_T].cpu(), correction.vetoed_T[mask_T].cpu()
         ids, positions = mb.sequence_ids_T[mask_T].cpu(), mb.completion_positions_T[mask_T].cpu()
@@ -333,11 +333,11 @@ class _RankStatistics:
 
 
 def _no_logprobs(mb: Microbatch) -> list[str]:
-    """A message for each tensor with a NaN or an infinity under the loss mask, or of the engine with more than 0."""
+    """One message per tensor with a NaN or infinity under the loss mask, or with an engine value above 0."""
     messages = []
     for name, values_T in (("rollout_logprobs", mb.rollout_logprobs_T), ("old_logprobs", mb.old_logprobs_T)):
         bad_T = ~torch.isfinite(values_T)
-        if name == "rollout_logprobs":  # the others are the trainer's own
+        if name == "rollout_logprobs":  # old_logprobs are the trainer's own
             bad_T = bad_T | (values_T > LOGPROB_TOLERANCE)
         bad = (mb.loss_mask_T & bad_T).nonzero().flatten()
         if bad.numel():

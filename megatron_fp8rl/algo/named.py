@@ -1,8 +1,8 @@
-"""The functions that ``algo.loss`` and ``algo.advantage`` name: a function of the library, or ``module:function``.
+"""Resolves ``algo.loss`` and ``algo.advantage``: a library function or ``module:function``.
 
-:func:`mistakes` judges name, signature and options by the source of the module, which it finds without importing it, so
-that a login node without torch can refuse a run before it is queued. :func:`load_loss` and :func:`load_advantage`
-import the function, judge it once more, and bind its options; they run at the start of a run, on every rank.
+:func:`mistakes` checks name, signature and options against the module's source without importing it, so that a login
+node without torch can reject a run before it is queued. :func:`load_loss` and :func:`load_advantage` import the
+function, check it again and bind its options; they run on every rank at the start of a run.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ LossFn: typing.TypeAlias = "Callable[[Microbatch, Tensor, Tensor, TrainBatch], t
 
 
 class NamedFunctionError(ValueError):
-    """A function that does not exist, cannot be called as it has to be, or returns what it must not."""
+    """A function that does not exist, has the wrong signature, or returns an invalid result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Door:
-    """One field that names a function."""
+    """One configuration field that names a function."""
 
     field: str
-    module: str  # whose functions go by their bare names
+    module: str  # its functions can be named without the module
     positional: tuple[str, ...]
-    keywords: tuple[str, ...]  # that the program passes
+    keywords: tuple[str, ...]  # keyword arguments that the library passes
 
     @property
     def call(self) -> str:
         return ", ".join([*self.positional, *(["*", *self.keywords] if self.keywords else []), "**options"])
 
     def spec(self, algo: AlgoConfig) -> tuple[str, str, Mapping[str, Any]]:
-        """(module, function, options) that a configuration asks for."""
+        """(module, function, options) of a configuration."""
         value = getattr(algo, self.field)
         module, _, name = value.rpartition(":") if ":" in value else (self.module, "", value)
         return module, name, getattr(algo, f"{self.field}_options")
@@ -68,7 +68,7 @@ _ADVANTAGE = _Door(field="advantage", module="megatron_fp8rl.algo.advantages", p
 
 
 def mistakes(algo: AlgoConfig) -> list[Violation]:
-    """What is wrong with the two functions and their options, as far as their source says. Imports none of them."""
+    """Mistakes in the two functions and their options, found from source alone, without importing them."""
     found: list[Violation] = []
     for door in (_LOSS, _ADVANTAGE):
         module, name, _ = door.spec(algo)
@@ -86,8 +86,8 @@ def load_loss(algo: AlgoConfig, max_completion_tokens: int) -> LossFn:
     """The loss of a configuration, as ``(mb, trainer_logprobs_T, entropy_T, batch) -> (loss, metrics)``.
 
     Raises:
-        NamedFunctionError: no such function, a signature or options that do not fit; and, from the function returned,
-            a result that is not a scalar with a gradient and a dict of scalars.
+        NamedFunctionError: unknown function, wrong signature or wrong options; also raised by the returned function if
+            its result is not a scalar with a gradient and a dict of scalars.
     """
     function = partial(_load(_LOSS, algo), cfg=algo, max_completion_tokens=max_completion_tokens)
     return _checked(function, algo) if ":" in algo.loss else function
@@ -114,7 +114,7 @@ def _load(door: _Door, algo: AlgoConfig) -> Callable[..., Any]:
 
 
 def _call_violations(door: _Door, algo: AlgoConfig, signature: inspect.Signature) -> list[Violation]:
-    """Whether the program can call a function of this signature with the options of the configuration."""
+    """Violations if a function with this signature cannot be called with the configured options."""
     options = door.spec(algo)[2]
     parameters = signature.parameters.values()
     named = {
@@ -126,7 +126,7 @@ def _call_violations(door: _Door, algo: AlgoConfig, signature: inspect.Signature
         field = f"--algo.{door.field}_options.{option}"
         if option not in named and (not takes_any or option in door.keywords):
             known = ", ".join(named) or "none"
-            problem = f"is no option of {getattr(algo, door.field)}{_near(option, named)}"
+            problem = f"is not an option of {getattr(algo, door.field)}{_near(option, named)}"
             found.append(Violation(field, value, problem, f"Its options: {known}"))
         elif option in named and not _fits(value, kind := _kind(named[option].annotation)):
             remedy = f"Set a value of {inspect.formatannotation(kind)}"
@@ -141,10 +141,10 @@ def _call_violations(door: _Door, algo: AlgoConfig, signature: inspect.Signature
 
 
 def _declaration(module: str, name: str) -> inspect.Signature | None:
-    """Signature of a function by the source of its module; None when the source does not tell. Raises LookupError."""
+    """Signature of a function from its module's source; None if the source is inconclusive. Raises LookupError."""
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:  # of a package above it
+    except (ImportError, ValueError) as error:  # raised by a parent package
         raise LookupError(f"there is no module {module!r} ({error})") from error
     if spec is None:
         raise LookupError(f"there is no module {module!r} on the Python path")
@@ -163,7 +163,7 @@ def _declaration(module: str, name: str) -> inspect.Signature | None:
 
 
 def _signature(node: ast.FunctionDef) -> inspect.Signature:
-    """Of a definition, with annotations as text, and None for every default."""
+    """Signature of a function definition, with annotations as strings and None for every default."""
     for argument in ast.walk(node.args):
         if isinstance(argument, ast.arg) and argument.annotation is not None:
             argument.annotation = ast.copy_location(ast.Constant(ast.unparse(argument.annotation)), argument)
@@ -176,7 +176,7 @@ def _signature(node: ast.FunctionDef) -> inspect.Signature:
 
 
 def _kind(annotation: Any) -> Any:
-    """The type that an annotation means; Any when that cannot be told from the annotation alone."""
+    """The type of an annotation; Any if it cannot be resolved from the annotation alone."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):
@@ -188,7 +188,7 @@ def _kind(annotation: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, as far as types of plain values go; a whole number is a float, too."""
+    """Whether a value matches a type, for types of plain values; an int is also a valid float."""
     if kind is None or kind is types.NoneType:
         return value is None
     if typing.get_origin(kind) is Literal:
@@ -201,7 +201,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _checked(function: LossFn, algo: AlgoConfig) -> LossFn:
-    """A user's loss whose every result is looked at. A NaN is found by Policy.update, which knows its sequences."""
+    """Wrap a user-defined loss to validate its results. Policy.update detects NaNs, because it can name sequences."""
     import torch
 
     def is_scalar(value: Any) -> bool:
@@ -226,7 +226,7 @@ def _checked(function: LossFn, algo: AlgoConfig) -> LossFn:
 
 
 def _remedy(door: _Door) -> str:
-    return f"Name a function of {door.module} or module:function, where Python can import the module"
+    return f"Name a function of {door.module} or module:function, if Python can import the module"
 
 
 def _near(name: str, known: Iterable[str]) -> str:

@@ -1,16 +1,16 @@
-"""The pieces that losses are put together from (algo/losses.py, and a user's own).
+"""Building blocks of losses (algo/losses.py and user-defined losses).
 
-Three policies, never written as bare "logprobs":
+Three policies; a name always says whose log-probabilities it holds:
 
-    rollout   the engine that sampled the tokens (FP8 kernels, perhaps older weights)
+    rollout   the engine that sampled the tokens (FP8 kernels, possibly older weights)
     old       the trainer's weights at the start of the step, with the trainer's kernels
     trainer   the weights being updated, the only policy with a gradient
 
     mismatch_ratio = exp(old - rollout)    no gradient; corrects engine, precision and staleness (algo/mismatch.py)
-    update_ratio   = exp(trainer - old)    with gradient; what PPO clips
+    update_ratio   = exp(trainer - old)    with gradient; clipped by PPO
 
-A surrogate is the objective of each token, to be maximised, with the metrics of its ratio; :func:`policy_loss` makes
-the loss of it. Log ratios come without limits and are limited to +-20 where they are exponentiated.
+A surrogate is the per-token objective, to be maximized, with the metrics of its ratio; :func:`policy_loss` turns it
+into a loss. Log ratios are passed unclamped and are clamped to +-20 where they are exponentiated.
 
 Shapes: T = packed tokens of one microbatch, S = its sequences.
 """
@@ -26,12 +26,12 @@ from megatron_fp8rl.algo.mismatch import limited, log_ratio, sequence_sum, weigh
 from megatron_fp8rl.config import AlgoConfig
 from megatron_fp8rl.types import Microbatch, TrainBatch
 
-Surrogate = tuple[Tensor, dict[str, Tensor]]  # objective [T], 0 outside the loss mask; sums and maxima of its ratio
+Surrogate = tuple[Tensor, dict[str, Tensor]]  # objective [T], 0 outside the loss mask; metrics of its ratio
 
 
 def old_logprobs(mb: Microbatch, trainer_logprobs_T: Tensor) -> Tensor:
-    """Of the old policy, [T], without gradient. Without ``mb.old_logprobs_T`` the step is taken to be its batch's only
-    update, and old is trainer."""
+    """Log-probabilities of the old policy, [T], without gradient. Without ``mb.old_logprobs_T``, assumes that this is
+    the batch's only update, so that old equals trainer."""
     return (trainer_logprobs_T if mb.old_logprobs_T is None else mb.old_logprobs_T).detach()
 
 
@@ -41,7 +41,7 @@ def update_log_ratio(mb: Microbatch, trainer_logprobs_T: Tensor) -> Tensor:
 
 
 def sequence_log_ratio(mb: Microbatch, log_ratio_T: Tensor) -> Tensor:
-    """Mean log ratio of the sequence in value, the token's own in gradient (GSPO-token, arXiv 2507.18071 eq. 14)."""
+    """Value: the sequence's mean log ratio; gradient: the token's own (GSPO-token, arXiv 2507.18071 eq. 14)."""
     num_sequences = len(mb.names)
     length_S = sequence_sum(mb.loss_mask_T.to(log_ratio_T.dtype), mb.sequence_ids_T, num_sequences).clamp(min=1)
     mean_S = sequence_sum(log_ratio_T.detach(), mb.sequence_ids_T, num_sequences) / length_S
@@ -53,7 +53,7 @@ def clipped_surrogate(
 ) -> Surrogate:
     """PPO's pessimistic minimum of ratio and clipped ratio, times the advantage (arXiv 1707.06347 eq. 7).
 
-    A large ratio times a negative advantage is unbounded below; ``dual_clip`` floors it at dual_clip * advantage (Ye et
+    A large ratio times a negative advantage is unbounded below; ``dual_clip`` bounds it by dual_clip * advantage (Ye et
     al. 2020, arXiv 1912.09729).
     """
     mask_T, advantages_T = mb.loss_mask_T, mb.advantages_T
@@ -71,7 +71,7 @@ def clipped_surrogate(
 
 
 def bounded_surrogate(mb: Microbatch, trainer_logprobs_T: Tensor, log_ratio_T: Tensor, cfg: AlgoConfig) -> Surrogate:
-    """The bounded ratio as a constant weight of advantage * log-probability; both bounds act for either sign."""
+    """Bounded ratio as a constant weight of advantage * log-probability; both bounds apply to either sign."""
     mask_T = mb.loss_mask_T
     ratio_T = limited(log_ratio_T).exp()
     bounded_T = ratio_T.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
@@ -87,10 +87,10 @@ def token_shares(
     aggregate: Literal["token", "sequence", "constant"],
     max_completion_tokens: int,
 ) -> Tensor:
-    """Share of each token in the global loss, [T]; 0 outside the mask.
+    """Weight of each token in the global loss, [T]; 0 outside the mask.
 
-    token: 1 / all loss tokens. sequence: 1 / (all sequences * loss tokens of its own). constant: 1 / (all sequences *
-    the longest completion allowed), which leaves the gradient free of a length bias.
+    token: 1 / all loss tokens. sequence: 1 / (all sequences * the sequence's own loss tokens). constant: 1 / (all
+    sequences * the longest completion allowed), which removes the length bias from the gradient.
     """
     mask_T = mb.loss_mask_T.to(mb.advantages_T.dtype)
     if aggregate == "token":
@@ -110,7 +110,7 @@ def policy_loss(
     shares_T: Tensor,
     cfg: AlgoConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and metrics of a surrogate: corrected for the mismatch, with the KL and entropy terms that ``cfg`` asks for.
+    """Loss and metrics of a surrogate: with mismatch correction and the KL and entropy terms configured in ``cfg``.
 
     Raises:
         ValueError: ``cfg.kl_coef`` without reference log-probabilities.
@@ -144,7 +144,7 @@ def policy_loss(
 
 
 def masked_sum(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Sum over the mask, scalar, in FP32 or better: a metric that ends in ``/mean``."""
+    """Sum over the mask, scalar, in FP32 or higher precision: the value of a metric that ends in ``/mean``."""
     return values_T.masked_fill(~mask_T, 0).sum(dtype=torch.promote_types(values_T.dtype, torch.float32))
 
 
@@ -160,14 +160,14 @@ def _ratio_metrics(ratio_T: Tensor, low_T: Tensor, high_T: Tensor, dual_T: Tenso
 
 
 def _kl_to_reference(mb: Microbatch, trainer_logprobs_T: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(trainer || reference) per token: (k3 in value with the gradient of k2, k3 without gradient).
+    """KL(trainer || reference) per token: (value of k3 with the gradient of k2, k3 without gradient).
 
-    Differentiating k3 itself follows KL(reference || trainer) instead: its gradient is (1 - exp(ref - trainer)) times
+    Differentiating k3 would minimize KL(reference || trainer) instead: its gradient is (1 - exp(ref - trainer)) times
     the score. The score-function gradient of KL(trainer || reference) is (trainer - ref) times the score, which is the
     gradient of k2 = (trainer - ref)^2 / 2 (Schulman 2020, "Approximating KL divergence").
     """
     if mb.ref_logprobs_T is None:
-        raise ValueError("algo.kl_coef needs reference log-probabilities, and this microbatch has none")
+        raise ValueError("algo.kl_coef needs reference log-probabilities, but this microbatch has none")
     log_ratio_T = limited(log_ratio(trainer_logprobs_T, mb.ref_logprobs_T, mb.loss_mask_T))
     k2_T = log_ratio_T.square() / 2
     k3_T = _k3(-log_ratio_T.detach())

@@ -1,18 +1,18 @@
-"""Accuracy and pass@k of sampled completions, with intervals. Pure, no ranks.
+"""Accuracy and pass@k of sampled completions, with 95 % intervals. Pure, no ranks.
 
-In: for each problem how many completions were sampled and how many passed. Out: estimates over the problems.
+In: the number of sampled and of passed completions per problem. Out: estimates over the problems.
 
-pass@k is the chance that at least one of k completions passes. From n >= k completions of which c passed, the estimate
-without bias is the share of the k-subsets that hold a passing one, 1 - C(n - c, k) / C(n, k) (Chen et al.,
-arXiv:2107.03374, section 2.1). One minus (1 - c/n)^k, the obvious one, is too low.
+pass@k is the probability that at least one of k completions passes. Given n >= k completions of which c passed, the
+unbiased estimate is the fraction of k-subsets with a passing completion, 1 - C(n - c, k) / C(n, k) (Chen et al.,
+arXiv:2107.03374, section 2.1). The obvious estimate, one minus (1 - c/n)^k, is biased low.
 
-What an interval of 95 % covers is the choice of problems and the sampling of completions, not the choice of the
-environment. Completions of one problem resemble each other, so that they are never counted as independent trials:
+The 95 % intervals cover the choice of problems and the sampling of completions, not the choice of the environment.
+Completions of the same problem are correlated, so they are never treated as independent trials:
 
-    accuracy   Wilson's interval of a proportion, over n / (1 + (m - 1) rho) trials, with m completions of each problem
-               and rho their correlation within a problem (the estimator of an analysis of variance)
-    pass@k     percentiles of the mean over problems that are drawn with replacement, from a fixed seed. Where all
-               problems agree on 0 or 1 redrawing says nothing, and Wilson's interval over the problems takes its place
+    accuracy   Wilson score interval over n / (1 + (m - 1) rho) trials, with m completions per problem and their
+               intraclass correlation rho (analysis-of-variance estimator)
+    pass@k     percentile bootstrap of the mean over problems, with a fixed seed. If all problems agree on 0 or 1, the
+               bootstrap is uninformative, and the Wilson interval over the problems is used instead
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CONFIDENCE = 0.95
 NUM_RESAMPLES = 10_000
 _Z = 1.959963984540054  # quantile (1 + CONFIDENCE) / 2 of the normal distribution
 _SEED = 20210707
-_RESAMPLES_AT_ONCE = 500  # bounds the memory of drawn values [resamples, problems, ks]
+_RESAMPLES_AT_ONCE = 500  # bounds the memory of the resampled values [resamples, problems, ks]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A proportion and its interval of 95 %."""
+    """A proportion and its 95 % interval."""
 
     value: float
     low: float
@@ -42,10 +42,10 @@ class Estimate:
 
 
 def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
-    """Estimate without bias for one problem, from ``num_completions`` of which ``num_passed`` passed.
+    """Unbiased estimate for one problem, from ``num_completions`` of which ``num_passed`` passed.
 
-    As a product of factors between 0 and 1, which neither overflows nor cancels as quotients of binomials do.
-    Raises ValueError when k is not in 1..num_completions, or the numbers are no counts.
+    Computed as a product of factors between 0 and 1, without the overflow and cancellation of binomial quotients.
+    Raises ValueError if k is not in 1..num_completions, or if the counts are invalid.
     """
     if not 0 <= num_passed <= num_completions:
         raise ValueError(f"{num_passed} of {num_completions} completions passed: not a count")
@@ -58,23 +58,23 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
 
 
 def wilson(successes: float, trials: float) -> Estimate:
-    """A proportion with Wilson's score interval. Raises ValueError without trials.
+    """A proportion with its Wilson score interval. Raises ValueError without trials.
 
-    Neither number need be whole, as the effective number of trials is not: ``scipy.stats.binomtest`` takes whole ones.
+    Both numbers may be fractional, as the effective number of trials is; ``scipy.stats.binomtest`` accepts only ints.
     """
     if trials <= 0:
         raise ValueError(f"a proportion of {trials} trials")
     share = successes / trials
     center = (share + _Z**2 / (2 * trials)) / (1 + _Z**2 / trials)
     reach = _Z / (1 + _Z**2 / trials) * math.sqrt(share * (1 - share) / trials + _Z**2 / (4 * trials**2))
-    # At the ends the formula gives 0 and 1 but for rounding.
+    # At the ends the formula gives 0 and 1 up to rounding.
     low = 0.0 if share == 0 else max(0.0, center - reach)
     high = 1.0 if share == 1 else min(1.0, center + reach)
     return Estimate(value=share, low=low, high=high)
 
 
 def accuracy(counts: Sequence[tuple[int, int]]) -> Estimate:
-    """Share of the completions that passed, from (completions, passed) of each problem, problems weighing the same."""
+    """Fraction of passed completions, from (completions, passed) per problem, with equal weight for all problems."""
     sampled, passed = _columns(counts)
     share = float(np.mean(passed / sampled))
     trials = sampled.sum() / design_effect(counts)
@@ -82,10 +82,10 @@ def accuracy(counts: Sequence[tuple[int, int]]) -> Estimate:
 
 
 def design_effect(counts: Sequence[tuple[int, int]]) -> float:
-    """By how much resemblance within problems inflates the variance: 1 for independent completions, m for equal ones.
+    """Variance inflation by correlation within problems: 1 for independent completions, m for identical ones.
 
-    1 + (m - 1) rho with rho between 0 and 1. When all completions of all problems agree, nothing tells resemblance from
-    an easy environment, and rho is 1.
+    1 + (m - 1) rho with rho between 0 and 1. If all completions of all problems agree, correlation and an easy
+    environment cannot be distinguished, and rho is 1.
     """
     sampled, passed = _columns(counts)
     total, problems = sampled.sum(), len(sampled)
@@ -102,9 +102,9 @@ def design_effect(counts: Sequence[tuple[int, int]]) -> float:
 
 
 def pass_at_ks(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int, Estimate]:
-    """pass@k over problems for every k, from (completions, passed) of each problem. The same for the same counts.
+    """pass@k over problems for every k, from (completions, passed) per problem. Deterministic.
 
-    Raises ValueError when a problem has fewer completions than a k.
+    Raises ValueError if a problem has fewer completions than a k.
     """
     table = np.array([[pass_at_k(n, c, k) for k in ks] for n, c in counts])  # [problems, ks]
     if not table.size:
@@ -121,18 +121,18 @@ def pass_at_ks(counts: Sequence[tuple[int, int]], ks: Sequence[int]) -> dict[int
 
 
 def powers_of_two(num_completions: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the number itself: the k that are shown when none is asked for."""
+    """1, 2, 4, ... and the number itself: the default values of k."""
     powers = (1 << exponent for exponent in range(num_completions.bit_length()))
     return tuple(sorted({*powers, num_completions}))
 
 
 def _interval_of_means(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(low, high), float64 [ks], of the mean over problems."""
-    if len(table) == 1:  # nothing to draw from
+    if len(table) == 1:  # nothing to resample
         return table[0], table[0]
     how = dict(n_resamples=NUM_RESAMPLES, confidence_level=CONFIDENCE, method="percentile", batch=_RESAMPLES_AT_ONCE)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a column in which all problems agree, whose interval is that number
+        warnings.simplefilter("ignore")  # columns in which all problems agree; their interval is that value
         interval = bootstrap((table,), np.mean, axis=0, rng=np.random.default_rng(_SEED), **how).confidence_interval
     return interval.low, interval.high
 

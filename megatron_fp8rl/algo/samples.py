@@ -1,8 +1,8 @@
-"""Scored groups in, training samples out. Pure; every rank computes the same samples.
+"""Converts scored groups to training samples. Pure; every rank computes the same samples.
 
-A completion gets the advantage that the function of ``algo.advantage`` gives its reward among those of its prompt
-(algo/advantages.py). A completion whose scoring failed, or that the engine aborted, has no reward: it counts neither in
-its group's advantages nor as a sample.
+Each completion's advantage is computed from the rewards of its group by the ``algo.advantage`` function
+(algo/advantages.py). Completions whose scoring failed or that the engine aborted have no reward: they are excluded from
+their group's advantages and from the samples.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class NonFiniteRewardError(ValueError):
 def to_samples(
     groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: RunConfig, version: int
 ) -> list[Sample]:
-    """One sample per completion that is trained on, in the order of the groups.
+    """One sample per completion to train on, in the order of the groups.
 
-    ``version`` is the trainer's at the start of the step; a sample's staleness counts from it. Groups without variance
-    are left out unless ``cfg.algo.zero_variance`` is "keep". Every sample has at least one loss token.
+    ``version`` is the trainer's version at the start of the step; staleness is relative to it. Groups without variance
+    are dropped unless ``cfg.algo.zero_variance`` is "keep". Every sample has at least one loss token.
 
     Raises:
         NonFiniteRewardError: names the rollout.
-        NamedFunctionError: ``advantage_fn`` returned something else than one finite number for each reward.
+        NamedFunctionError: ``advantage_fn`` did not return one finite number per reward.
     """
     samples = []
     for group in groups:
@@ -44,16 +44,15 @@ def to_samples(
 
 
 def has_signal(group: RolloutGroup, cfg: RunConfig) -> bool:
-    """Whether the group's rewards differ, so that at least one advantage is not 0; the test for drop and refill."""
+    """Whether the group's rewards differ, so that some advantage is nonzero; the criterion of drop and refill."""
     return _varies(shaped_rewards(group, cfg)[1])
 
 
 def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], list[float]]:
     """The rollouts of a group that count, and their rewards after the overlong rule.
 
-    keep: a completion that was cut at the limit counts with the reward it got. mask: it counts as never sampled (the
-    reward of an unfinished answer says nothing). penalty: every completion's reward falls by
-    :func:`overlong_penalty` of its length.
+    keep: a completion truncated at the limit keeps its reward. mask: it is ignored, because the reward of an unfinished
+    answer is meaningless. penalty: :func:`overlong_penalty` of its length is subtracted from each completion's reward.
     """
     rollouts = [r for r in group.rollouts if r.status != "score_failed" and r.completion.finish_reason != "abort"]
     for rollout in rollouts:
@@ -74,7 +73,7 @@ def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], 
 def overlong_penalty(num_tokens: int, max_completion_tokens: int, cfg: AlgoConfig) -> float:
     """Soft overlong punishment, 0 to 1: rises linearly over the last ``overlong_buffer_tokens`` before the limit.
 
-    DAPO, arXiv 2503.14476 eq. 13, with the sign of a penalty. Without a buffer only reaching the limit costs.
+    DAPO, arXiv 2503.14476 eq. 13, with positive sign. Without a buffer, only completions at the limit are penalized.
     """
     excess = num_tokens - (max_completion_tokens - cfg.overlong_buffer_tokens)
     if cfg.overlong_buffer_tokens == 0:

@@ -1,1 +1,1 @@
-"""Environments make problems and score completions."""
+"""Environments: generate problems and score completions."""

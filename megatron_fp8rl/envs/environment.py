@@ -1,10 +1,10 @@
-"""What an environment is, and how a configuration names one.
+"""Environment interface, and construction from a configuration.
 
-An environment makes problems by index and scores completions. It comes from reasoning-gym by the name of a generator,
-or from the user's own module as ``package.module:Class``, built as ``Class(**options)``.
+An environment generates problems by index and scores completions. It is either a reasoning-gym generator, given by
+name, or a class in a user's module, given as ``package.module:Class`` and constructed as ``Class(**options)``.
 
-Problems are made in the trainer; scores are computed in worker processes (envs/scoring.py) that build the same
-environment again, so everything that scoring needs travels in ``Prompt.metadata``, as JSON.
+Problems are generated in the trainer; completions are scored in worker processes (envs/scoring.py) that construct the
+same environment again, so all data that scoring needs must be in ``Prompt.metadata``, as JSON.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from megatron_fp8rl.types import Prompt
 
 
 class EnvironmentSpecError(ValueError):
-    """An environment, option or template field that does not exist, with the nearest that do."""
+    """Unknown environment, option or template field; the message lists near matches."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One problem as text."""
 
-    question: str  # decides whether the problem is held out: equal questions are never on both sides
-    answer: str  # a reference answer; empty when there is none
-    metadata: dict[str, Any] = field(default_factory=dict)  # JSON-serialisable; template fields, and input to scoring
+    question: str  # decides whether the problem is held out: equal questions are in the same split
+    answer: str  # reference answer; empty if there is none
+    metadata: dict[str, Any] = field(default_factory=dict)  # JSON-serializable; template fields and input to scoring
 
 
 class Environment(Protocol):
-    """A source of problems and the judge of their answers."""
+    """Generates problems and scores completions."""
 
     def make_problem(self, index: int) -> Problem:
-        """The problem of an index, 0 <= index < 2**31; the same in every process."""
+        """The problem at an index, 0 <= index < 2**31; the same in every process."""
 
     def score(self, prompt: Prompt, completion_text: str) -> float:
-        """Reward of a completion. May be slow, hang or crash: it runs in a process of its own, with a deadline."""
+        """Reward of a completion. May be slow, hang or crash: it runs in a separate process with a deadline."""
 
 
 def build_environment(cfg: EnvironmentConfig) -> Environment:
-    """The environment that a configuration names.
+    """Construct the environment of a configuration.
 
     Raises:
         EnvironmentSpecError: unknown module, class, generator or option.
@@ -69,7 +69,7 @@ def build_environment(cfg: EnvironmentConfig) -> Environment:
 
 
 def environments_by_key(configs: Iterable[EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
-    """Configurations under the names that prompts, metrics and records use: the dataset's, numbered if it repeats."""
+    """Configurations by the names used in prompts, metrics and records: the dataset's name, numbered if repeated."""
     keyed: dict[str, EnvironmentConfig] = {}
     for cfg in configs:
         key, count = cfg.dataset, 1
@@ -81,10 +81,10 @@ def environments_by_key(configs: Iterable[EnvironmentConfig]) -> dict[str, Envir
 
 
 def render(template: str, problem: Problem) -> str:
-    """The text of a prompt. Template fields are ``question`` and the keys of ``problem.metadata``.
+    """Fill in the prompt template. Template fields are ``question`` and the keys of ``problem.metadata``.
 
     Raises:
-        EnvironmentSpecError: an unknown field, with the nearest that exist.
+        EnvironmentSpecError: unknown field, with near matches.
     """
     fields = {**problem.metadata, "question": problem.question}
     try:
@@ -100,7 +100,7 @@ def render(template: str, problem: Problem) -> str:
 
 
 def near(name: str, candidates: Iterable[str]) -> str:
-    """'; did you mean ...?' with the closest candidates, or nothing."""
+    """'; did you mean ...?' with the closest candidates, or an empty string."""
     found: Sequence[str] = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(found)}?" if found else ""
 

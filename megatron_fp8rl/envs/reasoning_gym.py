@@ -1,8 +1,8 @@
-"""Environments out of reasoning-gym: about a hundred generators of problems, each with its own exact scorer.
+"""reasoning-gym environments: about a hundred problem generators with exact scorers.
 
-A problem is a pure function of its index (except knight_swap's, which in reasoning-gym 0.1 iterates over a set of
-objects). Scoring makes the same problem again in the worker process, so that the generator's scorer sees its entry with
-Python's own types rather than a copy that went through JSON.
+A problem is a pure function of its index (except for knight_swap, which iterates over a set of objects in reasoning-gym
+0.1). Scoring regenerates the problem in the worker process, so that the generator's scorer gets its entry with the
+original Python types instead of a JSON copy.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from megatron_fp8rl.envs.environment import EnvironmentSpecError, Problem, near
 from megatron_fp8rl.types import Prompt
 
 with warnings.catch_warnings():
-    # cellpylib 2.4, which reasoning-gym 0.1 imports, compares strings with "is"; Python 3.12 warns when it compiles it.
-    # Remove with the first release of either that does not.
+    # reasoning-gym 0.1 imports cellpylib 2.4, which compares strings with "is"; Python 3.12 warns when compiling it.
+    # Remove once a release of either package fixes this.
     warnings.simplefilter("ignore", SyntaxWarning)
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
 _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _END_OF_THOUGHT = "</think>"
-_CACHED_PROBLEMS = 4096  # the completions of one prompt are scored one after another
+_CACHED_PROBLEMS = 4096  # completions of one prompt are scored consecutively
 
 
 class ReasoningGymEnvironment:
     """One reasoning-gym generator with its options.
 
-    ``options`` are the fields of the generator's configuration, without ``size``; ``seed`` (0) chooses another set of
-    problems. Generators with a fixed list of problems start over at its end.
+    ``options`` are the fields of the generator's configuration, except ``size``; ``seed`` (default 0) selects the set
+    of problems. Generators with a fixed list of problems wrap around at its end.
 
     Raises:
-        EnvironmentSpecError: unknown generator or option, with near matches, or values that the generator refuses.
+        EnvironmentSpecError: unknown generator or option, with near matches, or values that the generator rejects.
     """
 
     def __init__(self, dataset: str, options: Mapping[str, Any]):
@@ -72,7 +72,7 @@ class ReasoningGymEnvironment:
     def score(self, prompt: Prompt, completion_text: str) -> float:
         entry = self._entry(prompt.metadata["problem_index"])
         if entry["question"] != prompt.metadata["question"] or (entry["answer"] or "") != prompt.answer:
-            # A few generators iterate over sets, whose order differs between processes.
+            # Some generators iterate over sets, whose order differs between processes.
             entry = {
                 "question": prompt.metadata["question"],
                 "answer": prompt.answer or None,
@@ -81,7 +81,7 @@ class ReasoningGymEnvironment:
         return float(self._dataset.score_answer(answer=extract_answer(completion_text), entry=entry))
 
     def _make_entry(self, index: int) -> dict[str, Any]:
-        # A few generators (list_functions) draw from the interpreter's global random state besides their own.
+        # Some generators (list_functions) also use Python's global random state.
         state = random.getstate()
         random.seed(index)
         try:
@@ -93,7 +93,7 @@ class ReasoningGymEnvironment:
 
 
 def extract_answer(completion_text: str) -> str:
-    """The answer in a completion: the last ``<answer>`` element, else all that follows the reasoning, stripped."""
+    """Extract the answer: the last ``<answer>`` element, else all text after the reasoning, stripped."""
     text = completion_text.rpartition(_END_OF_THOUGHT)[2]
     tagged = _ANSWER_TAG.findall(text)
     return (tagged[-1] if tagged else text).strip()

@@ -1,7 +1,9 @@
-"""Has completions scored by score servers on other nodes. Prompts and texts in, rewards out; runs on rank 0.
+"""Client for score servers on other nodes.
 
-The servers (envs/score_server.py) are started, and started again, by the agents of a launched job. A server that ends,
-falls silent or does not answer costs its completions the time until others have scored them, and nothing else.
+In: prompts and completion texts. Out: rewards. Runs on: rank 0.
+
+The agents of a launched job start and restart the servers (envs/score_server.py). If a server exits, hangs or does not
+answer, other servers score its completions: they are delayed, with no other consequence.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from megatron_fp8rl.types import Prompt
 _log = logging.getLogger(__name__)
 
 _CONNECT_DEADLINE_S = 10.0
-_ANSWER_MARGIN_S = 10.0  # on top of the deadlines that the server itself keeps
-_RETRY_S = 0.5  # between looks whether a server that did not answer has come back
-_MAX_LOST = 3  # servers that one completion may take with it
-# A host that lost power is noticed after 20 s: keep-alive probes go unanswered, or what was sent is not acknowledged.
+_ANSWER_MARGIN_S = 10.0  # added to the server's own deadlines
+_RETRY_S = 0.5  # interval between checks whether an unresponsive server has come back
+_MAX_LOST = 3  # servers that may be lost while scoring one completion
+# Detect a host that lost power within 20 s: unanswered keep-alive probes or unacknowledged data.
 _SOCKET_OPTIONS = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 5),
@@ -43,7 +45,7 @@ _SOCKET_OPTIONS = (
 
 
 def build_scorer(cfg: RunConfig) -> CompletionScorer:
-    """What scores the completions of a run: processes of this host, or the job's score servers."""
+    """Create the scorer of a run: a process pool on this host, or a client of the job's score servers."""
     if not cfg.data.score_servers:
         return ScorePool.build(cfg.data)
     return RemoteScorePool(
@@ -55,10 +57,10 @@ def build_scorer(cfg: RunConfig) -> CompletionScorer:
 
 
 class RemoteScorePool(CompletionScorer):
-    """Score servers that are found by their endpoint files, each with ``num_workers`` processes.
+    """Score servers found through their endpoint files, each with ``num_workers`` processes.
 
-    A completion goes to the server with the fewest under way. Servers that do not answer are looked for again, in their
-    files too, until none has answered for ``wait_s``. ``deadline_s`` is that of the servers, for one score.
+    Each completion goes to the server with the fewest in flight. Unresponsive servers are retried, rereading their
+    endpoint files, until none has answered for ``wait_s``. ``deadline_s`` is the servers' deadline for one score.
     """
 
     def __init__(self, paths: Sequence[Path], *, num_workers: int, deadline_s: float, wait_s: float) -> None:
@@ -66,7 +68,7 @@ class RemoteScorePool(CompletionScorer):
         self._num_workers = num_workers
         self._answer_s = START_DEADLINE_S + deadline_s + _ANSWER_MARGIN_S
         self._wait_s = wait_s
-        self._heard_s = 0.0  # monotonic: when any server answered last
+        self._heard_s = 0.0  # monotonic time of the last answer from any server
         self._changed = threading.Condition()
         self._threads = ThreadPoolExecutor(len(paths) * num_workers, thread_name_prefix="remote score")
         self._is_closed = False
@@ -79,7 +81,7 @@ class RemoteScorePool(CompletionScorer):
         return self._threads.submit(self._score, prompt, text)
 
     def close(self) -> None:
-        """Ask the servers nothing more; what they are scoring counts as failed. Idempotent."""
+        """Stop sending requests; completions being scored count as failed. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -116,9 +118,9 @@ class RemoteScorePool(CompletionScorer):
         return 0.0, "score_failed", f"{len(lost)} score servers ended, or did not answer, over it: {', '.join(lost)}"
 
     def _take(self, since_s: float) -> _Server | None:
-        """A server that has room, with one more under way; None when the pool is closed.
+        """Reserve a slot on a server with free capacity; None if the pool is closed.
 
-        Raises ScorePoolError when none has answered for ``wait_s``, from ``since_s`` (monotonic) on at the earliest.
+        Raises ScorePoolError if none has answered for ``wait_s``, counted from ``since_s`` (monotonic) at the earliest.
         """
         with self._changed:
             while not self._is_closed:
@@ -140,7 +142,7 @@ class RemoteScorePool(CompletionScorer):
             self._note(server, problem)
 
     def _seek(self, server: _Server) -> None:
-        """In a thread of its own: look for a server whenever it does not answer, until the pool is closed."""
+        """Thread: look for a server whenever it does not answer, until the pool is closed."""
         while not self._is_closed:
             if server.problem:
                 problem = server.find()
@@ -150,7 +152,7 @@ class RemoteScorePool(CompletionScorer):
                 self._changed.wait_for(lambda: self._is_closed, _RETRY_S)
 
     def _note(self, server: _Server, problem: str) -> None:
-        """What has become of asking a server. Call with the lock."""
+        """Record the outcome of a request to a server. Call with the lock held."""
         if bool(problem) != bool(server.problem) and not self._is_closed:
             _log.warning("%s %s", server.place, problem or "answers")
         server.problem = problem
@@ -161,33 +163,33 @@ class RemoteScorePool(CompletionScorer):
     def _none_answers(self, silent_s: float) -> str:
         servers = "; ".join(f"{server.place} {server.problem}" for server in self._servers)
         return (
-            f"no score server has answered for {silent_s:.0f} s: {servers}. Look into "
+            f"no score server has answered for {silent_s:.0f} s: {servers}. Check "
             f"{self._servers[0].path.parents[1] / 'logs' / 'score-*.log'}, or raise rollout.start_deadline_s"
         )
 
 
 class _NotSentError(Exception):
-    """A request did not reach the server, so that nobody has begun to work on it."""
+    """A request did not reach the server, so no work on it has begun."""
 
 
 class _Server:
-    """One score server, over all its incarnations. Fields are guarded by the pool's lock."""
+    """One score server, across restarts. Fields are guarded by the pool's lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.num_running = 0  # completions under way
-        self.problem = "has not answered yet"  # of the last attempt; empty while it answers
+        self.num_running = 0  # completions in flight
+        self.problem = "has not answered yet"  # problem of the last attempt; empty while the server answers
         self._endpoint: Endpoint | None = None
         self._open: set[http.client.HTTPConnection] = set()
         self._is_closed = False
 
     @property
     def place(self) -> str:
-        """Its name, and its host as far as that is known."""
+        """The server's name, and its host if known."""
         return self.path.stem if self._endpoint is None else f"{self._endpoint.name} on {self._endpoint.host}"
 
     def find(self) -> str:
-        """Read the endpoint file again and ask whoever answers there for its health; what is wrong, if something is."""
+        """Reread the endpoint file and check the health of the server there; return the problem, or an empty string."""
         endpoint = Endpoint.read(self.path)
         if endpoint is None:
             return f"has no endpoint file {self.path}"
@@ -200,9 +202,9 @@ class _Server:
             return f"did not answer at {endpoint.url} ({_in_words(error)})"
 
     def ask(self, method: str, path: str, body: bytes, deadline_s: float) -> tuple[int, dict]:
-        """(status, answer) of one request, over a connection of its own.
+        """(status, answer) of one request, over a new connection.
 
-        Raises _NotSentError, or what ``http.client`` raises once the request is on its way.
+        Raises _NotSentError, or the errors of ``http.client`` once the request is being sent.
         """
         endpoint = self._endpoint
         assert endpoint is not None
@@ -216,7 +218,7 @@ class _Server:
                 raise _NotSentError(f"does not answer at {endpoint.url} ({_in_words(error)})") from error
             self._open.add(connection)
             if self._is_closed:
-                raise _NotSentError("is asked nothing more")
+                raise _NotSentError("accepts no more requests")
             connection.sock.settimeout(deadline_s)
             connection.request(method, path, body, auth.headers(endpoint.token))
             response = connection.getresponse()
@@ -226,15 +228,15 @@ class _Server:
             connection.close()
 
     def close(self) -> None:
-        """End what is under way."""
+        """Abort the requests in flight."""
         self._is_closed = True
         for connection in tuple(self._open):
-            with contextlib.suppress(OSError, AttributeError):  # it ends by itself meanwhile
+            with contextlib.suppress(OSError, AttributeError):  # it may finish concurrently
                 connection.sock.shutdown(socket.SHUT_RDWR)
 
 
 def _refusal(status: int, answer: dict) -> str:
-    """Why an answer is not one of the server that the file names; empty when it is."""
+    """Why an answer is not from the server in the endpoint file; empty if it is."""
     if status in (HTTPStatus.OK, HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_REQUEST):
         return ""
     return f"refuses with status {status} {answer.get('error', '')}".rstrip()

@@ -1,19 +1,19 @@
-"""One score server that an agent starts on its node: it scores completions for a trainer that may be on another.
+"""HTTP server that scores completions for a trainer on another node; started by an agent.
 
     python -m megatron_fp8rl score_server CONFIG [--field value ...] --server INDEX --endpoint FILE
 
-In: the configuration of the run, as ``python -m megatron_fp8rl`` takes it, and which of its score servers this is. Out:
-a pool of ``data.num_score_workers`` processes behind HTTP on an address that other nodes reach, and an endpoint file
-that says where. Its output goes where this process's goes. Asked by envs/remote_scoring.py:
+In: the run's configuration, as for ``python -m megatron_fp8rl``, and the index of this score server. Out: a pool of
+``data.num_score_workers`` processes behind HTTP at an address that other nodes can reach, and an endpoint file with
+that address. Logs go to this process's own output. Requests of the client, envs/remote_scoring.py:
 
     GET  /health                                  ->  200
     POST /score   {"prompt": Prompt, "text": str} ->  200 {"score": [reward, status, detail]}
                                                       401 without the token of the endpoint file
-                                                      400 {"error": text} for what is no such request
-                                                      500 {"error": text} when the pool can score nothing
+                                                      400 {"error": text} for a malformed request
+                                                      500 {"error": text} if the pool cannot score at all
 
-It ends with 0 after SIGTERM or SIGINT, and with 1 when the process that started it has gone, however that ended.
-SIGUSR1, which Slurm sends to every process before a time limit, is left to the agent. Imports no torch.
+Exits with 0 after SIGTERM or SIGINT, and with 1 when its parent process is gone, for whatever reason. Ignores SIGUSR1,
+which Slurm sends to every process before a time limit: the agent handles it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ from megatron_fp8rl.net.endpoint import Endpoint, scorer_name
 from megatron_fp8rl.types import Prompt
 
 _POLL_S = 0.2
-_READ_DEADLINE_S = 60.0  # for a request to arrive, once it has begun to
-_REFUSED_BYTES = 1 << 16  # read of a request without the token, so that its sender gets the answer
+_READ_DEADLINE_S = 60.0  # for receiving a request
+_REFUSED_BYTES = 1 << 16  # bytes read of a request without the token, so that the sender gets the answer
 
 
 def main(cfg: RunConfig, *, server: int, endpoint: Path) -> int:
-    """Run score server ``server`` until the parent ends, or a signal comes; the exit status.
+    """Run score server ``server`` until the parent exits or a signal arrives; return the exit status.
 
-    ``endpoint`` is the file that is written when it answers. Raises ConfigError for a server that the run has not.
+    The file ``endpoint`` is written once the server is ready. Raises ConfigError if the run has no such server.
     """
     parent = os.getppid()
     if not 0 <= server < cfg.data.score_servers:
         problem = f"data.score_servers is {cfg.data.score_servers}"
         raise ConfigError([Violation("--server", server, problem, "Choose one of 0 ... data.score_servers - 1")])
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the workers inherit it
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited by the workers
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, _leave)
     name, token = scorer_name(server), auth.new_token()
@@ -66,13 +66,13 @@ def main(cfg: RunConfig, *, server: int, endpoint: Path) -> int:
                 time.sleep(_POLL_S)
         finally:
             announced.withdraw(endpoint)
-    print(f"{name}: the process that started it has gone", file=sys.stderr)
+    print(f"{name}: the process that started it is gone", file=sys.stderr)
     return 1
 
 
 @contextlib.contextmanager
 def serving(scorer: CompletionScorer, host: str, token: str) -> Iterator[str]:
-    """Answer requests in threads on a free port of ``host``, until the block ends. Yields the URL."""
+    """Serve requests in threads on a free port of ``host`` for the block. Yields the URL."""
     with _Server((host, 0), _Handler) as server:
         server.scorer, server.token = scorer, token
         threading.Thread(target=server.serve_forever, args=(_POLL_S,), name="score server", daemon=True).start()
@@ -87,15 +87,15 @@ class _Server(ThreadingTCPServer):
     scorer: CompletionScorer
     token: str
     daemon_threads = True
-    block_on_close = False  # a request under way ends with the pool
-    request_queue_size = 1024  # connections that wait to be taken up
+    block_on_close = False  # requests in flight end with the pool
+    request_queue_size = 1024  # pending connections
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.is_ending = threading.Event()
 
     def handle_error(self, *request: Any) -> None:
-        """Nothing when whoever asked has gone."""
+        """Ignore errors caused by a disconnected client."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(*request)
 
@@ -103,7 +103,7 @@ class _Server(ThreadingTCPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = _READ_DEADLINE_S
-    wbufsize = -1  # an answer is one packet
+    wbufsize = -1  # buffered, so that an answer is one packet
 
     def do_GET(self) -> None:
         if self._may_pass():
@@ -124,16 +124,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.BAD_REQUEST, {"error": f"{type(error).__name__}: {error}"})
             return
         try:
-            score = self.server.scorer.submit(prompt, text).result()  # ends: every score has its deadline
+            score = self.server.scorer.submit(prompt, text).result()  # terminates: every score has a deadline
             answer = HTTPStatus.OK, {"score": score}
         except (ScorePoolError, CancelledError) as error:
             answer = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": str(error)}
-        # What fails because the workers are killed at the end is no verdict: without an answer another server is asked.
+        # A failure due to workers killed at shutdown is no score: without an answer, the client asks another server.
         if not self.server.is_ending.is_set():
             self._answer(*answer)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: there are thousands of requests in a step."""
+        """Log nothing: a step has thousands of requests."""
 
     def _may_pass(self) -> bool:
         if auth.may_pass(self.headers.get("Authorization", "").encode(), self.server.token):
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _leave(sign: int, _frame: FrameType | None) -> None:
-    """Asked to end: the way out kills the workers."""
+    """Signal handler: exit; leaving the pool's context kills the workers."""
     for further in (signal.SIGTERM, signal.SIGINT):
         signal.signal(further, signal.SIG_IGN)
     raise SystemExit(0)

@@ -1,12 +1,14 @@
-"""The process that scores: ``python -m megatron_fp8rl.envs.score_worker``. Started and watched by envs/scoring.py.
+"""Scoring worker process: ``python -m megatron_fp8rl.envs.score_worker``.
+
+Started and supervised by envs/scoring.py.
 
 Reads one JSON object per line from standard input and answers each with one line:
 
     {"environments": {key: EnvironmentConfig}}          ->  {"ready": true} | {"error": text}
     {"prompt": Prompt, "text": str, "deadline_s": s}    ->  {"reward": number} | {"error": text}
 
-It ends when standard input does. Imports neither torch nor transformers, so that it starts in the time of its
-environments alone.
+Exits at the end of standard input. Imports neither torch nor transformers, so that startup takes only as long as its
+environments need.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ _ALARM_MARGIN_S = 5.0
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:
-    """Answer requests until the end of the stream."""
+    """Answer requests until end of file."""
     environments: dict[str, Environment] = {}
     for line in requests:
         request = json.loads(line)
@@ -47,8 +49,8 @@ def serve(requests: TextIO, replies: TextIO) -> None:
 def _score(environments: dict[str, Environment], request: dict[str, Any]) -> float:
     fields = request["prompt"]
     prompt = Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
-    # The pool kills a worker that is late. Should the pool be gone by then, the kernel does it, even while an extension
-    # module holds the interpreter lock and no Python code can run.
+    # The pool kills a worker that misses the deadline. If the pool is gone by then, the kernel kills it, even while an
+    # extension module holds the GIL and no Python code can run.
     signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + _ALARM_MARGIN_S)
     try:
         return float(environments[prompt.environment].score(prompt, request["text"]))
@@ -59,7 +61,7 @@ def _score(environments: dict[str, Environment], request: dict[str, Any]) -> flo
 def main() -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the trainer, which closes the pool
-    # A scorer may print: keep the reply channel to ourselves and send its output to standard error.
+    # A scorer may print: reserve the reply channel for replies and redirect its output to standard error.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     serve(sys.stdin, replies)

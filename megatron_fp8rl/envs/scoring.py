@@ -1,12 +1,13 @@
-"""Scores completions out of process. Prompts and texts in, rewards out; runs on rank 0 beside the engines' client, or
-in score servers on other nodes (envs/score_server.py), which rank 0 asks (envs/remote_scoring.py).
+"""Scores completions in worker processes.
 
-A scorer is somebody's code: it may loop for ever, exhaust a regular expression or crash its interpreter. Here that
-costs one completion its score, with the reason in ``Rollout.detail``, and one worker its life; the run goes on.
+In: prompts and completion texts. Out: rewards. Runs on: rank 0, or score servers on other nodes (envs/score_server.py),
+to which rank 0 sends requests (envs/remote_scoring.py).
 
-The workers are our own, and not those of pebble.ProcessPool: its release 5.2 does not end the processes that a late
-scorer has started, says neither why a worker ended nor why it could not begin, and imports the trainer's ``__main__``
-into each of them.
+A scorer is user code: it may loop forever, backtrack endlessly in a regular expression or crash the interpreter. Here
+that costs one completion its score, with the reason in ``Rollout.detail``, and kills one worker; the run continues.
+
+Why not pebble.ProcessPool: release 5.2 does not kill the child processes of a scorer that timed out, reports neither
+why a worker died nor why it failed to start, and imports the trainer's ``__main__`` into each worker.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from megatron_fp8rl.types import Prompt
 
 Score = tuple[float, Literal["scored", "score_failed"], str]  # reward, status, why it failed
 
-START_DEADLINE_S = 180.0  # imports of all environments, on a busy machine
+START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
 _STDERR_TAIL_BYTES = 400
 
 
 class ScorePoolError(RuntimeError):
-    """No completion could ever be scored: the workers cannot be started, or no score server answers."""
+    """Scoring is impossible: the workers cannot be started, or no score server answers."""
 
 
 class CompletionScorer(abc.ABC):
-    """Scores completions for the rollout stream. May be used from any thread and event loop."""
+    """Scores completions for the rollout stream. Usable from any thread and event loop."""
 
     @abc.abstractmethod
     def submit(self, prompt: Prompt, text: str) -> Future[Score]:
@@ -53,12 +54,12 @@ class CompletionScorer(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """End what is being scored and give up what it takes. Idempotent."""
+        """Abort the scores in progress and release all resources. Idempotent."""
 
     async def score(self, prompt: Prompt, text: str) -> Score:
-        """(reward, status, detail) of one completion; (0.0, "score_failed", reason) when the scorer fails or is late.
+        """(reward, status, detail) of one completion; (0.0, "score_failed", reason) if the scorer fails or times out.
 
-        The deadline counts from when a worker takes the completion up, not from when it was queued.
+        The deadline starts when a worker begins to score the completion, not when it is queued.
 
         Raises:
             ScorePoolError: a worker does not start, for instance because an environment cannot be imported, or no
@@ -76,8 +77,8 @@ class CompletionScorer(abc.ABC):
 class ScorePool(CompletionScorer):
     """``num_workers`` persistent processes that score completions, each within ``deadline_s``.
 
-    ``environments`` are keyed like ``Prompt.environment``. Workers start at once and in the background; a worker that
-    crashes or is late is killed with all its children and started anew.
+    ``environments`` are keyed by ``Prompt.environment``. Workers start immediately, in the background; a worker that
+    crashes or times out is killed with all its children and restarted.
     """
 
     def __init__(self, environments: Mapping[str, EnvironmentConfig], *, num_workers: int, deadline_s: float):
@@ -92,7 +93,7 @@ class ScorePool(CompletionScorer):
 
     @classmethod
     def build(cls, cfg: DataConfig) -> ScorePool:
-        """The pool of a configuration; starts its workers."""
+        """Build the pool of a configuration; starts the workers."""
         return cls(
             environments_by_key(cfg.environments), num_workers=cfg.num_score_workers, deadline_s=cfg.score_deadline_s
         )
@@ -103,14 +104,14 @@ class ScorePool(CompletionScorer):
         return self._threads.submit(self._score, prompt, text)
 
     def close(self) -> None:
-        """Kill the workers, also in the middle of a score. Idempotent."""
+        """Kill the workers, even in the middle of a score. Idempotent."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in self._workers:
-            worker.kill()  # ends the wait of its thread
+            worker.kill()  # unblocks its thread
         self._threads.shutdown(wait=True)
         for worker in self._workers:
-            worker.kill()  # one that its thread was starting meanwhile
+            worker.kill()  # in case its thread was restarting it
             worker.close_pipes()
 
     def _score(self, prompt: Prompt, text: str) -> Score:
@@ -120,7 +121,7 @@ class ScorePool(CompletionScorer):
                 f"prompt {prompt.prompt_id}: no environment {prompt.environment!r} (there are: {known})"
             )
         request = {"prompt": dataclasses.asdict(prompt), "text": text, "deadline_s": self._deadline_s}
-        worker = self._idle.get()  # never waits: there are as many workers as threads
+        worker = self._idle.get()  # never blocks: there are as many workers as threads
         try:
             worker.ensure_started()
             reply = worker.ask(request, self._deadline_s)
@@ -144,7 +145,7 @@ class _WorkerLost(Exception):
 
 
 class _Worker:
-    """One scoring process and its two pipes. Used by one thread at a time, except for :meth:`kill`."""
+    """One scoring process and its two pipes. Used by one thread at a time, except :meth:`kill`."""
 
     def __init__(self, environments: Mapping[str, EnvironmentConfig]):
         self._greeting = {"environments": {key: dataclasses.asdict(cfg) for key, cfg in environments.items()}}
@@ -152,8 +153,8 @@ class _Worker:
         self.start()
 
     def start(self) -> None:
-        """Start the process and send it its environments, without waiting for it."""
-        # Anonymous file rather than a pipe: nobody needs to read along, and the tail explains a crash.
+        """Start the process and send the environments, without waiting for a reply."""
+        # A temporary file instead of a pipe: it needs no reader, and its tail explains a crash.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
         environ.setdefault("OMP_NUM_THREADS", "1")
@@ -163,18 +164,18 @@ class _Worker:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env=environ,
-            start_new_session=True,  # a process group of its own, to be killed with all that a scorer starts
+            start_new_session=True,  # own process group, to kill all child processes of a scorer
             bufsize=0,
         )
         self._is_alive = True
-        self._state = "started"  # then "ready", or the reason why it will never be
+        self._state = "started"  # then "ready" or the reason of the failure
         self._buffer = b""
         self._started_at = time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # noticed, with its reason, when the answer is read
+        with contextlib.suppress(BrokenPipeError):  # reported, with its reason, when the reply is read
             self._send(self._greeting)
 
     def ensure_started(self) -> None:
-        """Wait until the environments are built; a failure to build them is final for this process."""
+        """Wait until the environments are built; a build failure is final for this process."""
         if self._state == "started":
             try:
                 reply = self._receive(self._started_at + START_DEADLINE_S - time.monotonic())
@@ -186,7 +187,7 @@ class _Worker:
             raise ScorePoolError(f"a score worker cannot build its environments: {self._state}")
 
     def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
-        """Send one request and return its answer."""
+        """Send one request and return the reply."""
         try:
             self._send(request)
         except BrokenPipeError:
@@ -194,7 +195,7 @@ class _Worker:
         return self._receive(deadline_s)
 
     def kill(self) -> None:
-        """End the process and its children. Once per process: its number may belong to another one later."""
+        """Kill the process and its children. Once per process: its PID may be reused later."""
         with self._lock:
             if not self._is_alive:
                 return
@@ -204,7 +205,7 @@ class _Worker:
             self._process.wait()
 
     def close_pipes(self) -> None:
-        """Release the file descriptors of a killed process that no thread reads any more."""
+        """Close the file descriptors of a killed process once no thread reads them."""
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             stream.close()
 

@@ -1,1 +1,1 @@
-"""What a run shows and writes: metrics, spans, rollouts on disk, a live display and a report."""
+"""Observability of a run: metrics, spans, recorded rollouts and a live display."""

@@ -1,6 +1,6 @@
-"""Progress of a run on the terminal: a live panel, plain lines, or nothing.
+"""Terminal progress of a run: a live panel, plain lines, or nothing.
 
-In: the metrics of each finished step. Out: the terminal alone. Runs in the writing trainer process.
+In: the metrics of each finished step. Out: terminal output only. Runs on: the writing trainer rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PLAIN_INTERVAL_S = 1.0  # steps of a few milliseconds would flood a log file
 
 
 class Display(Protocol):
-    """What the observer asks of a display."""
+    """Interface that the observer uses."""
 
     def start(self) -> None: ...
 
@@ -32,7 +32,7 @@ class Display(Protocol):
 
 
 def make_display(kind: Literal["live", "plain", "none"], title: str, num_steps: int) -> Display:
-    """A display; "live" falls back to "plain" where the output is not a terminal."""
+    """Create a display; "live" falls back to "plain" if stdout is not a terminal."""
     if kind == "none":
         return NoDisplay()
     if kind == "live" and sys.stdout.isatty():
@@ -41,7 +41,7 @@ def make_display(kind: Literal["live", "plain", "none"], title: str, num_steps: 
 
 
 class NoDisplay:
-    """Shows nothing but warnings, on stderr."""
+    """Shows only warnings, on stderr."""
 
     def start(self) -> None:
         pass
@@ -106,7 +106,7 @@ class LiveDisplay:
         self._metrics: Mapping[str, float] = {}
         self._rewards: list[float] = []
         self._mismatches: list[float] = []
-        # The panel is drawn again while it waits, so that its clock runs during a long step.
+        # The panel refreshes between steps, so that its clock keeps running during a long step.
         self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=2, transient=False)
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class LiveDisplay:
 
 
 class _Pace:
-    """Elapsed and remaining time, from the steps of this process."""
+    """Elapsed and remaining time, estimated from the steps of this process."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -171,7 +171,7 @@ class _Pace:
     def count(self, step: int) -> None:
         self._step, self._at = step, monotonic()
         if self._first_step is None:
-            self._first_step, self._first_at = step, self._at  # the first step starts engines and compiles kernels
+            self._first_step, self._first_at = step, self._at  # excluded: it starts engines and compiles kernels
 
     def elapsed_s(self) -> float:
         return monotonic() - self._start
@@ -184,7 +184,7 @@ class _Pace:
 
 
 def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[str]:
-    """The numbers that one looks at first, those that are there."""
+    """The most important metrics that are present, formatted."""
     shown = (
         ("reward", "reward/score/mean", "reward {:.3f}"),
         ("eval", "eval/pass_rate/mean", "eval pass rate {:.3f}"),
@@ -198,13 +198,13 @@ def headline(metrics: Mapping[str, float], skip: tuple[str, ...] = ()) -> list[s
 
 
 def phase_times(metrics: Mapping[str, float]) -> str:
-    """Seconds of the phases that took part of the step."""
+    """Seconds of each phase that took 5 ms or more."""
     times = ((phase, metrics.get(f"time/{phase}/s", 0.0)) for phase in PHASES)
     return "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in times if seconds >= 0.005)
 
 
 def sparkline(values: list[float], *, width: int = 60, low: float | None = None) -> str:
-    """A row of bars, the mean of neighbours where there are more values than bars; NaN leaves a blank."""
+    """A row of bars; averages neighboring values if there are more values than bars; NaN becomes a blank."""
     if len(values) > width:
         edges = [len(values) * i // width for i in range(width + 1)]
         values = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]

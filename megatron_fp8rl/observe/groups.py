@@ -1,6 +1,6 @@
-"""What the scored groups of one step say about reward, length and policy version. Pure.
+"""Metrics of one step's scored groups: reward, length and policy version. Pure.
 
-In: the groups that the rollout stream hands to the loop. Out: metrics of ``reward/`` and ``rollout/``.
+In: the groups that the rollout stream returns. Out: ``reward/`` and ``rollout/`` metrics, and ``eval/`` metrics.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ FULL_REWARD = 1.0
 
 
 def passes(rollout: Rollout) -> bool:
-    """Whether the completion earned the full reward."""
+    """Whether the completion got the full reward."""
     return rollout.reward >= FULL_REWARD
 
 
 def pass_counts(groups: Sequence[RolloutGroup]) -> list[tuple[int, int]]:
-    """(completions, of which passed) of every problem."""
+    """(completions, passed completions) of every problem."""
     return [(len(group.rollouts), sum(map(passes, group.rollouts))) for group in groups]
 
 
 def evaluation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Metrics of ``eval/`` over completions of held-out problems, as many of each; empty when there is none."""
+    """``eval/`` metrics over held-out problems with equally many completions each; empty if there are none."""
     counted = group_metrics(groups)
     if not counted:
         return {}
@@ -51,7 +51,7 @@ def evaluation_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Metrics over all completions of ``groups``; empty when there is none."""
+    """Metrics over all completions of ``groups``; empty if there are none."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}

@@ -1,7 +1,7 @@
-"""The glossary of metrics: every key that a run may write, with one sentence on what it means.
+"""Metric glossary: every key that a run may write, with its meaning.
 
-Keys read ``what/name/reduce``; ``<name>`` in a key stands for any lower-case word. The observer refuses a key that is
-not listed, so that no curve goes unexplained. ``docs/metrics.md`` is this list: ``python -m
+Keys have the form ``what/name/reduce``; ``<name>`` in a key stands for any lower-case word. The observer rejects keys
+that are not listed, so every curve is documented. ``docs/metrics.md`` is generated from this list: ``python -m
 megatron_fp8rl.observe.metrics > docs/metrics.md``.
 """
 
@@ -28,64 +28,64 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("reward/score/min", "Lowest reward of the step."),
         Metric("reward/score/max", "Highest reward of the step."),
         Metric("reward/score_<environment>/mean", "Mean reward of the completions of one environment."),
-        Metric("reward/pass_rate/mean", "Fraction of the completions that earned the full reward of 1."),
-        Metric("reward/pass_any/mean", "Fraction of the prompts with at least one completion of full reward."),
-        Metric("reward/zero_variance/mean", "Fraction of the groups whose rewards are all equal; they teach nothing."),
-        Metric("reward/failed/mean", "Fraction of the completions that could not be scored and count as 0."),
-        Metric("reward/dropped/mean", "Fraction of the completions that were dropped before training."),
+        Metric("reward/pass_rate/mean", "Fraction of completions with the full reward of 1."),
+        Metric("reward/pass_any/mean", "Fraction of prompts with at least one completion of full reward."),
+        Metric("reward/zero_variance/mean", "Fraction of groups whose rewards are all equal; they carry no signal."),
+        Metric("reward/failed/mean", "Fraction of completions that could not be scored and count as reward 0."),
+        Metric("reward/dropped/mean", "Fraction of completions dropped before training."),
         Metric("reward/advantage/mean", "Mean advantage over the loss tokens of the step."),
         Metric("reward/advantage/min", "Lowest advantage of the step."),
         Metric("reward/advantage/max", "Highest advantage of the step."),
     ),
     "Evaluation": (
         Metric("eval/score/mean", "Mean reward on held-out problems."),
-        Metric("eval/pass_rate/mean", "Fraction of completions of held-out problems that earned the full reward of 1."),
-        Metric("eval/pass_rate_low/mean", "Lower end of the 95 % interval of `eval/pass_rate/mean`, by Wilson's score."),
+        Metric("eval/pass_rate/mean", "Fraction of completions of held-out problems with the full reward of 1."),
+        Metric("eval/pass_rate_low/mean", "Lower end of the 95 % interval of `eval/pass_rate/mean` (Wilson score)."),
         Metric("eval/pass_rate_high/mean", "Upper end of the 95 % interval of `eval/pass_rate/mean`."),
-        Metric("eval/pass_at_<k>_low/mean", "Lower end of the 95 % interval of `eval/pass_at_<k>/mean`, by bootstrap."),
+        Metric("eval/pass_at_<k>_low/mean", "Lower end of the 95 % interval of `eval/pass_at_<k>/mean` (bootstrap)."),
         Metric("eval/pass_at_<k>_high/mean", "Upper end of the 95 % interval of `eval/pass_at_<k>/mean`."),
         Metric(
             "eval/pass_at_<k>/mean",
-            "Chance that at least one of k completions of a held-out problem earns the full reward, estimated without "
-            "bias; for k above 1 with observe.eval_completions above 1.",
+            "Unbiased estimate of the probability that at least one of k completions of a held-out problem gets the "
+            "full reward; k > 1 requires observe.eval_completions > 1.",
         ),
         Metric("eval/length/mean", "Mean length of the completions on held-out problems, in tokens."),
-        Metric("eval/num_prompts/sum", "Held-out problems that were asked."),
-        Metric("eval/num_completions/sum", "Completions that were sampled of them."),
+        Metric("eval/num_prompts/sum", "Number of held-out problems evaluated."),
+        Metric("eval/num_completions/sum", "Number of completions sampled for the held-out problems."),
     ),
     "Warm start": (
         Metric(
             "sft/expected_pass_rate/mean",
-            "Chance that a sampled completion is the reference answer, averaged over held-out problems.",
+            "Probability that a sampled completion is the reference answer, averaged over held-out problems.",
         ),
     ),
     "Rollouts": (
         Metric("rollout/length/mean", "Mean length of a completion, in tokens."),
         Metric("rollout/length/max", "Longest completion, in tokens."),
         Metric("rollout/length/min", "Shortest completion, in tokens."),
-        Metric("rollout/truncated/mean", "Fraction of the completions that were cut at max_completion_tokens."),
-        Metric("rollout/aborted/mean", "Fraction of the completions that the engine gave up."),
+        Metric("rollout/truncated/mean", "Fraction of completions truncated at max_completion_tokens."),
+        Metric("rollout/aborted/mean", "Fraction of completions that the engine aborted."),
         Metric("rollout/surprisal/mean", "Mean of -rollout_logprobs, an estimate of the sampler's entropy, in nats."),
-        Metric("rollout/num_tokens/sum", "Sampled tokens of the step."),
-        Metric("rollout/num_completions/sum", "Completions of the step."),
+        Metric("rollout/num_tokens/sum", "Number of tokens sampled in the step."),
+        Metric("rollout/num_completions/sum", "Number of completions in the step."),
         Metric("rollout/tokens_per_s/mean", "Sampled tokens per second of the span `generate`."),
         Metric("rollout/version/min", "Oldest policy version that sampled a token of the step."),
         Metric("rollout/version/max", "Newest policy version that sampled a token of the step."),
-        Metric("rollout/mixed_versions/mean", "Fraction of the completions that more than one version sampled."),
-        Metric("rollout/replicas/min", "Fewest replicas that could be asked at a time since the last publication."),
-        Metric("rollout/replicas_lost/sum", "Replicas that died since the last publication."),
-        Metric("rollout/replicas_joined/sum", "Replicas that came back and were given weights since the last publication."),
-        Metric("rollout/asked_again/sum", "Prompts that were asked of another replica, for the first one died."),
-        Metric("rollout/staleness/mean", "Mean age of the completions in publications when they are trained on."),
-        Metric("rollout/staleness/max", "Greatest age of a completion in publications when it is trained on."),
+        Metric("rollout/mixed_versions/mean", "Fraction of completions sampled by more than one policy version."),
+        Metric("rollout/replicas/min", "Minimum number of available replicas since the last weight update."),
+        Metric("rollout/replicas_lost/sum", "Replicas that died since the last weight update."),
+        Metric("rollout/replicas_joined/sum", "Replicas that restarted and got weights since the last weight update."),
+        Metric("rollout/asked_again/sum", "Prompts resubmitted to another replica because the first one died."),
+        Metric("rollout/staleness/mean", "Mean age of the completions at training time, in policy versions."),
+        Metric("rollout/staleness/max", "Maximum age of a completion at training time, in policy versions."),
     ),
     "Mismatch between trainer and engine": (
         Metric(
             "mismatch/abs_logprob_diff/mean",
-            "Mean of |old_logprobs - rollout_logprobs| over the loss tokens: how far trainer and engine disagree.",
+            "Mean of |old_logprobs - rollout_logprobs| over the loss tokens: how far trainer and engine differ.",
         ),
         Metric("mismatch/abs_logprob_diff/max", "Largest |old_logprobs - rollout_logprobs| of a token."),
-        Metric("mismatch/kl_k1/mean", "Mean of rollout - old, the plain estimate of KL(rollout || old)."),
+        Metric("mismatch/kl_k1/mean", "Mean of rollout - old, the k1 estimate of KL(rollout || old)."),
         Metric(
             "mismatch/kl_k3/mean",
             "Mean of w - 1 - log w with w = exp(old - rollout), the low-variance estimate of KL(rollout || old).",
@@ -95,91 +95,91 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "mismatch/effective_sample_size/mean",
-            "(sum w)^2 / (n sum w^2): the share of the n tokens that the importance weights leave; 1 is perfect.",
+            "(sum w)^2 / (n sum w^2): effective fraction of the n importance-weighted tokens; 1 is perfect.",
         ),
         Metric("mismatch/chi_square/mean", "Mean of w^2 - 1, the chi-square divergence; 0 is perfect."),
-        Metric("mismatch/ratio/mean", "Mean importance weight w; 1 in expectation when the engine samples as it says."),
+        Metric("mismatch/ratio/mean", "Mean importance weight w; expectation 1 if the engine's logprobs are correct."),
         Metric("mismatch/ratio/max", "Largest importance weight of a token."),
         Metric("mismatch/ratio/min", "Smallest importance weight of a token."),
         Metric(
-            "mismatch/fraction_corrected/mean", "Fraction of the tokens whose weight the correction capped or masked."
+            "mismatch/fraction_corrected/mean", "Fraction of tokens whose weight the correction capped or masked."
         ),
-        Metric("mismatch/fraction_vetoed/mean", "Fraction of the tokens that were dropped with a vetoed sequence."),
+        Metric("mismatch/fraction_vetoed/mean", "Fraction of tokens dropped with a vetoed sequence."),
     ),
     "Loss": (
-        Metric("loss/kl_update/mean", "KL(old || trainer) by k3: how far the updates of this step moved the policy."),
-        Metric("loss/kl_ref/mean", "KL(trainer || reference) by k3, before its coefficient."),
+        Metric("loss/kl_update/mean", "KL(old || trainer), k3 estimate: how far this step's updates moved the policy."),
+        Metric("loss/kl_ref/mean", "KL(trainer || reference), k3 estimate, before its coefficient."),
         Metric("loss/entropy/mean", "Mean entropy of the trainer's distribution over the vocabulary, in nats."),
-        Metric("loss/update_ratio/mean", "Mean of exp(trainer - old), the ratio that is clipped."),
+        Metric("loss/update_ratio/mean", "Mean of exp(trainer - old), the ratio that PPO clips."),
         Metric("loss/update_ratio/max", "Largest exp(trainer - old) of a token."),
-        Metric("loss/clip_fraction_low/mean", "Fraction of the tokens whose gradient the lower clip bound removed."),
-        Metric("loss/clip_fraction_high/mean", "Fraction of the tokens whose gradient the upper clip bound removed."),
-        Metric("loss/clip_fraction_dual/mean", "Fraction of the tokens that the dual clip bounded."),
+        Metric("loss/clip_fraction_low/mean", "Fraction of tokens whose gradient the lower clip bound removed."),
+        Metric("loss/clip_fraction_high/mean", "Fraction of tokens whose gradient the upper clip bound removed."),
+        Metric("loss/clip_fraction_dual/mean", "Fraction of tokens bounded by the dual clip."),
         Metric("loss/nll/mean", "Negative log-likelihood per token of the supervised warm start, in nats."),
-        Metric("loss/own_<name>/mean", "Mean over the loss tokens of what a user's own loss measures."),
-        Metric("loss/own_<name>/max", "Maximum of what a user's own loss measures."),
+        Metric("loss/own_<name>/mean", "Mean over the loss tokens of a metric of a user-defined loss."),
+        Metric("loss/own_<name>/max", "Maximum of a metric of a user-defined loss."),
         Metric("correction/weight/mean", "Mean importance weight after the correction, as the loss used it."),
         Metric("correction/weight/max", "Largest importance weight after the correction."),
         Metric(
-            "correction/fraction_corrected/mean", "Fraction of the loss tokens that the correction capped or masked."
+            "correction/fraction_corrected/mean", "Fraction of loss tokens that the correction capped or masked."
         ),
-        Metric("correction/fraction_vetoed/mean", "Fraction of the loss tokens in vetoed sequences."),
+        Metric("correction/fraction_vetoed/mean", "Fraction of loss tokens in vetoed sequences."),
     ),
     "Training": (
-        Metric("train/loss/mean", "Loss, normalised over all loss tokens of all ranks."),
+        Metric("train/loss/mean", "Loss, normalized over all loss tokens of all ranks."),
         Metric("train/grad_norm/max", "Largest global gradient norm of the step's updates, before clipping."),
         Metric("train/lr/mean", "Learning rate."),
         Metric("train/entropy/mean", "Mean entropy of the trainer's distribution over the vocabulary, in nats."),
-        Metric("train/num_tokens/sum", "Loss tokens of the step over all ranks."),
-        Metric("train/num_sequences/sum", "Sequences with a loss token over all ranks."),
-        Metric("train/num_microbatches/sum", "Microbatches of one data-parallel rank."),
+        Metric("train/num_tokens/sum", "Loss tokens of the step, over all ranks."),
+        Metric("train/num_sequences/sum", "Sequences with at least one loss token, over all ranks."),
+        Metric("train/num_microbatches/sum", "Microbatches per data-parallel rank."),
         Metric("train/num_updates/sum", "Optimizer updates of the step."),
         Metric("train/tokens_per_s/mean", "Loss tokens per second of the span `update`."),
     ),
-    "Publication of weights": (
-        Metric("publish/total/s", "Seconds from the first export to the engines' readiness."),
-        Metric("publish/pause/s", "Seconds during which the engines stood still."),
-        Metric("publish/num_tensors/sum", "Tensors that were sent."),
-        Metric("publish/num_fp8_tensors/sum", "Tensors that travelled as FP8 bytes with scales."),
-        Metric("publish/bytes/sum", "Bytes that were sent to one replica."),
+    "Weight updates": (
+        Metric("publish/total/s", "Seconds from the first export until the engines are ready to sample."),
+        Metric("publish/pause/s", "Seconds during which the engines were paused."),
+        Metric("publish/num_tensors/sum", "Number of tensors sent."),
+        Metric("publish/num_fp8_tensors/sum", "Number of tensors sent as FP8 with scales."),
+        Metric("publish/bytes/sum", "Bytes sent to one replica."),
         Metric("publish/version/max", "Policy version that the engines hold afterwards."),
-        Metric("publish/kv_amax_key/max", "Largest |key| after rotation that the scales of an FP8 KV cache are made for."),
-        Metric("publish/kv_amax_value/max", "Largest |value| that the scales of an FP8 KV cache are made for."),
+        Metric("publish/kv_amax_key/max", "Largest |key| after RoPE that the FP8 KV cache scales cover."),
+        Metric("publish/kv_amax_value/max", "Largest |value| that the FP8 KV cache scales cover."),
     ),
     "GPU memory": (
         *(
-            Metric(f"memory/{phase}_{kind}/max", f"{what} while {doing}, in bytes, on the rank with the most.")
+            Metric(f"memory/{phase}_{kind}/max", f"{what} while {doing}, in bytes, maximum over the ranks.")
             for phase, doing in (
                 ("rollout", "the engines sample"),
-                ("train", "the trainer learns"),
+                ("train", "the trainer trains"),
                 ("publish", "weights are published"),
             )
             for kind, what in (
-                ("allocated", "Peak of the trainer's tensors"),
-                ("reserved", "Peak of what the trainer's allocator holds"),
-                ("device", "Memory of all processes at the end of the time"),
+                ("allocated", "Peak memory allocated by the trainer"),
+                ("reserved", "Peak memory reserved by the trainer's allocator"),
+                ("device", "Memory of all processes at the end of the phase"),
             )
         ),
     ),
     "Time": (
         Metric("time/step/s", "Seconds of the whole step."),
-        Metric("time/rollouts/s", "Seconds in which the loop waited for scored rollouts."),
-        Metric("time/generate/s", "Seconds of sampling by the engines; beside the loop when max_staleness > 0."),
+        Metric("time/rollouts/s", "Seconds that the loop waited for scored rollouts."),
+        Metric("time/generate/s", "Seconds of sampling by the engines; concurrent with the loop if max_staleness > 0."),
         Metric("time/score/s", "Seconds of scoring."),
         Metric("time/pack/s", "Seconds of computing advantages and packing."),
-        Metric("time/old_logprobs/s", "Seconds of the forward pass that measures the trainer's own log-probabilities."),
+        Metric("time/old_logprobs/s", "Seconds of the forward pass that computes the trainer's log-probabilities."),
         Metric("time/mismatch/s", "Seconds of measuring the mismatch."),
         Metric("time/update/s", "Seconds of forward, backward and optimizer."),
         Metric("time/publish/s", "Seconds of publishing the weights."),
-        Metric("time/residency/s", "Seconds of moving engines and trainer in and out of GPU memory."),
-        Metric("time/calibrate_kv/s", "Seconds of measuring the first prompts for the scales of an FP8 KV cache."),
+        Metric("time/residency/s", "Seconds of moving engine and trainer state in and out of GPU memory."),
+        Metric("time/calibrate_kv/s", "Seconds of calibrating the FP8 KV cache scales on the first prompts."),
         Metric("time/checkpoint/s", "Seconds of writing a checkpoint."),
         Metric("time/evaluate/s", "Seconds of evaluation on held-out problems."),
-        Metric("time/<span>/s", "Seconds of any other span of the program, inner spans included."),
+        Metric("time/<span>/s", "Seconds of any other span, inner spans included."),
     ),
 }
 
-# Spans that follow one another in the loop, in order; they never overlap, so a plot may stack them up to time/step/s.
+# Consecutive spans of the loop, in order; they never overlap, so a plot may stack them up to time/step/s.
 PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate", "residency")
 
 _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+/(?:mean|std|min|max|sum|s)")
@@ -190,7 +190,7 @@ class UnknownMetricError(ValueError):
 
 
 def meaning(key: str) -> str | None:
-    """The sentence on a key; None when the key is not listed."""
+    """The meaning of a key; None if the key is not listed."""
     exact, patterns = _index()
     if key in exact:
         return exact[key]
@@ -207,16 +207,16 @@ def check_keys(keys: Iterable[str]) -> None:
 
 
 def key_part(name: str) -> str:
-    """A name in the letters that a key allows, for instance that of an environment."""
+    """Convert a name, such as an environment's, to the characters allowed in a key."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "unnamed"
 
 
 def markdown() -> str:
-    """``docs/metrics.md``."""
+    """The content of ``docs/metrics.md``."""
     lines = [
         "# Metrics",
         "",
-        "What a step writes to `metrics.jsonl` and TensorBoard. Keys read `what/name/reduce`; seconds end in `/s`.",
+        "Each step writes these to `metrics.jsonl` and TensorBoard. Keys are `what/name/reduce`; seconds end in `/s`.",
         "This page is generated: `python -m megatron_fp8rl.observe.metrics > docs/metrics.md`.",
     ]
     for section, metrics in GLOSSARY.items():
@@ -232,7 +232,7 @@ def _index() -> tuple[dict[str, str], list[tuple[re.Pattern[str], str]]]:
     for metric in (metric for metrics in GLOSSARY.values() for metric in metrics):
         plain = re.sub(r"<[a-z_]+>", "x", metric.key)
         if not _KEY.fullmatch(plain) or metric.key in exact:
-            raise ValueError(f"glossary: {metric.key!r} is listed twice or does not read what/name/reduce")
+            raise ValueError(f"glossary: {metric.key!r} is listed twice or does not have the form what/name/reduce")
         if plain == metric.key:
             exact[metric.key] = metric.meaning
         else:

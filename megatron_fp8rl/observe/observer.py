@@ -1,16 +1,16 @@
-"""What one training process sees of a run, written and shown as it happens.
+"""Records and displays a run as it progresses.
 
 In: metrics, groups and reports of every step, in any order. Out, all in the run's folder:
 
     metrics.jsonl    one line per step: {"step": n, "<key>": number, ...}
-    details.jsonl    one line per step: mismatch by position, by environment, worst sequences; the publication's digest
-    rollouts.jsonl   every rollout, readable as input of a replay (``records.py``)
+    details.jsonl    one line per step: mismatch by position, by environment, worst sequences; weight update digest
+    rollouts.jsonl   every rollout, usable as input of a replay (``records.py``)
     config.json      the resolved configuration;  versions.json  packages and hardware
-    tensorboard/     the same numbers;  report.html and report.png  the same as plots
+    tensorboard/     the same metrics;  report.html and report.png  the same metrics as plots
     failure.json     only after a failure: step, error and traceback;  done.json  only after success;
-                     neither while it runs, and after a stop on request
+                     neither exists during the run or after a stop on request
 
-Every trainer rank makes an Observer and calls it alike; all but the writer do nothing. Not thread-safe.
+Every trainer rank creates an Observer and makes the same calls; only the writer acts on them. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _STEP_FILES = ("metrics.jsonl", "details.jsonl", "rollouts.jsonl")
 
 
 class Observer:
-    """Use as a context manager around a whole run: an error is recorded and raised again.
+    """Context manager around a whole run: an error is recorded and re-raised.
 
-    ``num_steps`` is what the progress counts up to. Metrics may be given by every rank; the writer's are kept, so they
-    have to be reduced over ranks before.
+    ``num_steps`` is the total of the progress display. Every rank may pass metrics; only the writer's are kept, so
+    they must already be reduced over ranks.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Observer:
             write_json(self.run_dir / "versions.json", {**collect_versions(), "started_unix_s": time()})
             if self.cfg.observe.wandb_project is not None:
                 self._wandb = _start_wandb(self.cfg, self.run_dir)
-        take_seconds()  # what was timed before the run belongs to no step
+        take_seconds()  # discard spans from before the run
         self._display.start()
         return self
 
@@ -103,19 +103,18 @@ class Observer:
             self._wandb.finish(exit_code=0 if error is None or isinstance(error, SystemExit) else 1)
         if error is None:
             write_json(self.run_dir / "done.json", {"step": self._last_step, "finished_unix_s": time()})
-        elif not isinstance(error, SystemExit):  # which a run raises that stops early, to go on later
+        elif not isinstance(error, SystemExit):  # SystemExit: stopped early, to be resumed
             self._record_failure(error)
 
     @contextmanager
     def step(self, step: int) -> Iterator[StepLog]:
         """One step of the loop; evaluations before the first update are step 0.
 
-        The line of the step is written when the block ends. The first call of a run cuts off what an earlier run in the
-        same folder recorded from this step on. For what comes before the first step of a resumed run see
-        :meth:`prelude`.
+        The step's line is written when the block ends. The first call of a run truncates the records of an earlier run
+        in the same folder from this step on. For work before the first step of a resumed run see :meth:`prelude`.
         """
         if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"step {step} after step {self._last_step}: steps must rise")
+            raise ValueError(f"step {step} after step {self._last_step}: steps must increase")
         if self._last_step is None and self.is_writer:
             self._open_files(step)
         log = self._open_step = StepLog(self, step)
@@ -133,10 +132,10 @@ class Observer:
 
     @contextmanager
     def prelude(self, step: int) -> Iterator[StepLog]:
-        """What a run does before its first update: publish, evaluate. ``step`` is where training continues.
+        """Work before the first update: publish, evaluate. ``step`` is where training continues.
 
-        A new run (``step`` 0) writes it as the line of step 0. A resumed one keeps the line that the step has already,
-        and cuts off what was recorded after it.
+        A new run (``step`` 0) writes it as the line of step 0. A resumed run keeps the existing line of the step and
+        truncates the records after it.
         """
         if step == 0:
             with self.step(0) as log:
@@ -151,24 +150,24 @@ class Observer:
         self._open_step = None
 
     def note(self, facts: Mapping[str, str]) -> None:
-        """Add to versions.json what is known only once the run is on its way."""
+        """Add facts to versions.json that are known only after startup."""
         if self.is_writer and facts:
             path = self.run_dir / "versions.json"
             write_json(path, json.loads(path.read_text(encoding="utf-8")) | dict(facts))
 
     def message(self, text: str) -> None:
-        """Show a line beside the progress, on the writing rank."""
+        """Print a line above the progress display, on the writing rank."""
         self._display.message(text)
 
     def warn(self, text: str) -> None:
-        """Show a warning; it also appears in the report."""
+        """Display a warning; within a step it also appears in the report."""
         if self.is_writer:
             self._display.warn(text)
             if self._open_step is not None:
                 self._open_step.details.setdefault("warnings", []).append(text)
 
     def record_groups(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Append groups to ``rollouts.jsonl`` when the run records rollouts."""
+        """Append groups to ``rollouts.jsonl`` if the run records rollouts."""
         if self._rollouts is not None:
             self._rollouts.write(step, groups)
 
@@ -186,7 +185,7 @@ class Observer:
             self._tensorboard = SummaryWriter(str(self.run_dir / "tensorboard"), purge_step=step)
 
     def _write_step(self, log: StepLog) -> None:
-        # A NaN is a number that a curve should show as a gap and that JSON cannot hold.
+        # JSON has no NaN or infinity: write null, which a curve shows as a gap.
         numbers = {key: value if math.isfinite(value) else None for key, value in log.metrics.items()}
         self._append("metrics.jsonl", {"step": log.step, **numbers})
         if log.details:
@@ -218,7 +217,7 @@ class Observer:
 
 
 class StepLog:
-    """What one step tells the observer. Keys outside the glossary are refused at once."""
+    """Collects the metrics of one step. Keys outside the glossary are rejected immediately."""
 
     def __init__(self, observer: Observer, step: int) -> None:
         self.step = step
@@ -227,23 +226,22 @@ class StepLog:
         self._observer = observer
 
     def update(self, metrics: Mapping[str, Any]) -> None:
-        """Take numbers, or tensors of one element. Raises UnknownMetricError."""
+        """Add metrics: numbers or one-element tensors. Raises UnknownMetricError."""
         check_keys(metrics)
         self.metrics.update({key: float(value) for key, value in metrics.items()})
 
     def groups(self, groups: Sequence[RolloutGroup]) -> None:
-        """Count reward, length and versions of the step's groups, and record them."""
+        """Add reward, length and version metrics of the step's groups, and record the groups."""
         if self._observer.is_writer:
             self.update(group_metrics(groups))
             self._observer.record_groups(self.step, groups)
 
     def evaluation(self, groups: Sequence[RolloutGroup]) -> None:
-        """Take the completions of held-out problems. They are counted, not recorded: a replay must not train on
-        them."""
+        """Add metrics of completions of held-out problems. They are not recorded: a replay must not train on them."""
         self.update(evaluation_metrics(groups))
 
     def samples(self, samples: Sequence[Sample]) -> None:
-        """Count advantages, staleness and what was dropped of the step's groups, which have to be given before."""
+        """Add advantages, staleness and the dropped fraction of the step's groups. Call after :meth:`groups`."""
         num_completions = self.metrics.get("rollout/num_completions/sum", 0.0)
         if num_completions:
             self.update({"reward/dropped/mean": 1 - len(samples) / num_completions})
@@ -262,10 +260,10 @@ class StepLog:
         )
 
     def updates(self, metrics: Sequence[Mapping[str, float]], batches: Sequence[TrainBatch]) -> None:
-        """Take the metrics of the step's optimizer updates, one mapping for each, and the batches that they read.
+        """Add the metrics of the step's optimizer updates, one mapping per update, and their batches.
 
-        Keys that end in ``/max`` keep their maximum over the updates, the learning rate its mean. All others are means
-        over loss tokens, to which an update contributes as many as it has.
+        Keys that end in ``/max`` take the maximum over the updates, the learning rate the mean. All others are averaged
+        weighted by each update's loss tokens.
         """
         num_tokens = [batch.num_loss_tokens for batch in batches]
         for key in metrics[0] if metrics else ():
@@ -287,7 +285,7 @@ class StepLog:
         )
 
     def mismatch(self, report: MismatchReport) -> None:
-        """Take the disagreement of trainer and engine; show its alarms."""
+        """Add the mismatch metrics of trainer and engine, and display the alarms."""
         self.update(report.metrics)
         for name in ("by_position", "by_environment", "worst"):
             self.details[name] = [dataclasses.asdict(part) for part in getattr(report, name)]
@@ -295,7 +293,7 @@ class StepLog:
             self._observer.warn(f"step {self.step}: {alarm}")
 
     def publish(self, report: PublishReport) -> None:
-        """Take what a publication sent and what it cost. Several publications of one step add up."""
+        """Add the contents and cost of a weight update. Costs of several updates in one step add up."""
         before = self.metrics.get
         self.update(
             {
@@ -311,7 +309,7 @@ class StepLog:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON under a temporary name and rename it, so that a reader never sees half a file."""
+    """Write JSON to a temporary file and rename it, so that readers never see a partial file."""
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
     os.replace(temporary, path)

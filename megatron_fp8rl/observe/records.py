@@ -1,11 +1,11 @@
-"""Every rollout of a run on disk, and back again for replay.
+"""Writes every rollout of a run to disk and reads it back for replay.
 
-In: the scored groups of a step. Out: ``rollouts.jsonl``, one line per group, all lines of a step written at once;
-reading yields the same groups, equal in every field. Which process: the writing trainer rank; any process may read.
+In: the scored groups of a step. Out: ``rollouts.jsonl``, one line per group, all lines of a step in one write; reading
+yields groups that are equal in every field. Runs on: the writing trainer rank; any process may read.
 
-A line is ``{"step": ..., "prompt": {...}, "rollouts": [{...}, ...]}`` with the field names of ``types.py``. Floats are
-written so that they read back exactly; arrays of routed experts are compressed. A run that was killed while writing
-leaves a last line that is cut off: readers pass over it with a warning.
+A line is ``{"step": ..., "prompt": {...}, "rollouts": [{...}, ...]}`` with the field names of ``types.py``. Floats
+round-trip exactly; routed-expert arrays are compressed. A run that was killed while writing leaves a truncated last
+line, which readers skip with a warning.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 
 _log = logging.getLogger(__name__)
-_STEP = re.compile(rb'\{"step": (\d+)[,}]')  # a line starts with its step, so that finding a step needs no parsing
+_STEP = re.compile(rb'\{"step": (\d+)[,}]')  # lines start with the step, so finding one needs no JSON parsing
 
 
 class RolloutWriter:
@@ -46,9 +46,9 @@ class RolloutWriter:
 
 
 def read_steps(path: Path | str) -> Iterator[tuple[int, tuple[RolloutGroup, ...]]]:
-    """Yield (step, groups) in the order of the file.
+    """Yield (step, groups) in file order.
 
-    Raises ValueError, with file and line, for a line that is not a record; FileNotFoundError when there is no file.
+    Raises ValueError, with file and line, for a line that is not a record; FileNotFoundError if the file is missing.
     """
     step, groups = -1, []
     for number, line in _complete_lines(Path(path)):
@@ -70,9 +70,9 @@ def read_steps(path: Path | str) -> Iterator[tuple[int, tuple[RolloutGroup, ...]
 
 
 def truncate_from(path: Path, step: int) -> int:
-    """Cut a file of JSON lines before its first line of ``step`` or later; return the number of bytes cut off.
+    """Truncate a JSON-lines file before its first line of ``step`` or later; return the number of bytes removed.
 
-    Lines begin with ``{"step": n`` and steps never fall. A cut-off last line goes too, whatever its step.
+    Lines begin with ``{"step": n`` and steps never decrease. An incomplete last line is removed whatever its step.
     """
     if not path.exists():
         return 0
@@ -101,13 +101,13 @@ def read_json_lines(path: Path | str) -> list[dict[str, Any]]:
 
 
 def _complete_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, line); a last line without its newline was cut off by a kill and is skipped aloud."""
+    """(line number from 1, line); a last line without newline, truncated by a kill, is skipped with a warning."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield number, line
             else:
-                _log.warning("%s, line %d is cut off: the run was stopped while writing it; line skipped", path, number)
+                _log.warning("%s, line %d is truncated: the run was killed during the write; skipped", path, number)
 
 
 def _encode(step: int, group: RolloutGroup) -> str:

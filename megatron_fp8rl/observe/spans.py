@@ -1,10 +1,10 @@
-"""Wall-clock spans of named phases.
+"""Wall-clock timing of named spans.
 
-In: ``with span("update"):`` around any piece of work, in any thread of any process of the trainer.
-Out: seconds by name, which the observer takes once per step and writes as ``time/<name>/s``.
+In: ``with span("update"):`` around any work, in any thread of any trainer process.
+Out: seconds by name, which the observer collects once per step and writes as ``time/<name>/s``.
 
-A span costs two clock readings and one short lock. Spans nest, and each counts its whole duration, inner spans
-included; spans of one name add up, so a name that runs in two threads at once can exceed the duration of the step.
+A span costs two clock reads and one short lock. Spans nest, and each counts its whole duration, inner spans included;
+spans of the same name add up, so a name that runs in two threads at once can exceed the duration of the step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _seconds: dict[str, float] = {}
 _lock = threading.Lock()
 
 
-class span:  # lower case, since it is used like a function: `with span("generate"):`
-    """Adds the duration of its block to the seconds of ``name``, also when the block raises.
+class span:  # lower case because it is used like a function: `with span("generate"):`
+    """Adds the duration of its block to the seconds of ``name``, even if the block raises.
 
-    Raises ValueError when the name is not of lower-case letters, digits and underscores, since it becomes part of a
+    Raises ValueError unless the name consists of lower-case letters, digits and underscores: it becomes part of a
     metric key.
     """
 
@@ -46,13 +46,13 @@ class span:  # lower case, since it is used like a function: `with span("generat
 
 
 def add_seconds(name: str, seconds: float) -> None:
-    """Count ``seconds`` that were measured elsewhere, for instance by an engine process."""
+    """Add ``seconds`` measured elsewhere, for instance in an engine process."""
     with _lock:
         _seconds[name] = _seconds.get(name, 0.0) + seconds
 
 
 def take_seconds() -> dict[str, float]:
-    """Seconds by span name since the last call, and start again from zero. A span that is still open counts later."""
+    """Return seconds by span name since the last call and reset them. A span that is still open counts next time."""
     global _seconds
     with _lock:
         taken, _seconds = _seconds, {}

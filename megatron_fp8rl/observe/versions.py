@@ -1,4 +1,7 @@
-"""What a run ran on: packages, Python, CPU and GPUs. Out: ``versions.json``. Runs in the writing trainer process."""
+"""Software and hardware of a run: packages, Python, CPU and GPUs.
+
+Out: the content of ``versions.json``. Runs on: the writing trainer rank.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ _PACKAGES = (
 
 
 def collect_versions() -> dict[str, Any]:
-    """Packages that are installed, the interpreter, the processor and, when torch sees them, the GPUs."""
+    """Installed packages, Python, the CPU and, if torch sees any, the GPUs."""
     return {
         "packages": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         "megatron_fp8rl": {"commit": _commit()},
@@ -47,7 +50,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the working tree, with ``+`` when files differ from it; None outside a repository."""
+    """The commit of the working tree, with ``+`` if files are modified; None outside a repository."""
     try:
         return subprocess.run(
             ["git", "describe", "--always", "--abbrev=12", "--dirty=+"],
@@ -72,7 +75,7 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[str]:
-    torch = sys.modules.get("torch")  # whoever trains has imported it; a report about a finished run need not
+    torch = sys.modules.get("torch")  # a trainer has imported it; a report on a finished run does not need it
     if torch is None or not torch.cuda.is_available():
         return []
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]

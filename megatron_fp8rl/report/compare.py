@@ -1,6 +1,6 @@
-"""Several runs side by side: the arms of a study, each over some seeds.
+"""Compares runs: the arms of a study, each over several seeds.
 
-In: (arm, seed, folder) of runs that an observer wrote. Out: ``study.md`` with a table, ``study.png`` and
+In: (arm, seed, folder) of runs recorded by an observer. Out: ``study.md`` with a table, ``study.png`` and
 ``study.json``.
 """
 
@@ -18,9 +18,9 @@ from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.report.style import CYCLE, finish, moving_average, new_figure, styled
 
 Runs = dict[str, dict[int, RunData]]  # by arm, then by seed
-_LAST = 10  # steps that count as the end of a run
+_LAST = 10  # final steps averaged for the end of a run
 
-# (column, key, how the run is summed up, format)
+# (column, key, how to reduce the run, format)
 _COLUMNS = (
     ("held-out start", "eval/pass_rate/mean", "first", "{:.3f}"),
     ("held-out end", "eval/pass_rate/mean", "last", "{:.3f}"),
@@ -35,7 +35,7 @@ _COLUMNS = (
 
 
 def compare_runs(runs: Sequence[tuple[str, int, Path | str]], out_dir: Path | str) -> Path:
-    """Write table and plot of all runs; return the path of the table. Raises FileNotFoundError for a missing run."""
+    """Write a table and a plot of all runs; return the table's path. Raises FileNotFoundError for a missing run."""
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     arms: Runs = {}
@@ -72,7 +72,7 @@ def _sum_up(run: RunData, key: str, how: str) -> float | None:
 
 
 def _over_seeds(by_seed: dict[int, RunData], key: str, how: str) -> dict[str, float | int] | None:
-    """Mean and sample standard deviation over the seeds that have the number."""
+    """Mean and sample standard deviation over the seeds that have the metric."""
     values = [value for run in by_seed.values() if (value := _sum_up(run, key, how)) is not None]
     if not values:
         return None
@@ -130,7 +130,7 @@ def _draw(arms: Runs):
 
 
 def _colors(arms: Runs) -> dict[str, str]:
-    """One colour for each first word of the arms: a precision, whether corrected or not."""
+    """One color per first word of the arms' names: the precision, regardless of the correction."""
     words = dict.fromkeys(arm.partition(" ")[0] for arm in arms)
     by_word = dict(zip(words, CYCLE * len(words), strict=False))
     return {arm: by_word[arm.partition(" ")[0]] for arm in arms}
@@ -154,7 +154,7 @@ def _band(
 
 
 def _dots(axes: Axes, arms: Runs, key: str, how: str) -> None:
-    """One row per arm: a dot per seed and a bar at the mean."""
+    """Draw one row per arm: a dot per seed and a bar at the mean."""
     colors = _colors(arms)
     for row, (arm, by_seed) in enumerate(arms.items()):
         color = colors[arm]

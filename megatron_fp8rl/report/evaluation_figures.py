@@ -1,6 +1,6 @@
-"""The plots of evaluations: pass@k during training, and of checkpoints that the eval command looked at.
+"""Plots of evaluations: pass@k during training and of checkpoints evaluated by the eval command.
 
-In: a run's data. Out: filled axes; False where the run has nothing to show.
+In: a run's data. Out: filled axes; False if the run has no data for the plot.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _PASS_AT = re.compile(r"eval/pass_at_(\d+)/mean")
 
 
 def draw_pass_at_k(axes: Axes, run: RunData) -> bool:
-    """pass@k of the evaluated checkpoints, over all problems, with intervals of 95 %."""
+    """pass@k of the evaluated checkpoints over all problems, with 95 % intervals."""
     shown: set[int] = set()
     for number, one in enumerate(run.evaluations):
         points = [(int(k), estimate) for k, estimate in one["overall"]["pass_at"].items()]
         shown |= {k for k, _ in points}
-        ks = [k * (1 + 0.02 * number) for k, _ in points]  # side by side
+        ks = [k * (1 + 0.02 * number) for k, _ in points]  # shift the markers apart
         color = CYCLE[number % len(CYCLE)]
         axes.vlines(ks, [e["low"] for _, e in points], [e["high"] for _, e in points], color=color, linewidth=1.2)
         axes.plot(ks, [e["value"] for _, e in points], "o-", color=color, markersize=4, label=one["name"])
@@ -36,7 +36,7 @@ def draw_pass_at_k(axes: Axes, run: RunData) -> bool:
 
 
 def draw_pass_at_k_by_step(axes: Axes, run: RunData) -> bool:
-    """pass@k of the evaluations during training, with intervals of 95 %."""
+    """pass@k of the evaluations during training, with 95 % intervals."""
     ks = sorted({int(match[1]) for record in run.records for key in record if (match := _PASS_AT.fullmatch(key))})
     others = [color for color in CYCLE if color != ORANGE]
     for name, label, color in [

@@ -1,6 +1,7 @@
-"""The plots of one run. In: a run's data. Out: matplotlib figures; None where the run has nothing to show.
+"""Plots of one run.
 
-Each ``draw_`` function fills given axes, so that the report and the overview share the plots.
+In: a run's data. Out: matplotlib figures; None if the run has no data for a plot. Each ``draw_`` function fills the
+given axes, so that the report and the overview share the plots.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PHASE_COLORS = dict(zip(PHASES, (BLUE, SKY, GREEN, "#9BD3C0", ORANGE, RED, GREY
 
 
 def draw_reward(axes: Axes, run: RunData) -> bool:
-    """Reward and pass rate, evaluations, and where the warm start stood."""
+    """Reward, pass rate, evaluations, and the pass rate after the warm start."""
     steps, rewards = run.series("reward/score/mean")
     eval_steps, evals = run.series("eval/pass_rate/mean")
     if not rewards and not evals:
@@ -55,7 +56,7 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
 
 
 def draw_mismatch(axes: Axes, run: RunData) -> bool:
-    """How far trainer and engine disagree on the sampled tokens."""
+    """Disagreement of trainer and engine on the sampled tokens."""
     axes.set_yscale("log")
     shown = False
     for key, label, color, line in (
@@ -76,7 +77,7 @@ def draw_mismatch(axes: Axes, run: RunData) -> bool:
 
 
 def draw_weight_health(axes: Axes, run: RunData) -> bool:
-    """Tokens that the importance weights cost: lost effective sample size, corrected and vetoed tokens."""
+    """Tokens lost to importance weights: lost effective sample size, corrected and vetoed tokens."""
     steps, size = run.series("mismatch/effective_sample_size/mean")
     if not size:
         return False
@@ -87,7 +88,7 @@ def draw_weight_health(axes: Axes, run: RunData) -> bool:
         (run.values("mismatch/fraction_corrected/mean"), "corrected", ORANGE),
         (run.values("mismatch/fraction_vetoed/mean"), "vetoed", RED),
     ):
-        # A logarithm has no place for zero: a step without such tokens leaves a gap.
+        # A log axis cannot show zero: a step without such tokens leaves a gap.
         heights = [value if value > 0 else float("nan") for value in values]
         if len(heights) == len(steps):
             name = label if any(values) else f"{label}: none"
@@ -120,13 +121,13 @@ def draw_weight_range(axes: Axes, run: RunData) -> bool:
 
 
 def _raise_ceiling(axes: Axes, share: float) -> None:
-    """Leave room above the curves for a legend."""
+    """Make room for a legend above the curves."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high * (high / low) ** share if axes.get_yscale() == "log" else high + share * (high - low))
 
 
 def draw_entropy(axes: Axes, run: RunData) -> bool:
-    """Entropy of the trainer's policy and the sampler's surprisal."""
+    """Entropy of the trainer's policy and surprisal of the engine."""
     key = "train/entropy/mean" if run.values("train/entropy/mean") else "loss/entropy/mean"
     curve(axes, *run.series(key), color=BLUE, label="entropy (trainer)")
     curve(axes, *run.series("rollout/surprisal/mean"), color=ORANGE, label="surprisal (engine)", line="--")
@@ -136,7 +137,7 @@ def draw_entropy(axes: Axes, run: RunData) -> bool:
 
 
 def draw_kl(axes: Axes, run: RunData) -> bool:
-    """How far the updates move the policy, and how far it is from the reference."""
+    """KL of the policy to its state before the updates, and to the reference."""
     curve(axes, *run.series("loss/kl_update/mean"), color=BLUE, label="KL(old ‖ trainer), within the step")
     curve(axes, *run.series("loss/kl_ref/mean"), color=PURPLE, label="KL(trainer ‖ reference)")
     finish(axes, "Policy movement", y="nats per token")
@@ -172,7 +173,7 @@ def draw_grad_norm(axes: Axes, run: RunData) -> bool:
 
 
 def draw_lengths(axes: Axes, run: RunData) -> bool:
-    """Completion lengths: mean within shortest to longest."""
+    """Completion lengths: mean, with a band from shortest to longest."""
     steps, mean = run.series("rollout/length/mean")
     if not mean:
         return False
@@ -189,7 +190,7 @@ def draw_lengths(axes: Axes, run: RunData) -> bool:
 
 
 def draw_problem_share(axes: Axes, run: RunData) -> bool:
-    """Completions and groups that teach little."""
+    """Fractions of completions and groups without a learning signal."""
     for key, label, color in (
         ("reward/zero_variance/mean", "groups without variance", BLUE),
         ("rollout/truncated/mean", "completions cut off", ORANGE),
@@ -197,7 +198,7 @@ def draw_problem_share(axes: Axes, run: RunData) -> bool:
     ):
         curve(axes, *run.series(key), color=color, label=label)
     axes.set_ylim(-0.02, 1.06)
-    finish(axes, "What teaches nothing", y="fraction")
+    finish(axes, "Without learning signal", y="fraction")
     return bool(axes.lines)
 
 
@@ -212,22 +213,22 @@ def draw_phase_times(axes: Axes, run: RunData) -> bool:
     for phase in PHASES:
         key = f"time/{phase}/s"
         if phase == "rollouts" and not any(key in record for record in records):
-            key = "time/generate/s"  # a loop that samples in line does not wait for rollouts besides
+            key = "time/generate/s"  # a synchronous loop has no separate wait for rollouts
         seconds = [record.get(key) or 0.0 for record in records]
         if sum(seconds) < 0.002 * total_of_run:
-            continue  # thinner than a line
+            continue  # thinner than a line in the plot
         above = [low + value for low, value in zip(below, seconds, strict=True)]
         axes.fill_between(
             steps, below, above, color=_PHASE_COLORS[phase], alpha=0.85, linewidth=0, label=phase, step=_stairs(steps)
         )
         below = above
     axes.plot(steps, [record["time/step/s"] for record in records], color="#22262C", linewidth=1.0, label="step")
-    # One slow first step would flatten all the others.
+    # Limit the axis: one slow first step would flatten all others.
     ordered = sorted(record["time/step/s"] for record in records)
     axes.set_ylim(0, min(ordered[-1], 2.5 * ordered[len(ordered) // 2]) * 1.05)
     finish(axes, "Seconds per step", y="s")
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(  # in the order of the stack, beside it
+    axes.legend(  # next to the stack, in the same order
         handles[::-1], labels[::-1], loc="upper left", bbox_to_anchor=(1.0, 1.0), handlelength=1.0, borderaxespad=0.3
     )
     return True
@@ -246,7 +247,7 @@ def draw_tokens_per_s(axes: Axes, run: RunData) -> bool:
 
 
 def draw_publish(axes: Axes, run: RunData) -> bool:
-    """Seconds of publishing the weights, and how long the engines stood still for it."""
+    """Seconds of publishing the weights, and how long the engines were paused for it."""
     curve(axes, *run.series("publish/total/s"), color=BLUE, label="whole publication")
     curve(axes, *run.series("publish/pause/s"), color=ORANGE, label="engines paused")
     axes.set_ylim(bottom=0)
@@ -256,7 +257,7 @@ def draw_publish(axes: Axes, run: RunData) -> bool:
 
 
 def draw_positions(axes: Axes, run: RunData) -> bool:
-    """Mismatch along the completion, for each third of the run."""
+    """Mismatch by completion position, for each third of the run."""
     details = [record for record in run.details if record.get("by_position")]
     if not details:
         return False
@@ -282,7 +283,7 @@ def draw_positions(axes: Axes, run: RunData) -> bool:
 
 
 def draw_environments(axes: Axes, run: RunData) -> bool:
-    """Reward by environment, when there are several."""
+    """Reward by environment, if there are several."""
     keys = sorted({key for record in run.records for key in record if key.startswith("reward/score_")})
     if len(keys) < 2:
         return False
@@ -293,7 +294,7 @@ def draw_environments(axes: Axes, run: RunData) -> bool:
 
 
 def draw_warm_start(axes: Axes, run: RunData) -> bool:
-    """The supervised start: negative log-likelihood."""
+    """Supervised warm start: negative log-likelihood."""
     key = "loss/nll/mean" if run.warm_start.values("loss/nll/mean") else "train/loss/mean"
     curve(axes, *run.warm_start.series(key), color=PURPLE, label="negative log-likelihood")
     axes.set_ylim(bottom=0)
@@ -302,7 +303,7 @@ def draw_warm_start(axes: Axes, run: RunData) -> bool:
 
 
 def draw_warm_start_pass_rate(axes: Axes, run: RunData) -> bool:
-    """How the warm start approaches the pass rate at which it stops."""
+    """Expected pass rate of the warm start, and the value at which it stops."""
     curve(axes, *run.warm_start.series("sft/expected_pass_rate/mean"), color=PURPLE, label="expected pass rate")
     target = run.config.get("data", {}).get("sft_stop_pass_rate")
     if target:
@@ -334,13 +335,13 @@ OVERVIEW: tuple[Draw, ...] = (
 
 
 def make_figure(draw: Draw, run: RunData) -> Figure | None:
-    """One plot on its own; None when the run has no data for it."""
+    """A figure with one plot; None if the run has no data for it."""
     figure = new_figure()
     return figure if draw(figure.subplots(), run) else None
 
 
 def overview(run: RunData) -> Figure:
-    """Six plots on one picture."""
+    """A figure with six plots."""
     figure = new_figure(14.0, 7.4)
     for draw, axes in zip(OVERVIEW, figure.subplots(2, 3).flat, strict=True):
         if not draw(axes, run):

@@ -1,6 +1,7 @@
-"""A run's folder read back: numbers by key, details, rollouts. In: what the observer wrote. Out: for plots and tables.
+"""Reads a run's folder: metrics by key, details, rollouts.
 
-Runs anywhere, also while the run is going on; needs neither torch nor the run's own process.
+In: the observer's files. Out: data for plots and tables. Runs anywhere, even while the run is in progress; needs
+neither torch nor the run's own process.
 """
 
 from __future__ import annotations
@@ -16,25 +17,25 @@ from typing import Any
 from megatron_fp8rl.observe.records import read_json_lines, read_steps
 from megatron_fp8rl.types import RolloutGroup
 
-WARM_START_DIR = "warm_start"  # folder within a run's folder where the supervised warm start is observed
+WARM_START_DIR = "warm_start"  # subfolder of a run with the records of the warm start
 EVALUATIONS = "evaluations/*/eval.json"  # results of the eval command
 
 
 @dataclass(frozen=True)
 class RunData:
-    """One run. Everything is empty rather than an error when the run did not get so far."""
+    """One run. Data that the run has not written yet is empty, not an error."""
 
     run_dir: Path
 
     @cached_property
     def records(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl, in steps."""
+        """Lines of metrics.jsonl, in step order."""
         path = self.run_dir / "metrics.jsonl"
         return read_json_lines(path) if path.exists() else []
 
     @cached_property
     def details(self) -> list[dict[str, Any]]:
-        """Lines of details.jsonl, in steps."""
+        """Lines of details.jsonl, in step order."""
         path = self.run_dir / "details.jsonl"
         return read_json_lines(path) if path.exists() else []
 
@@ -56,7 +57,7 @@ class RunData:
 
     @cached_property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Results of the eval command, by step of the checkpoint, those of unknown step last."""
+        """Results of the eval command, sorted by the checkpoint's step, unknown steps last."""
         found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.run_dir.glob(EVALUATIONS))]
         return sorted(found, key=lambda one: (one["step"] is None, one["step"] or 0, one["name"]))
 
@@ -66,7 +67,7 @@ class RunData:
         return RunData(self.run_dir / WARM_START_DIR)
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of the steps that have a finite number under ``key``."""
+        """(steps, values) of the steps with a finite value for ``key``."""
         points = [(r["step"], r[key]) for r in self.records if isinstance(r.get(key), int | float)]
         points = [(step, value) for step, value in points if math.isfinite(value)]
         return [step for step, _ in points], [value for _, value in points]
@@ -75,7 +76,7 @@ class RunData:
         return self.series(key)[1]
 
     def mean(self, key: str, last: int | None = None) -> float | None:
-        """Mean over all steps, or over the last ones; None when there is no number."""
+        """Mean over all steps, or over the ``last`` ones; None if there are no values."""
         values = self.values(key)[-last:] if last else self.values(key)
         return sum(values) / len(values) if values else None
 

@@ -1,7 +1,7 @@
-"""``report.html``: one file with every plot and table of a run, which opens anywhere, and ``report.png``, its overview.
+"""Writes ``report.html``, a self-contained page with all plots and tables, and ``report.png``.
 
-In: a run's folder. Out: the two files, replaced in one step each. Runs at the end of a run, also of a failed one, or
-at any time later; while the run goes on it shows what there is.
+In: a run's folder. Out: the two files, each replaced atomically; ``report.png`` is an overview. Runs at the end of a
+run, even a failed one, or at any later time; during a run it shows the data so far.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ code, pre { font: 12.5px/1.5 ui-monospace, "SF Mono", Menlo, monospace; white-sp
 .failed h2 { margin: 0 0 6px; color: #a03d00; } details summary { cursor: pointer; padding: 8px 0; }
 footer { color: var(--soft); margin-top: 40px; font-size: 13px; }
 """
-_NUM_SAMPLES = 3  # best and as many worst, of the first and of the last step
+_NUM_SAMPLES = 3  # number of best and of worst completions, for the first and the last step
 
 
 def write_report(run_dir: Path | str) -> Path:
-    """Write ``report.html`` and ``report.png`` into the folder of a run; return the path of the page.
+    """Write ``report.html`` and ``report.png`` to a run's folder; return the path of the page.
 
-    Raises FileNotFoundError when the folder holds no run.
+    Raises FileNotFoundError if the folder contains no run.
     """
     run = RunData(Path(run_dir))
     if not run.records and not run.config and not run.evaluations:
@@ -74,7 +74,7 @@ def write_report(run_dir: Path | str) -> Path:
 
 
 def render(run: RunData) -> str:
-    """The page as text."""
+    """Render the page as HTML."""
     name = escape(str(run.config.get("name", run.run_dir.name)))
     parts = [f"<h1>{name}</h1>", f'<p class="lead">{_lead(run)}</p>', _failure(run), _tiles(run)]
     for title, draws in SECTIONS.items():
@@ -166,7 +166,7 @@ def _tiles(run: RunData) -> str:
 
 
 def _evaluations(run: RunData) -> str:
-    """Accuracy and pass@k of checkpoints, as the eval command measured them."""
+    """Accuracy and pass@k of checkpoints, as measured by the eval command."""
     figure = make_figure(draw_pass_at_k, run)
     if figure is None:
         return ""
@@ -178,7 +178,7 @@ def _evaluations(run: RunData) -> str:
         for name, part in parts.items():
             estimates = [part["accuracy"], *(part["pass_at"].get(str(k)) for k in ks)]
             rows.append((one["name"], name, part["num_problems"], part["num_completions"], *map(_interval, estimates)))
-    note = "<p>Brackets hold intervals of 95 %: Wilson's score for accuracy, bootstrap over problems for pass@k.</p>"
+    note = "<p>Brackets show 95 % intervals: Wilson score for accuracy, bootstrap over problems for pass@k.</p>"
     card = f'<div class="card">{_table(header, rows)}{note}</div>'
     return f'<h2>Evaluations of checkpoints</h2><div class="plots">{_image(figure)}</div><br>{card}'
 
@@ -188,7 +188,7 @@ def _interval(estimate: dict[str, float] | None) -> str:
 
 
 def _worst_sequences(run: RunData) -> str:
-    """The sequences of the run on which trainer and engine disagreed most."""
+    """The run's sequences with the largest mismatch between trainer and engine."""
     found = [(record["step"], part) for record in run.details for part in record.get("worst", ())]
     found.sort(key=lambda item: -item[1]["abs_logprob_diff_mean"])
     rows = [
@@ -210,7 +210,7 @@ def _warnings(run: RunData) -> str:
 
 
 def _samples(run: RunData) -> str:
-    """Best and worst completions of the first and of the last recorded step."""
+    """Best and worst completions of the first and the last recorded step."""
     sections = []
     for step, groups in run.first_and_last_groups():
         rollouts = sorted((r for g in groups for r in g.rollouts), key=lambda r: (-r.reward, r.name))
@@ -225,7 +225,7 @@ def _samples(run: RunData) -> str:
 
 
 def _distinct(rollouts: Iterable[Rollout], limit: int) -> list[Rollout]:
-    """The first rollouts of different prompts."""
+    """The first rollouts, at most one per prompt."""
     chosen: dict[str, Rollout] = {}
     for rollout in rollouts:
         if len(chosen) < limit:

@@ -1,10 +1,10 @@
-"""The precision study: one warm start, then the same reinforcement learning in several precisions and seeds.
+"""Precision study: one warm start, then the same RL run in several precisions and seeds.
 
     python -m megatron_fp8rl study tiny_qwen3_moe --seeds 1 2 3 [overrides]
 
-Arms are rollout precision / trainer precision, each with and without the correction of the train/rollout mismatch.
-Every arm starts from the same weights and sees the same prompts for the same seed. A run is one process of the ``rl``
-command; runs that have finished are not repeated, so an interrupted study goes on where it stopped.
+Arms are rollout precision / trainer precision, each with and without the train/rollout mismatch correction. All arms
+start from the same weights and see the same prompts for a given seed. Each run is one process of the ``rl`` command;
+finished runs are not repeated, so an interrupted study continues where it stopped.
 
 Out: ``study.md`` (table), ``study.png`` (plot) and one run folder per arm and seed, under ``runs/<name>_study``.
 """
@@ -25,7 +25,7 @@ WARM_START_DIR = "warm_start"
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One line of the table."""
+    """One row of the table: precisions and correction."""
 
     rollout: str
     trainer: str
@@ -37,7 +37,7 @@ class Arm:
         return f"{kinds[self.rollout]}/{kinds[self.trainer]} {'corrected' if self.corrected else 'uncorrected'}"
 
     def overrides(self, correction: str) -> list[str]:
-        """Command-line overrides that make this arm out of the base run."""
+        """Command-line overrides that turn the base run into this arm."""
         return [
             "--precision.rollout", self.rollout,
             "--precision.trainer", self.trainer,
@@ -70,9 +70,9 @@ class StudyRun:
 def plan_runs(
     cfg: RunConfig, config_name: str, overrides: Sequence[str], seeds: Sequence[int], study_dir: Path
 ) -> Iterator[StudyRun]:
-    """Pure: the runs of a study, seeds outermost, so that a study that is cut short still compares all arms."""
+    """Pure: the runs of a study, seeds in the outer loop, so that an aborted study still compares all arms."""
     if cfg.algo.correction == "off":
-        raise ValueError("algo.correction = 'off': the study compares with and without; name the correction to study")
+        raise ValueError("algo.correction = 'off': the study compares with and without it; set the correction to study")
     for seed in seeds:
         for arm in ARMS:
             run_dir = study_dir / f"{arm.name.replace('/', '-').replace(' ', '_')}_seed{seed}"
@@ -88,9 +88,9 @@ def plan_runs(
 
 
 def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], seeds: Sequence[int]) -> Path:
-    """Run what is missing of the study and write its table and plot. Returns the study's folder.
+    """Run the missing runs of the study and write its table and plot. Returns the study's folder.
 
-    Raises RuntimeError, naming run and log, when a run fails.
+    Raises RuntimeError, naming run and log, if a run fails.
     """
     study_dir = Path(cfg.run_dir.rstrip("/") + "_study")
     study_dir.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""How every plot of the project looks: colours, lines and axes. Pure."""
+"""Common plot style: colors, lines and axes. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-# Okabe and Ito's colours, told apart by colour-blind readers as well.
+# Okabe-Ito colors, which color-blind readers can distinguish.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, YELLOW, GREY = "#CC79A7", "#56B4E9", "#F0E442", "#8A8F98"
 CYCLE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, "#6B5B95", GREY)
@@ -45,23 +45,23 @@ _RC = {
     "figure.constrained_layout.use": True,
     "svg.fonttype": "path",  # readable without the font
 }
-SMOOTH_OVER = 40  # points from which a curve is drawn as a faint line under its moving average
+SMOOTH_OVER = 40  # curves with at least this many points are drawn faintly under their moving average
 
 
 def styled() -> Any:
-    """Context in which figures are made and saved."""
+    """Context manager with the style, for creating and saving figures."""
     return matplotlib.rc_context(_RC)
 
 
 def new_figure(width: float = 6.4, height: float = 3.3) -> Figure:
-    """A figure of its own canvas: no global state of pyplot, no window, any thread."""
+    """A figure with its own canvas: no global pyplot state, no window, usable in any thread."""
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     return figure
 
 
 def finish(axes: Axes, title: str, *, x: str = "step", y: str = "", legend: bool = True) -> None:
-    """Title, labels and whole-numbered steps."""
+    """Set title, labels, legend and integer step ticks."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -75,7 +75,7 @@ def finish(axes: Axes, title: str, *, x: str = "step", y: str = "", legend: bool
 def curve(
     axes: Axes, steps: Sequence[int], values: Sequence[float], *, color: str, label: str, line: str = "-"
 ) -> None:
-    """A curve; long noisy ones as a faint line under a moving average over a twentieth of the run."""
+    """Draw a curve; a long one as a faint line under a moving average over 1/20 of the run."""
     if not values:
         return
     if len(values) >= SMOOTH_OVER and axes.get_yscale() == "linear":
@@ -86,13 +86,13 @@ def curve(
 
 
 def moving_average(values: Sequence[float], width: int) -> list[float]:
-    """Mean of each value and its neighbours, ``width`` in all where there are as many; fewer at both ends."""
+    """Mean of each value and its neighbors, ``width`` values in total; fewer at both ends."""
     reach = width // 2
     return [sum(part) / len(part) for part in (values[max(0, i - reach) : i + reach + 1] for i in range(len(values)))]
 
 
 def svg_uri(figure: Figure) -> str:
-    """The figure as a data URI that any browser shows without a file."""
+    """The figure as an SVG data URI, which browsers show without a separate file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

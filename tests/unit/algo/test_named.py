@@ -111,11 +111,11 @@ def test_what_can_be_called_is_accepted_by_source_and_by_import(algo):
         ({"advantage": "std"}, "--algo.advantage = 'std': megatron_fp8rl.algo.advantages has no function 'std'"),
         (
             {"loss": "cispo", "loss_options": {"dual_clip": 3.0}},
-            "--algo.loss_options.dual_clip = 3.0: is no option of cispo. Its options: aggregate.",
+            "--algo.loss_options.dual_clip = 3.0: is not an option of cispo. Its options: aggregate.",
         ),
         (
             {"loss": "grpo", "loss_options": {"agregate": "token"}},
-            "--algo.loss_options.agregate = 'token': is no option of grpo; did you mean aggregate?. Its options: aggregate, ",
+            "--algo.loss_options.agregate = 'token': is not an option of grpo; did you mean aggregate?. Its options: aggregate",
         ),
         (
             {"loss": "grpo", "loss_options": {"aggregate": "tokens"}},
@@ -126,7 +126,7 @@ def test_what_can_be_called_is_accepted_by_source_and_by_import(algo):
             "--algo.loss_options.dual_clip = '3': has the wrong type. Set a value of float",
         ),
         ({"loss_options": {"dual_clip": True}}, "--algo.loss_options.dual_clip = True: has the wrong type."),
-        ({"loss_options": {"cfg": 1}}, "--algo.loss_options.cfg = 1: is no option of dapo."),
+        ({"loss_options": {"cfg": 1}}, "--algo.loss_options.cfg = 1: is not an option of dapo."),
         (
             {"advantage": "doors:best", "advantage_options": {"scale": 0.5}},
             "--algo.advantage_options.scale = 0.5: has the wrong type. Set a value of int.",

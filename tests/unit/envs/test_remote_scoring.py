@@ -126,7 +126,7 @@ def test_nobody_there_is_an_error_that_names_whom_it_waited_for(tmp_path):
     assert re.match(
         rf"no score server has answered for \d+ s: score-0 has no endpoint file {missing}; score-1 on node7 does not "
         r"answer at http://127.0.0.1:9 \(ConnectionRefusedError: .*\)\. "
-        rf"Look into {logs}, or raise rollout.start_deadline_s$",
+        rf"Check {logs}, or raise rollout.start_deadline_s$",
         str(caught.value),
     )
 

@@ -72,7 +72,7 @@ def test_a_cut_off_last_line_is_skipped_and_named(tmp_path, caplog):
     path.write_bytes(path.read_bytes()[:-40])
     with caplog.at_level(logging.WARNING):
         assert list(read_steps(path)) == [(1, (make_group(0),))]
-    assert f"{path}, line 2 is cut off" in caplog.text
+    assert f"{path}, line 2 is truncated" in caplog.text
 
 
 def test_a_damaged_line_is_named(tmp_path):
