@@ -124,7 +124,7 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
     from megatron_fp8rl.config import PrecisionConfig
     from megatron_fp8rl.precision.recipes import make_recipe
     from megatron_fp8rl.trainer.model.experts import GroupedExperts
-    from megatron_fp8rl.trainer.model.linear import GroupedLinear
+    from megatron_fp8rl.trainer.model.linear import GroupedLinear, LinearSpec
 
     trainer, wgrad = OURS[arm]
     config = TransformerConfig(
@@ -134,15 +134,17 @@ def build_grouped(arm: str, num_experts: int, hidden: int, width: int) -> Any:
         gradient_accumulation_fusion=False,
     )  # fmt: skip
     alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    recipe = make_recipe(PrecisionConfig(trainer=trainer, rollout="bf16", experts="deep_gemm", expert_wgrad=wgrad))
     submodules = GroupedMLPSubmodules(
-        linear_fc1=partial(GroupedLinear, parallel_mode="column"),
-        linear_fc2=partial(GroupedLinear, parallel_mode="row"),
+        linear_fc1=partial(GroupedLinear, parallel_mode="column", spec=LinearSpec(recipe)),
+        linear_fc2=partial(GroupedLinear, parallel_mode="row", spec=LinearSpec(recipe)),
     )
     groups = SimpleNamespace(ep=alone, expt_tp=alone, expt_dp=alone)
-    module = GroupedExperts(num_experts, config, submodules=submodules, pg_collection=groups, wgrad=wgrad)
-    recipe = make_recipe(PrecisionConfig(trainer=trainer, rollout="bf16", experts="deep_gemm", expert_wgrad=wgrad))
+    module = GroupedExperts(
+        num_experts, config, submodules=submodules, pg_collection=groups, wgrad=wgrad,
+        scales=None if recipe is None else recipe.scales,
+    )  # fmt: skip
     for linear in (module.linear_fc1, module.linear_fc2):
-        linear.recipe, linear.kernels = recipe, "te"
         for weight in linear.weights:
             torch.nn.init.normal_(weight, std=1 / math.sqrt(weight.shape[1]))
     give_gradient_buffers(list(module.parameters())[::-1])

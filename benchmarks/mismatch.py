@@ -309,7 +309,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trainer", nargs="+", choices=TRAINERS, default=["bf16", "blockwise", "delayed"])
     parser.add_argument("--scales", nargs="+", choices=["pow2", "fp32"], default=["pow2", "fp32"])
     parser.add_argument("--linear", choices=["auto", "deep_gemm", "cutlass", "triton"], default="auto")
-    parser.add_argument("--moe", choices=["auto", "deep_gemm", "triton", "flashinfer_cutlass"], default="auto")
+    parser.add_argument("--moe", choices=["auto", "deep_gemm", "triton"], default="auto")
     parser.add_argument("--attention", choices=["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], default="auto")
     compiled = "torch.compile in the engine; off: CUDA graphs alone; eager: neither, which starts soonest"
     parser.add_argument("--compile", choices=["on", "off", "eager"], default="off", help=compiled)

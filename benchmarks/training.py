@@ -94,15 +94,21 @@ def train(policy: Policy, steps: Sequence[TrainBatch]) -> list[float]:
 
 
 def switch_precision(policy: Policy, precision: PrecisionConfig, history: Sequence[TrainBatch] = ()) -> None:
-    """Train under another recipe from here on, with the same weights and the same parameters' types.
+    """Rebuild ``policy`` under another recipe with the same weights and a new optimizer.
 
-    Delayed scaling starts without a past; ``history`` are batches whose magnitudes it shall remember. They are run
-    forward and backward, and no weight changes.
+    Delayed scaling starts with an empty amax history; ``history`` are batches that fill it. They run forward and
+    backward, and no weight changes.
     """
-    from megatron_fp8rl.trainer.model.build import apply_precision
+    import torch
 
-    policy.cfg = replace(policy.cfg, precision=precision)
-    apply_precision(policy.models, policy.cfg, policy.parallel)
+    cfg, parallel = replace(policy.cfg, precision=precision), policy.parallel
+    weights = {name: parameter.detach().cpu() for name, parameter in policy.named_parameters()}
+    policy.__dict__.clear()  # before the other one is built: there is not always room for both
+    free_memory()
+    policy.__dict__.update(type(policy).build(cfg, parallel).__dict__)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            parameter.copy_(weights[name])
     if precision.trainer == "delayed":
         for batch in history:
             gradients(policy, batch)

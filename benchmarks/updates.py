@@ -211,7 +211,7 @@ def run_case(case: Case, parallel: Parallel) -> Row:
             say("checkpoints are written")
             for engine in (fleet, *loaded.values()):
                 engine.wait_until_ready()
-            kernels = fleet.kernels
+            kernels = fleet.kernels()
             say(f"{1 + len(loaded)} engines are ready: {kernels}")
             expected, noise = {}, 0.0
             for seed, engine in loaded.items():

@@ -36,7 +36,7 @@ class Gpu:
         """FP8 copies of a weight that Transformer Engine keeps under per-tensor scales.
 
         Hopper multiplies FP8 only with both operands K-major, so backward needs the transpose; Blackwell does not.
-        Blockwise and MXFP8 scales need a second copy everywhere: transposed blocks have scales of their own.
+        Blockwise scales need a second copy everywhere: transposed blocks have scales of their own.
         """
         return 1 if self.generation == "blackwell" else 2
 

@@ -2,7 +2,7 @@
 
 A block that crosses the edge of a shard would get another scale on each side than the whole matrix has, and the bytes
 that the trainer multiplies would not be the bytes that the engine holds. So the edges of all shards have to fall on the
-edges of blocks: 128 for blockwise scales, 32 for MXFP8, and 16 for one scale per tensor, which is what FP8 tensor
+edges of blocks: 128 for blockwise scales, and 16 for one scale per tensor, which is what FP8 tensor
 cores ask. All answers come from the rows of ``names/``, sliced as the trainer and as vLLM slice them.
 """
 

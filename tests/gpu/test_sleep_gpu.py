@@ -52,7 +52,7 @@ def fleets(tmp_path_factory) -> Iterator[dict[str, Fleet]]:
             running[kind] = Fleet.start(cfg, hf_dir, tmp_path_factory.mktemp(f"run_{kind}"), wait=False)
         for fleet in running.values():
             fleet.wait_until_ready()
-        print(f"\nboth engines after {time.monotonic() - started:.1f} s; {[f.kernels for f in running.values()]}")
+        print(f"\nboth engines after {time.monotonic() - started:.1f} s; {[f.kernels() for f in running.values()]}")
         yield running
     finally:
         for fleet in running.values():
@@ -108,7 +108,7 @@ def test_sleeping_changes_memory_and_nothing_else(kind, fleets, parallel):
     policy = light_policy(cfg, parallel)
     exporter = WeightExporter(policy, fleet, cfg)
     version = 1
-    print(f"\n{kind}: {fleet.kernels}")
+    print(f"\n{kind}: {fleet.kernels()}")
     try:
         exporter.publish(version)
         first = _sample(fleet)
