@@ -42,9 +42,8 @@ def _rms_norm(x, weight, out, scales, num_columns, eps, BLOCK: tl.constexpr):
     for first in range(0, num_columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < num_columns
-        value = tl.load(x + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
-        gain = tl.load(weight + column, mask=inside, other=1.0).to(tl.float32)
-        result = (value * scale * gain).to(out.dtype.element_ty)
+        result = tl.load(x + row * num_columns + column, mask=inside, other=0.0).to(tl.float32) * scale
+        result = (result * tl.load(weight + column, mask=inside, other=1.0).to(tl.float32)).to(out.dtype.element_ty)
         tl.store(out + row * num_columns + column, result, mask=inside)
 
 

@@ -64,7 +64,7 @@ _SIZES = {"BLOCK_SIZE_M": 128, "BLOCK_SIZE_N": 128, "BLOCK_SIZE_K": 64, "GROUP_S
 _SWITCHES = {"A_LARGE": False, "B_LARGE": False, "C_LARGE": False, "HAS_BIAS": False, "bias_ptr": None}
 _STRIDES = {"stride_ak": 1, "stride_bk": 1, "stride_cn": 1}
 KERNELS = {
-    "_rms_norm": ("_rms_norm_kernel", {"BLOCK": 1024}, {"BLOCK_SIZE": 1024}, {"num_warps": 4}),
+    "_rms_norm": ("_rms_norm_kernel", {"BLOCK": 1024}, {"BLOCK_SIZE": 1024, "HAS_WEIGHT": True}, {"num_warps": 4}),
     "_product": (
         "matmul_kernel_persistent", {"TILE": 128, "TERMS": 64}, _SIZES | _SWITCHES | _STRIDES,
         {"num_warps": 8, "num_stages": 3},
