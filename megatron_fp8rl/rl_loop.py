@@ -27,7 +27,7 @@ from megatron_fp8rl.envs.remote_scoring import build_scorer
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.precision.hardware import here
-from megatron_fp8rl.precision.kernel_choice import choose
+from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.stop import StopRequest
@@ -70,10 +70,7 @@ def run(
         stop.at_boundary(parallel, step)
         if fleet is not None:
             fleet.wait_until_ready()
-            in_use = fleet.kernels()
-            observer.note({f"engine kernel, {role}": ", ".join(names) for role, names in in_use.items()})
-            for disagreement in kernels.disagreements(in_use):
-                observer.warn(disagreement)
+            _compare_engine_kernels(kernels, fleet, observer)
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
         residency = Residency(cfg, policy, fleet)
         publish = partial(_count_version, rollouts)
@@ -105,6 +102,14 @@ def run(
         if cfg.checkpoint.export_hf:
             residency.train()
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
+
+
+def _compare_engine_kernels(kernels: KernelChoice, fleet: Fleet, observer: Observer) -> None:
+    """Record the kernels that the engines report, and warn about each that is not the chosen one. Rank 0 only."""
+    in_use = fleet.kernels()
+    observer.note({f"engine kernel, {role}": ", ".join(names) for role, names in in_use.items()})
+    for disagreement in kernels.disagreements(in_use):
+        observer.warn(disagreement)
 
 
 def _learn(

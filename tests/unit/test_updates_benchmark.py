@@ -56,7 +56,7 @@ def test_the_checkpoint_is_whole_and_names_what_is_not_fp8(tmp_path, monkeypatch
     from safetensors.torch import load_file
 
     monkeypatch.chdir(tmp_path)
-    cfg = updates.run_config(updates.Case("tiny_moe", "auto", "auto", "direct", "pow2"))
+    cfg = updates.run_config(updates.Case("tiny_moe", "auto", "auto", "pow2"))
     parallel = SimpleNamespace(
         device=torch.device("cpu"), pp_rank=0, ep_rank=0, tp_size=1, tp_rank=0, etp_size=1, etp_rank=0
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.rollout import fleet as fleet_module
 from megatron_fp8rl.rollout import placement, replicas, server_process
 from megatron_fp8rl.rollout.fleet import Fleet
 from model_configs.tiny import tiny_qwen3
@@ -79,11 +80,11 @@ def test_an_engine_sees_its_gpus_and_nothing_of_the_trainers_settings(monkeypatc
     }  # fmt: skip
     for name, value in trainer.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fleet_module, "here", lambda: Hardware("hopper"))
     environments: list[dict[str, str]] = []
 
-    def start_server(cfg, hf_dir, *, gpus, cpu, token, **unused):
-        environments.append(server_process._environment(cfg, token, gpus, cpu=cpu))
+    def start_server(cfg, hf_dir, *, gpus, kernels, token, **unused):
+        environments.append(server_process._environment(cfg, token, gpus, kernels))
         raise FileNotFoundError("no engine is wanted here")
 
     monkeypatch.setattr(replicas, "start_server", start_server)
