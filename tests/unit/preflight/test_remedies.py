@@ -157,3 +157,9 @@ def test_a_command_can_be_typed_again():
     found = diagnose(cfg, DoctorOptions(gpu="h100"), config_name="grpo_deepseek_v3", overrides=["--seed", "3"])
     parsed = cli.parse(shlex.split(found.command)[3:], {command.name: command for command in program.COMMANDS})
     assert parsed.options.gpu == "h100" and parsed.cfg == layout_search.apply(replace(cfg, seed=3), found.change)
+
+
+def test_a_search_without_time_says_what_it_tried(monkeypatch):
+    monkeypatch.setattr(layout_search, "_DEADLINE_S", 0.0)
+    found = diagnose(grpo_deepseek_v3(), DoctorOptions(gpu="h100"))
+    assert found.status == 2 and not found.command and found.tried
