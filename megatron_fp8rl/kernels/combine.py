@@ -1,15 +1,15 @@
-"""A token's experts added up as an engine on DeepGEMM adds them: weights multiply in the sum, which is rounded once.
+"""Combines a token's experts as an engine on DeepGEMM does: router weights enter the sum, which is rounded once.
 
-In: the experts' outputs, before the router's weights, in the dispatcher's order. Out: each token's sum. Runs on every
-trainer rank whose engines have ``rollout.moe_backend = deep_gemm``. All other engines round each weighted output to
-BF16 before they add; then the experts multiply, and ``dispatch.py`` adds.
+In: expert outputs without router weights, in the dispatcher's order. Out: the sum of each token. Runs on every trainer
+rank whose engines have ``rollout.moe_backend = deep_gemm``. All other engines round each weighted output to BF16 before
+they add; in that case the experts apply the router weights, and ``dispatcher.py`` adds.
 
-Outputs meet their weights only where a token's rows are together again, behind the all-to-all, so the experts pass them
-on as they are. Gradients stay those of weighted outputs: the sum hands its own gradient to each of a token's rows, and
-the experts, who have their rows' weights, multiply it there and compute the weights' gradient.
+Router weights can be applied only after the all-to-all has brought a token's rows together, so the experts pass their
+outputs on unweighted. Gradients are those of weighted outputs: the sum hands its gradient to each row of a token, and
+the experts, which know the weights of their rows, apply them there and compute the weights' gradients.
 
-Shapes: T = tokens of this rank, E = experts, K = experts of a token, H = hidden size; rows: T * K, the tokens of the
-first expert in their order, then those of the second.
+Shapes: T = tokens of this rank, E = experts, K = experts per token, H = hidden size; rows: T * K, first the tokens of
+the first expert in order, then those of the second.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Where DeepGEMM is: its kernels multiply in the trainer, and in vLLM's engines.
+"""Finds DeepGEMM, whose kernels run in the trainer and in vLLM's engines.
 
-It compiles a kernel the first time that it is wanted, for seconds, and keeps it in a folder, which trainer and engines
-share.
+DeepGEMM compiles a kernel on first use, which takes seconds, and caches it in a folder that trainer and engines share.
 """
 
 from __future__ import annotations

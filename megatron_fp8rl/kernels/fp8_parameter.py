@@ -1,8 +1,8 @@
-"""A parameter that is FP8 itself: E4M3 bytes and one float32 scale per 128x128 block, with no BF16 copy beside them.
+"""FP8 parameters: E4M3 data and one float32 scale per 128x128 block, without a BF16 copy.
 
-Such a parameter is a ``Float8BlockwiseQTensor`` of Transformer Engine. It calls itself BF16 and knows how to become it;
-what it holds are bytes in rows, their scales, and for the input gradient both once more, transposed. This module reads
-the first two and imports nothing of Transformer Engine, so that whoever publishes weights can take them as they are.
+Such a parameter is Transformer Engine's ``Float8BlockwiseQTensor``. Its nominal dtype is BF16, to which it can be
+dequantized; it stores rowwise data with scales, and a transposed copy of both for dgrad. This module reads the rowwise
+part and does not import Transformer Engine, so that weights can be published as they are.
 """
 
 from __future__ import annotations

@@ -1,26 +1,27 @@
-"""Data movement of grouped FP8 experts: what happens to tokens before, between and after the grouped GEMMs.
+"""Data movement of grouped FP8 experts: permute, quantize, SwiGLU and unpermute around the grouped GEMMs.
 
-In:  BF16 rows sorted by expert, the number of tokens of each expert on the device, outputs of grouped GEMMs.
-Out: FP8 bytes and scales in the layouts of DeepGEMM's Hopper kernels, each tensor read once and written once.
-Which process: trainer ranks. On a GPU (and under TRITON_INTERPRET=1) Triton kernels run (triton/permute.py); elsewhere
-torch does (fused_moe_torch.py), the definition that the kernels meet byte for byte.
+In:  BF16 rows sorted by expert, token counts per expert on the device, outputs of grouped GEMMs.
+Out: FP8 data and scales in the layouts of DeepGEMM's Hopper kernels; each tensor is read once and written once.
+Runs on trainer ranks: Triton on a GPU and under TRITON_INTERPRET=1 (triton/permute.py), torch elsewhere
+(fused_moe_torch.py, the definition that the kernels match byte for byte).
 
-Padding. The m-grouped GEMMs want each expert to begin at a multiple of 128 rows, weight gradients 128 tokens to a
-scale. So T rows lie among P: ``ExpertPermutation``. Padding is zeros in all outputs of this file. Row blocks after the
-last expert, which exist when P is an upper bound, are neither read nor written, and GEMMs skip them.
+Padding. The m-grouped GEMMs need each expert to start at a multiple of 128 rows, and weight gradients take 128 tokens
+per scale. ``ExpertPermutation`` therefore places T rows among P. All outputs of this file are zero in padded rows. Row
+blocks after the last expert exist when P is an upper bound; they are neither read nor written, and GEMMs skip them.
 
-Quantization is ``blockwise.quantize_activation`` along rows, and along the tokens of an expert for the columns:
+Quantization is ``blockwise.quantize_activation`` along rows for the rowwise copy, and along the tokens of an expert for
+the columnwise copy:
 
     rows     float8_e4m3fn [P, K]                    row_scales     float32 [P, K / 128], strides (1, P)
     columns  float8_e4m3fn [P / 128, K, 128]         column_scales  float32 [P / 128, K]
 
-Columns are made for cuda/grouped_wgrad.cu: of a block of 128 rows, which are of one expert, and a feature a line of
-its 128 numbers, whose eight pieces of 16 bytes lie at piece ^ (feature % 8), as tensor cores read them. So a tile of
-them is one piece of memory. DeepGEMM, which multiplies those of dense layers, wants one matrix [K, P], with scales
-[K, P / 128] of strides (1, K): that is what a layout ``in_matrix`` says.
+The columnwise layout is that of cuda/grouped_wgrad.cu: within a block of 128 rows, which belong to one expert, each
+feature is a line of its 128 values, and its eight 16-byte chunks are swizzled to chunk ^ (feature % 8), as tensor cores
+read them. A tile is thus contiguous in memory. DeepGEMM computes the weight gradients of dense layers from one matrix
+[K, P] with scales [K, P / 128] of strides (1, K); a layout with ``in_matrix`` asks for that form.
 
-Shapes: T tokens that came in (a token counts once for each of its experts), P rows with padding, E experts,
-K features of what is moved (a multiple of 128), F features of one half of the gated pair ``h_P2F``: gate | up.
+Shapes: T incoming tokens (a token counts once for each of its experts), P rows with padding, E experts, K features of
+the moved rows (a multiple of 128), F features of one half of the gated pair ``h_P2F``: gate | up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The data movement of grouped experts by torch alone: the definition that triton/permute.py meets, and the CPU's path.
+"""The data movement of grouped experts in plain torch: the definition that triton/permute.py matches, and the CPU path.
 
-The functions, their inputs and their outputs are those of fused_moe.py. They wait for the device where they read
-numbers from it, and pass over memory several times. Row blocks behind the last expert are zeros here, with scales of 1.
+Functions, inputs and outputs are those of fused_moe.py. They synchronize with the device to read counts, and make
+several passes over memory. Row blocks after the last expert are zeros here, with scales of 1.
 """
 
 from __future__ import annotations

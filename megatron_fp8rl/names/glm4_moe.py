@@ -1,4 +1,4 @@
-"""GLM-4.5: DeepSeek-V3's experts behind grouped-query attention that rotates half of each head."""
+"""GLM-4.5: grouped-query attention that rotates half of each head, followed by DeepSeek-V3's experts."""
 
 from megatron_fp8rl.names import blocks
 from megatron_fp8rl.names.deepseek_v3 import ALIASES, EXPERTS, ROUTER

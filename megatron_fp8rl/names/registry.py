@@ -1,9 +1,9 @@
-"""Names and layouts: what a Megatron parameter is called and how it is built from Hugging Face tensors.
+"""Names and layouts: what a Megatron parameter is called, and how it is built from Hugging Face tensors.
 
 Pure functions over plain tensors; no ranks. A *global* Megatron name counts layers and experts over the whole model and
-spells norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). One short file per family says
-what is special about it; the functions here are the same for all families. torch is imported inside the functions that
-touch tensors, so that checks of a configuration can ask for names and shapes on a machine without it.
+names norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). One short file per family states
+what is specific to it; the functions here serve all families. Functions that touch tensors import torch themselves, so
+that a configuration can be checked, names and shapes included, on a machine without it.
 """
 
 from __future__ import annotations

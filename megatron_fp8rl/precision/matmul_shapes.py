@@ -1,7 +1,7 @@
-"""What one trainer rank multiplies in a full microbatch, as shapes: of its experts, and of its other linears.
+"""The GEMM shapes of one trainer rank in a full microbatch: of its experts and of its other linears.
 
-Benchmarks measure these shapes, the doctor looks for rows that were measured on them, and ``auto`` chooses kernels by
-them. In: a RunConfig whose degrees divide its model. Pure; no torch.
+Benchmarks measure these shapes, and ``auto`` chooses kernels by them. In: a RunConfig whose degrees divide its model.
+Pure; no torch.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
 """Compiles and launches our CUDA C++ kernels for Hopper, which run where Triton or DeepGEMM leave the GPU idle.
 
-    add_weight_gradients   dW[e] += g[e]^T x[e] of all experts, from FP8 in columns. DeepGEMM's kernel for this changes
-                           the description of its operands when it comes to the next expert, without waiting for the
-                           copies that still read it: where experts have 128 rows or fewer, tiles of the result are
-                           wrong, and others each time. It also waits with every tile until its sums are in memory,
-                           where ours multiplies on. What ours adds, in what order, is what DeepGEMM should.
-    multiply_rows          y = x W^T of each expert, every row written to its token's place and weighted there. The bits
-                           are DeepGEMM's, which writes all rows, with those that fill experts up: another kernel has to
+    add_weight_gradients   dW[e] += g[e]^T x[e] of all experts, from columnwise FP8. DeepGEMM's kernel rewrites its
+                           tensor map for the next expert while copies may still read it: where experts have 128 rows
+                           or fewer, some tiles of the result are wrong, and others on each run. It also waits at the
+                           end of every tile until the sums are in memory, where ours continues with the next tile. The
+                           sums and their order are those that DeepGEMM intends.
+    multiply_rows          y = x W^T of each expert, with every row weighted and written to its token's position. The
+                           bits are DeepGEMM's, which writes all rows including padding, so that another kernel has to
                            copy them.
-    swiglu_backward        fused_moe.swiglu_backward_quantize where rows and columns are wanted in FP8 with
-                           power-of-two scales. What Triton makes of it waits for memory while it computes.
+    swiglu_backward        fused_moe.swiglu_backward_quantize for rowwise and columnwise FP8 with power-of-two scales.
+                           Triton's version stalls on memory while it computes.
 
-``cuda/*.cu`` tell how. NVRTC, which PyTorch brings, compiles each in less than a second when it is first called. On
-other GPUs, and in other forms, the callers take Triton, or refuse.
+The ``.cu`` files document their algorithms. NVRTC, which PyTorch ships, compiles each in under a second on first call.
+On other GPUs, and for other forms, callers use Triton or refuse.
 
-Shapes: P = rows of all experts with those that fill them up, E = experts, N, K and F = features, multiples of 128.
+Shapes: P = rows of all experts with padding, E = experts, N, K and F = features, multiples of 128.
 """
 
 from __future__ import annotations

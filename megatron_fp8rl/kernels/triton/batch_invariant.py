@@ -1,17 +1,17 @@
-"""The engine's norm, router product and sum of experts, bit for bit: Triton programs that add in its order.
+"""Bit-exact counterparts of the engine's batch-invariant norm, router GEMM and expert sum.
 
-In: BF16 rows on a GPU. Out: what vLLM's own Triton kernels return for them, norm and product under
-``rollout.batch_invariant``: they add the same terms in the same order whatever rows are computed beside one. The order
-is part of the function, so here too:
+In: BF16 rows on a GPU. Out: what vLLM's own Triton kernels return for them; norm and GEMM are those of
+``rollout.batch_invariant``. They add the same terms in the same order whatever else is in the batch. The order is part
+of the definition:
 
-    norm       a row in blocks of 1024 columns, each block's squares summed by 128 threads, blocks added one after
-               another; 1 / sqrt(sum / columns + eps); x times that times the weight in float32, rounded once
+    norm       squares of a row in blocks of 1024 columns, each block summed by 128 threads, blocks added in sequence;
+               1 / sqrt(sum / columns + eps); x times that, times the weight, in float32, rounded once
     product    x W^T in tiles of 128 x 128, terms added in float32 in blocks of 64, rounded once to BF16
-    experts    a token's outputs, slot after slot: total = fma(output, weight, total) in float32, rounded once
+    experts    a token's outputs slot by slot: total = fma(output, weight, total) in float32, rounded once
 
-Layouts of threads follow from blocks, warps and types: they are the engine's, and may not be tuned apart from it.
+Thread layouts follow from block sizes, warps and dtypes. They are the engine's and must not be tuned separately.
 
-Shapes: T = rows, H = columns of a norm; K = terms of a product or a sum, N = outputs.
+Shapes: T = rows, H = columns of a norm; K = terms of a product or sum, N = outputs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The sums of ``weight_sync/partial.py`` on a GPU: one launch reads every part once.
+"""Digest sums of tensor parts on a GPU (``weight_sync/part_sums.py``): one launch reads every part once.
 
-Runs on trainer ranks. Triton is imported here; under TRITON_INTERPRET=1 the same kernel runs on the CPU for tests.
+Runs on trainer ranks. Imports Triton; under TRITON_INTERPRET=1 the same kernel runs on the CPU for tests.
 """
 
 from __future__ import annotations

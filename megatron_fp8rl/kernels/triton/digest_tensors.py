@@ -1,7 +1,7 @@
-"""The sums of :mod:`megatron_fp8rl.weight_sync.digest` on a GPU: every byte is read once, all tensors in one launch.
+"""Digest sums of whole tensors on a GPU (``weight_sync/digest.py``): all tensors in one launch, every byte read once.
 
-In:  tensors of one device. Out: for each the sum of its mixed words, modulo 2^64, as digest.py defines it.
-Which process: trainer ranks and engine workers. Import this module only for CUDA tensors, or under TRITON_INTERPRET=1.
+In:  tensors on one device. Out: for each the sum of its mixed words modulo 2^64, as digest.py defines it.
+Runs on trainer ranks and in engine workers. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

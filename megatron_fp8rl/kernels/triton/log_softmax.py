@@ -1,7 +1,8 @@
-"""What logprobs.py does with a chunk of BF16 logits on a GPU: each logit is read once for the sums, and once more and
-written once for the gradient, where torch makes FP32 copies of all of them and passes over these a dozen times.
+"""Log-softmax of a chunk of BF16 logits on a GPU, and its gradient.
 
-Everything is FP32 but what is read and written. Sums are of another order than torch's.
+Each logit is read once for the sums; for the gradient it is read once more and written once. torch would make FP32
+copies of all logits and pass over them a dozen times. Everything but input and output is FP32. The order of the sums
+differs from torch's.
 
 Shapes: n = tokens of the chunk, V = vocabulary rows of this rank.
 """

@@ -1,9 +1,9 @@
-"""The data movement of grouped experts on a GPU: fused_moe_torch.py in Triton, with memory read and written once.
+"""The data movement of grouped experts in Triton: fused_moe_torch.py with memory read once and written once.
 
-The functions, their inputs and their outputs are those of fused_moe.py. The gradient of SwiGLU is Triton's in the
-less frequent forms; in FP8 with power-of-two scales, rowwise and columnwise, it is a kernel of cuda/launch.py. A program
-works on one tile of triton/tiles.py: 128 features of 128 rows of one expert where columns are wanted, of fewer rows where
-they are not. Programs of row blocks after the last expert return at once and write nothing.
+Functions, inputs and outputs are those of fused_moe.py. SwiGLU's backward runs in Triton for the less frequent forms;
+for FP8 with power-of-two scales, rowwise and columnwise, it is a CUDA kernel (cuda/launch.py). A program processes one
+tile of triton/tiles.py: 128 features of 128 rows of one expert if a columnwise copy is needed, of fewer rows otherwise.
+Programs of row blocks after the last expert return at once and write nothing.
 """
 
 from __future__ import annotations

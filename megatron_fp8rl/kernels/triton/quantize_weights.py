@@ -1,7 +1,6 @@
-"""Weights on a GPU quantized in one launch, which no table of addresses on the host precedes.
+"""Quantizes the weights of all experts on a GPU in one launch, without an address table from the host.
 
-Bytes and scales are those of ``blockwise.quantize_weight``. Import this module only for CUDA tensors, or under
-TRITON_INTERPRET=1.
+Data and scales are those of ``blockwise.quantize_weight``. Import only for CUDA tensors, or under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

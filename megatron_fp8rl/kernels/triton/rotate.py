@@ -1,7 +1,7 @@
-"""The rotation of rotary.py on a GPU: queries and keys are read once and written once, forward and backward.
+"""Rotary embedding on a GPU: reads queries and keys once and writes them once, forward and backward.
 
-The bits are those of torch: products and sums are float32, each rounded by itself, and the result is rounded once. The
-gradient of a rotation is the rotation by the opposite angle, of what leaves in halves and came in pairs.
+The bits are torch's: products and sums are rounded to float32 one by one, and the result is rounded once. Backward
+rotates by -angle and swaps the half-split and interleaved layouts.
 
 Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features, r = R / 2.
 """

@@ -1,8 +1,8 @@
-"""What experts on the linears' own kernels compute between and behind their products, on a GPU, in one pass each.
+"""SwiGLU and router weighting between and after the linears of experts, fused into one pass each on a GPU.
 
-In: BF16, as the linears leave it. Out: BF16, rounded where torch's ``silu(gate) * up`` and ``(y * p).to(y.dtype)``
-round, so that a forward pass has their bits: exp is that of CUDA's library, and the division is exact. Backward rounds
-once, and needs nothing but the inputs. Sums are always added in the same order.
+In: BF16 outputs of the linears. Out: BF16, rounded where torch's ``silu(gate) * up`` and ``(y * p).to(y.dtype)`` round,
+so that the forward pass has torch's bits: exp is that of the CUDA math library, and division is exact. Backward rounds
+once and needs only the inputs. Sums are always added in the same order.
 
 Shapes: T = tokens sorted by expert, F = features between the two linears, H = hidden size.
 """
