@@ -1,4 +1,4 @@
-"""Under which address other hosts reach this one. Imports nothing heavy.
+"""The address under which other hosts reach this one. Imports nothing heavy.
 
 In: this host's routes, names and interfaces. Out: an IPv4 address. Runs in the trainer, in engine workers, and where a
 rollout replica listens.

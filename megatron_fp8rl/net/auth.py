@@ -1,11 +1,11 @@
-"""Who may drive an engine: whoever shows its token. Without one, anybody on the network could replace its weights.
+"""Access control for engines: a request must carry the run's token.
 
-In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server; score servers ask
-:func:`may_pass` by themselves.
+In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server; score servers
+call :func:`may_pass` themselves. Without a token, anybody on the network could replace an engine's weights.
 
 vLLM's own ``--api-key`` covers ``/v1``, ``/v2`` and ``/inference``, but not the endpoints of its development mode, which
 pause engines, load weights and call methods of workers. This covers every path. The token travels in the environment,
-which other users cannot read, and to a trainer on another host in an endpoint file that its owner alone can read.
+which other users cannot read, and to a trainer on another host in an endpoint file that only its owner can read.
 """
 
 from __future__ import annotations

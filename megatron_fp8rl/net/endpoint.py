@@ -1,9 +1,9 @@
-"""Where a rollout replica or a score server can be reached: a small file on the file system that all nodes share.
+"""Endpoint files: where a rollout replica or a score server can be reached, on a file system that all nodes share.
 
-In: what a server knows of itself once it answers. Out: ``<run>/replicas/<name>.json`` or ``<run>/scorers/<name>.json``,
-readable by its owner alone, for it holds the token that drives the server. Written by ``rollout/replica.py`` and
-``envs/score_server.py``, read by trainer rank 0. A file that a killed server left behind is told apart by nobody
-answering there, and by its incarnation.
+In: what a server knows about itself once it answers. Out: ``<run>/replicas/<name>.json`` or
+``<run>/scorers/<name>.json``, readable only by its owner because it holds the token that drives the server. Written by
+``rollout/replica.py`` and ``envs/score_server.py``, read by trainer rank 0. The file of a killed server is recognised
+by its incarnation, and because nobody answers at its address.
 """
 
 from __future__ import annotations

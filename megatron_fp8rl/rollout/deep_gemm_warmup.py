@@ -1,12 +1,14 @@
-"""DeepGEMM's kernels of an engine's FP8 linears, compiled by many processes before the engine starts.
+"""Compiles DeepGEMM's kernels for an engine's FP8 linears in many processes before the engine starts.
 
-DeepGEMM compiles a kernel for each size of tiles that it takes for a matrix, and takes another at nearly every other
-number of tokens: 50 to 75 kernels of four seconds for one model, which an engine would wait for one by one in its first
-steps. Here each process multiplies zeros at its share of the sizes, and the compiled kernels stay in DeepGEMM's folder.
+DeepGEMM compiles one kernel per tile size of a matrix, and picks another tile size at nearly every other number of
+tokens: 50 to 75 kernels of four seconds each for one model. Without this warm-up an engine would wait for them one by
+one in its first steps. Each process here multiplies zeros at its share of the sizes; the compiled kernels stay in
+DeepGEMM's cache folder.
 
-In: the sizes of the linears of one rank, the most tokens of a step. Out: files in that folder, and one that says which
-sizes are done, so that the next start asks nothing. Which process: a replica's server, before it starts the engine;
-replicas that share a folder wait for the one that compiles. What fails here is compiled by the engine when it is needed.
+In: the sizes of one rank's linears and the largest number of tokens in a step. Out: files in that folder, and a marker
+that says which sizes are done, so that the next start does nothing. Runs in a replica's server before it starts the
+engine; replicas that share a folder wait for the one that compiles. A kernel that fails here is compiled by the engine
+when it is needed.
 
     python -m megatron_fp8rl.rollout.deep_gemm_warmup --sizes 6144,4096 4096,4096 --max-tokens 8192
 """

@@ -1,11 +1,11 @@
-"""Which GPUs each rollout replica gets.
+"""Assigns GPUs to rollout replicas.
 
-In: the configuration, how many trainer ranks run on this host, and its GPUs as ``CUDA_VISIBLE_DEVICES`` names them.
-Out: one value of ``CUDA_VISIBLE_DEVICES`` for each replica. Runs on trainer rank 0 before any engine starts; nothing
-here initialises CUDA.
+In: the configuration, the number of trainer ranks on this host, and its GPUs as ``CUDA_VISIBLE_DEVICES`` names them.
+Out: one value of ``CUDA_VISIBLE_DEVICES`` per replica. Runs on trainer rank 0 before any engine starts; nothing here
+initialises CUDA.
 
     colocated   replica i on the GPUs of trainer ranks i * tensor ... (i + 1) * tensor - 1
-    separate    the same, counted from the first GPU behind those of the trainer's ranks
+    separate    the same, counted from the first GPU after those of the trainer's ranks
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The process of one rollout replica's server: its command and environment, its start and its end.
+"""The server process of one rollout replica: its command and environment, its start and its end.
 
 In: the run's configuration, the model folder, an address to listen on. Out: a process group and a URL. Runs on trainer
 rank 0 for replicas of its own host, and in ``rollout/replica.py`` on other hosts.

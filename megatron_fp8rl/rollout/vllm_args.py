@@ -1,10 +1,10 @@
-"""How a rollout engine is started: every vLLM argument and environment variable that we set, and why.
+"""Every vLLM argument and environment variable that we set for an engine, and why.
 
-In: the run's configuration, the choice of kernels, the folder of the Hugging Face model. Out: a command line and an environment. Pure; runs in
-the trainer process that starts the engines. vLLM is not imported.
+In: the run's configuration, the kernel choice, the folder of the Hugging Face model. Out: a command line and an
+environment. Pure; runs in the process that starts the engines. Does not import vLLM.
 
 The model folder holds config.json and the tokenizer. Weights in it are not read: an engine starts with dummy weights,
-and the first publication fills them, through the path that every later one takes.
+and the first publication fills them along the path that every later one takes.
 """
 
 from __future__ import annotations

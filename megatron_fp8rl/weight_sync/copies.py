@@ -1,4 +1,4 @@
-"""Many copies between fixed places of memory in a few calls.
+"""Batched copies between fixed addresses: many copies in a few launches.
 
 Runs at both ends of a publication: a trainer rank fills messages, an engine worker empties them.
 """

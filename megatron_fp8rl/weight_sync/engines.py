@@ -1,7 +1,7 @@
-"""The engines as a publication sees them: what it asks of their replicas, and all of them called at once.
+"""The engines of a publication: the protocol their replicas must offer, and calls to all of them at once.
 
-Runs on trainer rank 0. Which replicas there are is settled when a publication begins, by :meth:`Engines.begin_update`;
-one that dies meanwhile fails the publication, which is then repeated without it.
+Runs on trainer rank 0. The set of replicas is fixed when a publication begins, by :meth:`Engines.begin_update`. A
+replica that dies during a publication fails it; the publication is then repeated without that replica.
 """
 
 from __future__ import annotations

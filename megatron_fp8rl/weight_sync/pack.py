@@ -1,9 +1,9 @@
-"""Fill a trainer rank's messages: its parameters, quantized straight into the memory that engines read.
+"""Fills a trainer rank's messages: quantizes its parameters straight into the memory that engines read.
 
-In:  this rank's parameters, and a schedule that says what of them goes where in which round.
-Out: the bytes of a round in the sender's slot, their sums for the digests, and whether all of them are finite.
-Runs on every trainer rank. Which bytes come from where is worked out once; a publication then costs a few launches for
-each round, however many experts a round holds.
+In:  this rank's parameters, and a schedule that says which of them go where in which round.
+Out: the bytes of a round in the sender's slot, their digest sums, and whether all of them are finite.
+Runs on every trainer rank. Sources and destinations are computed once; a publication then costs a few launches per
+round, however many experts the round holds.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Digests of tensors whose parts lie on several trainer ranks.
+"""Digests of tensors whose parts are on several trainer ranks.
 
-A digest (see ``digest.py``) is a sum over words of a tensor that depends on each word and its place, so that the sums
-of the parts, each with the places that its words have in the whole, add up to the sum of the whole. What is sent is
-digested where it is sent from; only sums travel to rank 0.
+A digest (see ``digest.py``) is a sum over the words of a tensor that depends on each word and its position. The sums of
+the parts, each taken with the positions of its words in the whole tensor, therefore add up to the sum of the whole.
+Data are digested where they are sent from; only sums travel to rank 0.
 
-A float32 number counts as one word, widened to 64 bits: rows of block scales may hold an odd number of them.
-``digest.widened`` does the same to a tensor that lies in one place. A part may cut words: those travel to rank 0 as they
-are, which adds up what all parts hold of each before it counts as a word.
+A float32 value counts as one word, widened to 64 bits, because rows of block scales may hold an odd number of them;
+``digest.widened`` does the same for a whole tensor. A part may cut a word: such words travel raw to rank 0, which
+combines the bytes of all parts before it counts the word.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Which trainer rank sends which part of which tensor, in which precision. Pure and deterministic.
 
 In:  the model, the table of FP8 layers, the trainer's layout, the engine's layout.
-Out: a :class:`Plan`. Every rank computes the same one and acts on its own part of it; nothing is negotiated.
+Out: a :class:`Plan`. Every rank computes the same plan and executes its own part of it; nothing is negotiated.
 
-Every Hugging Face tensor is divided along one axis at most, at both ends along the same one:
+Every Hugging Face tensor is sharded along at most one axis, the same one at both ends:
 
-    trainer ranks hold   [start, stop) of the axis; of replicas, the lowest rank sends
-    the wire carries     the whole tensor: E4M3 bytes and one FP32 scale per 128x128 block, or BF16
+    trainer ranks hold   [start, stop) of the axis; among replicas of a shard, the lowest rank sends
+    the wire carries     the whole tensor: E4M3 data and one FP32 scale per 128x128 block, or BF16
     engine ranks keep    [start, stop) of the axis
 
-Quantizing a part equals cutting the quantized whole exactly when the edges of the part are edges of blocks. Such
-tensors are quantized by the ranks that hold them and travel at half the size; the others are put together in BF16
-first. Either way the bytes are those of the whole tensor, for every layout.
+Quantizing a part equals slicing the quantized whole exactly if the part's edges are block edges. Such tensors are
+quantized by the ranks that hold them and travel at half the size. All others are gathered in BF16 first. Either way the
+bytes are those of the whole tensor, for every layout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What trainer ranks and engine workers agree on before weights travel: the inputs of the plan, as JSON carries them."""
+"""The inputs of the plan, which trainer ranks and engine workers agree on before weights travel, as JSON."""
 
 from __future__ import annotations
 

@@ -1,20 +1,20 @@
-"""Publish the trainer's weights to the engines, and prove that they arrived.
+"""Publishes the trainer's weights to the engines, and proves that they arrived.
 
 In:  a policy on all trainer ranks, a fleet of engines on rank 0.
 Out: engines that sample from the new weights, and a :class:`PublishReport`.
-Runs on every trainer rank; rank 0 alone talks to the engines.
+Runs on every trainer rank; only rank 0 talks to the engines.
 
     rank 0     pauses the engines                                           weight_sync/engines.py
     all ranks  quantize and digest what they send, round by round           weight_sync/pack.py, weight_sync/sender.py
     all ranks  send it to the engine workers that keep it                   weight_sync/transports/
     engines    load it                                                      rollout/vllm_plugin/receiver.py
     engines    digest what their kernels hold                               rollout/vllm_plugin/kernel_weights.py
-    rank 0     compares by name, and has the engines resume                 weight_sync/verify.py
+    rank 0     compares digests by name, and resumes the engines            weight_sync/verify.py
 
-The first publication to an engine goes twice: through vLLM's own loaders, then straight into the tensors that its
-kernels read, where the engine compares before it writes. Later ones go straight there.
-Replicas come and go between publications; when one is new, all of them take its two rounds, in step. One that dies in the
-middle of a publication costs a repetition without it.
+The first publication to an engine is sent twice: once through vLLM's own loaders, then directly into the tensors that
+its kernels read, where the engine compares before it writes. Later publications are written directly.
+Replicas may join and leave between publications. If one is new, all replicas take both rounds together. A replica that
+dies during a publication costs a repetition without it.
 """
 
 from __future__ import annotations

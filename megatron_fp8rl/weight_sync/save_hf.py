@@ -1,8 +1,8 @@
-"""Write a policy as a Hugging Face checkpoint that transformers and vLLM load.
+"""Writes a policy as a Hugging Face checkpoint that transformers and vLLM load.
 
 In:  a policy on all trainer ranks, a folder with a tokenizer.
-Out: BF16 safetensors (a router's correction bias FP32) in shards with their index, config.json, generation_config.json
-     and the tokenizer's files, in a folder that appears under its name only when it is complete.
+Out: sharded BF16 safetensors (a router's correction bias in FP32) with their index, config.json,
+     generation_config.json and the tokenizer's files, in a folder that gets its name only when it is complete.
 Runs on every trainer rank; rank 0 writes.
 """
 

@@ -1,18 +1,18 @@
-"""Which bytes travel straight from which trainer rank to which engine rank, and when. Pure and deterministic.
+"""Which bytes travel from which trainer rank to which engine rank, and in which round. Pure and deterministic.
 
 In:  a :class:`Plan`. Out: a :class:`SendSchedule`: rounds of messages. Trainer ranks and engine workers compute the same
-one from the same configuration, so that nothing but a version number has to be agreed on.
+schedule from the same configuration, so only a version number has to be agreed on.
 
-    round 0    every sender's first ``bucket_bytes``, one message for each engine rank
-    round 1    its next ones, while the engines load those of round 0
+    round 0    every sender's first ``bucket_bytes``, one message per engine rank
+    round 1    the next ``bucket_bytes``, while the engines load round 0
     ...
 
-A message holds what an engine rank keeps of what a sender holds: the intersection of two ranges of one axis. Where
-several trainer ranks hold the same part (data-parallel replicas, tensors that every tensor-parallel rank holds whole)
-the one with the fewest bytes so far sends it. The engine ranks of all replicas get the same messages.
+A message holds the intersection of what a sender holds and what an engine rank keeps: two ranges of one axis. If
+several trainer ranks hold the same part (data-parallel replicas, tensors replicated over tensor-parallel ranks), the
+one with the fewest bytes so far sends it. The engine ranks of all replicas receive the same messages.
 
-Parts of FP8 tensors begin and end at edges of blocks, so each is quantized alone. A "gathered" tensor, whose parts do
-not, is put together in BF16 on the rank that sends its first part.
+Parts of FP8 tensors start and end at block edges, so each is quantized by itself. A "gathered" tensor, whose parts do
+not, is assembled in BF16 on the rank that sends its first part.
 """
 
 from __future__ import annotations

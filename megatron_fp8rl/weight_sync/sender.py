@@ -1,9 +1,9 @@
-"""A trainer rank's end of a publication: it sends what it holds to the engine workers that keep it.
+"""The trainer rank's end of a publication: sends its shards to the engine workers that keep them.
 
 In:  this rank's parameters, the plan's inputs, and on rank 0 the engines.
-Out: messages delivered and loaded, digests of what every engine rank has to hold.
-Runs on every trainer rank; rank 0 alone makes requests, one for a whole publication. While the GPU quantizes a round,
-the one before travels, and the engines load the one before that.
+Out: messages delivered and loaded, and the digests of what every engine rank must hold.
+Runs on every trainer rank; only rank 0 makes requests, one per publication. The GPU quantizes one round while the
+previous one travels and the engines load the one before that.
 """
 
 from __future__ import annotations

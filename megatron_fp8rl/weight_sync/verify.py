@@ -1,8 +1,9 @@
-"""Do the engines hold what was sent? Digests by name, slice by slice. Pure comparison; runs on trainer rank 0.
+"""Compares what the engines hold with what was sent: digests by name, slice by slice.
 
-In:  the digests that the exporter took of what it sent, of this publication and of the one before, and the digests that
+In:  the digests that the trainer took of what it sent, in this publication and the previous one, and the digests that
      every engine worker took of its kernel parameters.
-Out: nothing, or :class:`WeightMismatch`, which names every wrong tensor, the worker that holds it, and how it is wrong.
+Out: nothing, or :class:`WeightMismatch`, which names every wrong tensor, the worker that holds it, and what is wrong.
+Pure; runs on trainer rank 0.
 """
 
 from __future__ import annotations

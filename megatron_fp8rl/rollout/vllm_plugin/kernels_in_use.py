@@ -1,7 +1,8 @@
-"""Which kernels an engine worker computes with, read off its model. Runs in every engine worker; imports no vLLM.
+"""Reports which kernels an engine worker computes with, read from its model.
 
-The attributes are those of vLLM 0.25: a layer's ``quant_method``, of FP8 linears its ``fp8_linear``, of experts its
-``fp8_backend`` or ``unquantized_backend``, and the ``attn_backend`` of attention.
+Runs in every engine worker and does not import vLLM. The attributes are those of vLLM 0.26: a layer's
+``quant_method``, for FP8 linears its ``fp8_linear``, for experts its ``fp8_backend`` or ``unquantized_backend``, and
+the ``attn_backend`` of attention.
 """
 
 from __future__ import annotations

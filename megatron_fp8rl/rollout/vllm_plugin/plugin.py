@@ -1,12 +1,12 @@
-"""What vLLM learns from this package: our weight transfer engine, norms and experts that are batch-invariant, and,
-without a GPU, our emulated FP8 kernels.
+"""Registers this package with vLLM: weight transfer, batch-invariant kernels, and FP8 emulation on a CPU.
 
 In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's own registries.
-Which process: each process of a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the
-entry point ``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also calls it, before the engine forks its other processes.
+Runs in each process of a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the entry
+point ``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also calls it before the engine forks its other
+processes.
 
-Only a process that carries :data:`SCALES_VARIABLE` is a rollout engine of ours; in any other, :func:`register` leaves
-vLLM as it is.
+Only a process that carries :data:`SCALES_VARIABLE` is one of our rollout engines; in any other, :func:`register` leaves
+vLLM unchanged.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine worker can be asked: which weights it holds, and to change what no request of vLLM's changes.
+"""RPC methods of an engine worker: report its weights and kernels, and change what no vLLM request changes.
 
 Runs in every engine worker: vLLM mixes :class:`WorkerExtension` into its worker class (``worker_extension_cls``).
 """

@@ -1,4 +1,4 @@
-"""The transports by the values of ``rollout.transport``, and what ``auto`` means."""
+"""The transports by value of ``rollout.transport``, and what ``auto`` selects."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Weights through memory that the receiver maps: CUDA IPC between the GPUs of a host, files where there are none.
+"""Weights through memory that the receiver maps: CUDA IPC between GPUs of one host, files on a host without GPUs.
 
-Runs in the trainer and in engine workers. See ``base.py`` for what a transport is.
+Runs in the trainer and in engine workers. ``base.py`` defines what a transport is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Weights over one process group of all trainer ranks and all engine workers: NCCL between GPUs, gloo everywhere.
+"""Weights over one process group of all trainer ranks and engine workers: NCCL between GPUs, gloo everywhere.
 
-Runs in the trainer and in engine workers. See ``base.py`` for what a transport is.
+Runs in the trainer and in engine workers. ``base.py`` defines what a transport is.
 """
 
 from __future__ import annotations
