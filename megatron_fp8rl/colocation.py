@@ -33,7 +33,7 @@ class ResidencyError(RuntimeError):
     """Engines failed to sleep or wake up; raised on every rank."""
 
 
-class Residency:
+class ColocatedMemory:
     """Memory phases of a run. ``fleet`` exists on rank 0 only, and not in a replay. Trainer state starts on the GPU."""
 
     def __init__(self, cfg: RunConfig, policy: Policy, fleet: Fleet | None) -> None:
@@ -47,7 +47,7 @@ class Residency:
         """Put the engines to sleep and load all trainer state to the GPU. No sampling until the next publication."""
         self._enter("train")
         if self._moves:
-            with span("residency"):
+            with span("colocated"):
                 self._fleet_does("sleep", lambda fleet: fleet.sleep())
                 self._policy.offload.restore()
 
@@ -59,13 +59,13 @@ class Residency:
         """
         self._enter("publish")
         if self._moves:
-            with span("residency"):
+            with span("colocated"):
                 self._policy.offload.restore("params")
                 self._policy.offload.release("gradients", "optimizer")
                 self._fleet_does("wake for new weights", lambda fleet: fleet.wake("weights"))
         yield
         if self._moves:
-            with span("residency"):
+            with span("colocated"):
                 self._policy.offload.release("params")
                 self._fleet_does("wake for sampling", lambda fleet: fleet.wake())
         self._enter("rollout")

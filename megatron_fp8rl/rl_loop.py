@@ -18,7 +18,7 @@ from typing import Any
 from megatron_fp8rl.algo.mismatch import mismatch_metrics
 from megatron_fp8rl.algo.named import load_advantage, load_loss
 from megatron_fp8rl.algo.samples import to_samples
-from megatron_fp8rl.colocation import Residency
+from megatron_fp8rl.colocation import ColocatedMemory
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.data.prompts import PromptStream
@@ -72,27 +72,27 @@ def run(
             fleet.wait_until_ready()
             _compare_engine_kernels(kernels, fleet, observer)
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
-        residency = Residency(cfg, policy, fleet)
+        colocated = ColocatedMemory(cfg, policy, fleet)
         publish = partial(_count_version, rollouts)
         if cfg.rollout.replay is None:
             exporter = WeightExporter(policy, fleet, cfg)
             stack.callback(exporter.close)
-            publish = partial(_publish, exporter, policy, rollouts, residency)
-            rollouts.republish = partial(_publish_again, exporter, policy, rollouts, residency)
+            publish = partial(_publish, exporter, policy, rollouts, colocated)
+            rollouts.republish = partial(_publish_again, exporter, policy, rollouts, colocated)
         save = partial(_save, cfg, policy, rollouts, checkpoints)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
         if step < cfg.num_steps:
             with observer.prelude(step) as log:
-                _calibrate_kv(cfg, policy, prompts, residency)
+                _calibrate_kv(cfg, policy, prompts, colocated)
                 publish(step, log)
                 evaluate(step, log)
         while step < cfg.num_steps:
-            stop.at_boundary(parallel, step, partial(_save_on_request, save, residency))
+            stop.at_boundary(parallel, step, partial(_save_on_request, save, colocated))
             step += 1
             with observer.step(step) as log:
                 groups = rollouts.next_groups()
-                residency.train()
+                colocated.train()
                 log.groups(groups)
                 if not learn(policy, groups, log):
                     observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from")
@@ -100,7 +100,7 @@ def run(
                 publish(step, log)
                 evaluate(step, log)
         if cfg.checkpoint.export_hf:
-            residency.train()
+            colocated.train()
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
 
 
@@ -142,27 +142,27 @@ def _publish(
     exporter: WeightExporter,
     policy: Policy,
     rollouts: RolloutStream,
-    residency: Residency,
+    colocated: ColocatedMemory,
     version: int,
     log: StepLog,
 ) -> None:
     """Collective: send the current weights to the engines, as policy ``version``."""
     rollouts.before_update()
-    with residency.publication(), span("publish"):
+    with colocated.publication(), span("publish"):
         scales = policy.kv_scales()
         log.publish(exporter.publish(version, scales))
     if scales is not None:
         log.update(kv_metrics(scales))
     rollouts.after_update(version)
-    log.update(residency.take_metrics())
+    log.update(colocated.take_metrics())
     log.update(rollouts.take_metrics())
 
 
 def _publish_again(
-    exporter: WeightExporter, policy: Policy, rollouts: RolloutStream, residency: Residency
+    exporter: WeightExporter, policy: Policy, rollouts: RolloutStream, colocated: ColocatedMemory
 ) -> None:
     """Collective: resend the current version to restarted replicas after all were lost in the middle of a step."""
-    with residency.publication():
+    with colocated.publication():
         exporter.publish(rollouts.version, policy.kv_scales())
 
 
@@ -171,11 +171,11 @@ def _count_version(rollouts: RolloutStream, version: int, log: StepLog) -> None:
     rollouts.after_update(version)
 
 
-def _calibrate_kv(cfg: RunConfig, policy: Policy, prompts: PromptStream, residency: Residency) -> None:
+def _calibrate_kv(cfg: RunConfig, policy: Policy, prompts: PromptStream, colocated: ColocatedMemory) -> None:
     """Collective: calibrate the FP8 KV cache scales on the first prompts, before any log-probabilities are computed."""
     if cfg.rollout.kv_cache_dtype != "fp8" or cfg.rollout.replay is not None:
         return
-    residency.train()
+    colocated.train()
     with span("calibrate_kv"):
         first = as_samples(prompts.upcoming(cfg.rollout.prompts_per_step))
         for batch in pack_for(cfg, first, data_rank=policy.parallel.dp_rank):
@@ -219,7 +219,7 @@ def _save(
         return checkpoint.save(checkpoints, step, policy, {"prompt_position": position})
 
 
-def _save_on_request(save: Callable[..., Path | None], residency: Residency, step: int) -> Path | None:
+def _save_on_request(save: Callable[..., Path | None], colocated: ColocatedMemory, step: int) -> Path | None:
     """Collective: save the checkpoint of a run that ends early, after its last weight update."""
-    residency.train()
+    colocated.train()
     return save(step, is_asked=True)

@@ -47,16 +47,16 @@ class _Sum(torch.autograd.Function):
         return grad_TH.index_select(0, tokens), None, None
 
 
-def weighted_later(outputs: Tensor, weights: Tensor) -> Tensor:
-    """outputs [rows, H] as they are, with the gradients of outputs * weights [rows]: :func:`add_up` multiplies."""
+def weighted_in_combine(outputs: Tensor, weights: Tensor) -> Tensor:
+    """outputs [rows, H] unchanged, with the gradients of outputs * weights [rows]: combine applies the weights."""
     return _WeightedLater.apply(outputs, weights)
 
 
-def add_up(outputs: Tensor, weights_TE: Tensor, goes_TE: Tensor, top_k: int) -> Tensor:
+def combine_experts(outputs: Tensor, weights_TE: Tensor, goes_TE: Tensor, top_k: int) -> Tensor:
     """outputs [rows, H] -> [T, H]: sums of a token's outputs times its weights, in float32, rounded once.
 
     A token's experts come in the engine's order, the largest weight first, and of equal ones the lower expert. The
-    gradient of an output is that of its token's sum: see :func:`weighted_later`.
+    gradient of an output is that of its token's sum: see :func:`weighted_in_combine`.
     """
     weights_TK, experts_TK = slots(weights_TE.detach(), goes_TE, top_k)
     return _Sum.apply(outputs, rows_of(experts_TK), weights_TK)

@@ -75,7 +75,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/replicas/min", "Minimum number of available replicas since the last weight update."),
         Metric("rollout/replicas_lost/sum", "Replicas that died since the last weight update."),
         Metric("rollout/replicas_joined/sum", "Replicas that restarted and got weights since the last weight update."),
-        Metric("rollout/asked_again/sum", "Prompts resubmitted to another replica because the first one died."),
+        Metric("rollout/num_retried/sum", "Prompts resubmitted to another replica because the first one died."),
         Metric("rollout/staleness/mean", "Mean age of the completions at training time, in policy versions."),
         Metric("rollout/staleness/max", "Maximum age of a completion at training time, in policy versions."),
     ),
@@ -171,7 +171,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("time/mismatch/s", "Seconds of measuring the mismatch."),
         Metric("time/update/s", "Seconds of forward, backward and optimizer."),
         Metric("time/publish/s", "Seconds of publishing the weights."),
-        Metric("time/residency/s", "Seconds of moving engine and trainer state in and out of GPU memory."),
+        Metric("time/colocated/s", "Seconds of moving engine and trainer state in and out of GPU memory."),
         Metric("time/calibrate_kv/s", "Seconds of calibrating the FP8 KV cache scales on the first prompts."),
         Metric("time/checkpoint/s", "Seconds of writing a checkpoint."),
         Metric("time/evaluate/s", "Seconds of evaluation on held-out problems."),
@@ -180,7 +180,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
 }
 
 # Consecutive spans of the loop, in order; they never overlap, so a plot may stack them up to time/step/s.
-PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate", "residency")
+PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate", "colocated")
 
 _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+/(?:mean|std|min|max|sum|s)")
 

@@ -193,7 +193,7 @@ def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
     torch.cuda.synchronize()
 
 
-def ensure_as_told(max_tokens: int) -> None:
+def precompile_from_env(max_tokens: int) -> None:
     """:func:`ensure` what :func:`told` has put into the environment, if there is anything."""
     if words := os.environ.get(LINEARS_VARIABLE, "").split():
         ensure([_size(word) for word in words[1:]], max_tokens, deadline_s=float(words[0]))

@@ -167,9 +167,9 @@ class Fleet:
 
     # ---- replicas that come and go
 
-    def remove(self, client: EngineClient, reason: str, *, asked_again: int = 0) -> None:
-        """Ask this replica no more, because it has ended. On the loop. ``asked_again`` prompts have to be asked of others."""
-        self._num_asked_again += asked_again
+    def remove(self, client: EngineClient, reason: str, *, num_retried: int = 0) -> None:
+        """Stop using this replica, because it has ended; ``num_retried`` prompts go to others. Runs on the loop."""
+        self._num_asked_again += num_retried
         if self._first_failure is None:
             self._first_failure = reason
         if client in self.clients:
@@ -238,7 +238,7 @@ class Fleet:
             "rollout/replicas/min": self._fewest,
             "rollout/replicas_lost/sum": self._num_lost,
             "rollout/replicas_joined/sum": self._num_joined,
-            "rollout/asked_again/sum": self._num_asked_again,
+            "rollout/num_retried/sum": self._num_asked_again,
         }
         self._fewest = len(self.clients)
         self._num_lost = self._num_joined = self._num_asked_again = 0

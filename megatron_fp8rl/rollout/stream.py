@@ -319,7 +319,7 @@ class RolloutStream:
             try:
                 return await client.generate(prompt.token_ids, num_completions, seed, sampling=sampling)
             except EngineDeadError as error:
-                self._fleet.remove(client, str(error), asked_again=1)
+                self._fleet.remove(client, str(error), num_retried=1)
 
     @contextlib.contextmanager
     def _sampling_time(self) -> Iterator[None]:

@@ -122,7 +122,7 @@ def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
         "rollout/replicas/min": 2,
         "rollout/replicas_lost/sum": 0,
         "rollout/replicas_joined/sum": 0,
-        "rollout/asked_again/sum": 0,
+        "rollout/num_retried/sum": 0,
     }
     first = {client.name: client.replica.process_group for client in pair.clients}
     seen = curve(
@@ -139,7 +139,7 @@ def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
     last = {client.name: client.replica.process_group for client in pair.clients}
     assert last and all(first[name] != group for name, group in last.items())
     metrics = pair.take_metrics()
-    assert metrics["rollout/replicas_lost/sum"] == 2 and metrics["rollout/asked_again/sum"] >= 2
+    assert metrics["rollout/replicas_lost/sum"] == 2 and metrics["rollout/num_retried/sum"] >= 2
     assert metrics["rollout/replicas/min"] == 0
 
 

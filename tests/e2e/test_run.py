@@ -173,7 +173,7 @@ def test_engines_and_trainer_in_turns_change_nothing(finished_run: Path, tmp_pat
     before, after = _lines(finished_run), _lines(run_dir)
     assert list(after) == list(before)
     for step in (1, 2, 3, 4):
-        assert after[step]["time/residency/s"] > 0 and "time/residency/s" not in before[step]
+        assert after[step]["time/colocated/s"] > 0 and "time/colocated/s" not in before[step]
         sampled = [[r["completion"]["token_ids"] for r in _rollouts(folder, step)] for folder in (finished_run, run_dir)]
         assert sampled[0] == sampled[1]
         for key in ("train/loss/mean", "train/grad_norm/max", "mismatch/abs_logprob_diff/mean"):

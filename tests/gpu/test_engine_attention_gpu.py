@@ -76,7 +76,7 @@ def test_packed_sequences_have_the_bits_of_decoding(heads):
 
     query, key, value = _case(*heads)
     scale = heads[2] ** -0.5
-    packed = attention_te.attend(query, key, value, _segments(), scale, like_engine=True)
+    packed = attention_te.attend(query, key, value, _segments(), scale, match_engine=True)
     decoded = _decoded(query, key, value, scale)
     print(f"\n{heads}: decoding {_decibels(packed, decoded):.1f} dB, equal {(packed == decoded).float().mean():.4%}")
     if heads[2] == 128:
@@ -92,8 +92,8 @@ def test_gradients_continue_from_the_engines_outputs(heads):
     tensors = [x.requires_grad_() for x in _case(*heads)]
     grad = torch.randn(tensors[0].shape, device="cuda").bfloat16()
     outputs, gradients = [], []
-    for like_engine in (False, True):
-        out = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, like_engine=like_engine)
+    for match_engine in (False, True):
+        out = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, match_engine=match_engine)
         outputs.append(out.detach())
         gradients.append(torch.autograd.grad(out, tensors, grad))
     apart = [_decibels(b, a) for a, b in zip(*gradients)]

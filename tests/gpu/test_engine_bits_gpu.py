@@ -124,7 +124,7 @@ def trainers_layer(x, logits, module, top_k, *, weighs):
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     from megatron_fp8rl.config import RouterConfig
-    from megatron_fp8rl.kernels.combine import add_up
+    from megatron_fp8rl.kernels.combine import combine_experts
     from megatron_fp8rl.trainer.model.router import _engines_weights, choose_experts
 
     weights_TK, experts_TK = choose_experts(logits.float(), top_k, RouterConfig(), None)
@@ -138,7 +138,7 @@ def trainers_layer(x, logits, module, top_k, *, weighs):
     outputs, _ = module(rows, goes.sum(dim=0).cpu(), probs)
     if weighs:
         return unpermute(outputs, where, restore_shape=x.shape, routing_map=goes, fused=True), weights
-    return add_up(outputs, weights, goes, top_k), weights
+    return combine_experts(outputs, weights, goes, top_k), weights
 
 
 @pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")

@@ -208,7 +208,7 @@ def main(argv: list[str]) -> None:
     validate_api_server_args(args)
     set_ulimit()
     gc.enable()
-    deep_gemm_warmup.ensure_as_told(args.max_num_batched_tokens)
+    deep_gemm_warmup.precompile_from_env(args.max_num_batched_tokens)
     if args.headless:
         work(args)
     uvloop.run(serve(args, sock))

@@ -3,7 +3,7 @@
 In: rotated queries, keys and values of one packed microbatch and its segments. Out: attention outputs in the order of
 the queries, with gradients. Runs on: every trainer rank with a Hopper or newer GPU.
 
-The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``like_engine`` it also computes the
+The engine uses FlashAttention 3, which vLLM ships without a backward pass. With ``match_engine`` it also computes the
 outputs here, and cuDNN's backward continues from them: both kernels save only the logsumexp of every row. A single
 split of the keys (``num_splits=1``) makes a query's sums independent of the rest of the batch, as in an engine under
 ``rollout.batch_invariant``.
@@ -43,13 +43,13 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *, like_engine: bool = False
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *, match_engine: bool = False
 ) -> Tensor:
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
-    ``like_engine`` uses the engine's kernel in forward; requires V = D and vLLM, and raises RuntimeError without it.
+    ``match_engine`` uses the engine's kernel in forward; requires V = D and vLLM, and raises RuntimeError without it.
     """
-    return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale, like_engine)
+    return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale, match_engine)
 
 
 def _mask_type(is_square: bool) -> str:
@@ -110,9 +110,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, like_engine: bool
+        ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, match_engine: bool
     ) -> Tensor:
-        compute = _like_engine if like_engine else _by_cudnn
+        compute = _like_engine if match_engine else _by_cudnn
         out, statistics = compute(query, key, value, segments, scale)
         ctx.save_for_backward(query, key, value, out, *statistics)
         ctx.segments, ctx.scale = segments, scale

@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor
 
-from megatron_fp8rl.kernels.combine import add_up
+from megatron_fp8rl.kernels.combine import combine_experts
 from megatron_fp8rl.trainer.compat.megatron import counts_on_host
 from megatron_fp8rl.upstream import patches
 
@@ -50,7 +50,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         """outputs [tokens * top-k, hidden], sorted by expert -> sums per token, in the shape of the hidden states."""
         if not self.weighs:
             return super().combine_postprocess(outputs)
-        summed = add_up(outputs, self.probs, self.routing_map, self.config.moe_router_topk)
+        summed = combine_experts(outputs, self.probs, self.routing_map, self.config.moe_router_topk)
         return summed.view(self.hidden_shape)
 
 
@@ -79,10 +79,14 @@ class OneRankDispatcher(Dispatcher):
     remove_when="MoELayer takes the class of its dispatcher as an argument",
 )
 class ExpertLayer(MoELayer):
-    """Megatron-Core's MoE layer with the dispatchers above. ``weighs_in_sum``: apply router weights in combine, not in
-    the experts."""
+    """Megatron-Core's MoE layer with the dispatchers above.
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any, weighs_in_sum: bool = False, **kwargs: Any):
+    ``router_weights_in_combine``: apply router weights in combine, not in the experts.
+    """
+
+    def __init__(
+        self, config: Any, *args: Any, pg_collection: Any, router_weights_in_combine: bool = False, **kwargs: Any
+    ):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
         self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(
@@ -90,5 +94,5 @@ class ExpertLayer(MoELayer):
             self.local_expert_indices,
             config=config,
             pg_collection=pg_collection,
-            weighs=weighs_in_sum,
+            weighs=router_weights_in_combine,
         )

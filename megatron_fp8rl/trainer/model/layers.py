@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.kernels.blockwise import BLOCK
-from megatron_fp8rl.kernels.combine import weighted_later
+from megatron_fp8rl.kernels.combine import weighted_in_combine
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
@@ -84,7 +84,7 @@ class Experts(TEGroupedMLP):
         """hidden [T, hidden], sorted by expert; probs [T] -> [T, hidden]."""
         splits = tokens_per_expert.tolist()
         out, _ = self.linear_fc2(_swiglu(self.linear_fc1(hidden, splits)[0]), splits)
-        return _weighted(out, probs) if self.weighs else weighted_later(out, probs), None
+        return _weighted(out, probs) if self.weighs else weighted_in_combine(out, probs), None
 
 
 def _swiglu(h: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class LayerFactory:
 
         model = self._model
         kernels = {"torch": None, "cudnn": attention_te.attend,
-                   "engine": partial(attention_te.attend, like_engine=True)}  # fmt: skip
+                   "engine": partial(attention_te.attend, match_engine=True)}  # fmt: skip
         settings = dict(
             rotary=Rotary.of(model),
             scale=softmax_scale(model),
@@ -215,7 +215,7 @@ class LayerFactory:
             Router,
             router=model.router,
             rounds=model.family not in _FP32_ROUTERS,
-            like_engine=self._kernels.router == "batch_invariant",
+            match_engine=self._kernels.router == "batch_invariant",
         )
         shared = None
         if model.num_shared_experts:
@@ -223,7 +223,7 @@ class LayerFactory:
         return partial(
             ExpertLayer,
             submodules=MoESubmodules(experts=self._experts(layer), shared_experts=shared, router=router),
-            weighs_in_sum=self._kernels.combine == "sum",
+            router_weights_in_combine=self._kernels.combine == "sum",
         )
 
     def _experts(self, layer: int) -> Any:

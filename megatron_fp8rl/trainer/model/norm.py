@@ -25,9 +25,9 @@ from megatron_fp8rl.upstream import patches
 )
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, like_engine: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, match_engine: bool) -> Tensor:
         x_TH = x.reshape(-1, x.shape[-1]).contiguous()
-        if like_engine:
+        if match_engine:
             from megatron_fp8rl.kernels.triton import batch_invariant
 
             y, rsigma_T = batch_invariant.rms_norm(x_TH, weight, eps)

@@ -106,11 +106,11 @@ class _Replaced(torch.autograd.Function):
 )
 class Router(ConstantBiasRouter):
     """Megatron-Core's router with the expert choice above. ``rounds``: round logits to the dtype of the activations.
-    ``like_engine``: on a GPU, sum in the order of a batch-invariant engine."""
+    ``match_engine``: on a GPU, sum in the order of a batch-invariant engine."""
 
-    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, like_engine: bool = False, **kwargs: Any):
+    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, match_engine: bool = False, **kwargs: Any):
         super().__init__(config, **kwargs)
-        self.router, self.rounds, self.like_engine = router, rounds, like_engine
+        self.router, self.rounds, self.match_engine = router, rounds, match_engine
         if router.correction_bias:
             self.add_correction_bias()
 
@@ -119,7 +119,7 @@ class Router(ConstantBiasRouter):
         logits = super().gating(hidden)
         if not self.rounds:
             return logits
-        if self.like_engine and hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        if self.match_engine and hidden.is_cuda and hidden.dtype == torch.bfloat16:
             from megatron_fp8rl.kernels.triton import batch_invariant
 
             rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
@@ -135,7 +135,7 @@ class Router(ConstantBiasRouter):
         """
         logits = logits.view(-1, self.num_experts)
         weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias)
-        if self.like_engine and self.rounds and logits.is_cuda:
+        if self.match_engine and self.rounds and logits.is_cuda:
             weights_TK = _engines_weights(logits, weights_TK, experts_TK, self.router)
         weights = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK.to(logits.dtype))
         goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)

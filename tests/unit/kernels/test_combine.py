@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.config import PrecisionConfig
-from megatron_fp8rl.kernels.combine import add_up, rows_of, slots, weighted_later
+from megatron_fp8rl.kernels.combine import combine_experts, rows_of, slots, weighted_in_combine
 from tests.helpers.experts import build_experts, draw_tokens, run_experts
 
 NUM_TOKENS, NUM_EXPERTS, TOP_K, HIDDEN = 37, 12, 4, 24
@@ -48,7 +48,7 @@ def test_sums_and_gradients_are_those_of_weighted_outputs():
     weights = weights.double().requires_grad_()
     token, expert = (each.flatten() for each in goes.t().nonzero(as_tuple=True)[::-1])  # in the dispatcher's order
 
-    found = add_up(weighted_later(rows.tanh(), weights[token, expert]), weights, goes, TOP_K)
+    found = combine_experts(weighted_in_combine(rows.tanh(), weights[token, expert]), weights, goes, TOP_K)
     plain = torch.zeros_like(grad).index_add(0, token, rows.tanh() * weights[token, expert][:, None])
     torch.testing.assert_close(found, plain, rtol=1e-6, atol=1e-6)  # sums are float32
     ours, theirs = (torch.autograd.grad(out, (rows, weights), grad) for out in (found, plain))
@@ -61,7 +61,7 @@ def test_a_sum_is_rounded_once():
     rows = torch.randn(NUM_TOKENS * TOP_K, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     values, experts = slots(weights, goes, TOP_K)
     exact = (rows[rows_of(experts)].double() * values.double()[..., None]).sum(dim=1)
-    found = add_up(rows, weights, goes, TOP_K)
+    found = combine_experts(rows, weights, goes, TOP_K)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
     assert (found == exact.bfloat16()).double().mean() > 0.999

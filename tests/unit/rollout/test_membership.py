@@ -48,9 +48,9 @@ class MortalFleet(Fleet):
     def wants_publication(self):
         return bool(self.joining) and not self.clients
 
-    def remove(self, client, reason, *, asked_again=0):
+    def remove(self, client, reason, *, num_retried=0):
         assert "exit code -9" in reason
-        self.num_asked_again += asked_again
+        self.num_asked_again += num_retried
         if client in self.clients:
             self.clients.remove(client)
             self.joining.append(Mortal())

@@ -63,9 +63,9 @@ def test_only_engines_on_deep_gemms_linears_are_told(monkeypatch):
     assert said.split()[:2] == ["40", "4096,4096"]
     asked: list = []
     monkeypatch.setattr(deep_gemm_warmup, "ensure", lambda *words, **more: asked.append((*words, more)))
-    deep_gemm_warmup.ensure_as_told(8192)
+    deep_gemm_warmup.precompile_from_env(8192)
     monkeypatch.setenv(deep_gemm_warmup.LINEARS_VARIABLE, said)
-    deep_gemm_warmup.ensure_as_told(8192)
+    deep_gemm_warmup.precompile_from_env(8192)
     assert asked == [(deep_gemm_warmup.linear_sizes(fp8), 8192, {"deadline_s": 40.0})]
     fp32 = replace(fp8.precision, scales="fp32")
     other = replace(fp8, precision=fp32, rollout=replace(fp8.rollout, linear_backend="cutlass"))

@@ -85,7 +85,7 @@ def test_logits_are_rounded_and_their_gradients_are_not(monkeypatch):
     grad = torch.randn(exact.shape, generator=torch.Generator().manual_seed(5))
     (straight,) = torch.autograd.grad(hidden.float() @ router.weight.float().t(), router.weight, grad)
     for rounds, expected in ((True, exact.bfloat16().float()), (False, exact)):
-        router.rounds, router.like_engine = rounds, False
+        router.rounds, router.match_engine = rounds, False
         logits = router.gating(hidden)
         assert logits.dtype == torch.float32 and torch.equal(logits, expected)
         (found,) = torch.autograd.grad(logits, router.weight, grad)

@@ -31,26 +31,26 @@ class FakeFleet:
 
 
 def _build(cfg, fails_at=None):
-    from megatron_fp8rl.colocation import Residency
+    from megatron_fp8rl.colocation import ColocatedMemory
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     events = []
     fleet = FakeFleet(policy, events, fails_at) if policy.parallel.rank == 0 else None
-    return policy, events, Residency(cfg, policy, fleet)
+    return policy, events, ColocatedMemory(cfg, policy, fleet)
 
 
 def _two_steps(cfg):
-    policy, events, residency = _build(cfg)
+    policy, events, colocated = _build(cfg)
     away = []
     for _ in range(2):
-        with residency.publication():
+        with colocated.publication():
             events.append(("publish", policy.offload.away))
         away.append(policy.offload.away)
-        residency.train()
+        colocated.train()
         away.append(policy.offload.away)
-    assert residency.take_metrics() == {}  # no GPU
+    assert colocated.take_metrics() == {}  # no GPU
     return events, away
 
 
@@ -77,11 +77,11 @@ def test_nothing_moves_unless_asked_for():
 def _failing(cfg, fails_at):
     from megatron_fp8rl.colocation import ResidencyError
 
-    policy, events, residency = _build(cfg, fails_at)
+    policy, events, colocated = _build(cfg, fails_at)
     with pytest.raises(ResidencyError, match="on trainer rank 0: TimeoutError: rollout-0 did not answer"):
-        with residency.publication():
+        with colocated.publication():
             events.append(("publish", ()))
-        residency.train()
+        colocated.train()
     return [what for what, _ in events]
 
 
