@@ -32,17 +32,17 @@ JUDGE = """
         return replace(load_config("tiny_qwen3_moe"), data=data)
 """
 ASK = """
-    import asyncio, os, sys
+    import os, sys
     from megatron_fp8rl import cli
     from megatron_fp8rl.envs.remote_scoring import build_scorer
     from megatron_fp8rl.types import Prompt
-from tests.helpers.scoring import score_all
     cfg = cli.parse_overrides(cli.load_config("judge:run"), sys.argv[1:])
     prompt = Prompt(prompt_id="p", environment="judge:Judge", token_ids=(1,), text="?", answer="right",
                     metadata={"mark": os.path.join(cfg.run_dir, "mark")})
     with build_scorer(cfg) as pool:
         for texts in (["right", "wrong"] * 8, ["kill", "right"] * 4):
-            rewards = [score[:2] for score in score_all(pool, [(prompt, text) for text in texts])]
+            futures = [pool.submit(prompt, text) for text in texts]
+            rewards = [future.result()[:2] for future in futures]
             print("SCORES", rewards, "ASKED FROM", os.uname().nodename, flush=True)
 """
 

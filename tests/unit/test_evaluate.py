@@ -109,7 +109,7 @@ def test_every_mistake_is_named_at_once(cfg: RunConfig, tmp_path: Path):
     assert "no weights" in named["--checkpoint"] and "pass@8 cannot be estimated from 4" in named["--ks"]
     torn = write_checkpoint(tmp_path, 3)
     (torn / ".metadata").unlink()
-    with pytest.raises(ConfigError, match="whole checkpoint"):
+    with pytest.raises(ConfigError, match="complete checkpoint"):
         evaluate.plan(cfg, EvalOptions(checkpoint=str(tmp_path)))
     with pytest.raises(ConfigError, match="is empty"):
         evaluate.plan(cfg, EvalOptions())
