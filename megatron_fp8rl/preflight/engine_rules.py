@@ -16,8 +16,6 @@ def check_engines(found: Findings, accelerator: str) -> None:
 
 def _check_placement(found: Findings, accelerator: str) -> None:
     cfg, rollout = found.cfg, found.cfg.rollout
-    if rollout.max_replica_restarts < 0:
-        found.refuse("rollout.max_replica_restarts", "counts restarts", "Set 0 to end the run with its replicas")
     wanted = rollout.num_replicas * rollout.tensor
     if accelerator == "cpu" or rollout.placement != "colocated" or rollout.replay is not None:
         return
@@ -52,7 +50,7 @@ def _check_transport(found: Findings, accelerator: str) -> None:
 
 def _check_expert_parallel(found: Findings) -> None:
     rollout, model = found.cfg.rollout, found.cfg.model
-    if not found.at_least(1, "rollout.expert") or rollout.expert == 1:
+    if not found.in_range("rollout.expert") or rollout.expert == 1:
         return
     if not model.is_moe:
         found.refuse("rollout.expert", "divides experts, and the model is dense", "Set 1")

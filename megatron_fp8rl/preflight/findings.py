@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.preflight import ranges
 
 if TYPE_CHECKING:
     from megatron_fp8rl.preflight.engine_memory import EngineEstimate
@@ -21,6 +21,7 @@ class Findings:
 
     cfg: RunConfig
     violations: list[Violation] = field(default_factory=list)
+    _in_range: dict[str, bool] = field(default_factory=dict)  # by path, for the fields that were looked at
 
     def value(self, path: str) -> Any:
         return attrgetter(path)(self.cfg)
@@ -29,30 +30,22 @@ class Findings:
         shown = self.value(path) if value is None else value
         self.violations.append(Violation(f"--{path}", shown, problem, remedy))
 
-    def at_least(self, minimum: float, *paths: str) -> bool:
-        """Refuse every field below ``minimum``; True when there was none."""
-        low = [path for path in paths if not self.value(path) >= minimum]
-        for path in low:
-            self.refuse(path, f"is below {minimum}", f"Set it to {minimum} or more")
-        return not low
+    def within(self, path: str, interval: str) -> bool:
+        """Refuse a number outside an interval such as ``[0, 1)``; True when it lies inside or is not set."""
+        wrong = ranges.problem(self.value(path), interval)
+        if wrong is not None:
+            self.refuse(path, *wrong)
+        return wrong is None
 
-    def positive(self, *paths: str) -> None:
-        """Refuse every number that is set and not above 0."""
-        for path in paths:
-            value = self.value(path)
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                self.refuse(path, "is not above 0", "Set a positive number")
+    def in_range(self, *paths: str) -> bool:
+        """Refuse every field that leaves its interval in ``ranges.py``; a section stands for all of its own numbers.
 
-    def within(self, path: str, low: float, high: float, *, open_low: bool = False, open_high: bool = False) -> None:
-        """Refuse a number that is set and lies outside the interval."""
-        value = self.value(path)
-        if value is None:
-            return
-        above = value > low if open_low else value >= low
-        below = value < high if open_high else value <= high
-        if not (above and below):
-            interval = f"{'(' if open_low else '['}{low}, {high}{')' if open_high else ']'}"
-            self.refuse(path, f"is outside {interval}", f"Choose a value in {interval}")
+        Fields that were refused already are not refused again. True when all are inside.
+        """
+        concerned = [path for path in ranges.INTERVALS if path in paths or path.rpartition(".")[0] in paths]
+        fresh = [path for path in concerned if path not in self._in_range]
+        self._in_range |= {path: self.within(path, ranges.INTERVALS[path]) for path in fresh}
+        return all(self._in_range[path] for path in concerned)
 
     def divides(self, path: str, whole: int, noun: str) -> bool:
         """Refuse a degree that does not divide ``whole``; True when it divides."""

@@ -67,12 +67,12 @@ def _check_run(found: Findings) -> None:
     cfg = found.cfg
     if not cfg.name or "/" in cfg.name or cfg.name != cfg.name.strip():
         found.refuse("name", "cannot name a folder", "Use a plain word without slashes")
-    found.at_least(0, "num_steps", "seed")
+    found.in_range("")
 
 
 def _check_precision(found: Findings) -> None:
     cfg, precision = found.cfg, found.cfg.precision
-    if found.at_least(0, "precision.bf16_first_layers", "precision.bf16_last_layers"):
+    if found.in_range("precision"):
         edges = precision.bf16_first_layers + precision.bf16_last_layers
         if edges > cfg.model.num_layers:
             path = max(("precision.bf16_first_layers", "precision.bf16_last_layers"), key=found.value)
@@ -81,16 +81,11 @@ def _check_precision(found: Findings) -> None:
                 f"together the BF16 edges count {edges} layers and the model has {cfg.model.num_layers}",
                 f"Lower the two to {cfg.model.num_layers} layers at most",
             )
-    found.at_least(1, "precision.amax_history_len")
 
 
 def _check_optim(found: Findings) -> None:
     optim = found.cfg.optim
-    found.positive("optim.lr", "optim.eps", "optim.clip_grad_norm")
-    found.at_least(0, "optim.warmup_steps", "optim.min_lr", "optim.weight_decay", "optim.moe_aux_loss_coef")
-    found.at_least(1, "optim.logprob_chunk_tokens")
-    found.within("optim.beta1", 0, 1, open_high=True)
-    found.within("optim.beta2", 0, 1, open_high=True)
+    found.in_range("optim")
     if 0 < optim.lr < optim.min_lr:
         found.refuse("optim.min_lr", f"exceeds the learning rate {optim.lr}", "Lower it")
     model = found.cfg.model
@@ -105,13 +100,7 @@ def _check_optim(found: Findings) -> None:
 
 def _check_rollout(found: Findings) -> None:
     cfg, rollout, model = found.cfg, found.cfg.rollout, found.cfg.model
-    counts = ("prompts_per_step", "completions_per_prompt", "max_prompt_tokens", "max_completion_tokens",
-              "max_num_sequences", "bucket_bytes", "max_tokens_per_microbatch")  # fmt: skip
-    sizes_are_sound = found.at_least(1, *(f"rollout.{name}" for name in counts))
-    found.at_least(0, "rollout.top_k", "rollout.max_staleness")
-    found.positive("rollout.temperature", *(f"rollout.{x}_deadline_s" for x in ("start", "request", "update")))
-    found.within("rollout.top_p", 0, 1, open_low=True)
-    found.within("rollout.gpu_memory_utilization", 0, 1, open_low=True)
+    found.in_range("rollout")
     if any(not text for text in rollout.stop_strings):
         found.refuse("rollout.stop_strings", "holds an empty string, which stops at once", "Remove it")
     if wrong := [token for token in rollout.stop_token_ids if not 0 <= token < model.vocab_size]:
@@ -128,7 +117,9 @@ def _check_rollout(found: Findings) -> None:
             "latent attention caches one vector for keys and values, for which no scales are measured",
             "Set auto",
         )
-    if not sizes_are_sound:
+    tokens = ("max_prompt_tokens", "max_completion_tokens", "max_tokens_per_microbatch")
+    counts = ("prompts_per_step", "completions_per_prompt")
+    if not found.in_range(*(f"rollout.{name}" for name in (*tokens, *counts))):
         return
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     if longest > model.max_sequence_tokens:
@@ -175,11 +166,8 @@ def _check_algo(found: Findings) -> None:
         )
     found.violations += named.mistakes(algo)
     # CISPO clips the importance weight itself and is used without a lower bound, which is clip_low = 1.
-    has_low = algo.loss != "cispo" and ":" not in algo.loss
-    found.within("algo.clip_low", 0, 1, open_low=True, open_high=has_low)
-    found.positive("algo.clip_high", "algo.alarm_abs_logprob_diff", "algo.alarm_kl_k3")
-    found.at_least(0, "algo.kl_coef", "algo.entropy_coef", "algo.overlong_buffer_tokens", "algo.correction_low")
-    found.at_least(1, "algo.updates_per_step")
+    if found.in_range("algo", "algo.clip_low") and algo.loss != "cispo" and ":" not in algo.loss:
+        found.within("algo.clip_low", "(0, 1)")
     dual_clip = algo.loss_options.get("dual_clip")
     if isinstance(dual_clip, int | float) and ":" not in algo.loss and not dual_clip > 1 + algo.clip_high:
         found.refuse(
@@ -188,7 +176,6 @@ def _check_algo(found: Findings) -> None:
             "Set 3.0, as its authors did, or None",
             value=dual_clip,
         )
-    found.within("algo.veto_below", 0, 1, open_low=True, open_high=True)
     _check_correction(found)
     if algo.overlong == "penalty":
         limit = cfg.rollout.max_completion_tokens
@@ -252,17 +239,13 @@ def _check_data(found: Findings) -> None:
         found.refuse("data.tokenizer", "is not a directory", 'Name a tokenizer\'s directory, or "character"')
     if data.chat_template and data.tokenizer == "character":
         found.refuse("data.chat_template", "the character tokenizer has no chat template", "Set False")
-    found.at_least(1, "data.num_score_workers", "data.sft_batch_size")
-    found.at_least(0, "data.sft_steps")
     is_launched = "LAUNCH_DIR" in os.environ or found.cfg.rollout.placement == "remote"
-    if found.at_least(0, "data.score_servers") and data.score_servers and not is_launched:
+    if found.in_range("data") and data.score_servers and not is_launched:
         found.refuse(
             "data.score_servers",
             "the agents of a launched job start them, and this program does not",
             "Launch the run by `python -m launch CONFIG --cluster local`, or set 0",
         )
-    found.positive("data.score_deadline_s", "data.sft_lr")
-    found.within("data.sft_stop_pass_rate", 0, 1, open_low=True)
     if data.sft_stop_pass_rate is not None and found.cfg.observe.eval_prompts == 0:
         found.refuse(
             "data.sft_stop_pass_rate",
@@ -283,7 +266,6 @@ def _check_storage(found: Findings) -> None:
         existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
-    found.at_least(0, "checkpoint.every_steps", "observe.verify_every", "observe.eval_every", "observe.eval_prompts")
-    found.at_least(1, "checkpoint.keep", "observe.eval_completions")
+    found.in_range("checkpoint", "observe")
     if cfg.observe.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         found.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")

@@ -18,11 +18,7 @@ _FREE = ("hf_path", "initializer_range", "max_position_embeddings", "num_mtp_lay
 def check_model(found: Findings) -> bool:
     """Whether the architecture is consistent in itself."""
     model, before = found.cfg.model, len(found.violations)
-    sizes = ["num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"]
-    found.at_least(1, *(f"model.{name}" for name in (*sizes, "max_position_embeddings")))
-    found.at_least(0, "model.num_experts", "model.ffn_hidden_size")
-    found.positive("model.norm_eps", "model.rope_theta")
-    if len(found.violations) > before:
+    if not found.in_range("model"):
         return False
     found.divides("model.num_key_value_heads", model.num_attention_heads, "attention heads")
     has_experts = FAMILIES[model.family].has_experts
@@ -32,14 +28,14 @@ def check_model(found: Findings) -> bool:
         families = " or ".join(name for name, family in FAMILIES.items() if family.has_experts)
         found.refuse("model.num_experts", "gives a dense family experts", f"Set 0, or --model.family {families}")
     elif model.is_moe:
-        found.positive("model.moe_ffn_hidden_size")
-        found.within("model.experts_per_token", 1, model.num_experts)
-        found.within("model.first_dense_layers", 0, model.num_layers)
+        found.within("model.moe_ffn_hidden_size", "(0, inf)")
+        found.within("model.experts_per_token", f"[1, {model.num_experts}]")
+        found.within("model.first_dense_layers", f"[0, {model.num_layers}]")
         if model.first_dense_layers:
-            found.positive("model.ffn_hidden_size")
+            found.within("model.ffn_hidden_size", "(0, inf)")
         _check_router(found)
     else:
-        found.positive("model.ffn_hidden_size")
+        found.within("model.ffn_hidden_size", "(0, inf)")
     if model.num_mtp_layers:
         found.refuse(
             "model.num_mtp_layers",
@@ -54,12 +50,12 @@ def check_model(found: Findings) -> bool:
 def _check_router(found: Findings) -> None:
     """Whether the groups of experts can be scored (by their two best) and leave a token enough experts."""
     model, router = found.cfg.model, found.cfg.model.router
-    if not found.at_least(1, "model.router.num_groups", "model.router.groups_per_token") or router.num_groups == 1:
+    if not found.in_range("model.router") or router.num_groups == 1:
         return
     if not found.divides("model.router.num_groups", model.num_experts, "experts"):
         return
     per_group = model.num_experts // router.num_groups
-    found.within("model.router.groups_per_token", 1, router.num_groups)
+    found.within("model.router.groups_per_token", f"[1, {router.num_groups}]")
     if per_group < 2:
         found.refuse(
             "model.router.num_groups",
@@ -77,7 +73,6 @@ def _check_router(found: Findings) -> None:
 def _check_rotation(found: Findings) -> None:
     """Rotary embedding turns pairs of features."""
     model = found.cfg.model
-    found.within("model.rotary_fraction", 0, 1, open_low=True)
     if model.mla is not None and model.mla.qk_rope_head_dim % 2:
         found.refuse("model.mla.qk_rope_head_dim", "is odd, and rotary embedding turns pairs", "Choose an even number")
     rotated = int(model.head_dim * model.rotary_fraction)
@@ -105,8 +100,7 @@ def _check_family(found: Findings) -> None:
 def check_degrees(found: Findings, model_is_sound: bool) -> bool:
     """Whether all degrees are whole, fit the world and divide what they split."""
     model, parallel, before = found.cfg.model, found.cfg.parallel, len(found.violations)
-    names = ("world_size", "tensor", "pipeline", "virtual_stages", "context", "expert", "expert_tensor")
-    if not found.at_least(1, *(f"parallel.{name}" for name in names), "rollout.tensor", "rollout.num_replicas"):
+    if not found.in_range("parallel", "rollout.tensor", "rollout.num_replicas"):
         return False
     if _fits_world(found, "parallel.world_size", ("tensor", "pipeline", "context")) and model.is_moe:
         path = "parallel.expert" if parallel.expert > 1 else "parallel.expert_tensor"
