@@ -1,15 +1,15 @@
-"""Bytes that the backward pass of one trainer rank needs, layer by layer.
+"""Activation memory of one trainer rank, layer by layer.
 
 The counting follows Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv:2205.05198), section 4, for what the layers here differ in: no dropout, grouped or latent attention without a
-score matrix (the fused kernel keeps the output and one FP32 log-sum per head), SwiGLU, experts, and linears that keep
-their input in FP8, in columns alone (one byte, and the scales), where they multiply in FP8. All else is BF16; with FP32
-parameters, FP32. It holds for the kernels of a GPU (``precision.kernels`` auto or te); the emulation keeps wider
-copies, and is not for models whose memory matters. ``benchmarks/memory.py`` compares it with a GPU.
+(arXiv:2205.05198), section 4, adapted to these layers: no dropout, grouped-query or latent attention without a score
+matrix (the fused kernel keeps the output and one FP32 log-sum-exp per head), SwiGLU, experts, and FP8 linears, which
+keep their input in FP8, columnwise only (one byte per element, and the scales). Everything else is BF16, or FP32 with
+FP32 parameters. The count holds for the GPU kernels (``precision.kernels`` auto or te); the emulation keeps wider
+copies and is not meant for models whose memory matters. ``benchmarks/memory.py`` compares the count with a GPU.
 
-Symbols: t = tokens of a microbatch on one context-parallel rank; s = t / tensor parallel, the tokens of a rank between
-the linears (sequence parallelism); r = s x experts per token x expert tensor parallel, the copies of tokens that a
-rank's experts receive when routing is balanced; h = hidden size; f = feed-forward width on this rank. Pure; no torch.
+Symbols: t = tokens of a microbatch on one context-parallel rank; s = t / tensor-parallel size, the tokens of a rank
+outside the linears (sequence parallelism); r = s x experts per token x expert-tensor-parallel size, the token copies
+that a rank's experts receive under balanced routing; h = hidden size; f = MLP width on this rank. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class LayerBytes:
     """Activations of one layer for one microbatch."""
 
     kept: float  # from the forward to the backward pass
-    recomputed: float  # made again, and held, while the backward pass is in this layer
-    workspace: float  # gradients at the widest place of the backward pass
+    recomputed: float  # recomputed, and held while the backward pass is in this layer
+    workspace: float  # gradients at the widest point of the backward pass
 
     @property
     def transient(self) -> float:
@@ -39,7 +39,7 @@ class LayerBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Tokens of one microbatch, by place."""
+    """Tokens of one microbatch in different parts of a layer."""
 
     context: float  # t
     sequence: float  # s
@@ -47,7 +47,7 @@ class Tokens:
 
     @classmethod
     def of(cls, cfg: RunConfig, routing_imbalance: float) -> Tokens:
-        """``routing_imbalance``: token copies of the busiest rank over the mean of all."""
+        """``routing_imbalance``: token copies of the busiest rank over the mean of all ranks."""
         parallel = cfg.parallel
         context = cfg.rollout.max_tokens_per_microbatch / parallel.context
         sequence = context / parallel.tensor
@@ -57,7 +57,7 @@ class Tokens:
 
 @dataclass(frozen=True, kw_only=True)
 class _Widths:
-    """Bytes per element, and what a linear keeps of its input when another operation keeps the same tensor, or not."""
+    """Bytes per element, and bytes a linear keeps per input element, if the input is its own or shared."""
 
     element: float
     fp8: float | None  # None: the layer's linears are BF16
@@ -68,12 +68,12 @@ class _Widths:
 
     @property
     def shared_input(self) -> float:
-        """A BF16 linear keeps the very tensor that its neighbour keeps; an FP8 linear keeps a copy."""
+        """A BF16 linear shares the tensor that another operation keeps; an FP8 linear keeps a quantized copy."""
         return 0.0 if self.fp8 is None else self.fp8
 
 
 def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKernels) -> LayerBytes:
-    """Activations of one layer under the configured recompute."""
+    """Activations of one layer under the configured recomputation."""
     model, optim = cfg.model, cfg.optim
     is_fp8 = LayerTable.build(model, cfg.precision).trainer_fp8(f"model.layers.{layer}.self_attn.o_proj.weight")
     width = _Widths(
@@ -97,7 +97,7 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
         return LayerBytes(kept=everything, recomputed=0.0, workspace=workspace)
     if optim.recompute == "full":
         return LayerBytes(kept=hidden, recomputed=everything - hidden, workspace=workspace)
-    # (what a module keeps inside, which is made again; what its checkpoint keeps of its inputs, if nobody else does)
+    # (bytes kept inside a module, which are recomputed; bytes of its inputs that only its checkpoint keeps)
     modules = {
         "core_attn": (core, core_inputs),
         "mlp": (0.0, 0.0) if model.is_moe_layer(layer) else (feed_forward, hidden),
@@ -111,11 +111,11 @@ def layer_bytes(cfg: RunConfig, layer: int, tokens: Tokens, kernels: TrainerKern
 
 
 def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, float, float]:
-    """(all that attention keeps behind the norm, the part inside core attention, the inputs of its checkpoint).
+    """(bytes that attention keeps after the norm, the part inside core attention, the inputs of its checkpoint).
 
-    Core attention rotates, so it keeps rotated queries and keys and a contiguous copy of the values. Its checkpoint
-    keeps what comes in: queries, keys, and of grouped attention the whole output of the projection, of which values are
-    a view.
+    Core attention includes the rotation, so it keeps rotated queries and keys and a contiguous copy of the values. Its
+    checkpoint keeps its inputs: queries, keys and, for grouped-query attention, the whole output of the projection, of
+    which the values are a view.
     """
     model, tensor = cfg.model, cfg.parallel.tensor
     heads = model.num_attention_heads / tensor
@@ -125,7 +125,7 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
         queries = keys = heads * mla.qk_head_dim
         values = heads * mla.v_head_dim
         latents = (mla.q_lora_rank or 0) + mla.kv_lora_rank
-        # Two projections read the hidden states. Then the inputs of the latents' norms, and of the projections up.
+        # Two projections read the hidden states; then the inputs of the latent norms and of the up-projections.
         normed += tokens.sequence * model.hidden_size * width.shared_input
         before = tokens.sequence * latents * width.element + tokens.context * latents * width.own_input
         inputs = queries + keys + heads * (mla.qk_nope_head_dim + mla.v_head_dim)
@@ -145,7 +145,7 @@ def _attention(cfg: RunConfig, tokens: Tokens, width: _Widths) -> tuple[float, f
 
 
 def _dense(columns: float, cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
-    """Normed input; what :func:`_swiglu` keeps, or gate and up alone where SwiGLU is part of DeepGEMM's linears."""
+    """The normed input, and what :func:`_swiglu` keeps; with DeepGEMM, which fuses SwiGLU, gate and up only."""
     normed = tokens.sequence * cfg.model.hidden_size * width.own_input
     kept = 2 * columns * width.element if _on_deep_gemm(kernels, width) else _swiglu(columns, width)
     return normed + tokens.context * kept
@@ -156,14 +156,14 @@ def _on_deep_gemm(kernels: TrainerKernels, width: _Widths) -> bool:
 
 
 def _swiglu(columns: float, width: _Widths) -> float:
-    """Per token, of Megatron-Core's MLP: gate and up, silu(gate), up with its offset of 0 added, the input of down."""
+    """Per token, in Megatron-Core's MLP: gate and up, silu(gate), up plus its offset of 0, the input of down."""
     return columns * (4 * width.element + width.own_input)
 
 
 def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
-    """Router scores and probabilities in FP32, and the order of its map in int64; then, for each copy of a token, its
-    expert, its place and two weights; the input of gate and up, their outputs, silu(gate), the input of down, and the
-    output that the router's weight multiplies. On DeepGEMM the input of gate and up and their outputs are all."""
+    """Router scores and probabilities in FP32 and the sort order of the routing map in int64. Then, per token copy: its
+    expert, its position and two weights; the input of gate and up, their outputs, silu(gate), the input of down, and
+    the output that the router weight multiplies. With DeepGEMM only the input of gate and up and their outputs."""
     model = cfg.model
     columns = model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
     router = tokens.sequence * model.num_experts * (2 * _FP32_BYTES + _INT64_BYTES)
@@ -185,9 +185,9 @@ def _shared_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
 
 
 def _dense_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
-    """Where gate meets up: gradients of their product and of both factors; the residual stream's, and the gathered one
-    under tensor parallelism. On DeepGEMM the gradient of the product, those of both factors in FP8, in rows and in
-    columns, and the product made again in columns; of the two of the stream, one is in columns."""
+    """At gate x up: the gradients of the product and of both factors, of the residual stream, and of the gathered
+    stream under tensor parallelism. With DeepGEMM: the gradient of the product, those of both factors in FP8, rowwise
+    and columnwise, and the product recomputed columnwise; one of the two stream gradients is columnwise."""
     columns, hidden = cfg.model.ffn_hidden_size / cfg.parallel.tensor, cfg.model.hidden_size
     if _on_deep_gemm(kernels, width):
         streams = hidden * (width.element + width.fp8)
@@ -196,11 +196,10 @@ def _dense_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: Tr
 
 
 def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: TrainerKernels) -> float:
-    """Where the router's FP32 weight meets an expert's output: the gradients of the product and of both factors, all
-    FP32 and as wide as the hidden size until the weight's is summed; and those of the residual stream. On DeepGEMM
-    where gate meets up: the gradient of the output, once more as an operand of a weight's, that of their product, those
-    of both factors in FP8, in rows and in columns (BF16 takes the place of the factors), and the product, as an operand,
-    too."""
+    """At the product of router weight and expert output: the gradients of the product and of both factors, all FP32
+    and as wide as the hidden size until that of the weight is summed, and those of the residual stream. With DeepGEMM,
+    at gate x up: the gradient of the output, again as an operand of wgrad, that of the product, those of both factors
+    in FP8, rowwise and columnwise (in BF16 they overwrite the factors), and the product as an operand of wgrad."""
     hidden = cfg.model.hidden_size
     stream = 2 * tokens.sequence * hidden * width.element
     if kernels.experts == "deep_gemm":

@@ -1,8 +1,8 @@
-"""Everything that preflight knows of one run: mistakes, memory, tiles, precision, packages, and what to do.
+"""Diagnose one run: mistakes, memory, tiles, precision, packages, and remedies.
 
-In: a RunConfig, the GPUs that it is meant for. Out: a :class:`Diagnosis`. Runs on any machine, needs neither a GPU nor
-torch, and takes about a second where a layout has to be looked for. :func:`judge` is the whole of it for one
-configuration; a change is proposed only after it has been judged so.
+In: a RunConfig and the GPUs it is meant for. Out: a :class:`Diagnosis`. Runs on any machine without a GPU or torch, and
+takes about a second if it has to search for a layout. :func:`judge` applies all of preflight to one configuration; a
+change is proposed only after :func:`judge` has accepted it.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _PROGRAM = "python -m megatron_fp8rl doctor"
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
-    """The machines that the run is meant for."""
+    """The machines the run is meant for."""
 
     gpu: GpuName = "h200"  # kind of GPU of trainer and engines
     memory_gib: float | None = None  # of one GPU; None: what CUDA reports for its kind
     gpus_per_node: int = 8
-    num_gpus: int | None = None  # that you have; None: as many as trainer and engines ask for
-    routing_imbalance: float = 1.0  # token copies that the busiest rank's experts receive, over the mean
+    num_gpus: int | None = None  # available; None: as many as trainer and engines ask for
+    routing_imbalance: float = 1.0  # token copies received by the experts of the busiest rank, over the mean
     json: bool = False  # one JSON object instead of tables
 
     @property
     def hardware(self) -> Gpu:
-        """The kind of GPU, with the memory that was named."""
+        """The kind of GPU, with the memory given."""
         gpu = GPUS[self.gpu]
         return gpu if self.memory_gib is None else replace(gpu, memory_bytes=int(self.memory_gib * GIB))
 
     def problems(self) -> list[str]:
-        """Options that no machine has, with what they may be."""
+        """Options with impossible values, and the values that are possible."""
         given = {name: getattr(self, name) for name in ("memory_gib", "gpus_per_node", "num_gpus", "routing_imbalance")}
         wrong = {name: value for name, value in given.items() if value is not None and not value >= 1}
         return [f"--{name} {value}: at least 1 is needed" for name, value in wrong.items()]
@@ -58,7 +58,7 @@ class DoctorOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What was found. Estimates and matrices are None or empty when the degrees do not divide the model."""
+    """The result. Estimates and matrices are None or empty if the degrees do not divide the model."""
 
     cfg: RunConfig
     gpu: Gpu
@@ -66,25 +66,25 @@ class Diagnosis:
     parameters: ParameterCount | None
     trainer: Estimate | None
     engine: EngineEstimate | None
-    phases: tuple[Estimate, ...]  # of a GPU that both use in turns; empty when each has its own
+    phases: tuple[Estimate, ...]  # of a GPU shared by trainer and engine; empty if each has its own
     matrices: tuple[tiling.Matrix, ...]
     agreement: tuple[precision_table.Row, ...]
     packages: tuple[Package, ...]
     findings: tuple[Finding, ...]
-    change: Change  # with which the run can work; empty when it can already, or when none was found
-    command: str  # the same as a command
-    tried: str  # what was tried in vain to find a change; empty otherwise
+    change: Change  # that makes the run work; empty if it works already or none was found
+    command: str  # that applies ``change``
+    tried: str  # description of an unsuccessful search; empty otherwise
 
     @property
     def status(self) -> int:
-        """0: nothing to say, or notes; 1: warnings; 2: it cannot work."""
+        """0: at most notes; 1: warnings; 2: the run cannot work."""
         return exit_status(self.findings)
 
 
 def diagnose(
     cfg: RunConfig, options: DoctorOptions | None = None, *, config_name: str = "CONFIG", overrides: Sequence[str] = ()
 ) -> Diagnosis:
-    """Look at a run. ``config_name`` and ``overrides`` are what commands in the findings begin with."""
+    """Diagnose a run. Commands in the findings begin with ``config_name`` and ``overrides``."""
     options = options or DoctorOptions()
     gpu, found = options.hardware, judge(cfg, options)
     outcome = layout_search.Outcome()
@@ -118,7 +118,7 @@ def diagnose(
 def _with_command(
     finding: Finding, cfg: RunConfig, found: Judgement, options: DoctorOptions, begin: Callable[[Change], str]
 ) -> Finding:
-    """A proposal stays when the run can work with it, has this finding no more, and no more warnings than before."""
+    """Keep a proposed change if it removes the finding, and the run then works with no more warnings than before."""
     if not finding.change:
         return finding
     after = judge(layout_search.apply(cfg, finding.change), options)
@@ -133,7 +133,7 @@ def _num_warnings(found: Judgement) -> int:
 
 
 def judge(cfg: RunConfig, options: DoctorOptions) -> Judgement:
-    """All of preflight but packages. Changes in the findings are proposals that nothing has judged yet."""
+    """All of preflight except packages. Changes in the findings are proposals that have not been judged yet."""
     gpu, questions = options.hardware, Findings(cfg)
     found = [
         Finding(
@@ -155,14 +155,14 @@ def judge(cfg: RunConfig, options: DoctorOptions) -> Judgement:
 
 
 def gpus_wanted(cfg: RunConfig) -> int:
-    """GPUs of trainer and engines, each with its own or both on the same."""
+    """Number of GPUs of trainer and engines, separate or shared."""
     engines = cfg.rollout.num_replicas * cfg.rollout.tensor
     is_colocated = cfg.rollout.placement == "colocated"
     return max(cfg.parallel.world_size, engines) if is_colocated else cfg.parallel.world_size + engines
 
 
 def _option_words(options: DoctorOptions) -> list[str]:
-    """The machines that the user named, for commands to repeat."""
+    """The options the user set, as words that proposed commands repeat."""
     named = [(f.name, getattr(options, f.name), f.default) for f in fields(options) if f.name != "json"]
     return [word for name, value, default in named if value != default for word in (f"--{name}", str(value))]
 
@@ -216,7 +216,7 @@ def _of_engine(cfg: RunConfig, engine: EngineEstimate) -> list[Finding]:
 
 
 def _of_phases(trainer: Estimate, engine: Estimate, shared: Sequence[Estimate]) -> list[Finding]:
-    """Whether trainer and engine fit onto one GPU in each phase, when each fits alone."""
+    """Whether trainer and engine fit on one GPU together in each phase, given that each fits alone."""
     if not shared or max(trainer.share, engine.share) > 1:
         return []
     worst = max(shared, key=lambda estimate: estimate.share)
@@ -236,7 +236,7 @@ def _of_phases(trainer: Estimate, engine: Estimate, shared: Sequence[Estimate]) 
 
 
 def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
-    """Whether there are enough GPUs, and which groups reach over nodes."""
+    """Whether there are enough GPUs, and which process groups span nodes."""
     wanted, found = gpus_wanted(cfg), []
     is_colocated = cfg.rollout.placement == "colocated"
     engines = f"{cfg.rollout.num_replicas} replicas x {cfg.rollout.tensor}"
@@ -286,7 +286,7 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
 
 
 def _of_start(cfg: RunConfig) -> list[Finding]:
-    """Weights and tokenizer that the run starts from."""
+    """The weights and the tokenizer the run starts from."""
     if cfg.model.hf_path is None and not cfg.data.sft_steps:
         return [
             Finding(

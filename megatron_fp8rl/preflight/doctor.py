@@ -1,7 +1,7 @@
-"""``python -m megatron_fp8rl doctor CONFIG``: can this run work, on which GPUs, and what would mend it?
+"""``python -m megatron_fp8rl doctor CONFIG``: can this run work, on which GPUs, and what would fix it?
 
 A preflight for a login node: it needs neither a GPU nor torch, and starts nothing. Exit status 0: fine; 1: warnings;
-2: the run cannot work. A diagnosis is printed for people (tables, coloured on a terminal) or for programs (JSON).
+2: the run cannot work. The diagnosis is printed for people (tables, colored on a terminal) or for programs (JSON).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def run(cfg: RunConfig, options: DoctorOptions, config_name: str, overrides: Seq
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Text in columns; numbers are aligned to the right."""
+    """Text in columns; numbers are right-aligned."""
 
     title: str
     columns: tuple[str, ...]
@@ -72,7 +72,7 @@ def tables(diagnosis: Diagnosis) -> list[Table]:
 
 
 def headline(diagnosis: Diagnosis) -> str:
-    """What runs on what, in two lines."""
+    """The model and the layout, in two lines."""
     cfg, gpu, parameters = diagnosis.cfg, diagnosis.gpu, diagnosis.parameters
     lines = []
     if parameters is not None:
@@ -111,7 +111,7 @@ def _memory(estimate: Estimate, *notes: str) -> Table:
 
 
 def _phases(diagnosis: Diagnosis) -> Table:
-    """Trainer and engine on one GPU, in the order of a step."""
+    """Trainer and engine on one GPU, phase by phase."""
 
     def gib(estimate: Estimate, whose: str = "") -> str:
         return f"{sum(p.num_bytes for p in estimate.parts if p.name.startswith(whose)) / GIB:.2f}"
@@ -179,7 +179,7 @@ def _agreement(diagnosis: Diagnosis) -> Table:
 
 
 def _packages(diagnosis: Diagnosis) -> Table:
-    """Those that are not as the pins want them."""
+    """The packages that differ from the pins."""
     odd = [package for package in diagnosis.packages if package.state != "ok"]
     return Table(
         title="Packages in this environment",
@@ -233,7 +233,7 @@ def _finding_lines(diagnosis: Diagnosis) -> Iterable[str]:
 
 
 def _remedy_lines(diagnosis: Diagnosis) -> list[str]:
-    """The change with which the run can work, or what was tried."""
+    """The change that makes the run work, or a description of what was tried."""
     if diagnosis.command:
         return ["with this change the run can work:", f"    $ {diagnosis.command}"]
     if diagnosis.tried:
@@ -275,7 +275,7 @@ def _print_rich(diagnosis: Diagnosis) -> None:
 
 
 def to_json(diagnosis: Diagnosis) -> str:
-    """Everything in the report as one JSON object; sizes in bytes."""
+    """The whole report as one JSON object; sizes in bytes."""
     engine = diagnosis.engine
     content: dict[str, Any] = {
         "name": diagnosis.cfg.name,

@@ -1,14 +1,14 @@
-"""Memory of one engine worker, by part, and how many sequences its KV cache holds.
+"""Memory of one engine worker, by part, and the capacity of its KV cache.
 
 In: a RunConfig and a GPU. Out: an :class:`EngineEstimate`. Pure; vLLM is not imported.
 
     weights        FP8 bytes, one FP32 scale per 128x128 block, BF16 for the rest; see ``parameters.on_engine_worker``
-    activations    of the profile run with max_num_batched_tokens tokens: the widest place of one layer, and the
+    activations    of the profile run with max_num_batched_tokens tokens: the widest point of one layer, and the
                    sampler's FP32 logits, probabilities and log-probabilities of max_num_sequences rows
-    KV cache       2 x layers x key/value heads x head_dim per token (heads are copied when ranks outnumber them), or
-                   the latent and the rotated key of latent attention, on every rank; vLLM takes all that is left of
-                   gpu_memory_utilization, unless rollout.kv_cache_bytes says otherwise
-    CUDA graphs    an allowance: they share one pool whose size is that of the largest captured batch
+    KV cache       2 x layers x key/value heads x head_dim per token (heads are replicated if there are more ranks
+                   than heads), or the latent and the rotated key of latent attention, on every rank; vLLM uses the
+                   rest of gpu_memory_utilization unless rollout.kv_cache_bytes is set
+    CUDA graphs    an allowance: they share one pool of the size of the largest captured batch
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class EngineEstimate:
     """One worker of a replica."""
 
     estimate: Estimate
-    kv_bytes: int  # of the cache; negative when nothing is left for one
+    kv_bytes: int  # of the cache; negative if nothing is left for it
     kv_token_bytes: int
     max_sequence_tokens: int
-    num_sequences: int  # that may be decoded at once
+    num_sequences: int  # decoded at once, at most
 
     @property
     def kv_tokens(self) -> int:
@@ -42,17 +42,17 @@ class EngineEstimate:
 
     @property
     def full_sequences(self) -> float:
-        """Sequences of full length that the cache holds at once."""
+        """Number of full-length sequences that the cache holds at once."""
         return self.kv_tokens / self.max_sequence_tokens
 
     @property
     def is_idle(self) -> bool:
-        """Whether the cache holds so few sequences of full length that most of the engine waits."""
+        """Whether the cache holds so few full-length sequences that most of the engine idles."""
         return self.full_sequences < min(_MIN_FULL_SEQUENCES, self.num_sequences)
 
 
 def kv_token_bytes(model: ModelConfig, tensor: int, *, fp8: bool) -> int:
-    """KV cache of one token on one worker, all layers."""
+    """Bytes of KV cache for one token on one worker, over all layers."""
     element = 1 if fp8 else 2
     if model.mla is not None:
         return model.num_layers * (model.mla.kv_lora_rank + model.mla.qk_rope_head_dim) * element
@@ -61,7 +61,7 @@ def kv_token_bytes(model: ModelConfig, tensor: int, *, fp8: bool) -> int:
 
 
 def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
-    """Estimate one worker of one replica."""
+    """Estimate the memory of one worker of one replica."""
     rollout, model = cfg.rollout, cfg.model
     weights = on_engine_worker(cfg)
     context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if rollout.tensor > 1 else 0)
@@ -120,10 +120,10 @@ def batched_tokens(cfg: RunConfig) -> int:
 
 
 def _activation_bytes(cfg: RunConfig) -> int:
-    """Widest place of one layer in BF16, and the sampler.
+    """The widest point of one layer in BF16, and the sampler.
 
-    Residual, its normed sum and the layer's output; beside them the attention projections, or gate, up, their product
-    and its FP8 copy. Experts hold gate and up, or their output, for each copy of a token (vLLM's ``cache13``), their
+    The residual, its normed sum and the layer's output; in addition the attention projections, or gate, up, their
+    product and its FP8 copy. Experts hold, per token copy, gate and up or their output (vLLM's ``cache13``), the
     product, and its FP8 copy.
     """
     model, tensor, tokens = cfg.model, cfg.rollout.tensor, batched_tokens(cfg)
@@ -141,5 +141,5 @@ def _activation_bytes(cfg: RunConfig) -> int:
 
 
 def _largest_layer_bytes(cfg: RunConfig) -> int:
-    """A layer as it is loaded again: its share of the weights."""
+    """One layer while it is reloaded: its share of the weights."""
     return on_engine_worker(cfg).total // cfg.model.num_layers

@@ -1,4 +1,4 @@
-"""Mistakes in where engines run, and who has the GPUs' memory when. Pure."""
+"""Rules for the placement of engines and for sharing GPU memory with the trainer. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron_fp8rl.preflight.findings import Findings
 
 
 def check_engines(found: Findings, accelerator: str) -> None:
-    """Placement, expert parallelism, transport, sleeping and offloading of the engines."""
+    """Check placement, transport, expert parallelism, sleeping, offloading and batch invariance of the engines."""
     _check_placement(found, accelerator)
     _check_transport(found, accelerator)
     _check_expert_parallel(found)
@@ -65,7 +65,7 @@ def _check_expert_parallel(found: Findings) -> None:
 
 
 def _check_memory_turns(found: Findings) -> None:
-    """Sleeping and offloading take turns, which needs times when only one side works."""
+    """Sleeping and offloading need phases in which only the trainer or only the engines work."""
     rollout, offload = found.cfg.rollout, found.cfg.optim.offload
     if len(set(offload)) != len(offload):
         found.refuse("optim.offload", "names a part twice", "Name each once")

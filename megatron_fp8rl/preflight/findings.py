@@ -1,4 +1,4 @@
-"""What preflight finds: mistakes of fields, and what the doctor has to say of a whole run. Pure."""
+"""The results of preflight: violations of single fields, and findings about a whole run. Pure."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Findings:
-    """Collects violations of one configuration; fields are dotted paths from ``RunConfig``."""
+    """Collects the violations of one configuration. Fields are dotted paths from ``RunConfig``."""
 
     cfg: RunConfig
     violations: list[Violation] = field(default_factory=list)
-    _in_range: dict[str, bool] = field(default_factory=dict)  # by path, for the fields that were looked at
+    _in_range: dict[str, bool] = field(default_factory=dict)  # by path, for the fields already checked
 
     def value(self, path: str) -> Any:
         return attrgetter(path)(self.cfg)
@@ -31,16 +31,16 @@ class Findings:
         self.violations.append(Violation(f"--{path}", shown, problem, remedy))
 
     def within(self, path: str, interval: str) -> bool:
-        """Refuse a number outside an interval such as ``[0, 1)``; True when it lies inside or is not set."""
+        """Refuse a number outside an interval such as ``[0, 1)``; return whether it is inside or not set."""
         wrong = ranges.problem(self.value(path), interval)
         if wrong is not None:
             self.refuse(path, *wrong)
         return wrong is None
 
     def in_range(self, *paths: str) -> bool:
-        """Refuse every field that leaves its interval in ``ranges.py``; a section stands for all of its own numbers.
+        """Refuse every field outside its interval in ``ranges.py``; a section selects all of its own fields.
 
-        Fields that were refused already are not refused again. True when all are inside.
+        A field is refused only once, however often it is checked. Returns whether all fields are inside.
         """
         concerned = [path for path in ranges.INTERVALS if path in paths or path.rpartition(".")[0] in paths]
         fresh = [path for path in concerned if path not in self._in_range]
@@ -48,7 +48,7 @@ class Findings:
         return all(self._in_range[path] for path in concerned)
 
     def divides(self, path: str, whole: int, noun: str) -> bool:
-        """Refuse a degree that does not divide ``whole``; True when it divides."""
+        """Refuse a degree that does not divide ``whole``; return whether it does."""
         degree = self.value(path)
         if whole % degree == 0:
             return True
@@ -64,25 +64,25 @@ EXIT_STATUS = {"note": 0, "warning": 1, "error": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that a user should know before the run starts."""
+    """One thing the user should know before the run starts."""
 
-    severity: Severity  # error: the run cannot work; warning: it may not, or not as well; note: good to know
+    severity: Severity  # error: the run cannot work; warning: it may fail or be slow; note: information
     subject: str  # a field of the configuration, a package, or a process
     problem: str
     remedy: str = ""  # in words
-    change: Change = ()  # of the configuration, which applies the remedy; in a Judgement only a proposal
-    command: str = ""  # the same as a command; or one that is not about the configuration
-    is_of_layout: bool = False  # a warning that another layout may not have
+    change: Change = ()  # to the configuration, which applies the remedy; in a Judgement only a proposal
+    command: str = ""  # applies ``change``; or a command that does not concern the configuration
+    is_of_layout: bool = False  # a warning that another layout may avoid
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judgement:
-    """What all of preflight finds of one configuration on some machines. No estimates where degrees do not divide."""
+    """All findings about one configuration on given machines. No estimates if the degrees do not divide the model."""
 
     findings: tuple[Finding, ...]
     trainer: Estimate | None = None
     engine: EngineEstimate | None = None
-    phases: tuple[Estimate, ...] = ()  # of a GPU that both use in turns; empty when each has its own
+    phases: tuple[Estimate, ...] = ()  # of a GPU shared by trainer and engine; empty if each has its own
 
     @property
     def errors(self) -> list[Finding]:
@@ -98,5 +98,5 @@ class Judgement:
 
 
 def exit_status(findings: Sequence[Finding]) -> int:
-    """2 when the run cannot work, 1 with warnings, 0 otherwise."""
+    """2 if the run cannot work, 1 if there are warnings, 0 otherwise."""
     return max((EXIT_STATUS[finding.severity] for finding in findings), default=0)

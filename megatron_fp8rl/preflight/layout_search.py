@@ -1,15 +1,15 @@
-"""A layout of trainer and engines with which a run can work, near the one that was asked for. Pure.
+"""Search for a layout of trainer and engines that works, close to the requested one. Pure.
 
-In: a configuration, and a function that judges one by all of preflight. Out: an :class:`Outcome`: a change after which
-the judge finds no error, or what was tried. Candidates come in the order of how far they are from the configuration,
-which does not depend on the machine; the number of judgements is bounded, and their time for slow machines.
+In: a configuration, and a function that judges a configuration by all of preflight. Out: an :class:`Outcome`: a change
+after which the judge finds no error, or a description of what was tried. Candidates are ordered by their distance from
+the configuration, which does not depend on the machine. The number of judgements and their total time are bounded.
 
-    engines    rollout.tensor and rollout.expert that tile, more of the GPU, fewer replicas where GPUs are few
+    engines    rollout.tensor and rollout.expert that tile, a larger share of the GPU, fewer replicas if GPUs are few
     trainer    tensor, pipeline, context, expert and expert tensor degrees that divide and tile, more or fewer ranks
-    memory     recompute, smaller microbatches, no virtual stages; where both share GPUs, sleeping and offloading
+    memory     recompute, smaller microbatches, no virtual stages; on shared GPUs also sleeping and offloading
 
-An architecture is never changed. Layouts whose weights, gradients and optimizer states alone exceed a GPU on average
-are left out without a judgement.
+The architecture is never changed. Layouts whose weights, gradients and optimizer states alone exceed a GPU on average
+are discarded without a judgement.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from megatron_fp8rl.preflight.memory import GIB, Gpu
 Judge = Callable[[RunConfig], Judgement]
 Option = tuple[float, dict[str, Any]]  # cost, fields
 
-_MAX_JUDGEMENTS, _DEADLINE_S = 250, 1.0  # of this process's own time, so that neighbours do not count
-_MAX_ENGINES, _MAX_LAYOUTS = 6, 250  # that are combined, the cheapest ones
-_MAX_GROWTH = 32  # of the number of ranks, where nobody says how many GPUs there are
+_MAX_JUDGEMENTS, _DEADLINE_S = 250, 1.0  # of CPU time of this process, so that other load does not matter
+_MAX_ENGINES, _MAX_LAYOUTS = 6, 250  # combined with each other: the nearest ones
+_MAX_GROWTH = 32  # of the number of ranks, if the number of GPUs is not given
 _CUDA_BYTES = int(1.9 * GIB)
 _STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
 _LAYOUT = ("rollout.tensor", "rollout.expert", "rollout.num_replicas", "rollout.max_tokens_per_microbatch",
@@ -49,7 +49,7 @@ _LAYOUT = ("rollout.tensor", "rollout.expert", "rollout.num_replicas", "rollout.
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a search found. ``change`` is empty when it found nothing; then ``tried`` says what it did."""
+    """The result of a search. If it found nothing, ``change`` is empty and ``tried`` describes what was tried."""
 
     change: Change = ()
     tried: str = ""
@@ -66,10 +66,10 @@ def apply(cfg: RunConfig, change: Change) -> RunConfig:
 
 
 def words(overrides: Sequence[str], change: Change) -> str:
-    """``overrides`` and ``change`` as they are typed; a field that is set again loses its old value."""
+    """``overrides`` followed by ``change``, as command-line arguments; a field set by both keeps the new value only."""
     fields = {path for path, _ in change}
     kept: list[str] = []
-    is_old = False  # the words that follow are values of a field that is set again
+    is_old = False  # the following words are values of a field that ``change`` sets
     for word in overrides:
         if word.startswith("--"):
             is_old = word[2:].partition("=")[0].replace("-", "_") in fields
@@ -82,7 +82,7 @@ def words(overrides: Sequence[str], change: Change) -> str:
 
 
 def search(cfg: RunConfig, judge: Judge, gpu: Gpu, num_gpus: int | None, gpus_per_node: int) -> Outcome:
-    """A change after which the run can work, if possible without warnings of its layout."""
+    """A change after which the run can work, if possible without warnings about its layout."""
     fields, missing = _mend_fields(cfg, judge)
     if missing:
         return Outcome(tried=f"no value could be proposed for {', '.join(missing)}")
@@ -104,7 +104,7 @@ def search(cfg: RunConfig, judge: Judge, gpu: Gpu, num_gpus: int | None, gpus_pe
 
 
 def _accepts_layout(budget: _Budget, base: RunConfig, change: Change, layout: dict, steps: list[dict]) -> bool:
-    """Whether a layout works with one of the steps, the cheapest; where the most frugal one fails, all do."""
+    """Whether a layout works with one of the steps, tried in order of cost; if the most frugal step fails, all do."""
 
     def accepts(step: dict[str, Any]) -> bool:
         fields = {**layout, **step}
@@ -120,12 +120,12 @@ def _accepts_layout(budget: _Budget, base: RunConfig, change: Change, layout: di
 
 
 class _Budget:
-    """Judges candidates while there is room, and remembers the best one."""
+    """Judges candidates within a budget and remembers the best one."""
 
     def __init__(self, judge: Judge):
         self._judge, self._judged, self._end = judge, 0, time.process_time() + _DEADLINE_S
         self._closest: tuple[float, str] = (math.inf, "")
-        self.best: Change = ()  # without errors, with the fewest warnings
+        self.best: Change = ()  # without errors and with the fewest warnings
         self.last_works = False
         self.num_engines = self.num_layouts = 0
         self._num_warnings = math.inf
@@ -135,7 +135,7 @@ class _Budget:
         return self._judged >= _MAX_JUDGEMENTS or time.process_time() > self._end
 
     def accepts(self, cfg: RunConfig, change: Change) -> bool:
-        """Whether nothing better has to be looked for."""
+        """Judge a candidate; return whether the search can stop with it."""
         found = self._judge(cfg)
         self._judged += 1
         self.last_works = found.works
@@ -156,14 +156,14 @@ class _Budget:
             f"{self._judged} layouts on {limit} were judged. Of those nearest to this one, {self.num_engines} ways to "
             "divide an engine (rollout.tensor, expert, gpu_memory_utilization) tile and have room for its weights and "
             f"a KV cache, and {self.num_layouts} layouts of the trainer (world_size, tensor, pipeline, context, "
-            "expert, expert_tensor) tile and have room for its states; each was tried with recompute, smaller microbatches "
-            "and, where both share GPUs, sleeping and offloading"
+            "expert, expert_tensor) tile and have room for its states; each was tried with recompute, smaller "
+            "microbatches and, where both share GPUs, sleeping and offloading"
         )
         return f"{tried}. The closest: {self._closest[1]}" if self._closest[1] else tried
 
 
 def _mend_fields(cfg: RunConfig, judge: Judge) -> tuple[Change, list[str]]:
-    """(values of fields outside the layout with which their errors are gone, options for which there is none)."""
+    """(changes to fields outside the layout that remove their errors, options for which no value helps)."""
     changes: dict[str, Any] = {}
     while True:
         now = apply(cfg, tuple(changes.items()))
@@ -194,7 +194,7 @@ def _is_tiled_size(problem: str) -> bool:
 
 
 def _values(cfg: RunConfig, path: str, remedy: str) -> Iterator[Any]:
-    """Values to try for a field, by its type, those that the remedy names first; none for texts and architectures."""
+    """Values to try for a field, by its type, starting with those the remedy names; none for strings and the model."""
     section, _, field = path.rpartition(".")
     if path.count(".") > 1 or section == "model":
         return
@@ -212,12 +212,12 @@ def _values(cfg: RunConfig, path: str, remedy: str) -> Iterator[Any]:
 
 
 def _precisions(cfg: RunConfig, judge: Judge) -> Iterator[Change]:
-    """What can be done where a size of the model does not tile: BF16 for its layers, or at both ends; else nothing."""
+    """Changes for a model with a size that does not tile: BF16 for its layers, or at both ends; otherwise none."""
     wrong = {finding.subject for finding in judge(cfg).errors if _is_tiled_size(finding.problem)}
     if not wrong:
         yield ()
         if cfg.precision.rollout == "bf16" or _degrees(cfg, "rollout.tensor") != [1]:
-            return  # blocks do not keep an engine from being divided
+            return  # FP8 blocks do not prevent dividing an engine
     first = cfg.model.first_dense_layers
     if wrong == {"--model.ffn_hidden_size"} and first:
         yield (("precision.bf16_first_layers", first),)
@@ -225,7 +225,7 @@ def _precisions(cfg: RunConfig, judge: Judge) -> Iterator[Change]:
 
 
 def _parts(cfg: RunConfig, gpu: Gpu, num_gpus: int | None, node: int) -> tuple[list[Option], list[Option]]:
-    """(ways to divide an engine, layouts of the trainer) that tile and have room, the nearest of each."""
+    """(ways to divide an engine, layouts of the trainer) that tile and fit, the nearest of each."""
     ranks = num_gpus or cfg.parallel.world_size * _MAX_GROWTH
     engines = list(itertools.islice(_engines(cfg, gpu, ranks, node), _MAX_ENGINES))
     return engines, _layouts(cfg, gpu, ranks, num_gpus is not None, node)
@@ -234,7 +234,7 @@ def _parts(cfg: RunConfig, gpu: Gpu, num_gpus: int | None, node: int) -> tuple[l
 def _candidates(
     cfg: RunConfig, engines: list[Option], layouts: list[Option], num_gpus: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Trainer and engines, the nearest first."""
+    """Combinations of trainer and engines, the nearest first."""
     merged = [_combined(cfg, cost, engine, layouts, num_gpus) for cost, engine in engines]
     return (candidate for _, _, candidate in heapq.merge(*merged, key=lambda entry: entry[:2]))
 
@@ -242,7 +242,7 @@ def _candidates(
 def _combined(
     cfg: RunConfig, cost: float, engine: dict[str, Any], layouts: list[Option], num_gpus: int | None
 ) -> list[tuple[float, str, dict[str, Any]]]:
-    """Engines of one kind with every layout, and as many replicas as there is room for."""
+    """One way to divide an engine, with every trainer layout and as many replicas as fit."""
     found = []
     replicas, tensor = max(1, cfg.rollout.num_replicas), engine["rollout.tensor"]
     for of_layout, layout in layouts:
@@ -261,7 +261,7 @@ def _distance(new: int, old: int, weight: float) -> float:
 
 
 def _engines(cfg: RunConfig, gpu: Gpu, num_gpus: int, node: int) -> Iterator[Option]:
-    """Ways to divide an engine with room for sequences, the nearest first."""
+    """Ways to divide an engine that leave room for sequences, the nearest first."""
     rollout, model = cfg.rollout, cfg.model
     found: list[Option] = []
     utilizations = {rollout.gpu_memory_utilization: 0.0, 0.9: 0.5}
@@ -288,7 +288,7 @@ def _engines(cfg: RunConfig, gpu: Gpu, num_gpus: int, node: int) -> Iterator[Opt
 
 
 def _degrees(cfg: RunConfig, option: str) -> list[int]:
-    """Values of a degree that divide and tile, the unit among them if it does."""
+    """Values of a degree that divide and tile; 1 is among them if it tiles."""
     model = cfg.model
     known = tiling.common_degrees(tiling.matrices(cfg))
     if option in known:
@@ -298,7 +298,7 @@ def _degrees(cfg: RunConfig, option: str) -> list[int]:
 
 
 def _layouts(cfg: RunConfig, gpu: Gpu, ranks: int, is_bounded: bool, node: int) -> list[Option]:
-    """Layouts of the trainer that divide, tile and have room for its states, the nearest first."""
+    """Layouts of the trainer that divide, tile and fit its states, the nearest first."""
     parallel, model = cfg.parallel, cfg.model
     single = dataclasses.replace(cfg, parallel=dataclasses.replace(parallel, tensor=1, expert_tensor=1))
     tensors = [degree for degree in _degrees(single, "parallel.tensor") if degree <= ranks]
@@ -335,14 +335,14 @@ def _layouts(cfg: RunConfig, gpu: Gpu, ranks: int, is_bounded: bool, node: int) 
 
 
 def _worlds(now: int, ranks: int, node: int) -> list[int]:
-    """Numbers of ranks: powers of two and three times those, whole nodes, and the present one."""
+    """World sizes to try: powers of two, three times those, whole nodes, and the current one."""
     powers = [factor << power for factor in (1, 3) for power in range(13)]
     nodes = range(node, min(ranks, 16 * node) + 1, node)
     return sorted({n for n in (now, *powers, *nodes) if 1 <= n <= ranks})
 
 
 def _state_bytes(cfg: RunConfig, gpu: Gpu, count: parameters.ParameterCount, fields: dict[str, Any]) -> float:
-    """What an average rank holds at least: weights, gradients, optimizer states, most of the FP8 copies, CUDA."""
+    """A lower bound for an average rank: weights, gradients, optimizer states, most of the FP8 copies, CUDA."""
     world, tensor, pipeline = (fields[f"parallel.{name}"] for name in ("world_size", "tensor", "pipeline"))
     per = trainer_memory.Bytes.of(cfg)
     copies = 0.9 * trainer_memory.fp8_copy_bytes(cfg, gpu)
@@ -354,7 +354,7 @@ def _state_bytes(cfg: RunConfig, gpu: Gpu, count: parameters.ParameterCount, fie
 
 
 def _steps(cfg: RunConfig) -> Iterator[Option]:
-    """What takes less memory in the same layout: recompute, smaller microbatches, plain stages, taking turns."""
+    """Ways to save memory in the same layout: recompute, smaller microbatches, no virtual stages, sharing in turns."""
     rollout, optim = cfg.rollout, cfg.optim
     order = ("none", "selective", "full")
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens

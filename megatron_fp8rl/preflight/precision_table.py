@@ -1,4 +1,4 @@
-"""What is FP8 at which end, whether the two ends are one quantized function, and which scales the GPU takes. Pure."""
+"""The precision of both ends, tensor by tensor, and whether they are one quantized function. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Row:
     kind: str
     trainer: str
     engine: str
-    agree: bool  # the trainer's forward and the engine round these weights alike
+    agree: bool  # the trainer's forward pass and the engine round these weights alike
 
 
 _KINDS = (
@@ -42,7 +42,7 @@ _KINDS = (
 
 
 def scales(cfg: RunConfig, end: str) -> str:
-    """The kind of scales that one end uses, in words."""
+    """A description of the scales that one end uses."""
     recipe = cfg.precision.trainer if end == "trainer" else cfg.precision.rollout
     if recipe != "blockwise":
         return _SCALES[recipe]
@@ -50,7 +50,7 @@ def scales(cfg: RunConfig, end: str) -> str:
 
 
 def agreement(cfg: RunConfig) -> list[Row]:
-    """One row for each kind of tensor that the model has."""
+    """One row for each kind of tensor in the model."""
     table = LayerTable.build(cfg.model, cfg.precision)
     found: dict[str, tuple[set[int], set[int], set[int]]] = {}
     for entry in entries(cfg.model):
@@ -94,7 +94,7 @@ def _shown(layers: set[int], fp8: set[int], recipe: str) -> str:
 
 
 def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
-    """Where the two ends differ, and what the GPU does to scales. What cannot work at all is ``config_check``'s."""
+    """Where the two ends differ, and how the GPU treats scales. Impossible settings are refused by ``rules.py``."""
     precision, found = cfg.precision, []
     corrected = cfg.algo.correction != "off"
     if precision.trainer != precision.rollout:
@@ -147,7 +147,7 @@ def findings(cfg: RunConfig, gpu: Gpu) -> list[Finding]:
 
 
 def _of_linears(cfg: RunConfig, choice: KernelChoice) -> list[Finding]:
-    """The matrix that DeepGEMM leaves to the other kernels, by its name. config_check sees to all others."""
+    """The one matrix that DeepGEMM cannot multiply; ``rules.py`` refuses all others."""
     mla = cfg.model.mla
     rows = 0 if mla is None else mla.kv_lora_rank + mla.qk_rope_head_dim
     if choice.trainer.of_matrix(rows, FP8_BLOCK) == choice.trainer.linears:
@@ -156,7 +156,7 @@ def _of_linears(cfg: RunConfig, choice: KernelChoice) -> list[Finding]:
         Finding(
             severity="note",
             subject="--precision.linears",
-            problem=f"kv_a_proj_with_mqa has {rows} rows, no multiple of {FP8_BLOCK}: DeepGEMM does not multiply it, and "
-            "the trainer takes the kernels of precision.kernels for it",
+            problem=f"kv_a_proj_with_mqa has {rows} rows, no multiple of {FP8_BLOCK}: DeepGEMM does not multiply it, "
+            "and the trainer takes the kernels of precision.kernels for it",
         )
     ]

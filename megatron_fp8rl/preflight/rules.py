@@ -1,11 +1,11 @@
-"""Every mistake of a configuration at once, before anything starts.
+"""Report every mistake of a configuration at once, before anything starts.
 
-In: a ``RunConfig``. Out: a list of :class:`Violation`, empty when the run can start; each names the option as it is
-typed (``--parallel.tensor``), its value, the problem and the remedy. Reads the file system, changes nothing, imports
-nothing heavy: it runs on a login node and in every trainer process.
+In: a ``RunConfig``. Out: a list of :class:`Violation`, empty if the run can start; each names the option as it is
+typed (``--parallel.tensor``), its value, the problem and the remedy. Reads the file system, changes nothing and imports
+nothing heavy, so it runs on a login node and in every trainer process.
 
-A consequence of a mistake is not reported as a second mistake: where a degree does not divide the number of heads, say,
-the matrices of that degree are not judged.
+Consequences of a mistake are not reported as further mistakes: if a degree does not divide the number of heads, for
+example, the matrices that it divides are not checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megatron_fp8rl.preflight.tiling import check_tiling
 
 
 def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Violation]:
-    """All mistakes of ``cfg``. ``accelerator`` is what the trainer will run on; None looks at this machine."""
+    """All mistakes of ``cfg``. ``accelerator`` is the hardware the trainer will run on; None: that of this machine."""
     found = Findings(cfg)
     accelerator = accelerator or local_accelerator()
     _check_run(found)
@@ -49,7 +49,7 @@ def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Viol
 
 @cache
 def local_accelerator() -> Generation:
-    """The GPU generation of this machine, asked of ``nvidia-smi``; "cpu" when there is none."""
+    """The GPU generation of this machine, as reported by ``nvidia-smi``; "cpu" if there is no GPU."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
@@ -165,7 +165,7 @@ def _check_algo(found: Findings) -> None:
             "Set it to 2 or more; 8 is usual",
         )
     found.violations += named.mistakes(algo)
-    # CISPO clips the importance weight itself and is used without a lower bound, which is clip_low = 1.
+    # CISPO clips the importance weight itself, usually without a lower bound: clip_low = 1.
     if found.in_range("algo", "algo.clip_low") and algo.loss != "cispo" and ":" not in algo.loss:
         found.within("algo.clip_low", "(0, 1)")
     dual_clip = algo.loss_options.get("dual_clip")
@@ -190,7 +190,7 @@ def _check_algo(found: Findings) -> None:
 
 
 def _check_correction(found: Findings) -> None:
-    """The bounds of the importance weight, which is 1 where trainer and engine agree."""
+    """Check the bounds of the importance weight, which is 1 where trainer and engine agree."""
     algo = found.cfg.algo
     if algo.correction == "off":
         return
@@ -255,7 +255,7 @@ def _check_data(found: Findings) -> None:
 
 
 def _check_storage(found: Findings) -> None:
-    """Folders that have to exist, or that must not be files; what is observed."""
+    """Check folders that must exist or be writable, and the packages that logging needs."""
     cfg = found.cfg
     check_source(found)
     try:

@@ -1,4 +1,4 @@
-"""Whether the architecture is consistent, a checkpoint is one of it, and degrees divide what they split."""
+"""Rules for the architecture, its checkpoint, and the degrees that divide it. Pure but for reading config.json."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, to_hf_config
 from megatron_fp8rl.preflight.findings import Findings
 
-# Fields that say nothing about what the weights compute, and layers that a run leaves out.
+# Fields that do not affect what the weights compute, and layers that a run omits.
 _FREE = ("hf_path", "initializer_range", "max_position_embeddings", "num_mtp_layers", "sliding_window")
 
 
 def check_model(found: Findings) -> bool:
-    """Whether the architecture is consistent in itself."""
+    """Check that the architecture is consistent; return whether it is."""
     model, before = found.cfg.model, len(found.violations)
     if not found.in_range("model"):
         return False
@@ -48,7 +48,7 @@ def check_model(found: Findings) -> bool:
 
 
 def _check_router(found: Findings) -> None:
-    """Whether the groups of experts can be scored (by their two best) and leave a token enough experts."""
+    """Check that expert groups can be scored (by their two best experts) and offer a token enough experts."""
     model, router = found.cfg.model, found.cfg.model.router
     if not found.in_range("model.router") or router.num_groups == 1:
         return
@@ -71,7 +71,7 @@ def _check_router(found: Findings) -> None:
 
 
 def _check_rotation(found: Findings) -> None:
-    """Rotary embedding turns pairs of features."""
+    """Check that the number of rotated features is even: rotary embedding rotates pairs."""
     model = found.cfg.model
     if model.mla is not None and model.mla.qk_rope_head_dim % 2:
         found.refuse("model.mla.qk_rope_head_dim", "is odd, and rotary embedding turns pairs", "Choose an even number")
@@ -83,7 +83,7 @@ def _check_rotation(found: Findings) -> None:
 
 
 def _check_family(found: Findings) -> None:
-    """Whether a config.json of the family can say what the model is: engines and checkpoints read nothing else."""
+    """Check that a config.json of the family can describe the model: engines and checkpoints read nothing else."""
     model = found.cfg.model
     try:
         to_hf_config(model)
@@ -98,7 +98,7 @@ def _check_family(found: Findings) -> None:
 
 
 def check_degrees(found: Findings, model_is_sound: bool) -> bool:
-    """Whether all degrees are whole, fit the world and divide what they split."""
+    """Check that all degrees fit the world size and divide the dimensions they split; return whether they do."""
     model, parallel, before = found.cfg.model, found.cfg.parallel, len(found.violations)
     if not found.in_range("parallel", "rollout.tensor", "rollout.num_replicas"):
         return False
@@ -131,7 +131,7 @@ def check_degrees(found: Findings, model_is_sound: bool) -> bool:
 
 
 def _check_feed_forward_degree(found: Findings) -> None:
-    """The trainer divides the columns of dense feed-forwards and of shared experts."""
+    """Check that the tensor-parallel size divides the columns of dense MLPs and of shared experts."""
     model, degree = found.cfg.model, found.cfg.parallel.tensor
     shared = model.num_shared_experts * model.moe_ffn_hidden_size
     for columns, what in ((model.ffn_hidden_size, "a dense feed-forward"), (shared, "the shared experts")):
@@ -154,7 +154,10 @@ def _fits_world(found: Findings, path: str, names: tuple[str, ...]) -> bool:
 
 
 def _check_head_degree(found: Findings, path: str) -> None:
-    """Ranks that outnumber the key/value heads share them, evenly: engines by copies, the trainer by gathering."""
+    """If there are more ranks than key/value heads, the ranks must share them evenly.
+
+    Engines then replicate the heads, the trainer gathers them.
+    """
     kv_heads, degree = found.cfg.model.num_key_value_heads, found.value(path)
     if not found.divides(path, found.cfg.model.num_attention_heads, "attention heads"):
         return
@@ -167,12 +170,12 @@ def _check_head_degree(found: Findings, path: str) -> None:
 
 
 def check_source(found: Findings) -> None:
-    """model.hf_path, by the names of its files and its config.json; no weights are read."""
+    """Check model.hf_path by its file names and its config.json; no weights are read."""
     model = found.cfg.model
     if model.hf_path is None:
         return
     folder = Path(model.hf_path)
-    # checkpoint_tools puts config.json and the tokenizer beside a distributed checkpoint.
+    # checkpoint_tools writes config.json and the tokenizer next to a distributed checkpoint.
     has_weights = any(folder.glob("*.safetensors")) or (folder / ".metadata").is_file()
     if not (folder / "config.json").is_file() or not has_weights:
         found.refuse(
@@ -187,7 +190,7 @@ def check_source(found: Findings) -> None:
 
 
 def _differing(file: Path, model: ModelConfig) -> str:
-    """Fields in which a config.json is of another model, or why it cannot be read; empty when neither."""
+    """The fields in which a config.json describes another model, or why it cannot be read; empty if it agrees."""
     try:
         config = json.loads(file.read_text())
         theirs = from_hf_config(config, fp8_weights=True) if isinstance(config, dict) else None

@@ -1,8 +1,8 @@
-"""``python -m megatron_fp8rl show CONFIG``: for every group of layers its format, its kernels at both ends, and why.
+"""``python -m megatron_fp8rl show CONFIG``: formats and kernels of every group of layers, with reasons.
 
-In: a RunConfig and a kind of GPU, or a CPU. Out: text. Everything is read from the layer table and from the choice of
-kernels, which build the trainer and start the engines. Exit status 0, or 2 after the mistakes of a configuration that
-would be refused there. Needs neither a GPU nor torch.
+In: a RunConfig and a kind of GPU, or a CPU. Out: text. Everything is read from the layer table and the kernel choice,
+from which the trainer is built and the engines are started. Exit status 0, or 2 with the mistakes of a configuration
+that would be refused there. Needs neither a GPU nor torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _COLUMNS = ("group", "layers", "trainer", "trainer kernel", "wire", "engine kern
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions:
-    """The machine that the run is meant for."""
+    """The machine the run is meant for."""
 
     gpu: Literal["h100", "h200", "b200", "cpu"] = "h200"
 
@@ -47,7 +47,7 @@ class ShowOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Tensors of one kind that are computed alike."""
+    """Tensors of one kind with the same format and kernels."""
 
     name: str
     layers: str  # "0-47"; "-" outside layers
@@ -58,14 +58,14 @@ class Group:
 
 
 def run(cfg: RunConfig, options: ShowOptions) -> int:
-    """Print the groups, why their kernels were chosen, and the mistakes; return the exit status."""
+    """Print the groups, the reasons for their kernels, and the mistakes; return the exit status."""
     violations = rules.check(cfg, accelerator=options.generation)
     print(text(cfg, options, violations))
     return 2 if violations else 0
 
 
 def text(cfg: RunConfig, options: ShowOptions, violations: list[Violation]) -> str:
-    """What is printed. Without groups where degrees do not divide the model: then nothing can be chosen."""
+    """The printed text. Without groups if the degrees do not divide the model, because then no kernel can be chosen."""
     found = Findings(cfg)
     blocks = []
     if check_degrees(found, check_model(found)):
@@ -92,7 +92,7 @@ def _lines(title: str, lines: list[str]) -> str:
 
 
 def groups(cfg: RunConfig, choice: KernelChoice) -> list[Group]:
-    """All groups, from the embedding to the output head. The degrees of ``cfg`` have to divide its model."""
+    """All groups, from the embedding to the output head. The degrees of ``cfg`` must divide its model."""
     table, everywhere = LayerTable.build(cfg.model, cfg.precision), set(range(cfg.model.num_layers))
     layers: dict[tuple[int, int], set[int]] = {(_PLACES.index("everywhere"), _KINDS.index("attention")): everywhere}
     weights: dict[tuple[int, int], list[tuple[str, Weight]]] = {}
@@ -100,7 +100,7 @@ def groups(cfg: RunConfig, choice: KernelChoice) -> list[Group]:
         for name, shape in () if entry.is_buffer else entry.weight.parts:
             kind = kind_of(name, len(shape))
             if kind == "attention projections" and ".self_attn." not in name:
-                kind = "input of a layer"  # that predicts further tokens
+                kind = "input of a layer"  # of multi-token prediction
             place = _place(table, entry.layer) if kind in _MATRICES else kind if kind in _PLACES else "everywhere"
             key = _PLACES.index(place), _KINDS.index(kind)
             layers.setdefault(key, set()).add(entry.layer)
@@ -141,7 +141,7 @@ def _group(
 
 
 def _trainer_kernel(cfg: RunConfig, choice: KernelChoice, kind: str, in_fp8: list[Weight]) -> str:
-    """In words; of linears, of every matrix as it lies on a rank."""
+    """A description; for linears, of the kernels of all shards on a rank."""
     if kind in _ROLES:
         return choice.text(f"trainer.{_ROLES[kind]}")
     if not in_fp8:
@@ -161,7 +161,7 @@ def _engine_kernel(choice: KernelChoice, kind: str, in_fp8: bool) -> str:
 
 
 def reasons(cfg: RunConfig, choice: KernelChoice) -> list[str]:
-    """Why, role by role: those of the configuration's model and formats."""
+    """The reason for each role that the model and the formats have."""
     absent = {"formats"}
     if not cfg.model.is_moe:
         absent |= {"trainer.experts", "trainer.router", "trainer.combine", "engine.experts"}

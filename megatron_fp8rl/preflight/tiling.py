@@ -1,9 +1,9 @@
 """Whether FP8 scales tile every matrix on every rank of the trainer and of the engines, and the degrees that do. Pure.
 
-A block that crosses the edge of a shard would get another scale on each side than the whole matrix has, and the bytes
-that the trainer multiplies would not be the bytes that the engine holds. So the edges of all shards have to fall on the
-edges of blocks: 128 for blockwise scales, and 16 for one scale per tensor, which is what FP8 tensor
-cores ask. All answers come from the rows of ``names/``, sliced as the trainer and as vLLM slice them.
+A block that crosses a shard boundary would have a different scale on each side than in the whole matrix, and the bytes
+that the trainer multiplies would differ from those that the engine holds. So all shard boundaries must be block
+boundaries: multiples of 128 for blockwise scales, and of 16 for per-tensor scales, as FP8 tensor cores require. All
+answers come from the rows of ``names/``, sliced as the trainer and vLLM slice them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ TILES = {"bf16": 1, "delayed": 16, "tensorwise": 16, "blockwise": FP8_BLOCK}
 _MAX_DEGREE = 64
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity: caches below are fast
+@dataclass(frozen=True, eq=False)  # compared by identity, so that the caches below are fast
 class Kind:
     """One kind of quantizable matrix: a part of a Megatron weight, the same in many layers and experts."""
 
     name: str  # Hugging Face name with * for layer and expert
-    count: int  # over layers and experts
+    count: int  # summed over layers and experts
     weight: Weight  # of one layer and expert
     part: int  # index into ``weight.parts``
     keys: tuple[str, ...]  # of the shape, as ``names.table.sizes`` knows them
@@ -44,7 +44,7 @@ class Kind:
         return self.weight.is_expert or self.model.num_attention_heads % ranks == 0
 
     def divided_by(self, ranks: int) -> str:
-        """Key of the dimension that ``ranks`` trainer ranks divide; those that share a query group divide all rows."""
+        """Key of the dimension that ``ranks`` trainer ranks divide; ranks that share a query group divide all rows."""
         if self.weight.join == "qkv" and ranks > self.model.num_key_value_heads:
             return "qkv"
         return self.keys[self.weight.axis]
@@ -52,7 +52,7 @@ class Kind:
 
 @functools.lru_cache(maxsize=8)
 def kinds(model: ModelConfig, first_fp8_layer: int = 0, end_fp8_layer: int | None = None) -> tuple[Kind, ...]:
-    """Every kind of matrix that FP8 recipes apply to, in the order of a layer."""
+    """Every kind of matrix that FP8 recipes quantize, in the order of a layer."""
     end = model.num_layers if end_fp8_layer is None else end_fp8_layer
     table = LayerTable(model.num_layers, first_fp8_layer, end, trainer_is_fp8=True, rollout_is_fp8=True)
     layers = range(model.num_layers + model.num_mtp_layers)
@@ -77,7 +77,7 @@ def _pattern(name: str) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """What one rank has of a matrix, the rank that has the most, and whether tiles cover it on all of them."""
+    """The largest shard of a matrix, and whether tiles cover the shards of all ranks."""
 
     shape: tuple[int, ...]
     tiles: bool
@@ -85,7 +85,7 @@ class Held:
 
 @functools.lru_cache(maxsize=1 << 13)
 def on_trainer(kind: Kind, ranks: int, tile: int) -> Held:
-    """A Hugging Face part of a Megatron weight on ``ranks`` tensor-parallel (of experts: expert-tensor) ranks."""
+    """A Hugging Face part of a Megatron weight on ``ranks`` tensor-parallel (for experts: expert-tensor) ranks."""
     weight, axis, shape = kind.weight, kind.weight.axis, list(kind.shape)
     if weight.cut == "none":
         return Held(kind.shape, _covers(kind.shape, kind.shape, tile))
@@ -117,20 +117,20 @@ def on_engine(kind: Kind, ranks: int, tile: int) -> Held:
 
 
 def _covers(shard: tuple[int, ...], whole: tuple[int, ...], tile: int) -> bool:
-    """Whether the edges of shards are edges of tiles; a dimension that is not divided may end in a partial block, which
-    both ends round alike. Per-tensor and MX scales need whole tiles throughout."""
+    """Whether shard boundaries are tile boundaries. An undivided dimension may end in a partial block, which both ends
+    round alike. Per-tensor scales need whole tiles throughout."""
     return all(size % tile == 0 for size, all_ in zip(shard, whole, strict=True) if tile < FP8_BLOCK or size != all_)
 
 
 @dataclass(frozen=True)
 class _End:
-    """One end of a run: how it divides matrices, and over how many ranks."""
+    """One end of a run: how it divides matrices, and over how many ranks each."""
 
     name: str
     tile: int
     hold: Callable[[Kind, int, int], Held]
     tensor: tuple[str, int]  # option that divides matrices, and its value
-    experts: tuple[str, int]  # the same of routed experts; ("", 1) when they stay whole
+    experts: tuple[str, int]  # the same for routed experts; ("", 1) if they stay whole
 
     def degree(self, kind: Kind) -> tuple[str, int]:
         return ("", 1) if kind.weight.cut == "none" else self.experts if kind.weight.is_expert else self.tensor
@@ -139,7 +139,7 @@ class _End:
         return self.hold(kind, self.degree(kind)[1], self.tile)
 
     def degrees(self, kind: Kind) -> Iterator[int]:
-        """Values of the option that tile ``kind``."""
+        """Values of the option with which ``kind`` tiles."""
         if kind.weight.is_expert and not self.experts[0]:  # expert parallel workers
             return (n for n in range(1, _MAX_DEGREE + 1) if kind.model.num_experts % n == 0)
         is_engine = self.hold is on_engine
@@ -168,7 +168,7 @@ def _of_run(cfg: RunConfig) -> tuple[Kind, ...]:
 
 @dataclass(frozen=True)
 class Dimension:
-    """What a shape key of ``names/`` stands for, in the terms of the configuration."""
+    """The meaning of a shape key of ``names/`` in terms of the configuration."""
 
     matrices: str
     formula: str  # how the size follows from the model
@@ -176,7 +176,7 @@ class Dimension:
 
 
 def _dimension(model: ModelConfig, key: str) -> Dimension | None:
-    """None of kv_a_proj_with_mqa's rows: they are whole on every rank, where the last block may be cut short."""
+    """None for the rows of kv_a_proj_with_mqa: every rank has all of them, and the last block may be partial."""
     heads, mla = "num_attention_heads", model.mla
     ffn = "rows of gate_proj and up_proj, columns of down_proj"
     queries = "q_proj" if mla is None or mla.q_lora_rank is None else "q_b_proj"
@@ -203,7 +203,7 @@ def _dimension(model: ModelConfig, key: str) -> Dimension | None:
 
 
 def check_tiling(found: Findings) -> None:
-    """Refuse what does not tile. Degrees have to divide what they split already."""
+    """Refuse dimensions and degrees that do not tile. Degrees must already divide what they split."""
     cfg, listed = found.cfg, _of_run(found.cfg)
     ends = [end for end in _ends(cfg) if end.tile > 1]
     spoiled: set[str] = set()
@@ -218,7 +218,7 @@ def check_tiling(found: Findings) -> None:
 
 
 def _divided(kind: Kind) -> set[str]:
-    """Keys of the dimensions that a degree divides."""
+    """Keys of the dimensions that a degree splits."""
     return {"q", "kv"} if kind.weight.join == "qkv" else {kind.keys[kind.weight.axis]}
 
 
@@ -239,7 +239,7 @@ def _refuse_size(found: Findings, key: str, dimension: Dimension, size: int, til
 
 
 def _check_shards(found: Findings, listed: Sequence[Kind], end: _End) -> None:
-    """One violation per option of one end, however many matrices it spoils."""
+    """Report one violation per option of one end, however many matrices it affects."""
     by_option: dict[str, list[Kind]] = {}
     for kind in listed:
         if end.degree(kind)[0]:
@@ -263,13 +263,13 @@ def _shown(kind: Kind, key: str, ranks: int, held: Held) -> str:
     size = kind.weight.shape[0] if key == "qkv" else kind.shape[kind.weight.axis]
     rank = f"{size / ranks:g}" if size % ranks or key == "qkv" else str(held.shape[kind.weight.axis])
     dimension = _dimension(kind.model, key)
-    assert dimension is not None  # what is divided is a multiple of heads or of a feed-forward
+    assert dimension is not None  # every divided dimension has an entry
     return f"{dimension.matrices}: {dimension.formula} = {size}, of which one rank has {rank}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """One kind of matrix at both ends, for the report."""
+    """One kind of matrix at both ends, as reported."""
 
     name: str
     count: int
@@ -277,16 +277,16 @@ class Matrix:
     trainer_shape: tuple[int, ...]  # on one rank
     trainer_tile: int  # 1: BF16
     trainer_tiles: bool
-    trainer_degrees: tuple[int, ...]  # of its option that tile
-    trainer_option: str  # that divides it; empty when none does
+    trainer_degrees: tuple[int, ...]  # of its option, that tile
+    trainer_option: str  # that divides it; empty if none does
     engine_shape: tuple[int, ...]
     engine_tile: int
     engine_tiles: bool
-    engine_degrees: tuple[int, ...]  # of rollout.tensor that tile
+    engine_degrees: tuple[int, ...]  # of rollout.tensor, that tile
 
 
 def matrices(cfg: RunConfig) -> list[Matrix]:
-    """All kinds of matrices that either end holds in FP8, in the order of a layer."""
+    """All kinds of matrices that either end keeps in FP8, in the order of a layer."""
     trainer, engine = _ends(cfg)
     if trainer.tile == engine.tile == 1:
         return []
@@ -313,7 +313,7 @@ def matrices(cfg: RunConfig) -> list[Matrix]:
 
 
 def common_degrees(listed: Sequence[Matrix]) -> dict[str, list[int]]:
-    """By option, the degrees that tile every matrix that the option divides."""
+    """For each option, the degrees with which every matrix it divides tiles."""
     found: dict[str, set[int]] = {}
     for matrix in listed:
         if matrix.trainer_option:

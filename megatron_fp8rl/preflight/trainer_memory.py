@@ -1,26 +1,26 @@
-"""Peak memory of the trainer rank that needs the most, by part.
+"""Peak memory of the trainer rank with the highest need, by part.
 
 In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with the largest total. Pure; no torch.
 
     weights       2 bytes per parameter (BF16)                            Micikevicius et al., arXiv:1710.03740
-    gradients     4 bytes: Megatron-Core's main_grad, summed in FP32      grad_reduce_in_fp32 of its DDP
+    gradients     4 bytes: Megatron-Core's main_grad, reduced in FP32     grad_reduce_in_fp32 of its DDP
     optimizer     12 bytes: FP32 master weight and AdamW's two moments,   Rajbhandari et al., arXiv:1910.02054, stage 1
                   over data x context parallel ranks; of experts over
                   world / (pipeline x expert x expert tensor) ranks
-    FP8 copies    1 byte and scales, row-wise and column-wise             Transformer Engine keeps both for a whole
+    FP8 copies    1 byte and scales, rowwise and columnwise               Transformer Engine keeps both for a whole
                                                                           update (is_first_microbatch)
     activations   see ``activations.py``, times the microbatches in       Narayanan et al., arXiv:2104.04473, 2.2
-                  flight: 1F1B: stages behind this one, and itself;
-                  interleaved: 2 (stages behind) + (v - 1) p + 1 chunks;
+                  flight: 1F1B: this stage and those after it;
+                  interleaved: 2 (stages after) + (v - 1) p + 1 chunks;
                   on the last stage also the inputs of the last norm
                   and of the head
     logits        the head's gradient in FP32 and, at once, two FP32      ``trainer/logprobs.py``
-                  chunks of logits, or one BF16 chunk and the gradient
-                  that it gives
+                  chunks of logits, or one BF16 chunk and its
+                  gradient
 
-With FP32 parameters weights take 4 bytes and the optimizer 8. Temporaries of the head and of one layer's backward pass
-do not occur at once; the larger counts. The row-wise FP8 copies live from the first forward pass after an update to the
-next update, the column-wise ones from the first backward pass on; the peak of an update of two microbatches has both.
+With FP32 parameters, weights take 4 bytes and the optimizer 8. Temporaries of the head and of one layer's backward pass
+do not coexist; the larger counts. The rowwise FP8 copies live from the first forward pass after an update to the next
+update, the columnwise ones from the first backward pass on; an update with two microbatches has both at its peak.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from megatron_fp8rl.precision.parameters import RankWeights, on_trainer_rank
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
 
-# Not arithmetic but allowances: a CUDA context with its modules and cuBLAS's workspaces (measured on one H200: 1.7 GiB
-# for a dense model, 2.1 for one with experts), and NCCL's buffers for each process group that has more than one rank.
+# Allowances: a CUDA context with its modules and cuBLAS workspaces (measured on one H200: 1.7 GiB for a dense model,
+# 2.1 for an MoE model), and NCCL's buffers for each process group with more than one rank.
 _CONTEXT_BYTES = int(1.9 * GIB)
 _GROUP_BYTES = int(0.2 * GIB)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bytes:
-    """Bytes per element of what the optimizer keeps."""
+    """Bytes per parameter of weights, gradients and optimizer states."""
 
     weight: int
     gradient: int
@@ -68,7 +68,7 @@ def worst_rank(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance:
 
 
 def num_microbatches(cfg: RunConfig) -> int:
-    """Microbatches of one update on one data-parallel rank when every completion has its full length."""
+    """Microbatches of one update on one data-parallel rank if every completion has its full length."""
     rollout = cfg.rollout
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt / cfg.algo.updates_per_step
     tokens = sequences * (rollout.max_prompt_tokens + rollout.max_completion_tokens)
@@ -76,7 +76,7 @@ def num_microbatches(cfg: RunConfig) -> int:
 
 
 def layers_in_flight(cfg: RunConfig, stage: int, layers: int) -> float:
-    """Layers, over all microbatches, whose activations a rank of ``stage`` holds at once; ``layers`` are its own."""
+    """Layers, summed over microbatches, whose activations a rank of ``stage`` with ``layers`` layers holds at once."""
     parallel, microbatches = cfg.parallel, num_microbatches(cfg)
     behind = parallel.pipeline - stage - 1
     if parallel.virtual_stages == 1:
@@ -86,7 +86,7 @@ def layers_in_flight(cfg: RunConfig, stage: int, layers: int) -> float:
 
 
 def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
-    """Bytes per weight element of the FP8 copies that a linear keeps, and how many there are."""
+    """Bytes of all FP8 copies that a linear keeps, per weight element."""
     per_copy = {
         "bf16": 0.0,
         "delayed": 1.0,
@@ -98,7 +98,7 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
 
 
 def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float, stage: int) -> Estimate:
-    """Peak memory of a rank of one pipeline stage; all its ranks need the same when routing is balanced."""
+    """Peak memory of a rank of one pipeline stage; all ranks of the stage need the same if routing is balanced."""
     tokens = Tokens.of(cfg, routing_imbalance)
     layout = TrainerLayout.from_config(cfg.parallel)
     held = [i for i in range(cfg.model.num_layers) if layout.stage(i, cfg.model.num_layers) == stage]
@@ -125,7 +125,7 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
     copies = fp8_copy_bytes(cfg, gpu)
     weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
     held_bytes, held = weight_bytes, f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B"
-    if cfg.precision.params == "fp8":  # bytes in rows are the weights themselves, those in columns their copy
+    if cfg.precision.params == "fp8":  # rowwise bytes are the weights themselves, columnwise bytes their copy
         copies, how = copies / 2, "in columns"
         held_bytes += int((copies - per.weight) * weights.fp8)
         held += f", of which {weights.fp8 / 1e9:.2f} G in FP8 x {copies:.3g} B"
@@ -151,7 +151,7 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
         ),
     ]
     if cfg.algo.kl_coef > 0:
-        # A second copy of the weights; its linears run forward only and keep the row-wise FP8 copy.
+        # A second copy of the weights; its linears run forward only and keep the rowwise FP8 copy.
         reference = weight_bytes + int(min(copies, 1.0) * weights.fp8)
         parts.append(Part(name="reference model", num_bytes=reference, formula="algo.kl_coef > 0: a frozen copy"))
     return tuple(parts)
@@ -180,10 +180,10 @@ def _temporaries(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage
 def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
     """Temporaries of the backward pass of log-probabilities: see ``trainer/logprobs.py``.
 
-    Gradients of the head's shard, summed over chunks in FP32, or in the parameters' type when one chunk holds all
-    tokens, and of the hidden states. Beside them, a chunk at a time, logits that become their own gradient, in the
-    parameters' type, and the product of that with the hidden states; at the end the head's gradient in that type.
-    With FP32 parameters, logits and their gradient apart.
+    The gradient of the head's shard, accumulated over chunks in FP32, or in the parameter dtype if one chunk holds all
+    tokens, and that of the hidden states. In addition, per chunk, logits that are overwritten by their gradient, in the
+    parameter dtype, and the product of that gradient with the hidden states; at the end the head's gradient in that
+    dtype. With FP32 parameters, logits and their gradient are separate.
     """
     rows = padded_vocab_size(cfg.model, cfg.parallel.tensor) / cfg.parallel.tensor
     chunk = min(cfg.optim.logprob_chunk_tokens, tokens.context)
@@ -209,7 +209,7 @@ def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:
     groups = sum(degree > 1 for degree in degrees)
     stage_buffers = 0.0
     if parallel.pipeline > 1:
-        stage_buffers = 4 * tokens.sequence * cfg.model.hidden_size * 2  # sent and received, both ways, BF16
+        stage_buffers = 4 * tokens.sequence * cfg.model.hidden_size * 2  # sent and received, in both directions, BF16
     return Part(
         name="communication, CUDA",
         num_bytes=int(_CONTEXT_BYTES + groups * _GROUP_BYTES + stage_buffers),
