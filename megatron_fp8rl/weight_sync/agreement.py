@@ -1,4 +1,4 @@
-"""Trainer ranks that fail together: no rank is left waiting in a collective for one that has raised an error."""
+"""Make all trainer ranks fail together, so that none waits in a collective for a rank that raised an error."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ Result = TypeVar("Result")
 
 
 class TrainerRankError(RuntimeError):
-    """Another trainer rank failed with an error that cannot travel; the message quotes it."""
+    """An error on another trainer rank that could not be pickled; the message quotes it."""
 
 
 def together(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Result:
-    """Collective: do ``work`` on every rank; when any rank fails, all raise the error of the lowest one that did.
+    """Collective: run ``work`` on every rank; if any rank fails, all raise the error of the lowest failing rank.
 
-    Without this a failure on one rank would leave the others waiting in their next collective. ``group`` runs on the
-    CPU; None means that there is one rank.
+    Otherwise a failure on one rank would leave the others waiting in their next collective. ``group`` is a CPU group;
+    None means a single rank.
     """
     result, error = None, None
     try:
         result = work()
-    except Exception as caught:  # whatever it is, the other ranks have to hear of it
+    except Exception as caught:  # whatever it is, the other ranks must learn of it
         error = caught
     if group is None:
         if error is not None:
@@ -44,12 +44,12 @@ def together(work: Callable[[], Result], group: dist.ProcessGroup | None) -> Res
 
 
 def _pickled(error: Exception | None) -> bytes | None:
-    """The error in a form that survives the way to another rank, or its text."""
+    """The error in a form that can be pickled and sent to another rank, or its text."""
     if error is None:
         return None
     try:
         data = pickle.dumps(error)
         pickle.loads(data)
-    except Exception:  # classes whose arguments do not rebuild them fail in ways of their own
+    except Exception:  # classes that cannot be rebuilt from their arguments fail in their own ways
         data = pickle.dumps(TrainerRankError(f"{type(error).__name__}: {error}"))
     return data

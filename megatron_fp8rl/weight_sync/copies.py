@@ -1,4 +1,4 @@
-"""Batched copies between fixed addresses: many copies in a few launches.
+"""Batched copies between fixed addresses: many copies in few kernel launches.
 
 Runs at both ends of a publication: a trainer rank fills messages, an engine worker empties them.
 """
@@ -16,10 +16,10 @@ from megatron_fp8rl.kernels.compat import copy_together
 
 
 class Copies:
-    """Copies between fixed places of memory, done in as few calls as they allow."""
+    """Copies between fixed memory locations, merged into as few calls as possible."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]):
-        """``pairs``: (target, source), equal shapes; a target of another type is converted to."""
+        """``pairs``: (target, source) of equal shape; the source is converted to the dtype of the target."""
         alike = [(t, s) for t, s in pairs if t.dtype == s.dtype and t.is_contiguous() and s.is_contiguous()]
         chosen = {id(t) for t, _ in alike}
         self._others = [(t, s) for t, s in pairs if id(t) not in chosen]
@@ -34,7 +34,7 @@ class Copies:
         return len(self._others) + sum(len(targets) for targets, _ in self._groups.values())
 
     def __call__(self) -> None:
-        """Copy, on the current stream."""
+        """Copy on the current stream."""
         for targets, sources in self._groups.values():
             copy_together(targets, sources, non_blocking=True)
         for target, source in self._others:
@@ -42,7 +42,7 @@ class Copies:
 
 
 def _merged(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same copies as flat bytes, those that are neighbours at both ends as one."""
+    """The same copies as flat bytes, with pairs that are adjacent at both ends merged."""
     runs: list[list[Any]] = []  # [target, source, bytes]: first tensors of a run
     for target, source in sorted(pairs, key=lambda pair: pair[0].data_ptr()):
         num_bytes = target.numel() * target.element_size()
@@ -64,13 +64,13 @@ def _merged(pairs: list[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor
 
 
 def _flat(tensor: Tensor, num_bytes: int) -> Tensor:
-    """uint8 [num_bytes] from the first byte of ``tensor`` on."""
+    """uint8 [num_bytes] starting at the first byte of ``tensor``."""
     start = tensor.storage_offset() * tensor.element_size()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, (num_bytes,))
 
 
 def _widest(target: Tensor, source: Tensor) -> torch.dtype:
-    """The widest integer that both can be read as: fewer, wider loads."""
+    """The widest integer dtype that both can be viewed as: fewer, wider loads."""
     for dtype in (torch.int64, torch.int32, torch.int16):
         sizes = [n for t in (target, source) for n in (t.storage_offset(), t.data_ptr(), t.numel())]
         if all(n % dtype.itemsize == 0 for n in sizes):

@@ -1,14 +1,15 @@
-"""A 64-bit digest of a tensor: its bytes in their order, its dtype and its shape.
+"""A 64-bit digest of a tensor: its bytes in order, its dtype and its shape.
 
 The trainer digests what it sends and the engine what it holds, each on its own device; equal strings mean equal
-tensors. The hash detects damage, it is no defence against an adversary: a changed tensor passes with probability 2^-64.
+tensors. The hash detects corruption and is not a defense against an adversary: a changed tensor passes with probability
+2^-64.
 
     word_i = bytes 8 i .. 8 i + 7, little endian, the last one padded with zeros
     digest = mix(sum_i mix(word_i + (i + 1) * GOLDEN) + blake2b(dtype, shape))          modulo 2^64
 
-``mix`` is the bijective finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
-OOPSLA 2014). Adding a multiple of GOLDEN first makes equal words at different places count differently. Integer
-addition is associative, so any device and any order of summation gives the same value.
+``mix`` is the bijective finalizer of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators",
+OOPSLA 2014). Adding a multiple of GOLDEN makes equal words at different positions count differently. Integer addition
+is associative, so the result depends neither on the device nor on the order of summation.
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ _CHUNK_WORDS = 1 << 21  # 16 MiB of words at a time: temporaries stay small on a
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit value."""
+    """The int64 with the same bits as an unsigned 64-bit value."""
     return value - (1 << 64) if value >> 63 else value
 
 
 def _mix_tensor_(x: Tensor) -> Tensor:
-    """SplitMix64's finaliser of int64 words, in place. torch shifts int64 arithmetically, so the sign is masked off."""
+    """SplitMix64's finalizer on int64 words, in place. torch's int64 shift is arithmetic, so the sign bits are masked
+    off.
+    """
     for shift, multiplier in itertools.zip_longest(_SHIFTS, _MULTIPLIERS):
         x ^= (x >> shift) & ((1 << (64 - shift)) - 1)
         if multiplier is not None:
@@ -50,17 +53,18 @@ def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def headers_of(kinds: Iterable[tuple[torch.dtype, tuple[int, ...]]]) -> np.ndarray:
-    """What (dtype, shape) adds to the sums of tensors: uint64, for :func:`values_of_sums`."""
+    """The (dtype, shape) term of each tensor's digest: uint64, for :func:`values_of_sums`."""
     return np.fromiter(itertools.starmap(_header, kinds), dtype=np.uint64)
 
 
 def values_of_sums(totals: np.ndarray, headers: np.ndarray) -> np.ndarray:
-    """Digests as numbers, uint64, of tensors whose words have these sums: (u)int64, of one shape with ``headers``."""
+    """Digests (uint64) from the word sums ((u)int64) of tensors and their ``headers``, both of the same shape."""
     return _mix_array(totals.view(np.uint64) + headers)
 
 
 def terms_of_words(words: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """What int64 words at ``places`` (int64, counted from 0) each add to the sum of a tensor, modulo 2^64: int64."""
+    """The term that each int64 word at ``places`` (int64, counted from 0) adds to a tensor's sum, modulo 2^64: int64.
+    """
     golden = (places.view(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return _mix_array(words.view(np.uint64) + golden).view(np.int64)
 
@@ -74,18 +78,18 @@ def _mix_array(x: np.ndarray) -> np.ndarray:
 
 
 def _lines(values: np.ndarray) -> str:
-    """Digests as text, 16 hexadecimal digits a line."""
+    """Digests as text, 16 hexadecimal digits per line."""
     return values.astype(">u8").tobytes().hex("\n", 8)
 
 
 def _finish(totals: list[int], tensors: Sequence[Tensor]) -> np.ndarray:
-    """From sums, signed 64-bit or differences of such."""
+    """The digest from a signed 64-bit sum, or from a difference of sums."""
     unsigned = np.array([total & _MASK for total in totals], dtype=np.uint64)
     return values_of_sums(unsigned, headers_of((t.dtype, tuple(t.shape)) for t in tensors))
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The tensor that is digested in place of ``tensor``: int64 of the bits of float32 numbers. See ``part_sums.py``."""
+    """The tensor that is digested in place of ``tensor``: float32 values widened to int64. See ``part_sums.py``."""
     return tensor.view(torch.int32).to(torch.int64) if tensor.dtype == torch.float32 else tensor
 
 
@@ -110,7 +114,7 @@ def _digest_large(tensor: Tensor) -> np.ndarray:
 
 
 def _digest_group(tensors: Sequence[Tensor]) -> np.ndarray:
-    """Digests of several small tensors of one device in one pass over their concatenation."""
+    """Digests of several small tensors on one device, in one pass over their concatenation."""
     device = tensors[0].device
     padding = torch.zeros(8, dtype=torch.uint8, device=device)
     pieces: list[Tensor] = []
@@ -124,18 +128,17 @@ def _digest_group(tensors: Sequence[Tensor]) -> np.ndarray:
     words = torch.cat(pieces).view(torch.int64)
     ends = list(itertools.accumulate(num_words, initial=0))
     positions = torch.cat([_positions(n, device) for n in num_words])
-    # Sums of segments as differences of a running sum; both wrap modulo 2^64.
+    # Segment sums are differences of a running sum; both wrap modulo 2^64.
     running = torch.cat([words.new_zeros(1), torch.cumsum(_mix_tensor_(words + positions), 0)])
     totals = running[torch.tensor(ends, device=device)].tolist()
     return _finish([end - start for start, end in itertools.pairwise(totals)], tensors)
 
 
 def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
-    """``digests(map(widened, tensors))`` of the same memory, to be called again and again as its content changes.
+    """A function that returns ``digests(map(widened, tensors))`` of the current content of the same memory.
 
-    Digests are numbers, uint64 [len(tensors)]: text of thousands takes longer than their bytes.
-
-    On a GPU everything but reading the memory is done here, where thousands of tensors take the host longer.
+    Digests are uint64 [len(tensors)], because formatting thousands of them as text takes longer than hashing. On a GPU
+    everything except reading the memory is prepared here, where thousands of tensors cost host time.
     """
     tensors = [t.detach() for t in tensors]
     if not _on_one_gpu(tensors):
@@ -143,14 +146,14 @@ def prepare_values(tensors: Sequence[Tensor]) -> Callable[[], np.ndarray]:
     from megatron_fp8rl.kernels.triton import digest_tensors  # imports Triton
 
     sums = digest_tensors.prepare(tensors, widen=True)
-    # As of int64, which is what float32 numbers are widened to.
+    # As int64, to which float32 values are widened.
     kinds = [(torch.int64 if t.dtype == torch.float32 else t.dtype, tuple(t.shape)) for t in tensors]
     headers = headers_of(kinds)
     return lambda: values_of_sums(sums().cpu().numpy(), headers)
 
 
 def prepare_digests(tensors: Sequence[Tensor]) -> Callable[[], list[str]]:
-    """:func:`prepare_values` with digests as text."""
+    """Like :func:`prepare_values`, with digests as text."""
     values = prepare_values(tensors)
     return lambda: _lines(values()).split()
 
@@ -160,7 +163,9 @@ def _on_one_gpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def digests(tensors: Iterable[Tensor]) -> list[str]:
-    """:func:`digest` of each tensor. On a GPU one kernel reads all of them; elsewhere small ones are hashed together."""
+    """The :func:`digest` of each tensor. On a GPU one kernel reads all of them; elsewhere small ones are hashed
+    together.
+    """
     return _lines(_values(list(tensors))).split()
 
 
@@ -194,31 +199,31 @@ def _values(tensors: list[Tensor]) -> np.ndarray:
 
 
 def digest(tensor: Tensor) -> str:
-    """16 hexadecimal digits that depend on every byte of ``tensor``, on their order, on the dtype and on the shape."""
+    """16 hexadecimal digits that depend on every byte of ``tensor``, their order, the dtype and the shape."""
     return digests([tensor])[0]
 
 
 def sum_words(words: Tensor, places: Tensor) -> Tensor:
-    """The sum of the formula over int64 ``words`` at ``places`` (counted from 0), modulo 2^64: int64 scalar."""
+    """The sum in the formula over int64 ``words`` at ``places`` (counted from 0), modulo 2^64: int64 scalar."""
     return _mix_tensor_(words + (places + 1) * _signed(_GOLDEN)).sum()
 
 
 class Names:
-    """Names of tensors, sorted and hashed once, for one digest of them all again and again."""
+    """Names of tensors, sorted and hashed once, for repeated combined digests."""
 
     def __init__(self, names: Iterable[str]):
         self.ordered = sorted(names)
         self._hash = hashlib.blake2b("\n".join([*self.ordered, "", ""]).encode(), digest_size=8)
 
     def combine(self, lines: str) -> str:
-        """16 hexadecimal digits from the digests of the names in their order, one a line."""
+        """16 hexadecimal digits from the digests in the order of the names, one per line."""
         whole = self._hash.copy()
         whole.update(lines.encode())
         return whole.hexdigest()
 
 
 class NamedDigests(Mapping[str, str]):
-    """Digests by name, of ``values`` (uint64) in the order of ``names``. Text is made of them when one is asked for."""
+    """Digests by name, from ``values`` (uint64) in the order of ``names``. Formatted as text only on access."""
 
     def __init__(self, names: Names, values: np.ndarray):
         self._names = names
@@ -226,7 +231,7 @@ class NamedDigests(Mapping[str, str]):
 
     @functools.cached_property
     def combined(self) -> str:
-        """:func:`combine` of them, without looking at each."""
+        """The :func:`combine` of all of them, without formatting each."""
         return self._names.combine(_lines(self._values))
 
     @functools.cached_property

@@ -1,7 +1,7 @@
-"""The engines of a publication: the protocol their replicas must offer, and calls to all of them at once.
+"""The engines of a publication: the protocol their replicas must offer, and concurrent calls to all of them.
 
-Runs on trainer rank 0. The set of replicas is fixed when a publication begins, by :meth:`Engines.begin_update`. A
-replica that dies during a publication fails it; the publication is then repeated without that replica.
+Runs on trainer rank 0. :meth:`Engines.begin_update` fixes the set of replicas at the start of a publication. If a
+replica dies during the publication, the publication fails and is repeated without it.
 """
 
 from __future__ import annotations
@@ -15,69 +15,72 @@ from megatron_fp8rl.types import KVScales
 
 
 class TransportError(RuntimeError):
-    """Weights could not be delivered; the engines are left paused with weights of no version."""
+    """Weights could not be delivered; the engines stay paused, with weights of no version."""
 
 
 class NoReplicaError(TransportError):
-    """No replica is left to publish to, and none comes back; the text says how the first one failed."""
+    """No replica is left to publish to and none comes back; the message quotes the first failure."""
 
 
 class Receiver(Protocol):
-    """One replica. Every method raises an error that names it when it fails, has died or does not answer in time."""
+    """One replica. Every method raises an error that names the replica if it fails, has died or does not answer in
+    time.
+    """
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Have every worker connect to the trainer."""
+        """Connect every worker to the trainer."""
 
     async def pause(self, mode: str) -> None:
-        """Stop sampling and drop the KV cache; with ``keep`` what is running continues after :meth:`resume`."""
+        """Stop sampling and drop the KV cache; with ``keep``, running requests continue after :meth:`resume`."""
 
     async def start_update(self) -> None:
-        """Expect weights."""
+        """Prepare to receive weights."""
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
         """Receive and load a whole publication."""
 
     async def finish_update(self, version: int) -> None:
-        """Complete it: the weights are those of ``version``."""
+        """Complete the update: the weights are now those of ``version``."""
 
     async def abandon_update(self) -> None:
-        """Give up an update that has begun, so that another can begin."""
+        """Abandon an update in progress, so that another can begin."""
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
-        """Set scales of the FP8 KV cache; what each worker holds then."""
+        """Set the scales of the FP8 KV cache; return the scales that each worker then holds."""
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
-        """What each worker holds."""
+        """The digests of each worker."""
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Resume sampling."""
 
 
 class Receivers(Protocol):
-    """All replicas that there are at the moment, as ``rollout.fleet.Fleet`` keeps them."""
+    """The current set of replicas, as kept by ``rollout.fleet.Fleet``."""
 
     clients: Sequence[Receiver]
 
     def begin_update(self) -> Sequence[Receiver]:
         """The replicas that take part in the publication that begins; waits while there is none.
 
-        Raises NoReplicaError when none comes back.
+        Raises NoReplicaError if none comes back.
         """
 
     def has_lost_replica(self, clients: Sequence[Receiver]) -> bool:
-        """After a failure: whether one of these has died; they are not asked again then."""
+        """After a failure: whether one of these replicas has died; dead replicas are dropped."""
 
     def sync(self, coroutine: Coroutine[Any, Any, Any], deadline_s: float) -> Any:
-        """Run a coroutine on the event loop of the clients and return its result. Raises TimeoutError when it is late."""
+        """Run a coroutine on the clients' event loop and return its result. Raises TimeoutError after the deadline."""
 
 
 class Engines:
-    """All replicas of a fleet, driven together from a blocking thread. Every call has what is left of one deadline."""
+    """All replicas of a fleet, driven together from a blocking thread. All calls of a publication share one deadline.
+    """
 
     def __init__(self, fleet: Receivers, deadline_s: float):
         self._fleet = fleet
         self._clients: tuple[Receiver, ...] = tuple(fleet.clients)
-        self._proven: tuple[Receiver, ...] = ()  # those that have been through a whole publication
+        self._proven: tuple[Receiver, ...] = ()  # those that completed a whole publication
         self._is_settled = True  # nothing has failed since
         self._deadline_s = deadline_s
         self._end = time.monotonic() + deadline_s
@@ -85,9 +88,9 @@ class Engines:
     def begin_update(self) -> tuple[bool, bool, int]:
         """Begin a publication, with ``deadline_s`` for all of its calls.
 
-        Returns whether connections have to be made, since the replicas are others or the last attempt failed; whether
-        one of them has not been proven yet; and how many there are. Waits while there is none. Raises NoReplicaError
-        when none comes back.
+        Returns (whether connections must be made, because the replicas changed or the last attempt failed; whether a
+        replica is unproven; the number of replicas). Waits while there is none. Raises NoReplicaError if none comes
+        back.
         """
         clients = tuple(self._fleet.begin_update())
         must_connect = clients != self._clients or not self._is_settled
@@ -100,17 +103,17 @@ class Engines:
         return must_connect, any(client not in self._proven for client in clients), len(clients)
 
     def note_success(self) -> None:
-        """A publication has been proven."""
+        """Record that a publication has been verified."""
         self._proven = self._clients
 
     def has_lost_replica(self) -> bool:
-        """After a failure: whether a replica has died, so that the publication may be repeated without it."""
+        """After a failure: whether a replica has died, so that the publication can be repeated without it."""
         self._is_settled = False
         self._proven = ()  # their loaders may have been interrupted
         return bool(self._fleet.has_lost_replica(self._clients))
 
     def call(self, what: str, method: Callable[[int, Receiver], Awaitable[Any]]) -> list[Any]:
-        """``method(i, client)`` on all replicas at once; results in their order.
+        """Run ``method(i, client)`` on all replicas concurrently; return the results in their order.
 
         Raises TransportError with the replica and ``what`` as soon as one fails or the deadline passes.
         """
@@ -137,10 +140,10 @@ class Engines:
             ) from error
 
     def init_transfer(self, infos: Sequence[dict[str, Any]]) -> None:
-        """Hand replica i its ``infos[i]``."""
+        """Send ``infos[i]`` to replica i."""
         self.call("init_weight_transfer_engine", lambda i, client: client.init_transfer(infos[i]))
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        """Have all replicas receive and load a publication."""
+        """Make all replicas receive and load a publication."""
         what = f"policy version {info['version']} ({info['mode']})"
         self.call(what, lambda _, client: client.update_weights(info))

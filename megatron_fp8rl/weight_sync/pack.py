@@ -1,9 +1,9 @@
-"""Fills a trainer rank's messages: quantizes its parameters straight into the memory that engines read.
+"""Fill the messages of a trainer rank: quantize its parameters directly into the memory that engines read.
 
-In:  this rank's parameters, and a schedule that says which of them go where in which round.
+In:  this rank's parameters, and a schedule that assigns parts of them to rounds and engine ranks.
 Out: the bytes of a round in the sender's slot, their digest sums, and whether all of them are finite.
-Runs on every trainer rank. Sources and destinations are computed once; a publication then costs a few launches per
-round, however many experts the round holds.
+Runs on every trainer rank. Sources and destinations are computed once; a publication then takes a few launches per
+round, regardless of the number of experts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron_fp8rl.weight_sync.plan import Transfer
 from megatron_fp8rl.weight_sync.schedule import Gathering, Message, Part, Round
 
 Quantization = tuple[Tensor, Tensor, Tensor]  # BF16 matrix, its E4M3 bytes, its scales
-Copied = tuple[Tensor, Tensor]  # (where to, from where)
+Copied = tuple[Tensor, Tensor]  # (target, source)
 
 
 class LocalShards:
@@ -40,20 +40,20 @@ class LocalShards:
         self._weights = registry.weights(model)
 
     def addresses(self) -> list[int]:
-        """Change when parameters have moved, and everything prepared from them with it."""
+        """The addresses of the parameters; everything prepared from them is invalid once they change."""
         held = self._parameters.values()
         parts = [part for parameter in held for part in (fp8_weight(parameter) if is_fp8(parameter) else [parameter])]
         return [part.data_ptr() for part in parts]
 
     def are_fp8(self, transfer: Transfer) -> bool:
-        """Whether this rank holds a tensor as FP8 bytes and scales, which are sent as they are."""
+        """Whether this rank holds a tensor as FP8 bytes and scales, which are sent unchanged."""
         return transfer.is_fp8 and is_fp8(self._tensor(transfer.mcore_name))
 
     def pieces(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
-        """Views that make up [start, stop) of the transfer's axis: (view, first, end), in order. Of FP8 parameters their
-        bytes.
+        """Views that make up [start, stop) of the transfer's axis: (view, first, end), in order; for FP8 parameters,
+        their bytes.
 
-        Raises ValueError for an FP8 parameter that would have to be quantized again or to travel in BF16.
+        Raises ValueError for an FP8 parameter that would have to be requantized or sent in BF16.
         """
         tensor = self._tensor(transfer.mcore_name)
         if is_fp8(tensor):
@@ -76,7 +76,7 @@ class LocalShards:
     def scales(self, transfer: Transfer, start: int, stop: int) -> list[tuple[Tensor, int, int]]:
         """The scales of :meth:`pieces` of an FP8 parameter, with their first and last block.
 
-        Raises ValueError when a piece cuts a block, for then bytes and scales would have to be made anew.
+        Raises ValueError if a piece cuts a block, because bytes and scales would have to be recomputed.
         """
         scale, found = fp8_weight(self._tensor(transfer.mcore_name)).scale, []
         for position, first, end in self._ranges(transfer, start, stop):
@@ -91,7 +91,9 @@ class LocalShards:
         return found
 
     def _ranges(self, transfer: Transfer, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """(position in this rank's tensor, first, end) of what it holds of [start, stop) of the transfer's axis."""
+        """(position in this rank's tensor, first, end) of the parts of [start, stop) of the transfer's axis that it
+        holds.
+        """
         weight = self._weights[transfer.mcore_name]
         size, rank = self._shard(weight)
         part = next((i for i, (name, _) in enumerate(weight.parts) if name == transfer.name), 0)  # a copy is of part 0
@@ -120,7 +122,7 @@ class LocalShards:
 
 
 class RoundPacker:
-    """One round of this rank's messages. Call it once for each publication."""
+    """One round of this rank's messages. Call it once per publication."""
 
     def __init__(
         self,
@@ -173,7 +175,7 @@ class RoundPacker:
     def _quantizations(
         self, part: Part, pieces: list[tuple[Tensor, int, int]], target: Tensor, scale: Tensor
     ) -> Iterator[Quantization]:
-        """Each piece alone where its edges are edges of blocks; the others are joined in BF16 first."""
+        """Quantize each piece alone if its edges are block edges; join the others in BF16 first."""
         alone = all(
             view.dtype == torch.bfloat16
             and (first - part.start) % FP8_BLOCK == 0
@@ -196,7 +198,8 @@ class RoundPacker:
 
     @torch.no_grad()
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """Fill the messages on the current stream: (what :class:`PartSums` returns, whether all is finite, bool []).
+        """Fill the messages on the current stream; return (the result of :class:`PartSums`, bool [] whether all is
+        finite).
 
         Collective over the ranks that share a gathered tensor of this round.
         """
@@ -208,7 +211,7 @@ class RoundPacker:
         return self._sums(), self._all_finite()
 
     def _all_finite(self) -> Tensor:
-        # An FP8 block that is not finite has such a scale. Sums of BF16 numbers in float32 do not overflow.
+        # A non-finite FP8 block has a non-finite scale. Sums of BF16 values in float32 do not overflow.
         scales = [tensor.reshape(-1) for part, tensor in self._parts if part.dtype == "float32"]
         others = [tensor.sum(dtype=torch.float32)[None] for part, tensor in self._parts if part.dtype == "bfloat16"]
         numbers = [~has_nan(data) for _, data, _ in self._as_they_are]
@@ -217,7 +220,7 @@ class RoundPacker:
         return torch.stack([torch.cat(scales + others).isfinite().all(), *numbers]).all()
 
     def not_finite(self) -> list[str]:
-        """Names of the tensors in the messages that hold NaN or infinity."""
+        """Names of the tensors in the messages that contain NaN or infinity."""
         found = {
             part.name.removesuffix("_scale_inv"): None
             for part, tensor in self._parts
@@ -234,7 +237,7 @@ def _views(message: Message, slot: Tensor) -> Iterator[tuple[Part, Tensor]]:
 
 
 def _raw_copies(part: Part, shards: LocalShards, target: Tensor, scale: Tensor) -> Iterator[Copied]:
-    """Bytes and scales of an FP8 parameter, each to its place in the slot."""
+    """Copy the bytes and scales of an FP8 parameter to their places in the slot."""
     axis, first_block = part.transfer.axis, part.start // FP8_BLOCK
     for view, first, end in shards.pieces(part.transfer, part.start, part.stop):
         yield target.narrow(axis, first - part.start, end - first), view
@@ -259,7 +262,7 @@ def _prepared(quantizations: Sequence[Quantization], scales: Scales) -> Callable
 
 
 class TensorGather:
-    """One tensor, put together in the type of its plan from the parts of several ranks on one of them.
+    """One tensor, assembled in the dtype of its plan on one rank from the parts of several.
 
     ``whole`` is that tensor on the collector, on ``device``, and None elsewhere; :func:`gather_all` fills it. ``group``
     carries messages between CPUs; GPUs use the default group.
@@ -273,7 +276,7 @@ class TensorGather:
         self._collector = gathering.collector
         self._group = group if device.type == "cpu" else None
         self._own: list[Copied] = []  # this rank's pieces
-        self._receive: list[tuple[Tensor, Tensor, int]] = []  # (place in the whole, memory for a message, from whom)
+        self._receive: list[tuple[Tensor, Tensor, int]] = []  # (place in the whole, receive buffer, source rank)
         self._send: Tensor | None = None
         dtype, is_collector = getattr(torch, transfer.dtype), rank == gathering.collector
         if is_collector:
@@ -294,7 +297,7 @@ class TensorGather:
                 self._receive.append((place, torch.empty(shape, dtype=dtype, device=device), source.rank))
 
     def start(self) -> list[dist.P2POp]:
-        """Copy this rank's pieces; the messages that have to travel."""
+        """Copy this rank's pieces; return the messages that must travel."""
         for target, view in self._own:
             target.copy_(view)
         operations = [dist.P2POp(dist.irecv, memory, peer, self._group) for _, memory, peer in self._receive]
@@ -303,14 +306,14 @@ class TensorGather:
         return operations
 
     def finish(self) -> None:
-        """Once they have travelled."""
+        """Store the received messages."""
         for place, memory, _ in self._receive:
             place.copy_(memory)
 
 
 @torch.no_grad()
 def gather_all(gathers: Sequence[TensorGather]) -> None:
-    """Collective over the ranks that hold parts of these tensors, which all give them in one order."""
+    """Collective over the ranks that hold parts of these tensors; all must pass them in the same order."""
     operations = [operation for gather in gathers for operation in gather.start()]
     if operations:
         for request in dist.batch_isend_irecv(operations):

@@ -2,11 +2,11 @@
 
 A digest (see ``digest.py``) is a sum over the words of a tensor that depends on each word and its position. The sums of
 the parts, each taken with the positions of its words in the whole tensor, therefore add up to the sum of the whole.
-Data are digested where they are sent from; only sums travel to rank 0.
+Each sender digests its own data; only sums travel to rank 0.
 
 A float32 value counts as one word, widened to 64 bits, because rows of block scales may hold an odd number of them;
-``digest.widened`` does the same for a whole tensor. A part may cut a word: such words travel raw to rank 0, which
-combines the bytes of all parts before it counts the word.
+``digest.widened`` does the same for a whole tensor. A part may cut a word: such words are sent to rank 0 as they are,
+which combines the bytes of all parts before counting the word.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNK_WORDS = 1 << 12  # of one program on a GPU
 
 
 def _words(part: Tensor) -> Tensor:
-    """int64 words of a contiguous part, the last one padded with zeros."""
+    """int64 words of a contiguous part, the last one zero-padded."""
     if part.dtype == torch.float32:
         return widened(part).reshape(-1)
     data = part.reshape(-1).view(torch.uint8)
@@ -35,9 +35,9 @@ def _words(part: Tensor) -> Tensor:
 
 
 class PartSums:
-    """Sums of the words of fixed places in memory, computed again and again as their content changes.
+    """Word sums of fixed memory locations, recomputed as their content changes.
 
-    ``parts``: contiguous tensors, and where each lies in the tensor that it is digested as a part of.
+    ``parts``: contiguous tensors, and the extent of each in the tensor it is a part of.
     """
 
     def __init__(self, parts: Sequence[tuple[Tensor, Extent]]):
@@ -49,8 +49,9 @@ class PartSums:
         self._sums = torch.zeros(len(parts), dtype=torch.int64, device=parts[0][0].device if parts else "cpu")
 
     def __call__(self) -> Tensor:
-        """int64, modulo 2^64, on the device of the parts: the sum of each part, then of parts that cut words, in their
-        order, the words that they fill in part, with zeros for what others hold (``Extent.cut_words``)."""
+        """int64, modulo 2^64, on the device of the parts: the sum of each part; then, for parts that cut words, those
+        words in order, with zeros in place of the bytes that others hold (``Extent.cut_words``).
+        """
         self._sums.zero_()
         for launch in self._launches:
             launch(self._sums)
@@ -65,7 +66,7 @@ class PartSums:
 
 
 class _CutPart:
-    """A part that begins or ends within a word, which is rare: what of it fills words, and what does not."""
+    """A part that begins or ends within a word, which is rare: its whole words, and the others."""
 
     def __init__(self, part: Tensor, extent: Extent):
         self._part = part
@@ -76,7 +77,7 @@ class _CutPart:
         self._is_cut = torch.isin(self._words, torch.tensor(extent.cut_words(), device=part.device))
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """(sum of the words that it fills, the others)."""
+        """(sum of its whole words, the cut words)."""
         data = torch.zeros(8 * len(self._words), dtype=torch.uint8, device=self._part.device)
         data[self._bytes] = self._part.reshape(-1).view(torch.uint8)
         words = data.view(torch.int64)
@@ -93,7 +94,7 @@ def _sum(part: Tensor, layout: tuple[int, int, int]) -> Tensor:
 
 
 def _prepare(places: list[tuple[int, Tensor, tuple[int, int, int]]]) -> list[Any]:
-    """One launch for parts of 64-bit words and one for float32 parts: functions that add to a tensor of sums."""
+    """Functions that add to a tensor of sums: one launch for parts of 64-bit words and one for float32 parts."""
     launches = []
     for narrow in (False, True):
         members = [place for place in places if (place[1].dtype == torch.float32) == narrow]

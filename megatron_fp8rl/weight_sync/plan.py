@@ -29,7 +29,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 
 
 class PlanError(ValueError):
-    """Tensors that cannot be divided as asked. ``problems`` lists all of them; the message shows one on each line."""
+    """Tensors that cannot be divided as requested. ``problems`` lists all of them; the message shows one per line."""
 
     def __init__(self, problems: list[str]):
         self.problems = problems
@@ -51,16 +51,16 @@ class Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One Hugging Face tensor on its way from trainer ranks to engine ranks."""
+    """One Hugging Face tensor to be sent from trainer ranks to engine ranks."""
 
     name: str  # Hugging Face name
-    mcore_name: str  # global name of the parameter that it is a part of
+    mcore_name: str  # global name of the parameter that contains it
     shape: tuple[int, ...]
     axis: int  # along which the sources and the engine's slices are cut
-    sources: tuple[Source, ...]  # cover the axis once, in order
-    quantize: Literal["never", "at_source", "gathered"]  # "never" travels and stays in ``dtype``
-    dtype: DType  # of a tensor that is not quantized
-    slices: tuple[Range | None, ...]  # by engine rank: what it keeps; None: nothing
+    sources: tuple[Source, ...]  # together they cover the axis exactly once, in order
+    quantize: Literal["never", "at_source", "gathered"]  # "never" is sent and stays in ``dtype``
+    dtype: DType  # of an unquantized tensor
+    slices: tuple[Range | None, ...]  # by engine rank: the range it keeps; None: nothing
 
     @property
     def is_fp8(self) -> bool:
@@ -71,7 +71,7 @@ class Transfer:
         return f"{self.name}_scale_inv"
 
     def wire_tensors(self) -> Iterator[WireTensor]:
-        """What travels: the tensor, or its FP8 bytes and then their scales."""
+        """The tensor as sent: itself, or its FP8 bytes followed by their scales."""
         if not self.is_fp8:
             yield WireTensor(self.name, self.dtype, self.shape)
             return
@@ -81,7 +81,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """One tensor as it travels, whole."""
+    """One whole tensor in its wire format."""
 
     name: str
     dtype: Literal["bfloat16", "float8_e4m3fn", "float32"]
@@ -94,7 +94,7 @@ class WireTensor:
 
 @dataclass(frozen=True)
 class Plan:
-    """All transfers of one publication, in the order of the checkpoint."""
+    """All transfers of one publication, in checkpoint order."""
 
     trainer: TrainerLayout
     engine: EngineLayout
@@ -107,13 +107,13 @@ class Plan:
 
 
 def block_edges_only(transfer_shape: tuple[int, ...], axis: int, parts: list[Range]) -> bool:
-    """Whether every inner edge of ``parts`` is an edge between blocks, so that parts can be quantized alone."""
+    """Whether every inner edge of ``parts`` is a block edge, so that parts can be quantized separately."""
     end = transfer_shape[axis]
     return all(edge % FP8_BLOCK == 0 or edge == end for part in parts for edge in part)
 
 
 def scale_range(part: Range) -> Range:
-    """Blocks that a part of the axis covers."""
+    """The blocks covered by a part of the axis."""
     return part[0] // FP8_BLOCK, -(-part[1] // FP8_BLOCK)
 
 
@@ -123,7 +123,7 @@ def _even(size: int, parts: int) -> list[Range]:
 
 
 def _engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
-    """What each engine rank keeps of a tensor: vLLM's own division of it."""
+    """The range of a tensor that each engine rank keeps under vLLM's sharding."""
     size = shape[weight.axis]
     if weight.is_expert and engine.expert > 1:
         owner = split_indices(weight.name)[2] // (model.num_experts // engine.expert)
@@ -143,7 +143,7 @@ def _engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: Mod
 def _transfer(
     name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, is_fp8: bool, layouts
 ) -> tuple[Transfer, list[str]]:
-    """The transfer of one tensor, and what is wrong with it."""
+    """The transfer of one tensor, and its problems."""
     trainer, engine = layouts
     axis = weight.axis
     ranks = trainer.shards(weight, model)
@@ -154,7 +154,7 @@ def _transfer(
         ranks = ranks[:1]
     part = next((i for i, (part_name, _) in enumerate(weight.parts) if part_name == name), 0)  # a copy is of part 0
     held = [slicing.part_range(weight, model, part, len(ranks), rank) for rank in range(len(ranks))]
-    # Of fewer query groups than ranks, a rank may hold no row of a part.
+    # With fewer query groups than ranks, a rank may hold no row of a part.
     sources = tuple(Source(rank, *span) for rank, span in zip(ranks, held) if span[0] < span[1])
     slices = _engine_slices(name, weight, shape, model, engine)
     if is_fp8:
@@ -176,9 +176,9 @@ def _transfer(
 
 
 def _untiled(name: str, weight: Weight, shape: tuple[int, ...], kept: list[Range]) -> list[str]:
-    """What is wrong with an engine's parts of an FP8 tensor, as a list of no or one problem."""
-    # vLLM stacks the scales of fused matrices, so each of them has to fill whole blocks on every rank. Of the two
-    # projections into the latent space the second may end within a block.
+    """Problems of an engine's parts of an FP8 tensor: a list of at most one."""
+    # vLLM stacks the scales of fused matrices, so each of them must fill whole blocks on every rank. Of the two
+    # projections into the latent space, the second may end within a block.
     fused = weight.join != "copy" or name.endswith(".q_a_proj.weight")
     if block_edges_only(shape, weight.axis, kept) and not (fused and any(b % FP8_BLOCK for _, b in kept)):
         return []
@@ -210,7 +210,7 @@ def _check_layouts(model: ModelConfig, trainer: TrainerLayout, engine: EngineLay
 def plan(model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: EngineLayout) -> Plan:
     """Plan a publication.
 
-    Raises PlanError that names every tensor that a layout cannot hold, and what to do.
+    Raises PlanError with every tensor that the layouts cannot divide, and the remedy.
     """
     problems = _check_layouts(model, trainer, engine)
     if problems:

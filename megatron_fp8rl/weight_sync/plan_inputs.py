@@ -18,7 +18,7 @@ from megatron_fp8rl.weight_sync.schedule import SendSchedule, plan_schedule
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """What a plan is computed from: trainer ranks and engine workers that have the same inputs have the same plan."""
+    """The inputs of a plan: trainer ranks and engine workers with equal inputs compute equal plans."""
 
     model: ModelConfig
     precision: PrecisionConfig
@@ -38,7 +38,7 @@ class PlanInputs:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """Raises PlanError when tensors cannot be divided so."""
+        """The plan. Raises PlanError if tensors cannot be divided so."""
         return plan(
             self.model,
             LayerTable.build(self.model, self.precision),
@@ -47,7 +47,7 @@ class PlanInputs:
         )
 
     def schedules(self) -> tuple[SendSchedule, SendSchedule]:
-        """What engine ranks keep, and whole tensors for vLLM's loaders."""
+        """The schedule of the slices that engine ranks keep, and that of whole tensors for vLLM's loaders."""
         slices, whole = (
             plan_schedule(self.plan, self.model, bucket_bytes=self.rollout.bucket_bytes, whole=whole)
             for whole in (False, True)
@@ -56,7 +56,7 @@ class PlanInputs:
 
 
 def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:
-    """A configuration dataclass from what JSON made of it."""
+    """Rebuild a configuration dataclass from parsed JSON."""
     hints = typing.get_type_hints(cls)
     values = {}
     for item in dataclasses.fields(cls):

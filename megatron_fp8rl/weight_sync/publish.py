@@ -1,4 +1,4 @@
-"""Publishes the trainer's weights to the engines, and proves that they arrived.
+"""Publish the trainer's weights to the engines, and prove that they arrived.
 
 In:  a policy on all trainer ranks, a fleet of engines on rank 0.
 Out: engines that sample from the new weights, and a :class:`PublishReport`.
@@ -11,10 +11,10 @@ Runs on every trainer rank; only rank 0 talks to the engines.
     engines    digest what their kernels hold                               rollout/vllm_plugin/kernel_weights.py
     rank 0     compares digests by name, and resumes the engines            weight_sync/verify.py
 
-The first publication to an engine is sent twice: once through vLLM's own loaders, then directly into the tensors that
-its kernels read, where the engine compares before it writes. Later publications are written directly.
-Replicas may join and leave between publications. If one is new, all replicas take both rounds together. A replica that
-dies during a publication costs a repetition without it.
+The first publication to an engine is sent twice: first through vLLM's own loaders, then directly into the tensors that
+its kernels read, where the engine compares before it writes. Later publications are written directly. Replicas may join
+and leave between publications. If one is new, all replicas take part in both passes. If a replica dies during a
+publication, the publication is repeated without it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_GROUP_MARGIN_S = 60.0  # how much longer the other ranks wait than rank 0 gives the engines
+_GROUP_MARGIN_S = 60.0  # extra time the other ranks wait beyond the deadline of the engines
 
 
 @dataclass
 class _Sent:
-    """What rank 0 knows about the publication under way."""
+    """Rank 0's view of the publication in progress."""
 
     version: int
     expected: Expected
-    mode: str = "direct"  # of the round under way: see rollout/vllm_plugin/receiver.py
+    mode: str = "direct"  # of the current round: see rollout/vllm_plugin/receiver.py
     kv_scales: KVScales | None = None
     paused_at: float = 0.0
     pause_s: float = 0.0
@@ -66,8 +66,8 @@ class _Sent:
 class WeightExporter:
     """Publishes the weights of a policy to a fleet, any number of times.
 
-    Collective: the constructor and every method but :meth:`close` run on all trainer ranks. ``fleet`` is None on all
-    but rank 0. When anything fails on any rank, every rank raises the same error; the engines stay paused then, for
+    Collective: the constructor and every method except :meth:`close` run on all trainer ranks. ``fleet`` is None on all
+    but rank 0. If anything fails on any rank, every rank raises the same error; the engines then stay paused, because
     they hold weights of no version.
     """
 
@@ -83,7 +83,7 @@ class WeightExporter:
             timeout = timedelta(seconds=longest_s + _GROUP_MARGIN_S)
             self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._is_connected = False
-        self._num_replicas = 0  # that take part, and whether one does for the first time
+        self._num_replicas = 0  # taking part, and whether one of them does so for the first time
         self._has_new = True
         self._previous: Expected | None = None
         self._num_publications = 0
@@ -116,14 +116,14 @@ class WeightExporter:
         return Engines(fleet, self.cfg.rollout.update_deadline_s)
 
     def publish(self, version: int, kv_scales: KVScales | None = None) -> PublishReport:
-        """Collective: bring all engines to the current weights and call them policy ``version``.
+        """Collective: send the current weights to all engines, as policy ``version``.
 
-        ``kv_scales`` are set with them where the engines keep an FP8 KV cache.
+        ``kv_scales`` are set with them if the engines keep an FP8 KV cache.
 
-        Returns the same report on every rank. Raises, on every rank, TransportError when an engine fails or does not
-        answer within ``rollout.update_deadline_s``, WeightMismatch or KVScaleMismatch when an engine holds something
-        else than what was sent, and ValueError when a weight is not finite. A replica that dies is left out, and the
-        publication repeated; when it was the last, and none comes back, that is a TransportError.
+        Returns the same report on every rank. Raises, on every rank, TransportError if an engine fails or does not
+        answer within ``rollout.update_deadline_s``, WeightMismatch or KVScaleMismatch if an engine holds something
+        other than what was sent, and ValueError if a weight is not finite. A replica that dies is dropped and the
+        publication repeated; if it was the last and none comes back, TransportError is raised.
         """
         failure: Exception | None = None
         while True:
@@ -145,7 +145,7 @@ class WeightExporter:
         self._is_connected = self._is_connected and not must_connect
 
     def _may_repeat(self) -> bool:
-        """Collective: whether a replica has died, so that what failed may succeed without it."""
+        """Collective: whether a replica has died, so that the publication may succeed without it."""
         lost = together(lambda: self._engines is not None and self._engines.has_lost_replica(), self._group)
         return self._from_rank_0(lost)
 
@@ -176,7 +176,7 @@ class WeightExporter:
         return ("reload", "compare") if self._has_new else ("direct",)
 
     def _send(self, sent: _Sent) -> None:
-        """Collective: one round trip of all weights."""
+        """Collective: one pass over all weights."""
         sender = self.sender
         if not self._is_connected:
             sender.connect(self._num_replicas)
@@ -198,7 +198,7 @@ class WeightExporter:
         together(lambda: self._finish_update(sent) if self.rank == 0 else None, self._group)
 
     def _stop_engines(self, sent: _Sent) -> None:
-        """Rank 0: weights are ready to be sent, so the engines pause as late as they can."""
+        """Rank 0: weights are ready to be sent, so the engines pause as late as possible."""
         assert self._engines is not None
         if not sent.paused_at:
             sent.paused_at = time.perf_counter()
@@ -211,9 +211,9 @@ class WeightExporter:
         self._engines.call("finish_weight_update", lambda _, client: client.finish_update(sent.version))
 
     def _prove_and_resume(self, sent: _Sent) -> None:
-        """Rank 0: have what the engines hold proven, and let them go on."""
+        """Rank 0: verify what the engines hold, and resume them."""
         assert self._engines is not None
-        if sent.kv_scales is not None:  # finishing an update sets them to 1
+        if sent.kv_scales is not None:  # finishing an update resets them to 1
             held = self._engines.call("set_kv_scales", lambda _, client: client.set_kv_scales(sent.kv_scales))
             verify_kv_scales(held, sent.kv_scales, sent.version)
         every = self.cfg.observe.verify_every
@@ -248,10 +248,10 @@ class WeightExporter:
         )
 
     def close(self) -> None:
-        """Release memory, files and connections. Harmless when called again, or after an error."""
+        """Release memory, files and connections. May be called repeatedly, and after an error."""
         self.sender.close()
 
 
 def _one_host(world_size: int) -> bool:
-    """Whether torchrun started all trainer ranks on one host; the engines are on that of rank 0."""
+    """Whether torchrun started all trainer ranks on one host; the engines run on the host of rank 0."""
     return world_size <= int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

@@ -1,8 +1,8 @@
-"""Writes a policy as a Hugging Face checkpoint that transformers and vLLM load.
+"""Write a policy as a Hugging Face checkpoint that transformers and vLLM load.
 
 In:  a policy on all trainer ranks, a folder with a tokenizer.
 Out: sharded BF16 safetensors (a router's correction bias in FP32) with their index, config.json,
-     generation_config.json and the tokenizer's files, in a folder that gets its name only when it is complete.
+     generation_config.json and the tokenizer files, in a folder that gets its final name only when it is complete.
 Runs on every trainer rank; rank 0 writes.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
 
 MAX_SHARD_BYTES = 4 << 30
-_DEADLINE = timedelta(hours=1)  # for a rank to wait until rank 0 has written a shard to a slow disk
+_DEADLINE = timedelta(hours=1)  # for a rank to wait while rank 0 writes a shard to a slow disk
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -50,9 +50,10 @@ _TOKENIZER_FILES = (
 def save_hf(
     policy: Policy, path: str | Path, tokenizer_dir: str | Path, *, max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> None:
-    """Collective: write the policy to ``path``, replacing what is there. On failure every rank raises the same error.
+    """Collective: write the policy to ``path``, replacing an existing checkpoint. On failure every rank raises the same
+    error.
 
-    A shard holds at most ``max_shard_bytes`` of weights (or one larger tensor), and rank 0 one shard in memory.
+    A shard holds at most ``max_shard_bytes`` of weights (or one larger tensor); rank 0 keeps one shard in memory.
     """
     parallel = policy.parallel
     group = dist.new_group(backend="gloo", timeout=_DEADLINE) if parallel.world_size > 1 else None
@@ -70,7 +71,7 @@ def save_hf(
 
 
 def plan_whole(policy: Policy) -> tuple[Transfer, ...]:
-    """Every tensor of the checkpoint, in its order, none of them in FP8."""
+    """Every tensor of the checkpoint, in order, all in BF16 or wider."""
     model = policy.cfg.model
     table = LayerTable.build(model, PrecisionConfig(trainer="bf16", rollout="bf16"))
     return plan(model, table, TrainerLayout.from_config(policy.cfg.parallel), EngineLayout()).transfers
@@ -82,7 +83,7 @@ def _num_bytes(transfer: Transfer) -> int:
 
 
 def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int) -> list[list[Transfer]]:
-    """In shards of at most ``max_shard_bytes``, or one tensor that is larger by itself."""
+    """Divide into shards of at most ``max_shard_bytes``, or of one tensor that is larger by itself."""
     shards: list[list[Transfer]] = []
     filled = 0
     for transfer in transfers:
@@ -98,9 +99,9 @@ def _divide(transfers: tuple[Transfer, ...], max_shard_bytes: int) -> list[list[
 def prepare_gathers(
     policy: Policy, transfers: Sequence[Transfer], group: dist.ProcessGroup | None
 ) -> list[TensorGather]:
-    """This rank's part in gathering ``transfers`` on rank 0; FP8 parameters as the numbers that they mean.
+    """This rank's part in gathering ``transfers`` on rank 0; FP8 parameters are dequantized.
 
-    Raises RuntimeError or ValueError when its model does not hold what the plan expects of it.
+    Raises RuntimeError or ValueError if this rank's model does not hold what the plan expects.
     """
     rank, cfg = policy.parallel.rank, policy.cfg
     taking_part = [t for t in transfers if rank == 0 or any(source.rank == rank for source in t.sources)]
@@ -112,7 +113,7 @@ def prepare_gathers(
 
 def _start(policy: Policy, partial: Path) -> None:
     if policy.parallel.rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed while it wrote
+        shutil.rmtree(partial, ignore_errors=True)  # left by a run that was killed while writing
         partial.mkdir(parents=True)
 
 
@@ -127,7 +128,7 @@ def _write_shard(gathers: Sequence[TensorGather], file: Path) -> None:
 
 
 def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path: Path, tokenizer_dir: Path) -> None:
-    """Rank 0: everything but the weights, then the name."""
+    """Rank 0: write everything but the weights, then rename the folder."""
     if policy.parallel.rank != 0:
         return
     if len(shards) > 1:
@@ -148,7 +149,7 @@ def _complete(policy: Policy, shards: list[list[Transfer]], partial: Path, path:
 
 
 def _copy_tokenizer(tokenizer_dir: Path, partial: Path) -> dict[str, int]:
-    """Copy the tokenizer; returns the ids of its special tokens as config.json names them."""
+    """Copy the tokenizer; return the ids of its special tokens under their names in config.json."""
     from transformers import AutoTokenizer
 
     found = [file for file in _TOKENIZER_FILES if (tokenizer_dir / file).exists()]
@@ -166,7 +167,7 @@ def _write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def _rename(partial: Path, path: Path) -> None:
-    """Give the complete folder its name. An older one of this name is moved aside first and deleted last."""
+    """Rename the complete folder. An existing one of this name is moved aside first and deleted last."""
     old = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():

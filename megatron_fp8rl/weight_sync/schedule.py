@@ -29,24 +29,24 @@ _ALIGNMENT_BYTES = 64  # of every part in a message: a cache line, and enough fo
 
 
 def aligned(num_bytes: int) -> int:
-    """Where the next part of a message begins, after ``num_bytes``."""
+    """The aligned offset at which the next part of a message begins, after ``num_bytes``."""
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where the bytes of a part lie in the tensor that it is a part of: row after row, each of ``row`` bytes."""
+    """The position of a part's bytes in the tensor that contains it: rows of ``row`` bytes each."""
 
-    first: int  # byte of the tensor that the part begins with
+    first: int  # offset of the part's first byte in the tensor
     row: int  # bytes in a row of the part
-    pitch: int  # bytes from the start of one row to that of the next
+    pitch: int  # bytes from the start of one row to the next
     num_rows: int
     total: int  # bytes of the tensor
 
     def words(self, word_bytes: int) -> tuple[int, int, int] | None:
-        """(first word, words in a row, words from row to row) of a digest; None for a part that cuts words.
+        """(first word, words per row, words from row to row) for a digest; None for a part that cuts words.
 
-        The last word of a tensor may be short: zeros follow it.
+        The last word of a tensor may be short: it is zero-padded.
         """
         is_last = self.num_rows == 1 and self.first + self.row == self.total
         if self.first % word_bytes or (self.row % word_bytes and not is_last):
@@ -57,7 +57,7 @@ class Extent:
         return self.first // word_bytes, row, row if self.num_rows == 1 else self.pitch // word_bytes
 
     def cut_words(self) -> list[int]:
-        """Words of 8 bytes, in order, that hold bytes of this part and of others; none unless :meth:`words` is None."""
+        """Words of 8 bytes, in order, that this part shares with others; empty unless :meth:`words` is None."""
         if self.words(8) is not None:
             return []
         starts = (self.first + number * self.pitch for number in range(self.num_rows))
@@ -67,13 +67,13 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows or columns of one wire tensor, contiguous in a message. For scales, everything counts in blocks."""
+    """Some rows or columns of one wire tensor, contiguous in a message. For scales, all counts are in blocks."""
 
     transfer: Transfer
     is_scale: bool
     start: int  # along the transfer's axis of the whole tensor
     stop: int
-    kept: Range  # what the engine rank keeps of the whole tensor
+    kept: Range  # the engine rank's range of the whole tensor
     shape: tuple[int, ...]
     offset: int  # bytes from the start of the message
 
@@ -93,14 +93,14 @@ class Part:
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Shape of the engine rank's slice that this is a part of."""
+        """Shape of the engine rank's slice that contains this part."""
         shape = list(self.shape)
         shape[self.transfer.axis] = self.kept[1] - self.kept[0]
         return tuple(shape)
 
     @property
     def extent(self) -> Extent:
-        """Where this part lies in the engine rank's slice."""
+        """The extent of this part in the engine rank's slice."""
         item, first = ITEM_BYTES[self.dtype], self.start - self.kept[0]
         row_bytes = math.prod(self.shape[1:]) * item
         total = math.prod(self.kept_shape) * item
@@ -111,7 +111,7 @@ class Part:
 
     @property
     def words(self) -> tuple[int, int, int] | None:
-        """:meth:`Extent.words` in the slice's digest: of 8 bytes, and of each float32 number by itself."""
+        """:meth:`Extent.words` in the slice's digest: words of 8 bytes, or single float32 values."""
         return self.extent.words(4 if self.dtype == "float32" else 8)
 
     @property
@@ -122,19 +122,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Message:
-    """What one trainer rank sends one engine rank (of every replica) in one round."""
+    """What one trainer rank sends to one engine rank (of every replica) in one round."""
 
     sender: int
     engine_rank: int
     parts: tuple[Part, ...]
     num_bytes: int
-    out_offset: int  # in what the sender sends in this round
+    out_offset: int  # in the sender's slot for this round
     in_offset: int  # in what the engine rank receives in this round
 
 
 @dataclass(frozen=True)
 class Gathering:
-    """A tensor that is put together in BF16 on ``collector`` before it is quantized."""
+    """A tensor that is assembled in BF16 on ``collector`` before quantization."""
 
     transfer: Transfer
     collector: int
@@ -167,11 +167,11 @@ class SendSchedule:
         return sorted({m.sender for r in self.rounds for m in r.messages})
 
     def out_bytes(self, sender: int) -> int:
-        """The most that ``sender`` sends in a round, to one replica."""
+        """Maximum bytes that ``sender`` sends to one replica in a round."""
         return max((m.out_offset + m.num_bytes for r in self.rounds for m in r.sent_by(sender)), default=0)
 
     def in_bytes(self, engine_rank: int) -> int:
-        """The most that an engine rank receives in a round."""
+        """Maximum bytes that an engine rank receives in a round."""
         return max((m.in_offset + m.num_bytes for r in self.rounds for m in r.received_by(engine_rank)), default=0)
 
     @property
@@ -182,7 +182,7 @@ class SendSchedule:
 
 @dataclass(frozen=True)
 class _Item:
-    """A range of one tensor that one sender sends at once."""
+    """A range of one tensor that one sender sends in one piece."""
 
     transfer: Transfer
     index: int  # of the transfer in the plan
@@ -203,10 +203,10 @@ def _kept(transfer: Transfer, engine_rank: int, whole: bool) -> Range | None:
 
 
 def _message_parts(items: list[_Item], engine_rank: int, whole: bool) -> tuple[tuple[Part, ...], int]:
-    """What of a sender's items goes to an engine rank, and the bytes that it fills.
+    """The parts of a sender's items for one engine rank, and their total size.
 
-    Data before scales and rows before columns: what an engine keeps as neighbours (the experts of a layer, stacked)
-    arrives as neighbours, and is written by one copy.
+    Data precede scales and rows precede columns, so that tensors which are adjacent in an engine (the stacked experts
+    of a layer) are adjacent in the message and written by one copy.
     """
     entries: list[tuple[tuple[bool, int, int, int], Transfer, Range, Range]] = []
     for item in items:
@@ -228,7 +228,7 @@ def _message_parts(items: list[_Item], engine_rank: int, whole: bool) -> tuple[t
 
 
 def _pieces(transfer: Transfer, source: Source, limit: int) -> list[Range]:
-    """A source's part in pieces of at most about ``limit`` bytes: rows can be cut between any two blocks."""
+    """Split a source into pieces of at most about ``limit`` bytes; rows can be cut at any block edge."""
     row_bytes = math.prod(transfer.shape[1:]) * ITEM_BYTES["float8_e4m3fn" if transfer.is_fp8 else transfer.dtype]
     if transfer.axis != 0 or len(transfer.shape) == 1 or transfer.quantize == "gathered":
         return [(source.start, source.stop)]
@@ -239,7 +239,7 @@ def _pieces(transfer: Transfer, source: Source, limit: int) -> list[Range]:
 
 
 def _items_by_sender(plan: Plan, model: ModelConfig, limit: int) -> dict[int, list[_Item]]:
-    """Everything that each trainer rank sends, in the order of the plan."""
+    """Everything that each trainer rank sends, in plan order."""
     weights = registry.weights(model)
     holders: dict[str, dict[int, list[int]]] = {}
     loads = [0] * plan.trainer.world_size
@@ -247,7 +247,7 @@ def _items_by_sender(plan: Plan, model: ModelConfig, limit: int) -> dict[int, li
     for index, transfer in enumerate(plan.transfers):
         if transfer.mcore_name not in holders:
             shards = plan.trainer.holders(weights[transfer.mcore_name], model)
-            holders = {transfer.mcore_name: {ranks[0]: ranks for ranks in shards}}  # parts of one are neighbours
+            holders = {transfer.mcore_name: {ranks[0]: ranks for ranks in shards}}  # parts of one tensor are adjacent
         replicas = holders[transfer.mcore_name]
         row_bytes = math.prod(transfer.shape) // transfer.shape[transfer.axis] * (1 if transfer.is_fp8 else 2)
         sources = []
@@ -267,7 +267,7 @@ def _items_by_sender(plan: Plan, model: ModelConfig, limit: int) -> dict[int, li
 
 
 def _fill_rounds(items: list[_Item], num_engine_ranks: int, whole: bool, limit: int) -> list[list[_Item]]:
-    """A sender's items, divided into rounds of at most ``limit`` bytes (or one piece that is larger by itself)."""
+    """Divide a sender's items into rounds of at most ``limit`` bytes (or one piece that is larger by itself)."""
     rounds: list[list[_Item]] = []
     filled = limit + 1
     for item in items:
@@ -283,9 +283,9 @@ def _fill_rounds(items: list[_Item], num_engine_ranks: int, whole: bool, limit: 
 def plan_schedule(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool = False) -> SendSchedule:
     """The messages of one publication.
 
-    A sender puts at most ``bucket_bytes`` into a round, less where many of them feed few engine ranks, so that an
-    engine rank receives about as much. With ``whole`` every engine rank gets every tensor whole, as vLLM's loaders
-    expect them.
+    A sender puts at most ``bucket_bytes`` into a round, and less if many senders feed few engine ranks, so that an
+    engine rank receives about as much. With ``whole``, every engine rank receives every tensor whole, as vLLM's loaders
+    expect.
     """
     num_engine_ranks = plan.engine.tensor
     num_senders = len({s.rank for t in plan.transfers for s in t.sources})

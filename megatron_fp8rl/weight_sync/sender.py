@@ -1,7 +1,7 @@
-"""The trainer rank's end of a publication: sends its shards to the engine workers that keep them.
+"""The trainer's end of a publication: send this rank's shards to the engine workers that keep them.
 
 In:  this rank's parameters, the plan's inputs, and on rank 0 the engines.
-Out: messages delivered and loaded, and the digests of what every engine rank must hold.
+Out: delivered and loaded messages, and the digests of what every engine rank must hold.
 Runs on every trainer rank; only rank 0 makes requests, one per publication. The GPU quantizes one round while the
 previous one travels and the engines load the one before that.
 """
@@ -31,13 +31,14 @@ from megatron_fp8rl.weight_sync.schedule import SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Transport, open_store
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 
-_GRACE_S = 10.0  # for the error that names a failed replica to arrive after the first sign of trouble
+_GRACE_S = 10.0  # time for the error that names a failed replica to arrive after the first sign of failure
 
 
 class ShardSender:
     """One trainer rank. ``kind`` is the transport.
 
-    ``receivers`` are the engines on rank 0, None elsewhere; ``group`` is a gloo group of all trainer ranks (None: one).
+    ``receivers`` are the engines on rank 0, None elsewhere; ``group`` is a gloo group of all trainer ranks (None: one
+    rank).
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class ShardSender:
         self.kind = kind
         self.inputs = inputs
         self.rank = rank
-        self.pack_s = 0.0  # of the last publication, by this rank's host
+        self.pack_s = 0.0  # of the last publication, on this rank's host
         self.send_s = 0.0
         self._receivers = receivers
         self._group = group
         self._device = device
         self._deadline_s = inputs.rollout.update_deadline_s
-        # Less than a request has, so that the error that says who waited for whom comes back with it.
+        # Shorter than the request's own deadline, so that the error naming both sides of the wait is returned with it.
         self._timeout_s = 0.9 * self._deadline_s
         self._slices, self._whole = inputs.schedules()
         self._shards = LocalShards(parameters, TrainerLayout.from_config(inputs.parallel), inputs.model, rank)
@@ -74,7 +75,7 @@ class ShardSender:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def check(self) -> None:
-        """Raise RuntimeError or ValueError when this rank's model does not hold what it has to send."""
+        """Raise RuntimeError or ValueError if this rank's model does not hold what it must send."""
         for number in self._slices.rounds:
             for message in number.sent_by(self.rank):
                 for part in message.parts:
@@ -88,11 +89,13 @@ class ShardSender:
     # ---- connection
 
     def connect(self, num_replicas: int) -> None:
-        """Collective over all trainer ranks and, by way of a request, all engine workers; again when they are others."""
+        """Collective over all trainer ranks and, through a request, all engine workers; repeated when the workers
+        change.
+        """
         self._num_replicas = num_replicas
         self._request = None
         self._close_transport()
-        if self._receivers is not None:  # a request to engines that have gone may still be under way
+        if self._receivers is not None:  # a request to engines that are gone may still be in progress
             self._requests.shutdown(wait=False, cancel_futures=True)
             self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
         address: list[Any] = [None]
@@ -136,12 +139,12 @@ class ShardSender:
                 self.kind, peer, store, self._device, self._timeout_s, schedules, watch=self._raise_request_error
             )
 
-    # ---- a publication
+    # ---- publication
 
     def send(self, version: int, mode: str) -> Tensor:
-        """Send everything, and wait until the engines have loaded it; the sums of what this rank sent.
+        """Send everything and wait until the engines have loaded it; return the sums of this rank's parts.
 
-        Raises TransportError on this rank when anyone fails or is late, ValueError when a weight is not finite. The
+        Raises TransportError on this rank if any process fails or is late, ValueError if a weight is not finite. The
         caller makes the ranks agree on the error.
         """
         assert self._transport is not None
@@ -159,9 +162,9 @@ class ShardSender:
         return sums
 
     def prepare(self, mode: str) -> tuple[SendSchedule, list[RoundPacker]]:
-        """What will be sent when, and what fills the messages: worked out once, and again when parameters have moved.
+        """Compute the schedule and the packers of all rounds, once, and again after parameters have moved.
 
-        Raises RuntimeError or ValueError when the parameters are no longer those of the model.
+        Raises RuntimeError or ValueError if the parameters are no longer those of the model.
         """
         whole = mode == "reload"
         schedule = self._whole if whole else self._slices
@@ -172,7 +175,7 @@ class ShardSender:
         if whole not in self._packers:
             assert self._transport is not None
             nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._packers = {  # one at a time: the other's gathered tensors take memory
+            self._packers = {  # one at a time: the gathered tensors of the other would take memory
                 whole: [
                     RoundPacker(
                         number,
@@ -188,7 +191,7 @@ class ShardSender:
         return schedule, self._packers[whole]
 
     def _send_rounds(self, schedule: SendSchedule, packers: list[RoundPacker]) -> Tensor:
-        """All rounds; the sums of this rank's parts in order, int64 on the CPU."""
+        """Send all rounds; return the sums of this rank's parts in order, int64 on the CPU."""
         assert self._transport is not None
         self.pack_s = self.send_s = 0.0
         sums: list[Tensor] = []
@@ -212,7 +215,7 @@ class ShardSender:
         return torch.cat(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
 
     def _raise_not_finite(self, packers: list[RoundPacker]) -> None:
-        """Fill the messages again, one after another, to find the names."""
+        """Fill the messages again, one by one, to find the names of the non-finite tensors."""
         wrong: list[str] = []
         for packer in packers:
             packer()
@@ -224,7 +227,8 @@ class ShardSender:
         )
 
     def digests(self, sums: Tensor) -> list[NamedDigests]:
-        """Collective: on rank 0 what every engine rank has to hold, from the sums of all ranks; [] elsewhere."""
+        """Collective: on rank 0 the digests that every engine rank must hold, from the sums of all ranks; [] elsewhere.
+        """
         by_rank: list[Any] = [sums.numpy()]
         if self._group is not None:
             gathered = [None] * self.inputs.parallel.world_size if self.rank == 0 else None
@@ -248,7 +252,9 @@ class ShardSender:
     # ---- errors
 
     def _raise_request_error(self) -> None:
-        """While waiting: a request that has failed names the replica, which is better than a deadline."""
+        """While waiting: raise the error of a failed request, which names the replica, instead of waiting for the
+        deadline.
+        """
         if self._request is not None and self._request.done():
             self._request.result()
 
@@ -262,7 +268,7 @@ class ShardSender:
         return torch.cuda.stream(self._stream)
 
     def close(self) -> None:
-        """Release memory and connections. Harmless when called again, or after an error."""
+        """Release memory and connections. May be called repeatedly, and after an error."""
         self._requests.shutdown(wait=False, cancel_futures=True)
         self._close_transport()
 
@@ -274,7 +280,8 @@ class ShardSender:
 
 
 class _Named:
-    """Turns what a transport raises into TransportError, after telling the others; an engine's own error comes first."""
+    """Turns a transport's error into TransportError after notifying the others; an engine's own error takes precedence.
+    """
 
     def __init__(self, sender: ShardSender, what: str):
         self._sender = sender
@@ -296,16 +303,16 @@ class _Named:
                     request.result(timeout=_GRACE_S)
                 except TransportError:
                     raise
-                except Exception:  # of the executor; the first error says more
+                except Exception:  # of the executor; the first error is more informative
                     pass
             if isinstance(error, DeliveryError) or sender._transport is None:
                 raise TransportError(f"{self._what}: {error}") from error
 
 
 class _Slots:
-    """Where the numbers that senders take of their parts (see ``part_sums.py``) are added up.
+    """Where the sums of the senders' parts (see ``part_sums.py``) are accumulated.
 
-    A slot is the sum of one tensor of one engine rank, or one word of it that several parts fill together.
+    A slot is the sum of one tensor of one engine rank, or one word of it that several parts share.
     """
 
     def __init__(self, schedule: SendSchedule, num_trainers: int):
@@ -328,13 +335,14 @@ class _Slots:
 
     @staticmethod
     def _of_sender(schedule: SendSchedule, sender: int, index: dict, kinds: dict) -> np.ndarray:
-        """The slot of each number that a sender takes, round by round: sums of its parts, then words that they cut."""
+        """The slot of each number that a sender computes, round by round: sums of its parts, then the words they cut.
+        """
         slots = []
         for number in schedule.rounds:
             parts = [(m.engine_rank, part) for m in number.sent_by(sender) for part in m.parts]
             for rank, part in parts:
                 slots.append(index.setdefault((rank, part.name, -1), len(index)))
-                # float32 numbers are digested as int64 words: see weight_sync/part_sums.py
+                # float32 values are digested as int64 words: see weight_sync/part_sums.py
                 dtype = torch.int64 if part.dtype == "float32" else getattr(torch, part.dtype)
                 kinds[rank, part.name] = dtype, part.kept_shape
             for rank, part in parts:

@@ -1,8 +1,8 @@
-"""Compares what the engines hold with what was sent: digests by name, slice by slice.
+"""Compare what the engines hold with what was sent: digests by name, slice by slice.
 
-In:  the digests that the trainer took of what it sent, in this publication and the previous one, and the digests that
-     every engine worker took of its kernel parameters.
-Out: nothing, or :class:`WeightMismatch`, which names every wrong tensor, the worker that holds it, and what is wrong.
+In:  the trainer's digests of what it sent, in this publication and the previous one, and the digests that every engine
+     worker computed of its kernel parameters.
+Out: nothing, or :class:`WeightMismatch`, which names every wrong tensor, the worker that holds it, and the difference.
 Pure; runs on trainer rank 0.
 """
 
@@ -43,7 +43,9 @@ class Mismatch:
 
 
 class WeightMismatch(RuntimeError):
-    """An engine does not hold what was published. ``mismatches`` lists all of them; the message shows the first ten."""
+    """An engine does not hold what was published. ``mismatches`` lists all differences; the message shows the first
+    ten.
+    """
 
     def __init__(self, version: int, mismatches: Sequence[Mismatch]):
         self.version = version
@@ -60,7 +62,7 @@ class WeightMismatch(RuntimeError):
 
 
 class KVScaleMismatch(RuntimeError):
-    """An engine worker holds other scales of its FP8 KV cache than those that were sent; names the first ten."""
+    """An engine worker holds other scales of its FP8 KV cache than were sent; the message names the first ten."""
 
 
 @dataclass
@@ -72,7 +74,7 @@ class Expected:
 
 
 def _kind(name: str, held: Mapping[str, str], expected: Mapping[str, str], previous: Mapping[str, str]) -> Kind:
-    """How a tensor that is held differs from what was expected of it."""
+    """How the tensor held differs from the expected one."""
     if held[name] == previous.get(name):
         return "stale"
     if name.endswith(_SCALE):
@@ -90,15 +92,15 @@ def _compare(
     for name in expected:
         if name in held and held[name] != expected[name]:
             kind = _kind(name, held, expected, previous)
-            # A mis-scaled weight is reported by the name of the weight.
+            # A mis-scaled weight is reported under the name of the weight.
             found.append(Mismatch(name.removesuffix(_SCALE) if kind == "mis-scaled" else name, worker, kind))
     return found
 
 
 def holds_all(replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expected) -> bool:
-    """Whether every worker of every replica reports the version and the one digest of everything that was sent to it.
+    """Whether every worker of every replica reports the version and the combined digest of everything sent to it.
 
-    What is wrong, :func:`verify` finds in the reports that name every tensor, which take far longer.
+    If not, :func:`verify` finds the differences in reports that name every tensor, which take far longer.
     """
     wanted = [(rank, expected.version, combine(held)) for rank, held in enumerate(expected.by_rank)]
     return all(
@@ -110,9 +112,9 @@ def holds_all(replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expecte
 def verify(
     replicas: Sequence[Sequence[Mapping[str, Any]]], expected: Expected, previous: Expected | None = None
 ) -> None:
-    """Compare what each worker of each replica reports (``WorkerExtension.weight_digests``) with ``expected``.
+    """Compare the report of each worker of each replica (``WorkerExtension.weight_digests``) with ``expected``.
 
-    Raises WeightMismatch with all differences; when a worker holds another version, with that alone.
+    Raises WeightMismatch with all differences; if a worker holds another version, with that alone.
     """
     mismatches: list[Mismatch] = []
     for index, workers in enumerate(replicas):
@@ -136,7 +138,7 @@ def verify(
 def verify_kv_scales(replicas: Sequence[Sequence[Mapping[str, Any]]], sent: KVScales, version: int) -> None:
     """Compare the scales that each worker of each replica reads (``WorkerExtension.set_kv_scales``) with those sent.
 
-    Exact: scales are float32 numbers at both ends. Raises KVScaleMismatch.
+    Exact, because scales are float32 at both ends. Raises KVScaleMismatch.
     """
     wrong = []
     for index, workers in enumerate(replicas):

@@ -1,17 +1,17 @@
-"""What every transport has in common: how messages get from every trainer rank to every engine worker.
+"""The transport interface: moves messages from every trainer rank to every engine worker.
 
 In:  messages of a :class:`~megatron_fp8rl.weight_sync.schedule.SendSchedule` in memory that the transport owns.
 Out: the same bytes where the engine worker can read them.
 Runs in the trainer and in engine workers; imports neither vLLM nor Megatron. ``rollout.transport`` names one:
 
-    ipc    the receiver maps the sender's buffers and reads them; counters in shared memory say what may be read and
-           what has been. Buffers are CUDA memory, opened by handle across processes and GPUs of one host, or files in
-           shared memory on a machine without a GPU, where the same protocol runs.
-    nccl   one NCCL process group of all trainer ranks and all engine workers, on GPUs of their own.
-    gloo   the same over TCP, with or without GPUs: theirs are copied through pinned host memory.
+    ipc    the receiver maps the sender's buffers and reads them; counters in shared memory say which rounds are
+           written and which are read. Buffers are CUDA memory, opened by handle across processes and GPUs of one host,
+           or files in shared memory on a machine without a GPU, where the same protocol runs.
+    nccl   one NCCL process group of all trainer ranks and all engine workers, on separate GPUs.
+    gloo   the same over TCP, with or without GPUs; GPU data are copied through pinned host memory.
 
-All keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines, and see
-within a fraction of a second when someone else has failed, through a key in a store that trainer rank 0 hosts.
+All keep two rounds: while the engines read one, the trainer fills the other. Both ends wait with deadlines and detect
+within a fraction of a second that another process has failed, through a key in a store hosted by trainer rank 0.
 
 A new transport is a subclass of :class:`Transport` and an entry in ``choose.py`` (and in ``config.RolloutConfig``).
 """
@@ -31,7 +31,7 @@ from megatron_fp8rl.weight_sync.schedule import Message, Round, SendSchedule
 
 NUM_SLOTS = 2
 _FAILED = "failed"
-_LOOK_S = 0.2  # between looks for the failure of someone else
+_LOOK_S = 0.2  # between checks for the failure of another process
 _NAP_S = 20e-6
 
 
@@ -41,7 +41,7 @@ class DeliveryError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """One process among all that take part: trainer ranks come first, then the workers of replica after replica."""
+    """One participating process: trainer ranks come first, then the workers of one replica after another."""
 
     rank: int
     num_trainers: int
@@ -72,7 +72,7 @@ class Peer:
 
 
 class Transport:
-    """The interface, and what all of them share: a store, a deadline, and the news that someone has failed.
+    """The interface, and its shared parts: a store, a deadline, and notice of failures.
 
     ``store`` is connected to trainer rank 0. ``device`` is where messages lie.
     """
@@ -88,26 +88,28 @@ class Transport:
         self._end = time.monotonic() + timeout_s
 
     def connect(self, schedules: Sequence[SendSchedule]) -> None:
-        """Collective: make contact, with buffers that hold any of ``schedules``."""
+        """Collective: connect all processes, with buffers that hold any of ``schedules``."""
         raise NotImplementedError
 
-    # ---- a publication
+    # ---- publication
 
     def begin(self, attempt: int, rounds: tuple[Round, ...]) -> None:
-        """Start the clock of a publication. ``attempt`` counts them, the same on all ranks."""
+        """Start the clock of a publication. ``attempt`` numbers them identically on all ranks."""
         self._attempt = attempt
         self._rounds = rounds
         self._end = time.monotonic() + self.timeout_s
 
     def fail(self, reason: str) -> None:
-        """Tell everyone who waits in this publication."""
+        """Notify every process that waits in this publication."""
         try:
             self._store.set(f"{_FAILED}/{self._attempt}", f"{self.peer.name(self.peer.rank)}: {reason}")
         except RuntimeError:
-            return  # the store is gone, and with it everyone who could be waiting
+            return  # the store is gone, and with it every process that could be waiting
 
     def wait_until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
-        """Return when ``done()``. Raises DeliveryError when someone fails first, or ``what()`` takes too long."""
+        """Return when ``done()``. Raises DeliveryError if another process fails first, or after the deadline, with
+        ``what()``.
+        """
         look = time.monotonic() + _LOOK_S
         while not done():
             now = time.monotonic()
@@ -128,10 +130,10 @@ class Transport:
         if failed:
             raise DeliveryError(f"{what()}: {self._store.get(key).decode()}")
 
-    # ---- the trainer's side
+    # ---- trainer side
 
     def slot(self, number: int) -> Tensor:
-        """uint8 memory of the sender for everything that it sends in round ``number``."""
+        """uint8 memory of the sender for everything it sends in round ``number``."""
         raise NotImplementedError
 
     def reserve(self, number: int) -> None:
@@ -142,10 +144,10 @@ class Transport:
         """Deliver what the current stream has written to the slot of this round."""
         raise NotImplementedError
 
-    # ---- the engine's side
+    # ---- engine side
 
     def inbox(self, message: Message, number: int) -> Tensor:
-        """uint8 memory in which ``message`` of round ``number`` can be read: the same every time."""
+        """uint8 memory in which ``message`` of round ``number`` can be read; always the same."""
         raise NotImplementedError
 
     def receive(self, number: int) -> None:
@@ -153,24 +155,24 @@ class Transport:
         raise NotImplementedError
 
     def release(self, number: int) -> None:
-        """The current stream has read round ``number``."""
+        """Mark round ``number`` as read by the current stream."""
         raise NotImplementedError
 
-    # ---- both
+    # ---- both sides
 
     def finish(self) -> None:
         """Wait until all rounds have been sent and read, as far as this process can tell."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release memory and connections. Harmless when called again, or after an error."""
+        """Release memory and connections. May be called repeatedly, and after an error."""
 
     def _to_this_process(self, number: int) -> list[Message]:
         return self._rounds[number].received_by(self.peer.engine_rank)
 
 
 def open_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> dist.TCPStore:
-    """Trainer rank 0 hosts (port 0 finds a free one: see ``store.port``), all others connect."""
+    """The store: trainer rank 0 hosts it (port 0 picks a free port: see ``store.port``), all others connect."""
     return dist.TCPStore(host, port, None, is_master, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 

@@ -16,12 +16,12 @@ TRANSPORTS: dict[str, type[Transport]] = {"ipc": IpcTransport, "nccl": NcclTrans
 
 
 def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:
-    """What ``rollout.transport`` auto means here; other values mean themselves."""
+    """The transport that ``rollout.transport`` = auto selects here; other values are returned unchanged."""
     if kind != "auto":
         return kind
     if one_host:
         return "ipc"
-    return "nccl" if on_gpu and not colocated else "gloo"  # NCCL does not take two processes on one GPU
+    return "nccl" if on_gpu and not colocated else "gloo"  # NCCL does not accept two processes on one GPU
 
 
 def open_transport(
@@ -34,9 +34,9 @@ def open_transport(
     *,
     watch: Callable[[], None] = lambda: None,
 ) -> Transport:
-    """Collective over all trainer ranks and engine workers: a transport that is connected.
+    """Collective over all trainer ranks and engine workers: a connected transport.
 
-    Its buffers hold any of ``schedules``. ``watch`` is called now and then while waiting, to raise what else is known.
+    Its buffers hold any of ``schedules``. ``watch`` is called periodically while waiting, to raise other known errors.
     """
     transport = TRANSPORTS[kind](peer, store, device, timeout_s)
     transport.watch = watch

@@ -1,6 +1,6 @@
 """Weights through memory that the receiver maps: CUDA IPC between GPUs of one host, files on a host without GPUs.
 
-Runs in the trainer and in engine workers. ``base.py`` defines what a transport is.
+Runs in the trainer and in engine workers. ``base.py`` defines the interface.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class IpcTransport(Transport):
     """The sender's buffers, mapped by every receiver; counters in one small file that all processes of the host map."""
 
     def connect(self, schedules: Sequence[SendSchedule]) -> None:
-        """Collective: exchange the handles of buffers."""
+        """Collective: exchange the buffer handles."""
         peer = self.peer
         self._announcer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-ipc")
         self._announced: list[Any] = []
@@ -74,7 +74,7 @@ class IpcTransport(Transport):
             return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.int64)
 
     def _count(self, number: int) -> int:
-        """Value of a counter after round ``number`` of this publication: higher than any before."""
+        """Value of a counter after round ``number`` of this publication: higher than any earlier value."""
         return (self._attempt << 32) + number + 1
 
     def slot(self, number: int) -> Tensor:
@@ -85,7 +85,7 @@ class IpcTransport(Transport):
             self._wait_for_readers(number - NUM_SLOTS)
 
     def _wait_for_readers(self, number: int) -> None:
-        """Until every worker that this rank sent something in round ``number`` has read it."""
+        """Wait until every worker to which this rank sent something in round ``number`` has read it."""
         to = {m.engine_rank for m in self._rounds[number].sent_by(self.peer.rank)}
         readers = [worker for rank in to for worker in self.peer.workers(rank)]
         self._wait_for(readers, number, "read")
@@ -115,7 +115,8 @@ class IpcTransport(Transport):
         self._announce(number)
 
     def _announce(self, number: int) -> None:
-        """Raise this process's counter when the GPU has come so far: by a thread, for the host goes on meanwhile."""
+        """Raise this process's counter once the GPU reaches this point, from a thread, so that the host can continue.
+        """
         if self.device.type == "cpu":
             self._counters[self.peer.rank] = self._count(number)
             return
@@ -144,12 +145,12 @@ class IpcTransport(Transport):
 
 
 def _new_file(num_bytes: int) -> Path:
-    """A file of zeros in shared memory; the name lets a later run remove it if this one is killed."""
+    """A zero-filled file in shared memory; its name lets a later run remove it if this one is killed."""
     _remove_leftovers()
     path = _FOLDER / f"{_PREFIX}{os.getpid()}-{os.urandom(4).hex()}"
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     try:
-        # Memory is claimed now: a mapping of a file that /dev/shm cannot hold dies by SIGBUS at the first write.
+        # Allocate memory now: a mapping of a file that /dev/shm cannot hold dies of SIGBUS at the first write.
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         path.unlink(missing_ok=True)
@@ -165,7 +166,7 @@ def _new_file(num_bytes: int) -> Path:
 
 
 def _remove_leftovers() -> None:
-    """Delete files of processes that no longer exist: what a killed run could not clean up."""
+    """Delete files of processes that no longer exist, left behind by killed runs."""
     for file in _FOLDER.glob(f"{_PREFIX}*"):
         owner = re.match(rf"{_PREFIX}(\d+)-", file.name)
         if owner and not Path(f"/proc/{owner[1]}").exists():
@@ -173,7 +174,7 @@ def _remove_leftovers() -> None:
 
 
 def _export(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """uint8 [slots, num_bytes] and what another process of this host needs to open it."""
+    """uint8 [slots, num_bytes], and the handle with which another process of this host opens it."""
     if device.type == "cpu":
         path = _new_file(NUM_SLOTS * num_bytes)
         slots = torch.from_file(str(path), shared=True, size=NUM_SLOTS * num_bytes, dtype=torch.uint8)
@@ -186,10 +187,11 @@ def _export(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any
 
 
 def _open(handle: dict[str, Any], device: torch.device) -> Tensor:
-    """The tensor behind a handle of :func:`_export`, as memory that ``device`` reads, also from another GPU."""
+    """The tensor of a handle from :func:`_export`, as memory that ``device`` can read, possibly from another GPU."""
     if "path" in handle:
         size = NUM_SLOTS * handle["num_bytes"]
         return torch.from_file(handle["path"], shared=True, size=size, dtype=torch.uint8).view(NUM_SLOTS, -1)
-    # The GPU that opens the memory, which counts its own GPUs; CUDA maps that of a peer, even one it is not shown.
+    # The GPU that opens the memory, by this process's numbering; CUDA maps a peer's memory even if that GPU is not
+    # visible.
     index = device.index if device.index is not None else torch.cuda.current_device()
     return open_on(handle["arguments"], index)

@@ -1,6 +1,6 @@
 """Weights over one process group of all trainer ranks and engine workers: NCCL between GPUs, gloo everywhere.
 
-Runs in the trainer and in engine workers. ``base.py`` defines what a transport is.
+Runs in the trainer and in engine workers. ``base.py`` defines the interface.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError,
 
 
 class _GroupTransport(Transport):
-    """A send of each message to the worker of every replica that keeps its slices.
+    """Sends each message to the worker of every replica that keeps its slices.
 
-    ``_slots`` are where messages are written and read, ``_wire`` the memory that the group sends from and receives into.
+    Messages are written and read in ``_slots``; the group sends from and receives into ``_wire``.
     """
 
     _group: Any = None
@@ -69,12 +69,12 @@ class _GroupTransport(Transport):
         return self.slot(number)[message.in_offset : message.in_offset + message.num_bytes]
 
     def receive(self, number: int) -> None:
-        # The next round travels while this one is read; its slot was read before.
+        # The next round travels while this one is read; its slot has already been read.
         self._expect(number + 1)
         self._wait(number)
 
     def release(self, number: int) -> None:
-        """Nothing: the next receive into this slot waits for the current stream."""
+        """Nothing to do: the next receive into this slot waits for the current stream."""
 
     def _expect(self, number: int) -> None:
         if number < len(self._rounds):
@@ -84,7 +84,7 @@ class _GroupTransport(Transport):
             self._peers[number] = [message.sender for message in messages]
 
     def _wait(self, number: int) -> None:
-        """Return when a round may be used, or have the current stream wait for it."""
+        """Return when a round may be used, or make the current stream wait for it."""
         try:
             for work in self._pending.pop(number, ()):
                 self._wait_for(work, number)
@@ -113,7 +113,7 @@ class _GroupTransport(Transport):
         raise NotImplementedError
 
     def _start(self, operations: list[tuple[Any, Tensor, int]], number: int) -> list[Any]:
-        """Begin (send or recv, memory, rank of the other end) of one round."""
+        """Start the operations (send or recv, memory, peer rank) of one round."""
         raise NotImplementedError
 
     def _wait_for(self, work: Any, number: int) -> None:
@@ -124,9 +124,9 @@ class NcclTransport(_GroupTransport):
     """From GPU to GPU, on the current stream."""
 
     def _build_group(self, store: dist.Store) -> Any:
-        # Deadlines are ours: past its own one, NCCL's watchdog ends the whole process.
+        # We enforce the deadlines: on its own timeout, NCCL's watchdog ends the whole process.
         group = nccl_group(store, self.peer.rank, self.peer.world_size, timedelta(days=1))
-        # The communicator is built here and not in the first publication, by everyone at once.
+        # Build the communicator here, with all processes at once, rather than in the first publication.
         group.allreduce(torch.zeros(1, device=self.device)).wait()
         event = recorded(self.device)
         self.wait_until(event.query, lambda: "not all processes joined the NCCL communicator")
@@ -147,12 +147,12 @@ class NcclTransport(_GroupTransport):
 
 
 class GlooTransport(_GroupTransport):
-    """Over TCP between hosts. A GPU's messages pass through pinned host memory, copied on the current stream."""
+    """Over TCP between hosts. GPU messages pass through pinned host memory, copied on the current stream."""
 
     def _wire_memory(self) -> Tensor:
         if self.device.type == "cpu":
             return self._slots
-        self._copied: dict[int, torch.cuda.Event] = {}  # by slot, when a worker has read the host's memory
+        self._copied: dict[int, torch.cuda.Event] = {}  # by slot: when a worker has read the host memory
         return torch.empty(self._slots.shape, dtype=torch.uint8, pin_memory=True)
 
     def _build_group(self, store: dist.Store) -> Any:
@@ -183,7 +183,7 @@ class GlooTransport(_GroupTransport):
         return [call([buffer], peer, number) for call, buffer, peer in operations]
 
     def _wait_for(self, work: Any, number: int) -> None:
-        """Wait in a thread: gloo's own wait would not notice that someone else has failed."""
+        """Wait in a thread: gloo's own wait would not notice the failure of another process."""
         done: list[RuntimeError | None] = []
 
         def wait() -> None:
@@ -204,9 +204,9 @@ class GlooTransport(_GroupTransport):
 
 
 def _gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """A gloo group that other hosts reach.
+    """A gloo group that other hosts can reach.
 
-    By itself gloo listens on the address that the host's name resolves to, which on many nodes is one of loopback.
+    By default gloo listens on the address that the host name resolves to, which on many nodes is a loopback address.
     ``GLOO_SOCKET_IFNAME`` is respected as usual.
     """
     if os.environ.get("GLOO_SOCKET_IFNAME"):
