@@ -1,17 +1,17 @@
-"""Asks one rollout replica: tokens in, tokens out; pause, weights, resume; with a deadline on every call.
+"""Client of one rollout replica: sampling, pausing and weight updates, with a deadline on every call.
 
-In: token ids of a prompt. Out: :class:`~megatron_fp8rl.types.Completion` objects that say which policy version sampled
-which token. Which process: trainer rank 0, on the fleet's event loop.
+In: token ids of a prompt. Out: :class:`~megatron_fp8rl.types.Completion` objects that record which policy version
+sampled each token. Runs on trainer rank 0, on the fleet's event loop.
 
-**Which version sampled a token** is decided here, exactly, although vLLM does not report it. ``pause("keep")`` makes
-the engine end every running request and return what it has; nothing is sampled between that and ``resume``. The client
-then asks for the rest with the tokens so far as part of the prompt, under the new weights. Each request thus runs under
-one version, known when it is submitted. Since a new version needs a new KV cache, the prefix would be recomputed
-anyway. Requests that reach the engine after it paused would wait inside it and run under weights that the client does
-not know of yet; ``pause`` takes them back before it returns.
+**Version of a token.** vLLM does not report which weights sampled a token; the client determines it exactly.
+``pause("keep")`` makes the engine end every running request and return its tokens; nothing is sampled until ``resume``.
+The client then requests the rest under the new weights, with the tokens so far appended to the prompt. Each request
+thus runs under one version, known when it is submitted. The prefix would be recomputed anyway, because a new version
+needs a new KV cache. Requests that reach the engine after it paused would wait inside it and run under weights unknown
+to the client; ``pause`` withdraws them before it returns.
 
-**Seeds**: completion i of a request with seed s is sampled with seed s + i, by its own generator, so that its tokens do
-not depend on what else the engine runs. The rest of an interrupted completion has a seed of its own.
+**Seeds.** Completion i of a request with seed s is sampled with seed s + i from its own generator, so its tokens do not
+depend on other requests. The rest of an interrupted completion has its own seed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.types import Completion, KVScales
 
 PauseMode = Literal["keep", "wait", "abort"]
-Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that sleep
+Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that can sleep
 
-_SETTLE_S = 1.0  # for results that the engine returned when it paused and that are still on their way
-_EXIT_GRACE_S = 2.0  # vLLM's server ends itself after its engine core has died; tell the two apart
+_SETTLE_S = 1.0  # for results that the engine returned on pausing and that are still in transit
+_EXIT_GRACE_S = 2.0  # vLLM's server exits after its engine core has died; time to tell the two apart
 _MAX_SEED = (1 << 63) - 1
 
 
@@ -47,12 +47,12 @@ class EngineDeadError(EngineError):
 
 
 class EngineDeadlineError(EngineError):
-    """A rollout replica did not answer in time."""
+    """A rollout replica did not answer before the deadline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How completions are drawn. ``top_k`` 0 and ``top_p`` 1 leave the whole vocabulary, temperature 0 is greedy."""
+    """Sampling parameters. ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary; temperature 0 is greedy."""
 
     temperature: float
     top_p: float
@@ -63,7 +63,7 @@ class Sampling:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, end_token_id: int | None) -> Sampling:
-        """What the configuration asks for; the tokenizer's end token stops too."""
+        """The parameters in the configuration; the tokenizer's EOS token is added to the stop tokens."""
         end = () if end_token_id is None else (end_token_id,)
         return cls(
             temperature=rollout.temperature,
@@ -76,7 +76,7 @@ class Sampling:
 
 
 class EngineClient:
-    """Use on one event loop, the fleet's. ``version`` is the policy version of the weights that the engine holds."""
+    """Use from one event loop, the fleet's. ``version`` is the policy version of the weights that the engine holds."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class EngineClient:
         self.name = replica.name
         self.sampling = sampling
         self.version = 0
-        self.num_running = 0  # completions asked for and not yet returned
+        self.num_running = 0  # completions requested and not yet returned
         self._decode = decode
         self._request_deadline_s = request_deadline_s
         self._update_deadline_s = update_deadline_s
@@ -106,11 +106,11 @@ class EngineClient:
 
     @property
     def is_alive(self) -> bool:
-        """False once the process has ended, as far as is known."""
+        """False once the process is known to have ended."""
         return not self.replica.exited.done()
 
     def hold(self) -> None:
-        """Have requests wait until :meth:`resume`: an engine that has just started holds weights of no policy."""
+        """Make requests wait until :meth:`resume`: an engine that has just started holds weights of no policy."""
         self._open.clear()
 
     # ---- sampling
@@ -140,7 +140,7 @@ class EngineClient:
         return [part.complete(self._decode, sampling.stop_strings) for part in parts]
 
     async def _advance(self, prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> None:
-        """One request to the engine. Several parts share it only while they have no tokens."""
+        """Send one request. Several parts share it only while they have no tokens."""
         await self._until_open()
         version, num_pauses = self.version, self._num_pauses
         body = _generate_body(prompt, parts, sampling)
@@ -151,7 +151,7 @@ class EngineClient:
         except asyncio.CancelledError:
             if not task.cancelled() or asyncio.current_task().cancelling():
                 raise
-            choices = [None] * len(parts)  # taken back by pause
+            choices = [None] * len(parts)  # withdrawn by pause
         finally:
             self._in_flight.discard(task)
             task.cancel()
@@ -163,9 +163,9 @@ class EngineClient:
             part.extend(segment, version, give_up=paused and self._pause_mode == "abort")
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """The engine's log-probability of each token but the first, [T - 1], computed as a prompt, at temperature 1.
+        """The engine's log-probability of each token but the first, [T - 1], computed by prefill at temperature 1.
 
-        One new token more has to fit. Reads no cached prefix. Raises as every call does.
+        There must be room for one new token. Reads no cached prefix. Raises as every call does.
         """
         await self._until_open()
         sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "prompt_logprobs": 0, "detokenize": False}
@@ -174,7 +174,7 @@ class EngineClient:
         return read_prompt_logprobs(answer, len(token_ids))
 
     async def _until_open(self) -> None:
-        """Return when the engine samples, or has ended: then the call that follows says so."""
+        """Return when the engine samples, or has ended; the call that follows then reports it."""
         if not self._open.is_set():
             opened = asyncio.ensure_future(self._open.wait())
             await asyncio.wait({opened, self.replica.exited}, return_when=asyncio.FIRST_COMPLETED)
@@ -185,8 +185,8 @@ class EngineClient:
     async def pause(self, mode: PauseMode = "keep") -> None:
         """Stop sampling until :meth:`resume`, and drop the KV cache, which belongs to the old weights.
 
-        ``keep``: running completions stop here and continue after ``resume``, under the weights that are there then.
-        ``wait``: running completions finish first. ``abort``: running completions return as they are.
+        ``keep``: running completions stop here and continue after ``resume``, under the weights loaded then.
+        ``wait``: running completions finish first. ``abort``: running completions are returned as they are.
         """
         self._open.clear()
         self._pause_mode = mode
@@ -201,18 +201,18 @@ class EngineClient:
                 await asyncio.wait(late)
 
     async def resume(self) -> None:
-        """Sample again, under the weights that the engine holds now. An engine that sleeps does so when it is awake."""
+        """Sample again, under the weights that the engine holds now. A sleeping engine resumes when it is awake."""
         if self._asleep:
-            return  # vLLM resumes by itself when the last part wakes, and a second resume could overtake the first
+            return  # vLLM resumes by itself when the last part wakes; a second resume could overtake the first
         await self._call("/resume", deadline_s=self._update_deadline_s)
         self._open.set()
 
     # ---- sleeping
 
     async def sleep(self, level: int) -> None:
-        """Free the engine's GPU memory: weights move to host memory (level 1) or are dropped (2), the KV cache is lost.
+        """Free the engine's GPU memory: weights move to host memory (level 1) or are dropped (2); the KV cache is lost.
 
-        The engine samples again after :meth:`wake_up` has brought back every part. Does nothing when it sleeps already.
+        The engine samples again after :meth:`wake_up` has restored every part. Does nothing if it already sleeps.
         Raises EngineError while completions are running.
         """
         if self._asleep:
@@ -224,9 +224,9 @@ class EngineClient:
         await self._call(f"/sleep?level={level}&mode=abort", deadline_s=self._update_deadline_s)
 
     async def wake_up(self, *tags: Tag) -> None:
-        """Bring back ``tags``, or all without any; what is awake stays as it is.
+        """Restore ``tags``, or everything if there are none; parts that are awake stay unchanged.
 
-        Weights come first, so that they can be updated before the KV cache takes its memory. Sampling goes on when
+        Weights come first, so that they can be updated before the KV cache takes its memory. Sampling continues when
         both are awake.
         """
         wanted = [tag for tag in ("weights", "kv_cache") if tag in self._asleep and (not tags or tag in tags)]
@@ -236,26 +236,26 @@ class EngineClient:
         await self._call(f"/wake_up?{query}", deadline_s=self._update_deadline_s)
         self._asleep -= set(wanted)
         if "kv_cache" in wanted and self._kv_scales is not None:
-            await self.set_kv_scales(self._kv_scales)  # vLLM sets them to 1 when the cache wakes up
+            await self.set_kv_scales(self._kv_scales)  # vLLM resets them to 1 when the cache wakes up
         if not self._asleep:
             self._open.set()
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
-        """Hand ``info`` to the weight transfer engine of every worker, which may wait for the trainer to connect."""
+        """Send ``info`` to the weight transfer engine of every worker, which may wait for the trainer to connect."""
         await self._call(
             "/init_weight_transfer_engine", body={"init_info": dict(info)}, deadline_s=self._update_deadline_s
         )
 
     async def start_update(self) -> None:
-        """Expect weights. Call between :meth:`pause` and :meth:`resume`."""
+        """Prepare to receive weights. Call between :meth:`pause` and :meth:`resume`."""
         await self._call("/start_weight_update", deadline_s=self._update_deadline_s)
 
     async def update_weights(self, info: Mapping[str, Any]) -> None:
-        """Receive a publication that ``info`` describes; returns when every worker has loaded it."""
+        """Receive the publication described by ``info``; returns when every worker has loaded it."""
         await self._call("/update_weights", body={"update_info": dict(info)}, deadline_s=self._update_deadline_s)
 
     async def finish_update(self, version: int) -> None:
-        """Complete the update; what is sampled from here on is of ``version``."""
+        """Complete the update; tokens sampled from now on are of ``version``."""
         await self._call("/finish_weight_update", deadline_s=self._update_deadline_s)
         self.set_version(version)
 
@@ -264,15 +264,17 @@ class EngineClient:
         self.version = version
 
     async def abandon_update(self) -> None:
-        """Give up an update that has begun, so that another can begin. The engine holds weights of no version then."""
+        """Abandon an update in progress, so that another can begin. The engine then holds weights of no version."""
         await self.collective_rpc("abandon_update")
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
-        """What each worker holds: see :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.weight_digests`."""
+        """Each worker's digests: see :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.weight_digests`.
+        """
         return await self.collective_rpc("weight_digests", names=names)
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
-        """Scales of the FP8 KV cache, between :meth:`finish_update` and :meth:`resume`; what each worker holds then.
+        """Set the scales of the FP8 KV cache, between :meth:`finish_update` and :meth:`resume`; returns those each
+        worker holds.
 
         See :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.set_kv_scales`.
         """
@@ -287,7 +289,7 @@ class EngineClient:
         return [] if answer is None else answer["results"]
 
     async def reset_cache(self) -> None:
-        """Forget cached prefixes. :meth:`pause` has done so already."""
+        """Drop cached prefixes. :meth:`pause` does so by itself."""
         await self._call("/reset_prefix_cache", deadline_s=self._update_deadline_s)
 
     async def world_size(self) -> int:
@@ -296,22 +298,22 @@ class EngineClient:
         return answer["world_size"]
 
     async def health(self, deadline_s: float = 10.0) -> None:
-        """Return when the engine answers. Raises as every call does."""
+        """Return if the engine answers. Raises as every call does."""
         await self._call("/health", verb="GET", deadline_s=deadline_s)
 
     async def close(self) -> None:
-        """Drop the connections. The engine keeps running."""
+        """Close the connections. The engine keeps running."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
-    # ---- one call
+    # ---- a single call
 
     def _pause_deadline_s(self, mode: PauseMode) -> float:
         return self._request_deadline_s if mode == "wait" else self._update_deadline_s
 
     async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
-        """JSON of the answer, None when it is empty."""
+        """The JSON answer; None if it is empty."""
         if not self.is_alive:
             raise EngineDeadError(self._message(self.replica.exited.result(), path))
         request = asyncio.ensure_future(self._request(verb, path, body))
@@ -336,7 +338,7 @@ class EngineClient:
 
     async def _request(self, verb: str, path: str, body: Any) -> Any:
         if self._session is None:
-            # Deadlines are ours, and so is the bound on concurrent requests.
+            # We enforce the deadlines, and bound the number of concurrent requests.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
                 timeout=aiohttp.ClientTimeout(total=None),
@@ -350,7 +352,7 @@ class EngineClient:
             return json.loads(content) if content else None
 
     async def _raise_failure(self, path: str, error: Exception) -> None:
-        """Raise what a failed request means: the replica died, or it refused."""
+        """Raise the meaning of a failed request: the replica died, or it refused the request."""
         if not isinstance(error, EngineError) or str(error).startswith("status 5"):
             await asyncio.wait({self.replica.exited}, timeout=_EXIT_GRACE_S)
         if self.replica.exited.done():
@@ -366,7 +368,7 @@ class EngineClient:
 
 
 def _generate_body(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:
-    """Body of a request for the rest of ``parts``."""
+    """The body of a request for the rest of ``parts``."""
     done = parts[0].token_ids
     return {
         "token_ids": [*prompt, *done],
@@ -378,9 +380,9 @@ def _generate_body(prompt: Sequence[int], parts: list[PartialCompletion], sampli
             "top_k": sampling.top_k,
             "max_tokens": sampling.max_tokens - len(done),
             "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the end token is in the list above; nothing else stops
+            "ignore_eos": True,  # the EOS token is in the list above; nothing else stops
             "stop": list(sampling.stop_strings),
             "detokenize": bool(sampling.stop_strings),  # vLLM needs text to find stop strings, and only then
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # of the sampled token only
         },
     }

@@ -1,10 +1,10 @@
-"""Completions under way: the pieces that an engine returns, joined into a :class:`~megatron_fp8rl.types.Completion`.
+"""Partial completions: the segments returned by an engine, joined into a :class:`~megatron_fp8rl.types.Completion`.
 
-In: answers to requests that sample. Out: completions with version spans. Pure. Trainer rank 0 reads and joins answers;
-the replica's server writes them (``rollout/vllm_plugin/generate_route.py``).
+In: answers to sampling requests. Out: completions with version spans. Pure. Trainer rank 0 reads and joins answers; the
+replica's server writes them (``rollout/vllm_plugin/generate_route.py``).
 
 An answer is JSON in which rows of numbers are base64 of little-endian int32 (tokens) and float32 (log-probabilities),
-so that a server spends no time per token on it, and each log-probability arrives as it was computed.
+so that a server spends no time per token on encoding, and each log-probability arrives exactly as computed.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import numpy as np
 from megatron_fp8rl.types import Completion
 
 FinishReason = Literal["stop", "length", "abort"]
-GENERATE_PATH = "/fp8rl/generate"  # of the request that samples
+GENERATE_PATH = "/fp8rl/generate"  # of the sampling request
 
 _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
-_SEED_STRIDE = 1 << 40  # between the pieces of one completion; far more than completions per prompt
+_SEED_STRIDE = 1 << 40  # between the segments of one completion; far more than completions per prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """What one request sampled for one completion."""
+    """The tokens that one request sampled for one completion."""
 
     token_ids: list[int]  # [C]
     rollout_logprobs: list[float]  # [C]
     finish_reason: FinishReason
-    routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], the prompt as it was in that request
+    routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], with the prompt of that request
 
 
 def write_choice(
     token_ids: Sequence[int], logprobs: Sequence[float] | None, finish_reason: str | None, experts: np.ndarray | None
 ) -> dict[str, Any]:
-    """What one request sampled for one completion, as :func:`read_choice` reads it."""
+    """Encode what one request sampled for one completion; the inverse of :func:`read_choice`."""
     buffer = io.BytesIO()
     if experts is not None:
         np.save(buffer, experts, allow_pickle=False)
@@ -52,13 +52,13 @@ def write_choice(
 
 
 def write_answer(choices: list[dict[str, Any]], *, prompt_logprobs: Sequence[float] | None = None) -> dict[str, Any]:
-    """The answer to a request. ``prompt_logprobs``, where asked for: of each token of the prompt but the first."""
+    """The answer to a request. ``prompt_logprobs``, if requested: of each prompt token but the first."""
     rows = {} if prompt_logprobs is None else {"prompt_logprobs": _write_row(prompt_logprobs, _LOGPROB)}
     return {"choices": choices} | rows
 
 
 def read_choice(choice: dict[str, Any]) -> Segment:
-    """Decode one choice. Raises ValueError for a log-probability that is missing or a reason that is unknown."""
+    """Decode one choice. Raises ValueError for a missing log-probability or an unknown finish reason."""
     reason = choice["finish_reason"]
     if reason not in ("stop", "length", "abort"):
         raise ValueError(f"the engine ended a completion with {reason!r}; expected stop, length or abort")
@@ -73,7 +73,7 @@ def read_choice(choice: dict[str, Any]) -> Segment:
 
 
 def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]:
-    """Log-probabilities of a prompt of ``num_tokens``, [num_tokens - 1]. Raises ValueError when some are missing."""
+    """Log-probabilities of a prompt of ``num_tokens``, [num_tokens - 1]. Raises ValueError if some are missing."""
     logprobs = _read_row(answer["prompt_logprobs"], _LOGPROB)
     if len(logprobs) != num_tokens - 1:
         raise ValueError(f"the engine returned {len(logprobs)} log-probabilities of a prompt of {num_tokens} tokens")
@@ -90,7 +90,7 @@ def _read_row(row: str, dtype: np.dtype) -> np.ndarray:
 
 @dataclass
 class PartialCompletion:
-    """A completion as far as it has come."""
+    """A completion in progress."""
 
     seed: int
     token_ids: list[int] = field(default_factory=list)
@@ -102,11 +102,11 @@ class PartialCompletion:
     _version: int = 0
 
     def next_seed(self) -> int:
-        """Seed of the next request: the completion's own for the first."""
+        """Seed of the next request; the first request uses the completion's own seed."""
         return self.seed + self._num_requests * _SEED_STRIDE
 
     def extend(self, segment: Segment | None, version: int, *, give_up: bool) -> None:
-        """Add what one request returned; None when it was taken back. ``give_up``: an interruption is final."""
+        """Append the result of one request; None if it was withdrawn. ``give_up``: treat an interruption as final."""
         self._version = version
         reason = "abort"
         if segment is not None:
@@ -146,7 +146,7 @@ class PartialCompletion:
         )
 
     def _cut_at_stop_string(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> None:
-        """End where a stop string ends that the engine could not see, because an interruption split it."""
+        """End at a stop string that the engine could not see because an interruption split it."""
         for length in range(1, len(self.token_ids)):
             text = decode(self.token_ids[:length])
             if any(stop in text for stop in stop_strings):

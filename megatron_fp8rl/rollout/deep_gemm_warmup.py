@@ -1,14 +1,14 @@
-"""Compiles DeepGEMM's kernels for an engine's FP8 linears in many processes before the engine starts.
+"""Compile DeepGEMM's kernels for an engine's FP8 linears in many processes before the engine starts.
 
-DeepGEMM compiles one kernel per tile size of a matrix, and picks another tile size at nearly every other number of
-tokens: 50 to 75 kernels of four seconds each for one model. Without this warm-up an engine would wait for them one by
-one in its first steps. Each process here multiplies zeros at its share of the sizes; the compiled kernels stay in
+DeepGEMM compiles one kernel per tile size of a matrix, and picks a different tile size for nearly every other number of
+tokens: 50 to 75 kernels of four seconds each for one model. Without this warm-up an engine would compile them one by
+one during its first steps. Each process here multiplies zeros at its share of the sizes; the compiled kernels stay in
 DeepGEMM's cache folder.
 
 In: the sizes of one rank's linears and the largest number of tokens in a step. Out: files in that folder, and a marker
-that says which sizes are done, so that the next start does nothing. Runs in a replica's server before it starts the
-engine; replicas that share a folder wait for the one that compiles. A kernel that fails here is compiled by the engine
-when it is needed.
+that lists the finished sizes, so that the next start does nothing. Runs in a replica's server before it starts the
+engine; of the replicas that share a folder, one compiles and the others wait. A kernel that fails here is compiled by
+the engine when needed.
 
     python -m megatron_fp8rl.rollout.deep_gemm_warmup --sizes 6144,4096 4096,4096 --max-tokens 8192
 """
@@ -33,12 +33,12 @@ from megatron_fp8rl.names.blocks import ENGINE_FUSIONS
 from megatron_fp8rl.names.registry import weights
 from megatron_fp8rl.precision.layer_table import LayerTable
 
-_MODULE = "megatron_fp8rl.rollout.deep_gemm_warmup"  # __name__ is another where it is run
-LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # seconds to compile, and sizes, handed to the engine's server
-DEADLINE_S = 900.0  # where no engine waits
-_SHARE_OF_START = 0.4  # of the seconds that an engine has to start: to compile
+_MODULE = "megatron_fp8rl.rollout.deep_gemm_warmup"  # __name__ differs when run as a program
+LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # compile deadline in seconds, and sizes, passed to the engine's server
+DEADLINE_S = 900.0  # when no engine waits
+_SHARE_OF_START = 0.4  # share of an engine's start deadline available for compiling
 _MAX_PROCESSES = 16
-_SHARE = 6  # neighbouring numbers of tokens, which often take one kernel
+_SHARE = 6  # neighboring token counts, which often share a kernel
 _POLL_S = 0.5
 _FUSED = {matrix: fused for fused, matrices in ENGINE_FUSIONS.items() for matrix in matrices}
 
@@ -46,7 +46,7 @@ Size = tuple[int, int]  # rows N and columns K of a weight
 
 
 def linear_sizes(cfg: RunConfig) -> list[Size]:
-    """[N, K] of every FP8 linear of one rank of an engine, as vLLM fuses them; routed experts are not linears."""
+    """[N, K] of every FP8 linear of one engine rank, as vLLM fuses them; routed experts are not linears."""
     table, ranks = LayerTable.build(cfg.model, cfg.precision), cfg.rollout.tensor
     found: dict[tuple[str, str], Size] = {}
     parts = ((weight, *part) for weight in weights(cfg.model).values() for part in weight.parts)
@@ -58,7 +58,7 @@ def linear_sizes(cfg: RunConfig) -> list[Size]:
         if weight.cut == "columns":
             columns //= ranks
         elif weight.join == "qkv":
-            rows = max(rows // ranks, cfg.model.head_dim)  # ranks share heads where they are more
+            rows = max(rows // ranks, cfg.model.head_dim)  # more ranks than heads share them
         elif weight.cut == "rows":
             rows //= ranks
         key = ".".join(where), _FUSED.get(matrix, matrix)
@@ -67,7 +67,7 @@ def linear_sizes(cfg: RunConfig) -> list[Size]:
 
 
 def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[int]:
-    """Numbers of tokens between which DeepGEMM may change its tiles: small ones, and those that fill the GPU."""
+    """Token counts at which DeepGEMM may change its tiles: small ones, and those that fill the GPU."""
     found = {1, 2, 4, *range(8, 257, 8), *range(256, max_tokens + 1, 128)}
     for height in (64, 128, 256):
         for width in range(16, min(257, num_rows + 1), 16):
@@ -78,7 +78,7 @@ def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[in
 def shares(
     sizes: Sequence[Size], max_tokens: int, num_processors: int, num_shares: int
 ) -> list[list[tuple[int, int, int]]]:
-    """(N, K, tokens) of each process."""
+    """The (N, K, tokens) assigned to each process."""
     work = [(n, k, count) for n, k in sizes for count in token_counts(max_tokens, n, num_processors)]
     pieces = [work[first : first + _SHARE] for first in range(0, len(work), _SHARE)]
     return [[item for piece in pieces[i::num_shares] for item in piece] for i in range(num_shares)]
@@ -93,9 +93,10 @@ def ensure(
     command: Callable[[Sequence[str]], list[str]] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> bool:
-    """Compile what is not in DeepGEMM's folder yet; whether all processes succeeded. Waits for others that compile.
+    """Compile what DeepGEMM's folder lacks; return whether all processes succeeded. Waits for other compiling
+    processes.
 
-    ``folder``, ``identity`` of the GPU and the compiler, and the ``command`` of a process are given by tests alone.
+    ``folder``, ``identity`` of the GPU and the compiler, and the ``command`` of a process are parameters for tests.
     """
     folder = folder or Path(compiled_folder())
     identity = identity or _identity()
@@ -124,7 +125,7 @@ def ensure(
 def _run_all(
     sizes: Sequence[Size], max_tokens: int, command: Callable[[Sequence[str]], list[str]], end: float
 ) -> bool:
-    """Start a process for each share and wait for all."""
+    """Start a process for each share and wait for all of them."""
     number = min(_MAX_PROCESSES, os.cpu_count() or 1)
     words = ["--sizes", *(f"{n},{k}" for n, k in sizes), f"--max-tokens={max_tokens}", f"--of={number}"]
     running = [subprocess.Popen(command([*words, f"--share={i}"]), stdin=subprocess.DEVNULL) for i in range(number)]
@@ -148,7 +149,7 @@ def _run_all(
 
 @contextlib.contextmanager
 def _alone(path: Path, end: float) -> Iterator[None]:
-    """Hold a lock on a file, or go on without it when the deadline has passed: what is compiled twice does no harm."""
+    """Hold a file lock, or continue without it after the deadline: compiling twice is harmless."""
     with path.open("w") as file:
         while True:
             with contextlib.suppress(BlockingIOError):
@@ -162,11 +163,11 @@ def _alone(path: Path, end: float) -> Iterator[None]:
 
 
 def _identity() -> str:
-    """Of the GPU and of the code that chooses and compiles kernels, without CUDA in this process."""
+    """Identifies the GPU and the code that chooses and compiles kernels, without initializing CUDA in this process."""
     import importlib.util
 
     said = []
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # not in every container
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # absent in some containers
         said = subprocess.run(
             ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"],
             capture_output=True, text=True, timeout=60,
@@ -176,7 +177,7 @@ def _identity() -> str:
 
 
 def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
-    """Multiply zeros at each size: DeepGEMM compiles what it does not find."""
+    """Multiply zeros at each size: DeepGEMM compiles the missing kernels."""
     import torch
 
     weight, held = None, None
@@ -186,7 +187,7 @@ def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
             data = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device="cuda")
             weight = data, torch.ones(n // FP8_BLOCK, k // FP8_BLOCK, device="cuda")
         x = torch.zeros(tokens, k, dtype=torch.float8_e4m3fn, device="cuda")
-        # Columns of scales begin at multiples of 16 bytes, as vLLM's quantizer leaves them.
+        # Scale columns begin at multiples of 16 bytes, as in vLLM's quantizer.
         scale = torch.ones(k // FP8_BLOCK, -(-tokens // 4) * 4, device="cuda").t()[:tokens]
         out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
         deep_gemm().fp8_gemm_nt((x, scale), weight, out, disable_ue8m0_cast=True)
@@ -194,13 +195,13 @@ def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
 
 
 def precompile_from_env(max_tokens: int) -> None:
-    """:func:`ensure` what :func:`told` has put into the environment, if there is anything."""
+    """Call :func:`ensure` with the sizes that :func:`told` put into the environment, if any."""
     if words := os.environ.get(LINEARS_VARIABLE, "").split():
         ensure([_size(word) for word in words[1:]], max_tokens, deadline_s=float(words[0]))
 
 
 def told(cfg: RunConfig) -> str:
-    """For the server's environment. What is not compiled in time, the engine compiles when it needs it."""
+    """The value for the server's environment. Kernels not compiled in time are compiled by the engine when needed."""
     sizes = (f"{n},{k}" for n, k in linear_sizes(cfg))
     return " ".join([f"{_SHARE_OF_START * cfg.rollout.start_deadline_s:g}", *sizes])
 

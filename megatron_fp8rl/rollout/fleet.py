@@ -1,13 +1,12 @@
-"""All rollout replicas of a run: started or found, watched, asked, replaced and stopped.
+"""All rollout replicas of a run: starts or finds them, monitors, replaces and stops them.
 
-In: the run's configuration and the folder of the Hugging Face model. Out: one :class:`EngineClient` per replica.
-Which process: trainer rank 0. Each replica is a process group of its own, with a log file under ``<run>/logs``. Clients
-live on an event loop in a thread of the fleet; the training loop, which is not asynchronous, goes through
-:meth:`Fleet.sync`.
+In: the run's configuration and the folder of the Hugging Face model. Out: one :class:`EngineClient` per replica. Runs
+on trainer rank 0. Each replica is a process group with a log file under ``<run>/logs``. Clients live on an event loop
+in a thread of the fleet; the training loop, which is synchronous, calls :meth:`Fleet.sync`.
 
-**A replica that dies** is removed from :attr:`Fleet.clients`; what it was asked is asked of the others. Its successor is
-started (or, of a launched job, found: see ``rollout/replicas.py``) meanwhile, and waits until a publication begins, which
-it joins; it samples when that publication has proven its weights. Only when no replica is left, and none comes back,
+**When a replica dies** it is removed from :attr:`Fleet.clients`, and its requests are sent to the others. Meanwhile its
+successor is started (or, in a launched job, found: see ``rollout/replicas.py``). The successor waits until a
+publication begins, joins it, and samples once its weights are verified. Only if no replica is left and none comes back,
 the run ends, with the first failure.
 """
 
@@ -42,13 +41,13 @@ T = TypeVar("T")
 _HEALTH_POLL_S = 0.25
 _PROGRESS_S = 10.0
 _MEMBER_POLL_S = 0.1
-_NEWS_S = 3.0  # for the news that a replica has ended to follow the failure of a call
+_NEWS_S = 3.0  # time for the report of a replica's end to follow the failure of a call
 
 
 class Fleet:
-    """Build with :meth:`start`; a context manager that shuts down at its end.
+    """Build with :meth:`start`; a context manager that shuts down on exit.
 
-    ``clients`` are the replicas that may be asked, in order; replicas come and go between two calls.
+    ``clients`` are the replicas that accept requests, in order; replicas come and go between two calls.
     """
 
     def __init__(self, cfg: RunConfig, hf_dir: Path | str, replicas: Replicas) -> None:
@@ -56,12 +55,12 @@ class Fleet:
         self.clients: tuple[EngineClient, ...] = ()
         self._hf_dir = Path(hf_dir)
         self._replicas = replicas
-        self._joining: list[EngineClient] = []  # they answer, and wait for the publication that they join
+        self._joining: list[EngineClient] = []  # they answer, and wait for the publication they will join
         self._is_ready = False
         self._ready: dict[int, asyncio.Future[EngineClient]] = {}  # the first incarnations
         self._given_up: set[int] = set()
         self._first_failure: str | None = None
-        self._fewest = cfg.rollout.num_replicas  # since take_metrics, and what follows too
+        self._fewest = cfg.rollout.num_replicas  # since take_metrics, as the following
         self._num_lost = self._num_joined = self._num_asked_again = 0
         self._keepers: list[asyncio.Task[None]] = []
         self._started_s = time.monotonic()
@@ -74,10 +73,10 @@ class Fleet:
         """Start ``cfg.rollout.num_replicas`` engines on the model in ``hf_dir`` (config.json and tokenizer).
 
         With ``rollout.placement`` remote nothing is started: replicas are found by the files in ``<run_dir>/replicas``.
-        Waits until all answer, unless ``wait`` is False: then call :meth:`wait_until_ready` before the first use, and
-        do something else meanwhile. Raises EngineDeadError or EngineDeadlineError, which name the replica and end with
-        its log; nothing is left running then. Raises ConfigError before anything starts when this host has too few
-        GPUs or lacks a kernel that the configuration names.
+        Waits until all answer, unless ``wait`` is False: then call :meth:`wait_until_ready` before the first use and do
+        other work meanwhile. Raises EngineDeadError or EngineDeadlineError, which name the replica and end with its
+        log; nothing is left running then. Raises ConfigError before anything starts if this host has too few GPUs or
+        lacks a kernel that the configuration names.
         """
         run_dir = Path(run_dir)
         if cfg.rollout.placement == "remote":
@@ -106,15 +105,17 @@ class Fleet:
             _log.info("%d rollout replicas ready after %.0f s", len(self.clients), time.monotonic() - self._started_s)
 
     def kernels(self) -> dict[str, list[str]]:
-        """What the engines compute with, by role: {"linears": ..., "experts": ..., "attention": ...}, names of vLLM's;
-        of several, all. Empty when there is no replica at the moment. Raises what the calls of a client raise."""
+        """The engines' kernels by role: {"linears": ..., "experts": ..., "attention": ...}, vLLM's names; all of them
+        if replicas differ. Empty if there is no replica at the moment. Raises what the calls of a client raise.
+        """
         answers = self._everywhere(lambda client: client.collective_rpc("kernels_in_use"))
         workers = [worker for answer in answers for worker in answer]
         roles = dict.fromkeys(role for worker in workers for role in worker)
         return {role: sorted({name for worker in workers for name in worker.get(role, ())}) for role in roles}
 
     def sleep(self) -> None:
-        """Free the GPU memory of all replicas, as ``rollout.sleep_level`` says; at level 0 and when asleep, nothing.
+        """Free the GPU memory of all replicas at ``rollout.sleep_level``; does nothing at level 0 or if they sleep
+        already.
 
         Nothing may be sampled meanwhile. Raises what the calls of a client raise, within its deadlines.
         """
@@ -122,14 +123,15 @@ class Fleet:
             self._everywhere(lambda client: client.sleep(self.cfg.rollout.sleep_level))
 
     def wake(self, *tags: Tag) -> None:
-        """Bring back memory of all replicas: "weights", "kv_cache", or all without tags. What is awake stays so.
+        """Restore memory of all replicas: "weights", "kv_cache", or all without tags. Parts that are awake stay
+        unchanged.
 
         Weights of level 2 have no values until the next publication.
         """
         self._everywhere(lambda client: client.wake_up(*tags))
 
     def _everywhere(self, call: Callable[[EngineClient], Coroutine[Any, Any, T]]) -> list[T]:
-        """What the replicas answer that live."""
+        """The answers of the live replicas."""
 
         async def one(client: EngineClient) -> list[T]:
             try:
@@ -145,9 +147,9 @@ class Fleet:
         return self.sync(all_clients(), 3 * self.cfg.rollout.update_deadline_s)  # a client makes up to three calls
 
     def sync(self, coroutine: Coroutine[Any, Any, T], deadline_s: float) -> T:
-        """Run ``coroutine`` on the fleet's event loop and return its result. Not from that loop itself.
+        """Run ``coroutine`` on the fleet's event loop and return its result. Not to be called from that loop.
 
-        Raises TimeoutError, naming the coroutine, after ``deadline_s``; the coroutine is cancelled then.
+        Raises TimeoutError, naming the coroutine, after ``deadline_s``; the coroutine is then cancelled.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -162,13 +164,13 @@ class Fleet:
             raise
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``coroutine`` on the fleet's event loop and leave it running."""
+        """Start ``coroutine`` on the fleet's event loop without waiting for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     # ---- replicas that come and go
 
     def remove(self, client: EngineClient, reason: str, *, num_retried: int = 0) -> None:
-        """Stop using this replica, because it has ended; ``num_retried`` prompts go to others. Runs on the loop."""
+        """Stop using this replica because it has ended; ``num_retried`` prompts go to others. Runs on the loop."""
         self._num_asked_again += num_retried
         if self._first_failure is None:
             self._first_failure = reason
@@ -181,13 +183,13 @@ class Fleet:
 
     @property
     def wants_publication(self) -> bool:
-        """Whether nothing can be sampled until the replicas that have come back are given weights."""
+        """Whether nothing can be sampled until the returned replicas are given weights."""
         return bool(self._joining) and not self.clients
 
     async def wait_for_members(self, *, or_joining: bool = False) -> None:
-        """Return when a replica may be asked; ``or_joining`` when one waits to join, too. On the loop.
+        """Return when a replica accepts requests; with ``or_joining`` also when one waits to join. Runs on the loop.
 
-        Raises EngineDeadError with the first failure of the run when there is none and none will come back, or none has
+        Raises EngineDeadError with the first failure of the run if there is none and none will come back, or none has
         within ``rollout.start_deadline_s``.
         """
         since = time.monotonic()
@@ -202,7 +204,7 @@ class Fleet:
     def begin_update(self) -> tuple[EngineClient, ...]:
         """The replicas that take part in the publication that begins: those that sample, and those that came back.
 
-        Waits while there is none, as :meth:`wait_for_members` does. Raises NoReplicaError when none comes back.
+        Waits while there is none, as :meth:`wait_for_members` does. Raises NoReplicaError if none comes back.
         """
 
         async def join() -> tuple[EngineClient, ...]:
@@ -221,7 +223,8 @@ class Fleet:
             raise NoReplicaError(str(error)) from error
 
     def has_lost_replica(self, clients: Sequence[EngineClient]) -> bool:
-        """Whether one of these has ended, which may be why a call has just failed; they are asked no more then."""
+        """Whether one of these has ended, which may explain the failure of a call; ended replicas get no more requests.
+        """
 
         async def look() -> bool:
             await asyncio.wait([c.replica.exited for c in clients], timeout=_NEWS_S, return_when=asyncio.FIRST_COMPLETED)
@@ -233,7 +236,7 @@ class Fleet:
         return self.sync(look(), 2 * _NEWS_S)
 
     def take_metrics(self) -> dict[str, float]:
-        """What has become of the replicas since the last call."""
+        """Counts of replica events since the last call."""
         found = {
             "rollout/replicas/min": self._fewest,
             "rollout/replicas_lost/sum": self._num_lost,
@@ -245,7 +248,7 @@ class Fleet:
         return found
 
     def _keep_all(self) -> None:
-        """Start a keeper for each replica; then read the tokenizer, while engines import."""
+        """Start a keeper for each replica; then read the tokenizer while the engines import."""
         tokenizer: asyncio.Future[Any] = self._loop.create_future()
 
         async def begin() -> None:
@@ -259,7 +262,7 @@ class Fleet:
         self._loop.call_soon_threadsafe(tokenizer.set_result, AutoTokenizer.from_pretrained(self._hf_dir))
 
     async def _keep(self, index: int, tokenizer: asyncio.Future[Any]) -> None:
-        """One replica, as long as the fleet lives: incarnation after incarnation."""
+        """Keep one replica running for the lifetime of the fleet, incarnation after incarnation."""
         first = self._ready[index]
         try:
             while (replica := await self._replicas.next(index)) is not None:
@@ -283,7 +286,7 @@ class Fleet:
                 self.remove(client, _ended(replica))
                 await client.close()
             self._given_up.add(index)
-        except Exception as error:  # a defect, or a mistake in the configuration: whoever waits for the replica has it
+        except Exception as error:  # a defect or a configuration mistake: passed to whoever waits for the replica
             self._given_up.add(index)
             if first.done():
                 _log.exception("%s is given up", replica_name(index))
@@ -337,10 +340,10 @@ class Fleet:
             f"look into {replica.log_path}, which ends with\n{replica.last_log_lines()}"
         )
 
-    # ---- the end
+    # ---- shutdown
 
     def shutdown(self) -> None:
-        """Stop all replicas and the event loop. May be called again."""
+        """Stop all replicas and the event loop. May be called repeatedly."""
         atexit.unregister(self.shutdown)
         if not self._thread.is_alive():
             return
@@ -373,7 +376,7 @@ def _ended(replica: Replica) -> str:
 
 
 async def _answers(client: EngineClient) -> bool:
-    """Whether the server listens and is healthy. Raises EngineDeadError when its process has ended."""
+    """Whether the server listens and is healthy. Raises EngineDeadError if its process has ended."""
     replica = client.replica
     if not client.is_alive:
         raise EngineDeadError(

@@ -1,8 +1,8 @@
 """Assigns GPUs to rollout replicas.
 
-In: the configuration, the number of trainer ranks on this host, and its GPUs as ``CUDA_VISIBLE_DEVICES`` names them.
+In: the configuration, the number of trainer ranks on this host, and its GPUs as listed in ``CUDA_VISIBLE_DEVICES``.
 Out: one value of ``CUDA_VISIBLE_DEVICES`` per replica. Runs on trainer rank 0 before any engine starts; nothing here
-initialises CUDA.
+initializes CUDA.
 
     colocated   replica i on the GPUs of trainer ranks i * tensor ... (i + 1) * tensor - 1
     separate    the same, counted from the first GPU after those of the trainer's ranks
@@ -17,7 +17,7 @@ from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """This host's GPUs, in the order in which CUDA counts them: indices, or UUIDs where they are listed so."""
+    """This host's GPUs in CUDA's order: indices, or UUIDs if they are listed so."""
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         names = [name.strip() for name in listed.split(",")]
@@ -26,11 +26,11 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[str]:
         return names[:end]
     import torch
 
-    return [str(index) for index in range(torch.cuda.device_count())]  # asks NVML, which makes no context
+    return [str(index) for index in range(torch.cuda.device_count())]  # queries NVML, which creates no context
 
 
 def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str]:
-    """``CUDA_VISIBLE_DEVICES`` of each replica. ``local_ranks`` trainer ranks have the first of ``gpus``.
+    """``CUDA_VISIBLE_DEVICES`` of each replica. ``local_ranks`` trainer ranks use the first of ``gpus``.
 
     Raises ConfigError that names what does not fit.
     """

@@ -1,16 +1,17 @@
-"""One rollout replica that an agent starts on its node, for a trainer that may be on another.
+"""One rollout replica, started by an agent on its node for a trainer that may be on another.
 
     python -m megatron_fp8rl replica CONFIG [--field value ...] --replica INDEX --endpoint FILE
         [--nnodes N --node_rank R --master_addr HOST --master_port PORT]
 
-In: the configuration of the run, as ``python -m megatron_fp8rl`` takes it, and which of its replicas this is. Out: vLLM's
-server on an address that other nodes reach, and, once it answers, an endpoint file that says where. Its output goes where
-this process's goes. Which process: one on a rollout node, above the server's process group; of a replica that spans
-nodes one on each, of which the first has the server and the others further workers.
+In: the configuration of the run, as ``python -m megatron_fp8rl`` takes it, and the index of the replica. Out: vLLM's
+server on an address that other nodes can reach and, once it answers, an endpoint file with that address. Its output
+goes to this process's output. Runs in one process on a rollout node, as parent of the server's process group; a replica
+that spans nodes has one such process on each node, of which the first runs the server and the others run further
+workers.
 
-It ends with the server's exit status, or with 0 after SIGTERM or SIGINT, which end the server first. SIGUSR1, which
-Slurm sends to every process before a time limit, is left to the agent. When the process that started this one is gone,
-however it ended, replica and server end too.
+It exits with the server's status, or with 0 after SIGTERM or SIGINT, which stop the server first. SIGUSR1, which Slurm
+sends to every process before a time limit, is left to the agent. If the parent of this process is gone, for whatever
+reason, replica and server end too.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class ReplicaError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Which replica a process is, or which part of one that spans nodes, in the words of vLLM's own options."""
+    """The replica of a process, or its part of one that spans nodes, in the terms of vLLM's options."""
 
     replica: int
     endpoint: Path  # written when the server answers
@@ -57,9 +58,9 @@ class Part:
 
 
 def main(cfg: RunConfig, part: Part) -> int:
-    """Run until the server or the parent ends, or a signal comes; the exit status.
+    """Run until the server or the parent ends, or a signal arrives; return the exit status.
 
-    Raises ConfigError for a replica that the run has not.
+    Raises ConfigError for a replica index outside the configuration.
     """
     parent = os.getppid()
     if not 0 <= part.replica < cfg.rollout.num_replicas:
@@ -73,7 +74,7 @@ def main(cfg: RunConfig, part: Part) -> int:
     kernels = choose(cfg, here(), "engine")
     token, host = auth.new_token(), own_address()
     if part.nnodes > 1:
-        # Where the parts send each other what to do. vLLM would ask for the route to a public name server.
+        # The address over which the parts coordinate. vLLM would otherwise ask for the route to a public name server.
         os.environ.setdefault("VLLM_HOST_IP", host)
     process, url = start_server(
         cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, kernels=kernels, more=_nodes(part)
@@ -85,7 +86,7 @@ def main(cfg: RunConfig, part: Part) -> int:
         while process.poll() is None and os.getppid() == parent:
             time.sleep(_POLL_S)
     finally:
-        status = process.poll()  # before it is told to end
+        status = process.poll()  # before it is asked to end
         stop([process])
         if endpoint is not None:
             endpoint.withdraw(part.endpoint)
@@ -96,14 +97,14 @@ def main(cfg: RunConfig, part: Part) -> int:
 
 
 def _leave(sign: int, _frame: FrameType | None) -> None:
-    """Asked to end: the way out stops the server."""
+    """Exit on request: unwinding stops the server."""
     for further in (signal.SIGTERM, signal.SIGINT):
         signal.signal(further, signal.SIG_IGN)
     raise SystemExit(0)
 
 
 def _model_dir(cfg: RunConfig, part: Part) -> Path:
-    """config.json and tokenizer for this replica alone: the trainer may be writing its own at the moment."""
+    """config.json and tokenizer for this replica only: the trainer may be writing its own at the moment."""
     return write_model_dir(cfg, part.endpoint.with_name(f"{part.endpoint.stem}.model{part.node_rank}"))
 
 
@@ -124,7 +125,7 @@ def _nodes(part: Part) -> dict[str, Any]:
 def _wait_until_ready(
     cfg: RunConfig, process: subprocess.Popen[bytes], url: str, token: str, parent: int
 ) -> bool:
-    """True when the server answers; False when it or the parent has ended before. Raises ReplicaError when it is late."""
+    """True when the server answers; False if it or the parent ended before. Raises ReplicaError after the deadline."""
     end = time.monotonic() + cfg.rollout.start_deadline_s
     while process.poll() is None and os.getppid() == parent:
         if _is_healthy(url, token):

@@ -1,12 +1,12 @@
-"""Where replicas come from: processes that the fleet starts on this host, or endpoint files that agents' replicas write.
+"""Sources of replicas: processes that the fleet starts on this host, or endpoint files written by agents' replicas.
 
-In: the run's configuration. Out: :class:`Replica` objects, one incarnation after another, each with the news of its end.
-Which process: trainer rank 0, on the fleet's event loop.
+In: the run's configuration. Out: :class:`Replica` objects, one incarnation after another, each with a notification of
+its end. Runs on trainer rank 0, on the fleet's event loop.
 
-    local    started by :class:`LocalReplicas`; again when one has died, at most ``rollout.max_replica_restarts`` times
-    remote   started by others (``rollout/replica.py``); :class:`RemoteReplicas` reads the files that they write, and
-             pings at their doors: a replica is gone when nothing listens any more, its host is silent, or its file
-             names another incarnation
+    local    started by :class:`LocalReplicas`; restarted after a death, at most ``rollout.max_replica_restarts`` times
+    remote   started by others (``rollout/replica.py``); :class:`RemoteReplicas` reads the files that they write and
+             pings their ports: a replica is gone if nothing listens any more, its host is silent, or its file names
+             another incarnation
 """
 
 from __future__ import annotations
@@ -34,29 +34,30 @@ _log = logging.getLogger(__name__)
 _EXIT_POLL_S = 0.1
 _FILE_POLL_S = 0.5
 _PING_S = 0.5  # between connections to a remote replica
-_SILENCE_S = 15.0  # after which a host that does not answer has gone
+_SILENCE_S = 15.0  # after which a silent host counts as gone
 _LOG_TAIL_BYTES = 1 << 16
 _EXCEPTION = re.compile(r"\b[A-Z]\w*(Error|Exception): ")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replica:
-    """A running server process, as the client needs to know it."""
+    """A running server process, as the client sees it."""
 
     name: str
     url: str
     log_path: Path
-    process_group: int  # of the server and every process that it starts; 0 on another host
+    process_group: int  # of the server and all processes it starts; 0 on another host
     exited: asyncio.Future[str]  # how it ended, once it has: "died with exit code -9"
-    token: str = ""  # what the server wants to see
+    token: str = ""  # the authorization that the server expects
 
     def last_log_lines(self, count: int = 15) -> str:
-        """The end of the replica's log, after the first exception in it, which vLLM's later ones only follow."""
+        """The end of the replica's log, starting at the first exception, of which vLLM's later ones are consequences.
+        """
         return last_lines(self.log_path, count)
 
 
 def last_lines(path: Path, count: int = 15) -> str:
-    """The end of a log, after the first exception in it."""
+    """The end of a log, starting at its first exception."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, log.seek(0, 2) - _LOG_TAIL_BYTES))
@@ -69,21 +70,21 @@ def last_lines(path: Path, count: int = 15) -> str:
 
 
 class Replicas(Protocol):
-    """A source of replicas. Use on one event loop."""
+    """A source of replicas. Use from one event loop."""
 
-    starts_here: bool  # a replica that dies while the run starts is a mistake to report, not an accident to survive
+    starts_here: bool  # a replica that dies during startup is a mistake to report, not an accident to survive
 
     async def next(self, index: int) -> Replica | None:
-        """The next incarnation of replica ``index``, after the last one has ended; None when there will be none."""
+        """The next incarnation of replica ``index``, after the previous one has ended; None if there will be none."""
 
     def note_ready(self, replica: Replica) -> None:
-        """The replica answers."""
+        """Note that the replica answers."""
 
     def missing(self, index: int) -> str:
-        """What is known of a replica that does not answer."""
+        """A description of a replica that does not answer."""
 
     def stop(self) -> None:
-        """End what this has started."""
+        """End everything that this source has started."""
 
 
 class LocalReplicas:
@@ -97,7 +98,7 @@ class LocalReplicas:
         self._log_dir = log_dir
         self._gpus = gpus
         self._kernels = kernels
-        # The memory that a dead one would need again is the trainer's now.
+        # The trainer now uses the memory that a restarted replica would need.
         self._num_restarts_left = cfg.rollout.max_replica_restarts if not kernels.hardware.is_gpu or cfg.rollout.placement != "colocated" else 0
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._num_starts: dict[int, int] = {}
@@ -131,7 +132,7 @@ class LocalReplicas:
         async def watch() -> None:
             while (code := process.poll()) is None:
                 await asyncio.sleep(_EXIT_POLL_S)
-            kill_group(process.pid)  # what it leaves behind would keep its memory
+            kill_group(process.pid)  # its orphans would keep its memory
             self._remove_shared_memory(process.pid)
             exited.set_result(f"died with exit code {code}")
 
@@ -160,14 +161,14 @@ class LocalReplicas:
 
 
 class RemoteReplicas:
-    """Servers that others start; found through their endpoint files in ``<run>/replicas``."""
+    """Servers started by others, found through their endpoint files in ``<run>/replicas``."""
 
     starts_here = False
 
     def __init__(self, cfg: RunConfig, run_dir: Path) -> None:
         self.cfg = cfg
         self._run_dir = run_dir
-        self._known: dict[int, Endpoint] = {}  # the last incarnation that was handed out
+        self._known: dict[int, Endpoint] = {}  # the last incarnation returned
         self._watchers: set[asyncio.Task[None]] = set()
 
     async def next(self, index: int) -> Replica | None:
@@ -192,7 +193,7 @@ class RemoteReplicas:
         )
 
     def note_ready(self, replica: Replica) -> None:
-        """Nothing: its memory is its own host's."""
+        """Nothing to do: the replica's memory belongs to its own host."""
 
     def missing(self, index: int) -> str:
         path = endpoint_path(self._run_dir, index)
@@ -205,11 +206,11 @@ class RemoteReplicas:
         return "; ".join([found, *(ends or [f"there is no log of it in {self._run_dir / 'logs'} either"])])
 
     def stop(self) -> None:
-        """Nothing: agents end their replicas."""
+        """Nothing to do: agents end their replicas."""
 
 
 async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) -> None:
-    """Find out that a remote replica has gone."""
+    """Watch a remote replica until it is gone."""
     heard_s = time.monotonic()
     num_refusals = 0
     while True:
@@ -230,12 +231,12 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) ->
 
 
 async def ping(url: str) -> OSError | None:
-    """None when someone listens at ``url``, else why not."""
+    """None if something listens at ``url``, otherwise the reason why not."""
     parts = urlsplit(url)
     try:
         async with asyncio.timeout(_SILENCE_S / 3):
             _, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    except OSError as error:  # TimeoutError too
+    except OSError as error:  # includes TimeoutError
         return error
     writer.close()
     with contextlib.suppress(OSError):

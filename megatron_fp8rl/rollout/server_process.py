@@ -1,4 +1,4 @@
-"""The server process of one rollout replica: its command and environment, its start and its end.
+"""The server process of one rollout replica: its command, environment, start and end.
 
 In: the run's configuration, the model folder, an address to listen on. Out: a process group and a URL. Runs on trainer
 rank 0 for replicas of its own host, and in ``rollout/replica.py`` on other hosts.
@@ -25,11 +25,11 @@ from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.rollout import vllm_args
 
 TERM_GRACE_S = 5.0
-# Set by torchrun for the trainer's own process group; an engine that inherits them believes to be one of its ranks.
+# Set by torchrun for the trainer's process group; an engine that inherits them would take itself for one of its ranks.
 _TORCHRUN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
-# Chosen for the trainer's allocator and streams. Segments that expand exclude the memory pools of a sleeping engine, and
-# one queue for all streams would make its copies wait for its kernels.
+# Chosen for the trainer's allocator and streams. Expandable segments exclude the memory pools of a sleeping engine, and
+# a single queue for all streams would make its copies wait for its kernels.
 _TRAINER_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
@@ -44,10 +44,10 @@ def start_server(
     log: IO[bytes] | None = None,
     more: Mapping[str, Any] = {},
 ) -> tuple[subprocess.Popen[bytes], str]:
-    """(process, url) of a new server, the leader of a process group. It inherits a bound socket: no port is a guess.
+    """(process, url) of a new server, the leader of a process group. It inherits a bound socket, so no port is guessed.
 
-    ``gpus`` is its ``CUDA_VISIBLE_DEVICES``, None for that of this process. Without ``log`` it writes where this process
-    does. ``more`` are further options of vLLM.
+    ``gpus`` is its ``CUDA_VISIBLE_DEVICES``, None for that of this process. Without ``log`` it writes to this process's
+    output. ``more`` are further options of vLLM.
     """
     arguments = vllm_args.engine_arguments(cfg, hf_dir, kernels) | more
     with socket.socket() as sock:
@@ -80,7 +80,7 @@ def _environment(cfg: RunConfig, token: str, gpus: str | None, kernels: KernelCh
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End process groups: a request first, so that vLLM can remove its shared memory, then by force."""
+    """End process groups: with a request first, so that vLLM can remove its shared memory, then by force."""
     for sign, grace_s in ((signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, TERM_GRACE_S)):
         for process in processes:
             kill_group(process.pid, sign)
@@ -100,7 +100,7 @@ def shared_memory_of(group: int) -> set[str]:
     """Files in /dev/shm that the processes of a group have mapped."""
     found: set[str] = set()
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, OSError):  # a process may end, or belong to someone else
+        with contextlib.suppress(psutil.Error, OSError):  # a process may end, or belong to another user
             if os.getpgid(process.pid) == group:
                 found |= {mapped.path for mapped in process.memory_maps() if mapped.path.startswith("/dev/shm/")}
     return found

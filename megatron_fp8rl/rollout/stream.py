@@ -1,17 +1,17 @@
 """Scored groups for the training loop, one batch per step, from engines or from a recording.
 
-In: prompts, engines and a scorer on trainer rank 0. Out: the same tuple of groups on every trainer rank.
-Which process: every trainer rank calls; rank 0 does the work and broadcasts.
+In: prompts, engines and a scorer on trainer rank 0. Out: the same tuple of groups on every trainer rank. Runs on every
+trainer rank; rank 0 does the work and broadcasts.
 
 Synchronous and asynchronous training are one code path. Batches are numbered; batch b is trained on after b
-publications, and may start to sample ``max_staleness`` publications earlier. So with ``max_staleness = 0`` a batch is
-sampled when it is asked for; with k, up to k further batches are sampled while the trainer works, and no token of a
-returned batch is older than k versions. Batches come back in order whatever their lengths, so that waiting for none
-favours short answers.
+publications, and its sampling may start up to ``max_staleness`` publications earlier. With ``max_staleness = 0`` a
+batch is sampled when it is requested; with k, up to k further batches are sampled while the trainer works, and no token
+of a returned batch is older than k versions. Batches are returned in order regardless of their lengths, so there is no
+bias towards short answers.
 
-With ``max_staleness = 0`` the rollouts of a run depend on its configuration alone: prompts come in order, each
-completion has a seed derived from the run's seed and its prompt, and the engine samples it from that seed. So it does
-not matter which replica is asked: what a replica that dies leaves unfinished is asked of the others, from the start.
+With ``max_staleness = 0`` the rollouts of a run depend only on its configuration: prompts come in order, and each
+completion is sampled from a seed derived from the run's seed and its prompt. It therefore does not matter which replica
+samples: the unfinished requests of a replica that dies are sent to the others and start over.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _MAX_REFILLS = 3  # extra rounds of prompts for algo.zero_variance "refill"
 T = TypeVar("T")
 Groups = tuple[RolloutGroup, ...]
 
-_LOOK_S = 0.2  # between looks whether replicas wait for weights
+_LOOK_S = 0.2  # between checks whether replicas wait for weights
 
 
 class RolloutError(RuntimeError):
-    """Rollouts could not be produced, or break the bound on staleness."""
+    """Rollouts could not be produced, or they violate the staleness bound."""
 
 
 class PromptSource(Protocol):
-    """Where prompts come from; ``position`` resumes it."""
+    """The source of prompts; setting ``position`` resumes it."""
 
     position: Any
 
@@ -60,10 +60,10 @@ class PromptSource(Protocol):
 
 
 class Scorer(Protocol):
-    """Judges one completion, possibly in another process."""
+    """Scores one completion, possibly in another process."""
 
     def score(self, prompt: Prompt, text: str) -> Awaitable[tuple[float, str, str]]:
-        """(reward, "scored" or "score_failed", why it failed)."""
+        """(reward, "scored" or "score_failed", reason of a failure)."""
 
 
 class Broadcaster(Protocol):
@@ -77,14 +77,14 @@ class Broadcaster(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """A batch that is being sampled."""
+    """A batch in progress."""
 
     start_position: Any  # of the prompt stream, before this batch
     groups: Future[Groups]
 
 
 class RolloutStream:
-    """``fleet``, ``prompts`` and ``score_pool`` are used on rank 0 alone, and not at all when replaying."""
+    """``fleet``, ``prompts`` and ``score_pool`` are used on rank 0 only, and not at all in a replay."""
 
     def __init__(
         self,
@@ -96,16 +96,16 @@ class RolloutStream:
     ) -> None:
         self.cfg = cfg
         self.version = 0  # of the policy that the engines hold
-        # Collective: publish the present version again, when every replica was lost and others have come back.
+        # Collective: publish the current version again, after every replica was lost and others have come back.
         self.republish: Callable[[], None] | None = None
         self._fleet = fleet
         self._prompts = prompts
         self._scorer = score_pool
         self._parallel = parallel
-        self._lock = threading.Lock()  # prompts are taken on the caller's thread, and for refills on the fleet's
+        self._lock = threading.Lock()  # prompts are taken on the caller's thread and, for refills, on the fleet's
         self._batches: deque[_Batch] = deque()
         self._num_started = 0
-        self._num_sampling = 0  # requests under way, and since when there are any; on the fleet's loop
+        self._num_sampling = 0  # active requests, and since when there are any; on the fleet's loop
         self._sampling_since_s = 0.0
         self._first_version: int | None = None
         self._position = None if prompts is None else prompts.position
@@ -118,14 +118,14 @@ class RolloutStream:
 
     @property
     def position(self) -> Any:
-        """Where the prompt stream has to continue after the batches returned so far. None on other ranks than 0."""
+        """Where the prompt stream continues after the batches returned so far. None on ranks other than 0."""
         return self._position
 
     def next_groups(self) -> Groups:
         """Collective: the next batch of scored groups, on every rank.
 
-        Call once per publication. Raises, on every rank, what went wrong on rank 0: an engine's death, a passed
-        deadline, a scorer that cannot start, the end of a recording.
+        Call once per publication. Raises, on every rank, the error of rank 0: an engine's death, a passed deadline, a
+        scorer that cannot start, the end of a recording.
         """
         with span("rollouts"):
             return self._sampled(self._next_groups)
@@ -133,10 +133,11 @@ class RolloutStream:
     def sample(
         self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None
     ) -> Groups:
-        """Collective: scored completions of given prompts, for evaluation, sampled by the engines as they are.
+        """Collective: scored completions of given prompts, for evaluation, sampled by the engines in their current
+        state.
 
-        ``prompts`` matter on rank 0 alone. ``temperature`` None is the one of training. Seeds depend on prompts only,
-        so that two evaluations differ by the policy and by nothing else.
+        ``prompts`` are used on rank 0 only. ``temperature`` None means that of training. Seeds depend only on the
+        prompts, so two evaluations differ only by the policy.
         """
 
         asked: list[Future[Groups]] = []
@@ -153,7 +154,8 @@ class RolloutStream:
             return self._sampled(produce)
 
     def before_update(self) -> None:
-        """Call before a publication. Raises RolloutError when completions of a synchronous run are still sampled."""
+        """Call before a publication. Raises RolloutError if completions of a synchronous run are still being sampled.
+        """
         running = 0 if self._fleet is None else sum(client.num_running for client in self._fleet.clients)
         if running and self.cfg.rollout.max_staleness == 0:
             raise RolloutError(f"{running} completions are being sampled during an update; wait for next_groups first")
@@ -165,20 +167,20 @@ class RolloutStream:
             self._start_batches()
 
     def take_metrics(self) -> dict[str, float]:
-        """On rank 0: what has become of the engines since the last call."""
+        """On rank 0: engine events since the last call."""
         return {} if self._fleet is None else self._fleet.take_metrics()
 
     # ---- every rank
 
     def _sampled(self, produce: Callable[[], Groups | None]) -> Groups:
-        """Collective: what ``produce`` makes of the engines on rank 0, publishing again whenever it returns None."""
+        """Collective: the result of ``produce`` on rank 0; publishes again whenever it returns None."""
         while (groups := self._from_rank_0(produce)) is None:
             assert self.republish is not None
             self.republish()
         return groups
 
     def _from_rank_0(self, produce: Callable[[], T]) -> T:
-        """Run ``produce`` on rank 0 and hand its result, or its failure, to every rank."""
+        """Run ``produce`` on rank 0 and broadcast its result, or its error."""
         error: Exception | None = None
         outcome: tuple[T | None, str | None] = (None, None)
         if self._parallel.rank == 0:
@@ -197,7 +199,7 @@ class RolloutStream:
     # ---- rank 0
 
     def _result(self, sampling: Future[Groups], deadline_s: float) -> Groups | None:
-        """What is being sampled; None when the replicas that shall do so wait for weights."""
+        """The result of sampling in progress; None if the replicas that should sample wait for weights."""
         end = time.monotonic() + deadline_s
         while True:
             try:
@@ -227,9 +229,9 @@ class RolloutStream:
         return groups
 
     def _start_batches(self, *, at_least_one: bool = False) -> None:
-        """Start every batch that may be sampled by the present version and that a step will train on.
+        """Start every batch that the current version may sample and that a step will train on.
 
-        Behind the last step the engines stay idle: they may have to sleep while the policy is written.
+        After the last step the engines stay idle: they may have to sleep while the policy is written.
         """
         num_allowed = self.version - self._first_version + 1 + self.cfg.rollout.max_staleness
         num_allowed = min(num_allowed, self.cfg.num_steps - self._first_version)
@@ -257,7 +259,8 @@ class RolloutStream:
                     )
 
     def _next_recorded(self, recording: Iterator[tuple[int, Groups]]) -> Groups:
-        """Groups of the first recorded step after the present version: a resumed replay goes on where it was."""
+        """Groups of the first recorded step after the current version, so that a resumed replay continues where it was.
+        """
         for step, groups in recording:
             if step > self.version:
                 self._position = position_after(group.prompt for group in groups)
@@ -269,7 +272,7 @@ class RolloutStream:
     # ---- on the fleet's event loop
 
     async def _collect(self, prompts: list[Prompt]) -> Groups:
-        """One batch. With "refill", groups whose rewards are all equal give way to groups of further prompts."""
+        """One batch. With "refill", groups whose rewards are all equal are replaced by groups of further prompts."""
         wanted = len(prompts)
         groups = await self._gather_groups(prompts, self.cfg.rollout.completions_per_prompt, None, timed=True)
         if self.cfg.algo.zero_variance != "refill":
@@ -288,7 +291,7 @@ class RolloutStream:
     async def _gather_groups(
         self, prompts: Sequence[Prompt], num_completions: int, temperature: float | None, *, timed: bool = False
     ) -> Groups:
-        """All groups at once; the engines bound how many sequences run at a time."""
+        """All groups concurrently; the engines bound how many sequences run at a time."""
         sampled_s = [time.monotonic()] * len(prompts)
 
         async def group(index: int, prompt: Prompt) -> RolloutGroup:
@@ -302,13 +305,13 @@ class RolloutStream:
             return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
 
         groups = tuple(await asyncio.gather(*(group(i, prompt) for i, prompt in enumerate(prompts))))
-        # Scoring runs beside sampling; what counts is how long the last scores come after the last completion.
+        # Scoring overlaps with sampling; the metric is how long the last scores take after the last completion.
         if timed:
             add_seconds("score", time.monotonic() - max(sampled_s))
         return groups
 
     async def _ask(self, prompt: Prompt, num_completions: int, seed: int, temperature: float | None) -> list[Completion]:
-        """Completions by the replica with the least to do; by another, from the same seeds, when it dies."""
+        """Completions from the least loaded replica; if it dies, from another, with the same seeds."""
         while True:
             if not self._fleet.clients:
                 await self._fleet.wait_for_members()
@@ -323,7 +326,9 @@ class RolloutStream:
 
     @contextlib.contextmanager
     def _sampling_time(self) -> Iterator[None]:
-        """Counts as "generate" the time in which at least one request of a batch runs, overlapping ones once."""
+        """Count as "generate" the time during which at least one request of a batch runs; overlapping requests count
+        once.
+        """
         if self._num_sampling == 0:
             self._sampling_since_s = time.monotonic()
         self._num_sampling += 1
@@ -352,9 +357,9 @@ class RolloutStream:
         )
 
     def _deadline_s(self, *, num_rounds: int, num_scores: int | None = None) -> float:
-        """A last resort above the deadlines of single calls: every round may sample, wait out an update and score.
+        """A last resort beyond the deadlines of single calls: every round may sample, wait for an update, and score.
 
-        And once, a replica that dies may be waited for, and its prompts sampled again.
+        In addition, one replica may die, be waited for, and have its prompts sampled again.
         """
         rollout, data = self.cfg.rollout, self.cfg.data
         num_scores = num_scores or rollout.prompts_per_step * rollout.completions_per_prompt
@@ -364,6 +369,6 @@ class RolloutStream:
 
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:
-    """Engine seed of a prompt's first completion, 0 <= seed < 2**40; completion i has this plus i."""
+    """Engine seed of a prompt's first completion, 0 <= seed < 2**40; completion i uses this plus i."""
     digest = hashlib.blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=5).digest()
     return int.from_bytes(digest, "big")

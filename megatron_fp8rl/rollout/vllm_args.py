@@ -1,10 +1,10 @@
-"""Every vLLM argument and environment variable that we set for an engine, and why.
+"""Every vLLM argument and environment variable that we set for an engine, with the reason.
 
 In: the run's configuration, the kernel choice, the folder of the Hugging Face model. Out: a command line and an
 environment. Pure; runs in the process that starts the engines. Does not import vLLM.
 
 The model folder holds config.json and the tokenizer. Weights in it are not read: an engine starts with dummy weights,
-and the first publication fills them along the path that every later one takes.
+and the first publication fills them through the same path as every later one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _CPU_KV_LIMIT_BYTES = 4 << 30
 def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> list[str]:
     """Names of all modules with a matrix that the engine holds in BF16: the complement of the layer table.
 
-    vLLM matches names exactly, each expert's and each part of a fused module; a module that is missing from the list,
-    the router above all, would be read as FP8 and give garbage without an error.
+    vLLM matches names exactly, for each expert and each part of a fused module. A module missing from the list, the
+    router above all, would be read as FP8 and produce garbage without an error.
     """
     table = LayerTable.build(model, precision)
     matrices = (name for name, shape in hf_tensors(model).items() if len(shape) == 2)
@@ -38,7 +38,7 @@ def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> lis
 
 
 def quantization_config(model: ModelConfig, precision: PrecisionConfig) -> dict[str, Any]:
-    """The ``quantization_config`` of config.json, as FP8 checkpoints carry it."""
+    """The ``quantization_config`` of config.json, as in FP8 checkpoints."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -49,7 +49,7 @@ def quantization_config(model: ModelConfig, precision: PrecisionConfig) -> dict[
 
 
 def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
-    """KV cache of one worker. On a CPU: as configured, else ``max_num_sequences`` of full length, up to 4 GiB."""
+    """KV cache bytes of one worker. On a CPU: as configured, else ``max_num_sequences`` of full length, up to 4 GiB."""
     if cfg.rollout.kv_cache_bytes is not None or not cpu:
         return cfg.rollout.kv_cache_bytes
     model, rollout = cfg.model, cfg.rollout
@@ -57,7 +57,7 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
     element_bytes = 1 if rollout.kv_cache_dtype == "fp8" else 2
     token_bytes = 2 * model.num_layers * kv_heads * model.head_dim * element_bytes
     blocks_per_sequence = -(-_max_model_len(cfg) // CPU_KV_BLOCK_TOKENS)
-    num_blocks = rollout.max_num_sequences * blocks_per_sequence + 1  # vLLM keeps one block for padding
+    num_blocks = rollout.max_num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
     return min(num_blocks * CPU_KV_BLOCK_TOKENS * token_bytes, _CPU_KV_LIMIT_BYTES)
 
 
@@ -75,35 +75,35 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         "max-num-seqs": rollout.max_num_sequences,
         "max-num-batched-tokens": max(8192, _max_model_len(cfg), rollout.max_num_sequences),
         "kv-cache-dtype": rollout.kv_cache_dtype,
-        # What was sampled from: after temperature, top-p and top-k. vLLM's default is before them.
+        # The distribution that was sampled from: after temperature, top-p and top-k. vLLM's default is before them.
         "logprobs-mode": "processed_logprobs",
         # Sampling defaults come from our requests, never from a generation_config.json in the model folder.
         "generation-config": "vllm",
         "worker-extension-cls": "megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension",
         "weight-transfer-config": {"backend": WEIGHT_TRANSFER_BACKEND},
-        # One line for each of hundreds of requests per step would bury the messages that matter.
+        # One line for each of hundreds of requests per step would bury important messages.
         "disable-uvicorn-access-log": True,
         "disable-log-stats": True,
         "disable-fastapi-docs": True,
     }
-    # On a CPU also a BF16 engine runs under the FP8 config, with every module on its list of exceptions: that selects
-    # our BF16 method, which keeps weights readable.
+    # On a CPU even a BF16 engine runs under the FP8 config, with every module on its exception list: that selects our
+    # BF16 method, which keeps weights readable.
     if cpu or cfg.precision.rollout != "bf16":
         arguments["hf-overrides"] = {"quantization_config": quantization_config(cfg.model, cfg.precision)}
     if cpu:
         arguments["enforce-eager"] = True
         arguments["kv-cache-memory-bytes"] = kv_cache_bytes(cfg, cpu=True)
-        # One worker runs inside the engine core; a process of its own would cost one more hop per token.
+        # One worker runs inside the engine core; a separate process would cost one more hop per token.
         arguments["distributed-executor-backend"] = "uni" if rollout.tensor == 1 else "mp"
     else:
         arguments["gpu-memory-utilization"] = rollout.gpu_memory_utilization
         arguments["enforce-eager"] = rollout.enforce_eager
         if rollout.kv_cache_bytes is not None:
             arguments["kv-cache-memory-bytes"] = rollout.kv_cache_bytes
-        # torch.compile puts norms of its own in place of the batch-invariant ones.
+        # torch.compile would replace the batch-invariant norms by its own.
         is_compiled = rollout.torch_compile and kernels.engine.norms != "batch_invariant"
         if not is_compiled and not rollout.enforce_eager:
-            # Graphs of whole decoding steps need no compiler; graphs of pieces, which prompts would use, do.
+            # Graphs of whole decoding steps need no compiler; piecewise graphs, used for prompts, do.
             arguments["compilation-config"] = {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}
         arguments["enable-sleep-mode"] = rollout.sleep_level > 0
         arguments |= kernel_backends(cfg, kernels.engine)
@@ -115,7 +115,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
 
 
 def kernel_backends(cfg: RunConfig, kernels: EngineKernels) -> dict[str, str]:
-    """vLLM's choice of kernels on a GPU, always by name: what its own "auto" takes depends on installed packages."""
+    """vLLM's kernels on a GPU, always by name: its own "auto" depends on installed packages."""
     found: dict[str, str] = {}
     if cfg.precision.rollout != "bf16":
         found["linear-backend"] = kernels.linears
@@ -127,28 +127,30 @@ def kernel_backends(cfg: RunConfig, kernels: EngineKernels) -> dict[str, str]:
 
 
 def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
-    """Variables to add to the environment of the trainer process. torchrun's own must be removed: see the fleet."""
+    """Variables to add to the environment of the trainer process. torchrun's own must be removed: see
+    server_process.py.
+    """
     pow2, cpu = cfg.precision.scales == "pow2", not kernels.hardware.is_gpu
     environment = {
         SCALES_VARIABLE: cfg.precision.scales,
         "VLLM_SERVER_DEV_MODE": "1",  # the endpoints that pause, update weights and call workers
         "VLLM_NO_USAGE_STATS": "1",
-        # A connection that the server closes while we send on it fails the call; keep it through a training step.
+        # A request on a connection that the server has closed fails; keep connections through a training step.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "86400",
         "VLLM_LOGGING_COLOR": "0",  # logs go to files
         "TOKENIZERS_PARALLELISM": "false",
-        # One lever for every GPU kernel: scales of activations, and no second quantization of weights.
+        # One switch for every GPU kernel: activation scales, and no requantization of weights.
         "VLLM_USE_DEEP_GEMM_E8M0": "1" if pow2 else "0",
     }
     if not cpu:
         environment |= {
-            # Without DeepGEMM, vLLM ignores the lever above; also Triton's experts look at it.
+            # Without DeepGEMM, vLLM ignores the switch above; Triton's experts read it too.
             "VLLM_USE_DEEP_GEMM": "1",
             "VLLM_MOE_USE_DEEP_GEMM": "1" if kernels.engine.experts == "deep_gemm" else "0",
-            # Compiles for every batch size in one process, which takes minutes; precompile.py does it in many.
+            # Compiles for every batch size in one process, which takes minutes; deep_gemm_warmup.py uses many.
             "VLLM_DEEP_GEMM_WARMUP": "skip",
-            # The older runner, still vLLM's own choice for Qwen3's experts, draws in a loop over requests with seeds,
-            # which ours all have; the newer one, its choice for dense models, cannot record what routers chose.
+            # The V1 runner, still vLLM's own choice for Qwen3 MoE, loops over requests with seeds when it samples, and
+            # all of ours have seeds; the V2 runner, its choice for dense models, cannot record routed experts.
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
         }
         if kernel_backends(cfg, kernels.engine).get("linear-backend") == "deep_gemm":
@@ -160,16 +162,16 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
     if cpu:
         num_workers = cfg.rollout.num_replicas * cfg.rollout.tensor
         environment |= {
-            # vLLM compiles its sampler although told to run eagerly; that takes half a minute.
+            # vLLM compiles its sampler even in eager mode; that takes half a minute.
             "TORCHDYNAMO_DISABLE": "1",
             # Half of the cores: OpenMP threads that share a core with the trainer's wait for each other.
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * num_workers))),
             "OMP_WAIT_POLICY": "PASSIVE",
-            # vLLM 0.25.1 has no kernel for latent attention on a CPU; told so, it projects keys and values up first.
+            # vLLM has no kernel for latent attention on a CPU; with this setting it projects keys and values up first.
             "VLLM_MLA_DISABLE": "1",
             # Binding asserts a NUMA node per worker.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # Allows the "uni" executor behind the asynchronous front end.
+            # Allows the "uni" executor with the asynchronous front end.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.rollout.tensor == 1 else "1",
         }
     return environment

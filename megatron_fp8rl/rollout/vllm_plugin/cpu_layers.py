@@ -1,18 +1,18 @@
-"""The engine's linear and expert layers on a CPU: blockwise FP8 by the trainer's own arithmetic, and readable BF16.
+"""The engine's linear and expert layers on a CPU: blockwise FP8 with the trainer's arithmetic, and readable BF16.
 
 In: vLLM's layers of a model with an ``fp8`` quantization config. Out: the methods that hold and multiply their weights.
-Which process: vLLM's workers, on a machine without a GPU.
+Runs in vLLM's workers, on a machine without a GPU.
 
-vLLM on a CPU multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16
-weights into a form that cannot be read back, so that nothing could prove what the engine holds. The methods here
+On a CPU, vLLM multiplies FP8 blocks only with AMX, never quantizes activations for experts, and packs BF16 weights into
+a form that cannot be read back, so the engine's weights could not be verified. The methods here
 
 - keep every weight in checkpoint format: FP8 bytes with ``weight_scale_inv``, or BF16;
 - compute with :mod:`megatron_fp8rl.kernels.blockwise`, the functions that the trainer calls: W8A8, activations in 1x128
   blocks, FP32 accumulation. The dequantized weight is computed once per weight update and kept beside the bytes;
-- report the experts chosen by the router, which vLLM's CPU path forgets (it returns zeros).
+- report the experts chosen by the router, for which vLLM's CPU path returns zeros.
 
 Experts follow vLLM's GPU kernels: softmax of the router logits in FP32 over the chosen experts, SwiGLU in the
-activation type between two rounded products, routing weights applied after the second product and summed in FP32.
+activation dtype between two rounded products, router weights applied after the second product and summed in FP32.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def register(scales: Scales) -> None:
     """Make ``quant_method: fp8`` use the methods of this module in the calling process, with this kind of scale."""
 
     class CpuFp8Config(Fp8Config):
-        """vLLM's ``fp8`` config; only the methods it hands out differ. ``scales`` applies to activations."""
+        """vLLM's ``fp8`` config; only the methods it returns differ. ``scales`` applies to activations."""
 
         def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
             if not isinstance(layer, LinearBase | RoutedExperts):
@@ -80,8 +80,8 @@ def register(scales: Scales) -> None:
             return EmulatedFp8MoEMethod(self, layer, scales)
 
     register_quantization_config("fp8")(CpuFp8Config)
-    # Some matrices are multiplied without asking a quantization config: Mixtral's router, output heads. vLLM packs
-    # those too, and a head that is tied to the embedding is not packed again after an update.
+    # Some matrices are multiplied without consulting a quantization config: Mixtral's router, output heads. vLLM packs
+    # those too, and does not repack a head tied to the embedding after an update.
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
         method.apply = ReadableLinearMethod.apply
@@ -98,7 +98,7 @@ class ReadableLinearMethod(UnquantizedLinearMethod):
     """A BF16 linear that leaves its weight as loaded."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        """Nothing: vLLM would pack the weight here and drop the original."""
+        """Do nothing: vLLM would pack the weight here and drop the original."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, layer.weight, bias)
@@ -112,7 +112,7 @@ class ReadableLinearMethod(UnquantizedLinearMethod):
 )
 @register_weight_loader_v2_supported_method
 class EmulatedFp8LinearMethod(LinearMethodBase):
-    """W8A8 blockwise FP8 linear: parameters as in vLLM's ``Fp8LinearMethod``, arithmetic of ``blockwise.linear``."""
+    """W8A8 blockwise FP8 linear: parameters of vLLM's ``Fp8LinearMethod``, arithmetic of ``blockwise.linear``."""
 
     def __init__(self, scales: Scales) -> None:
         self.scales: Scales = scales
@@ -143,7 +143,7 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         operand_dtype = blockwise.operand_dtype(layer.orig_dtype, self.scales)
-        # A plain attribute: vLLM's reload and the weight digests see parameters and buffers alone.
+        # A plain attribute: vLLM's reload and the weight digests only see parameters and buffers.
         weight = blockwise.dequantize_weight(layer.weight.data, layer.weight_scale_inv.data)
         layer.dequantized_weight = weight.to(operand_dtype)
 
@@ -166,7 +166,7 @@ class ReadableMoEMethod(UnquantizedFusedMoEMethod):
         _check_supported(layer)
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        """Nothing: vLLM would pack the weights here and drop the originals."""
+        """Do nothing: vLLM would pack the weights here and drop the originals."""
 
     def apply_monolithic(
         self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
@@ -190,11 +190,11 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
 
     @property
     def is_monolithic(self) -> bool:
-        """vLLM's CPU build has no kernel for routing apart from the experts."""
+        """False: vLLM's CPU build has no kernel that combines routing and experts."""
         return True
 
     def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
-        """None: there is no fused kernel to describe the scales to."""
+        """None: there is no fused kernel that needs the scales."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
         operand_dtype = blockwise.operand_dtype(layer.orig_dtype, self.scales)
@@ -231,7 +231,7 @@ def _route(layer: RoutedExperts, x: Tensor, router_logits: Tensor) -> tuple[Tens
     """(weights float32 [tokens, top_k], expert ids int32 [tokens, top_k]); reports the ids to vLLM's capturer."""
     weights, expert_ids = select_experts(
         hidden_states=x,
-        router_logits=router_logits.float(),  # as vLLM's GPU kernels; in BF16 the weights would lose 16 bits
+        router_logits=router_logits.float(),  # as in vLLM's GPU kernels; BF16 weights would lose 16 bits
         use_grouped_topk=layer.use_grouped_topk,
         top_k=layer.top_k,
         renormalize=layer.renormalize,
@@ -258,8 +258,8 @@ def _mix_experts(
 ) -> Tensor:
     """Weighted sum of each token's experts, [tokens, hidden] in x.dtype.
 
-    w13 [experts, 2 * ffn, hidden] and w2 [experts, hidden, ffn] multiply activations that ``round_operand`` prepared,
-    accumulate in FP32 and round to x.dtype. Tokens are sorted by expert, so that all but the products runs once.
+    w13 [experts, 2 * ffn, hidden] and w2 [experts, hidden, ffn] multiply activations prepared by ``round_operand``,
+    accumulate in FP32 and round to x.dtype. Tokens are sorted by expert, so that everything but the products runs once.
     """
     weights, expert_ids = _route(layer, x, router_logits)
     num_tokens, top_k = expert_ids.shape

@@ -1,11 +1,11 @@
-"""The request that samples: token ids in, token ids and log-probabilities out, in bytes.
+"""The sampling request: token ids in, token ids and log-probabilities out, in bytes.
 
 In: JSON with ``token_ids`` and vLLM's ``sampling_params``. Out: the answer of :func:`completions.write_answer`. Runs in
 the replica's server; ``rollout/vllm_plugin/server.py`` adds it to vLLM's application.
 
-vLLM's own route for token ids, ``/inference/v1/generate``, makes an object with a name, bytes and a list of
-alternatives of each log-probability: 43 us per token in the process that also receives every token of every running
-completion. Where 256 completions of 1,024 tokens end together, that is 11 s in which nothing is sampled.
+vLLM's own route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and a list of
+alternatives for each log-probability: 43 us per token in the process that also receives every token of every running
+completion. If 256 completions of 1,024 tokens end together, nothing is sampled for 11 s.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ router = APIRouter()
 
 
 @router.post(GENERATE_PATH)
-@with_cancellation  # a client that hangs up takes its request out of the engine
+@with_cancellation  # a client that disconnects cancels its request
 async def generate(body: dict[str, Any], raw_request: Request) -> Response:
     """Sample the completions of one prompt. Status 400 says what is wrong with a request."""
     engine = raw_request.app.state.engine_client

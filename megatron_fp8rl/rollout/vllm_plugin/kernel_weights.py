@@ -1,17 +1,17 @@
-"""The weights that an engine's kernels read: under which names, how they are digested, and where they are written.
+"""The weights that an engine's kernels read: their names, their digests, and where they are written.
 
-In:  the worker's model, as vLLM's kernels read it: fused, sliced, some of it in FP8; parts of Hugging Face tensors.
-Out: every tensor under its Hugging Face name, of this worker's slice; digests of them; the same bytes in the kernels'
+In:  the worker's model, as vLLM's kernels read it: fused, sliced, partly in FP8; parts of Hugging Face tensors.
+Out: every tensor of this worker's slice under its Hugging Face name; digests of them; the same bytes in the kernels'
      tensors, whose addresses never change, so that CUDA graphs stay valid.
 Runs in every engine worker. Nothing here knows what was sent; the trainer compares.
 
-Where bytes go is worked out once; an update is then a few calls for each round: parts that are neighbours at both ends,
-as the stacked experts of a layer are, make one copy, and all others of a round share launches.
+Destinations are computed once; an update is then a few calls per round: parts that are adjacent at both ends, such as
+the stacked experts of a layer, are one copy, and all others of a round share launches.
 
 What an engine computes from its weights is refreshed after an update: the dequantized weights of the CPU kernels, and
 the two factors of latent attention, in place (vLLM would bind new tensors, which captured graphs do not read). After a
-reload the kernels of FP8 experts are led back to the scales that their layer holds. An engine that slept at level 2 has
-lost both, and all weights; a publication brings back everything that has a name in the checkpoint. Rotary caches and
+reload the kernels of FP8 experts are pointed back to the scales of their layer. An engine that slept at level 2 has
+lost both, and all weights; a publication restores everything that has a name in the checkpoint. Rotary caches and
 attention scales are buffers, which vLLM saves.
 """
 
@@ -48,7 +48,7 @@ def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
 
 
 def _as_sent(weight: Tensor) -> Tensor:
-    """A weight in the type that it travels in: some routers keep an FP32 copy of their BF16 weight."""
+    """A weight in its wire dtype: some routers keep an FP32 copy of their BF16 weight."""
     if weight.dtype != torch.float32:
         return weight
     rounded = weight.bfloat16()
@@ -68,7 +68,7 @@ def _fused_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Gate, up and down of every expert that this worker holds, from ``w13`` [E, 2I, H] and ``w2`` [E, H, I]."""
+    """Gate, up and down of every expert of this worker, from ``w13`` [E, 2I, H] and ``w2`` [E, H, I]."""
     parent = path.removesuffix(".routed_experts")
     gate, up, down = EXPERT_PROJECTIONS[parent.split(".")[-2]]
     num_local = module.w13_weight.shape[0]
@@ -90,7 +90,7 @@ def _expert_parts(module: nn.Module, path: str) -> Iterator[tuple[str, Tensor]]:
 def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, this worker's slice) of every weight that ``model`` multiplies by.
 
-    Slices are views of the memory that the kernels read, in the kernels' own type. Raises RuntimeError when a kernel no
+    Slices are views of the memory that the kernels read, in the kernels' own dtype. Raises RuntimeError if a kernel no
     longer holds a weight in a readable form.
     """
     vocabularies: set[int] = set()
@@ -98,7 +98,7 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         leaf = path.rpartition(".")[2]
         if hasattr(module, "shard_indices"):
             if id(module.weight) in vocabularies:
-                continue  # an output head that is tied, and named by its embedding
+                continue  # a tied output head, published as the embedding
             vocabularies.add(id(module.weight))
         if leaf in ENGINE_FUSIONS:
             yield from _fused_parts(module, path)
@@ -109,29 +109,30 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 tensor = _tensor(module, kind, path)
                 if tensor is None:
                     continue
-                if hasattr(module, "shard_indices"):  # a vocabulary that vLLM padded
+                if hasattr(module, "shard_indices"):  # a vocabulary padded by vLLM
                     tensor = tensor[: module.shard_indices.num_org_elements]
                 yield f"{path}.{kind}", tensor
 
 
 def _place(tensor: Any) -> tuple[Any, ...] | None:
-    """Address, shape, strides and dtype; None of what is no tensor."""
+    """Address, shape, strides and dtype; None if it is no tensor."""
     if not isinstance(tensor, Tensor):
         return None
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _places(model: nn.Module) -> list[tuple[nn.Module, str, tuple[Any, ...]]]:
-    """(module, attribute, place) of everything that :func:`kernel_weights` looks at."""
+    """(module, attribute, place) of everything that :func:`kernel_weights` reads."""
     attributes = [*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES)]
     found = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in attributes)
     return [(module, name, place) for module, name, place in found if place is not None]
 
 
 class HeldDigests:
-    """Digests of :func:`kernel_weights` as they were sent, again and again: names and views are worked out once.
+    """Repeated digests of :func:`kernel_weights` as they were sent; names and views are computed once.
 
-    Thousands of experts take the host longer than their weights take the GPU, while the engine is paused.
+    With thousands of experts, names and views take the host longer than the weights take the GPU, while the engine is
+    paused.
     """
 
     def __init__(self) -> None:
@@ -139,9 +140,9 @@ class HeldDigests:
         self._of: tuple[nn.Module, int] | None = None  # model and number of reloads
 
     def __call__(self, model: nn.Module, num_reloads: int = 0) -> NamedDigests:
-        """By Hugging Face name, as the memory is now. Raises what :func:`kernel_weights` raises.
+        """Digests by Hugging Face name, of the current content. Raises what :func:`kernel_weights` raises.
 
-        Weights that have moved are found; attributes that are new, when ``num_reloads`` of the model has changed.
+        Detects weights that have moved, and new attributes if ``num_reloads`` of the model has changed.
         """
         moved = any(_place(getattr(module, name, None)) != place for module, name, place in self._places)
         if moved or self._of != (model, num_reloads):
@@ -158,7 +159,7 @@ class HeldDigests:
         weights = dict(kernel_weights(model))
         self._names = Names(weights)
         ordered = [(name, weights[name]) for name in self._names.ordered]
-        # What _as_sent makes of these depends on their content.
+        # The result of _as_sent depends on their content.
         is_converted = [name.endswith(".weight") and t.dtype == torch.float32 for name, t in ordered]
         self._converted = {i: ordered[i][1] for i, converted in enumerate(is_converted) if converted}
         self._fixed = np.flatnonzero(~np.array(is_converted, dtype=bool))
@@ -184,9 +185,9 @@ class KernelTable:
     def place(
         self, name: str, dtype: torch.dtype, kept_shape: Sequence[int], axis: int, start: int, size: int
     ) -> Tensor:
-        """The view that takes ``size`` rows or columns of this worker's slice of a weight, from ``start`` on.
+        """The view of ``size`` rows or columns of this worker's slice of a weight, starting at ``start``.
 
-        Raises UnwritableKernel that names the weight when the kernels hold something else under its name.
+        Raises UnwritableKernel that names the weight if the kernels hold something else under its name.
         """
         view = self._views.get(name)
         same_type = view is not None and (view.dtype == dtype or {view.dtype, dtype} == {torch.float32, torch.bfloat16})
@@ -200,7 +201,7 @@ class KernelTable:
 
 
 class DerivedTensors:
-    """What a model has computed from its weights and keeps outside its parameters."""
+    """Tensors that a model has computed from its weights and keeps outside its parameters."""
 
     def __init__(self, model: nn.Module, act_dtype: torch.dtype):
         self._act_dtype = act_dtype
@@ -212,7 +213,7 @@ class DerivedTensors:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """After weights were written directly: compute everything again."""
+        """Recompute everything after weights were written directly."""
         for module in self._dequantized:
             module.quant_method.process_weights_after_loading(module)
         for module in self._latent:
@@ -221,9 +222,9 @@ class DerivedTensors:
 
     @torch.no_grad()
     def keep_in_place(self) -> None:
-        """Move what vLLM has bound anew back into the tensors that captured graphs read.
+        """Move the tensors that vLLM has newly bound back into those that captured graphs read.
 
-        Its reload leaves the kernels of FP8 experts with scales of a copy of the layer: right after it they have the
+        vLLM's reload leaves the kernels of FP8 experts with scales of a copy of the layer: right after it they have the
         same values, but a direct update would not reach them.
         """
         for module in self._experts:
@@ -238,7 +239,7 @@ class DerivedTensors:
 
 
 def _share_scale(description: Any, held: Tensor) -> None:
-    """Have a kernel's description read the scales that the layer holds."""
+    """Make a kernel's description read the scales that the layer holds."""
     scale = description.scale
     if not isinstance(scale, Tensor) or scale.data_ptr() == held.data_ptr():
         return

@@ -13,7 +13,7 @@ from torch import nn
 
 
 def kernels_in_use(model: nn.Module) -> dict[str, list[str]]:
-    """By role ("linears", which are FP8, "experts", "attention") what vLLM calls the kernels; sorted, each once."""
+    """vLLM's names of the kernels by role ("linears" in FP8, "experts", "attention"), sorted and unique."""
     found: dict[str, set[str]] = {}
     for module in model.modules():
         backend, method = getattr(module, "attn_backend", None), getattr(module, "quant_method", None)
@@ -28,7 +28,7 @@ def kernels_in_use(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _of_experts(method: Any) -> str:
-    """The method and, in brackets, its backend."""
+    """The method and, in parentheses, its backend."""
     backend = getattr(method, "fp8_backend", None) or getattr(method, "unquantized_backend", None)
     name = type(method).__name__
     return name if backend is None else f"{name} ({backend.value})"

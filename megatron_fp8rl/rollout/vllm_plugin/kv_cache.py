@@ -1,15 +1,15 @@
 """The scales of an engine's FP8 KV cache: set between two policies, and read back.
 
 In: a model as vLLM holds it, and scales by layer from the trainer (trainer/kv_scales.py). Out: the scales that its
-attention divides and multiplies by from now on. Runs in every engine worker; scales are of whole tensors, so all
-tensor-parallel workers hold the same.
+attention uses from now on. Runs in every engine worker; scales are per tensor, so all tensor-parallel workers hold the
+same.
 
-vLLM keeps each scale twice: in a buffer that GPU kernels read when they run, so that filling it in place reaches
-captured CUDA graphs, and as a float of the host, which the CPU's kernel reads. Both are set. FlashInfer multiplies the
-floats into constants at its first call and keeps them, so it is refused.
+vLLM keeps each scale twice: in a buffer that GPU kernels read at run time, so that filling it in place reaches captured
+CUDA graphs, and as a host float, which the CPU's kernel reads. Both are set. FlashInfer multiplies the floats into
+constants at its first call and keeps them, so it is refused.
 
-What the cache holds was written under the old scales. Nothing of it may be left: call this while the engine is paused.
-Pausing ends all requests and drops the prefix cache. vLLM resets scales to 1 when the weights are reloaded and when a
+The content of the cache was written under the old scales and must not survive: call this while the engine is paused.
+Pausing ends all requests and drops the prefix cache. vLLM resets scales to 1 when weights are reloaded and when a
 sleeping cache wakes up, so they are set after either.
 """
 
@@ -40,9 +40,9 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
 
 @torch.inference_mode()
 def set_kv_scales(model: nn.Module, scales: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
-    """Set (query, key, value) of every layer; returns what the kernels' buffers hold afterwards.
+    """Set (query, key, value) of every layer; return what the kernels' buffers then hold.
 
-    Raises ValueError when the layers are others than the model's, and RuntimeError for a cache that has no such scales.
+    Raises ValueError if the layers are not those of the model, and RuntimeError for a cache without such scales.
     """
     layers = attention_layers(model)
     if set(layers) != set(scales):

@@ -1,8 +1,8 @@
-"""Changes to vLLM, and private names of it that an engine's processes need.
+"""Patches of vLLM and uses of its private names, for the engine's processes.
 
-Each has the versions that it was tested with; :mod:`megatron_fp8rl.upstream` lists them and refuses others, before an
-engine starts. What replaces vLLM's layers on a CPU is ``cpu_layers.py``; what replaces its start is ``server.py``; both
-are marked in the same way. vLLM is imported by the functions that need it.
+Each records the versions it was tested with; :mod:`megatron_fp8rl.upstream` lists them and refuses others before an
+engine starts. Replacements of vLLM's CPU layers are in ``cpu_layers.py``, of its startup in ``server.py``; both are
+marked in the same way. vLLM is imported by the functions that need it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from megatron_fp8rl.upstream import patches
     remove_when="the kernel's number of threads no longer depends on the tokens",
 )
 def make_residual_norms_batch_invariant() -> None:
-    """Use vLLM's batch-invariant RMSNorm also after a residual sum, which is rounded as vLLM's kernel rounds it.
+    """Use vLLM's batch-invariant RMSNorm after a residual sum too, which is rounded as in vLLM's kernel.
 
     For engines with ``rollout.batch_invariant`` on a GPU; the trainer computes the same norm in
-    ``kernels/triton/batch_invariant.py``. Raises ImportError when this vLLM has no batch-invariant norm to begin with.
+    ``kernels/triton/batch_invariant.py``. Raises ImportError if this vLLM has no batch-invariant norm.
     """
     from vllm.model_executor.layers import layernorm
 
@@ -54,11 +54,11 @@ def make_residual_norms_batch_invariant() -> None:
     remove_when="vLLM accepts them where scales are powers of two",
 )
 def accept_deep_gemm_experts() -> None:
-    """Have a batch-invariant engine accept experts on DeepGEMM where scales are powers of two.
+    """Make a batch-invariant engine accept experts on DeepGEMM with power-of-two scales.
 
-    What is left computes a token alone: quantization of its row, DeepGEMM's products, which add in one order whatever
-    rows lie beside, and the weighted sum of its experts, slot after slot. Raises ImportError when this vLLM has no such
-    experts.
+    Every remaining operation computes a token independently: quantization of its row, DeepGEMM's products, whose
+    summation order does not depend on other rows, and the weighted sum of its experts, slot by slot. Raises ImportError
+    if this vLLM has no such experts.
     """
     from vllm.model_executor.layers.fused_moe.experts.triton_deep_gemm_moe import TritonOrDeepGemmExperts
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
@@ -74,7 +74,7 @@ def accept_deep_gemm_experts() -> None:
     remove_when="vLLM has a call that abandons an update",
 )
 def allow_new_update(worker: Any) -> None:
-    """Have a worker forget that an update is under way."""
+    """Reset a worker's record of an update in progress."""
     worker._weight_update_active = False
 
 
@@ -86,7 +86,7 @@ def allow_new_update(worker: Any) -> None:
     remove_when="vLLM has a call that abandons a layerwise reload",
 )
 def forget_loaded_weights(model: nn.Module) -> None:
-    """Have ``finalize_layerwise_reload`` treat every module as one that got nothing."""
+    """Make ``finalize_layerwise_reload`` treat every module as one that received nothing."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module in model.modules():
@@ -118,7 +118,7 @@ def quiet_reload() -> None:
     remove_when="a reload keeps the scales that captured graphs read",
 )
 def expert_scale_descriptions(module: nn.Module) -> Sequence[Any]:
-    """The descriptions of the scales of w13 and w2, whose ``scale`` the kernels read; empty where there is none."""
+    """The descriptions of the scales of w13 and w2, whose ``scale`` the kernels read; empty if there is none."""
     config = getattr(module.quant_method, "moe_quant_config", None)
     return () if config is None else (config._w1, config._w2)
 
@@ -131,7 +131,7 @@ def expert_scale_descriptions(module: nn.Module) -> Sequence[Any]:
     remove_when="vLLM has a call that sets the scales of a KV cache",
 )
 def fill_kv_scales(layer: nn.Module, query_key_value: Sequence[float]) -> list[float]:
-    """Set the three scales of an attention layer; what its kernels' buffers hold afterwards."""
+    """Set the three scales of an attention layer; return what its kernels' buffers then hold."""
     for name, value in zip(("q", "k", "v"), query_key_value, strict=True):
         getattr(layer, f"_{name}_scale").fill_(value)
         setattr(layer, f"_{name}_scale_float", value)

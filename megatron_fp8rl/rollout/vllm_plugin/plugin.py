@@ -1,12 +1,11 @@
 """Registers this package with vLLM: weight transfer, batch-invariant kernels, and FP8 emulation on a CPU.
 
-In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's own registries.
-Runs in each process of a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the entry
-point ``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also calls it before the engine forks its other
-processes.
+In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's registries. Runs in each process of
+a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the entry point
+``vllm.general_plugins``; ``rollout/vllm_plugin/server.py`` also calls it before the engine forks its other processes.
 
-Only a process that carries :data:`SCALES_VARIABLE` is one of our rollout engines; in any other, :func:`register` leaves
-vLLM unchanged.
+Only a process with :data:`SCALES_VARIABLE` in its environment is one of our rollout engines; in any other,
+:func:`register` leaves vLLM unchanged.
 """
 
 from __future__ import annotations
@@ -17,16 +16,19 @@ from typing import cast
 from megatron_fp8rl import upstream
 from megatron_fp8rl.kernels.blockwise import Scales
 
-SCALES_VARIABLE = "MEGATRON_FP8RL_SCALES"  # PrecisionConfig.scales, handed to the engine's processes
+SCALES_VARIABLE = "MEGATRON_FP8RL_SCALES"  # PrecisionConfig.scales, passed to the engine's processes
 
-WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every rollout.transport: the first request says which
+WEIGHT_TRANSFER_BACKEND = "fp8rl"  # for every rollout.transport: the first request names it
 
 _registered = False
 
 
 def register() -> None:
-    """Register with vLLM once per process. Raises ValueError when the scale kind in the environment is unknown, and
-    upstream.UntestedVersion for a vLLM that a patch was not tested with."""
+    """Register with vLLM once per process.
+
+    Raises ValueError for an unknown kind of scale in the environment, and upstream.UntestedVersion for a vLLM that a
+    patch was not tested with.
+    """
     global _registered
     if _registered or SCALES_VARIABLE not in os.environ:
         return

@@ -1,10 +1,10 @@
-"""What an engine computes for one prompt, operation by operation: the worker's part of a probe.
+"""Record what an engine computes for one prompt, operation by operation: the worker's part of a probe.
 
-In: a prompt that a client sends. Out: a safetensors file with the result of each operation that
-``diagnose/operations.py`` names, in the engine's types. Runs in the engine worker, as part of its extension;
+In: a prompt sent by a client. Out: a safetensors file with the result of each operation named in
+``diagnose/operations.py``, in the engine's dtypes. Runs in the engine worker, as part of its extension;
 ``diagnose/engine_probe.py`` drives it.
 
-Hooks fire only where modules are called: the engine has to run eagerly, for a CUDA graph replays kernels alone.
+Hooks fire only when modules are called, so the engine must run eagerly: a CUDA graph replays only kernels.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-_Names = tuple[str, ...]  # of a module's result, or of both when it returns (norm, residual stream)
+_Names = tuple[str, ...]  # of a module's result, or of both results of a norm: (norm, residual stream)
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[nn.Module, _Names]]:
-    """Modules whose results are operations, of vLLM's Llama-like models."""
+    """The modules of vLLM's Llama-like models whose results are operations."""
     body = model.model
     yield body.embed_tokens, ("embedding",)
     for index, layer in enumerate(body.layers):
@@ -42,7 +42,7 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[nn.Module, _Names]]:
 
 
 class Probe:
-    """The worker's part: call ``start_probe``, let one prompt be computed, then call ``finish_probe``."""
+    """The worker's part: call ``start_probe``, have one prompt computed, then call ``finish_probe``."""
 
     _probe_hooks: tuple[Any, ...] = ()
     _probed: dict[str, Tensor]
@@ -50,8 +50,8 @@ class Probe:
     def start_probe(self, num_tokens: int) -> None:
         """Record the next prefill of ``num_tokens`` tokens.
 
-        Raises RuntimeError when the engine does not run eagerly or is one of several ranks, and for a model whose
-        modules have other names.
+        Raises RuntimeError if the engine does not run eagerly or has several ranks, and for a model whose modules have
+        other names.
         """
         runner = self.model_runner
         if not runner.model_config.enforce_eager:
@@ -70,7 +70,8 @@ class Probe:
         self._probe_hooks = (*hooks, model.logits_processor.register_forward_hook(self._record_logits))
 
     def finish_probe(self, path: str) -> list[str]:
-        """Write what was recorded to ``path`` and return the names; raises RuntimeError when there was no prefill."""
+        """Write the recorded results to ``path`` and return their names; raises RuntimeError if there was no prefill.
+        """
         from safetensors.torch import save_file
 
         self._drop_hooks()
@@ -92,13 +93,13 @@ class Probe:
             results = output if isinstance(output, tuple) else (output,)
             if isinstance(output, tuple) and len(names) == 1:
                 results = results[:1]  # linears return (result, bias)
-            elif len(results) < len(names):  # the first norm is given no residual stream to add to: it is its input
+            elif len(results) < len(names):  # the first norm gets no residual stream to add to: the stream is its input
                 results = (*results, arguments[0])
             if results[0].shape[0] < num_tokens:
                 return  # a decoding step of this or of another request
             for name, result in zip(names, results, strict=True):
                 if name not in self._probed:
-                    # A copy: norms and rotary embedding write over their inputs.
+                    # A copy: norms and rotary embedding overwrite their inputs.
                     rows = result.detach().reshape(result.shape[0], -1)[:num_tokens]
                     self._probed[name] = rows.to("cpu", copy=True).contiguous()
 

@@ -1,18 +1,18 @@
-"""vLLM's weight-transfer engine of this package: how an engine worker receives weights and loads them.
+"""Our weight-transfer engine for vLLM: how an engine worker receives weights and loads them.
 
 In:  requests of vLLM's weight-update API: ``init`` once; ``start``, ``update`` and ``finish`` for each publication.
 Out: the model's kernel tensors, changed in place.
 Runs in every engine worker; ``rollout/vllm_plugin/plugin.py`` registers the engine.
 
-One request brings a whole publication: messages from every trainer rank with what this worker keeps. The worker runs the
-rounds of the same schedule that the trainer ranks compute (``weight_sync/transports/base.py``) and loads what comes in one
-of three ways (``UpdateInfo.mode``):
+One request covers a whole publication: messages from every trainer rank with this worker's slices. The worker runs the
+rounds of the same schedule that the trainer ranks compute (``weight_sync/transports/base.py``) and loads the messages
+in one of three ways (``UpdateInfo.mode``):
 
-    reload      by vLLM's layerwise reload, which slices and fuses tensors of a checkpoint as a fresh load does
-    compare     into the tensors that the kernels read, after a look whether vLLM's loaders had put the same there
+    reload      through vLLM's layerwise reload, which slices and fuses checkpoint tensors as a fresh load does
+    compare     into the tensors that the kernels read, after checking that vLLM's loaders had put the same data there
     direct      into the tensors that the kernels read
 
-An engine's first publication takes the first two, which proves where every weight lies; later ones are direct.
+An engine's first publication uses the first two, which proves where every weight lies; later ones are direct.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from megatron_fp8rl.weight_sync.transports.choose import open_transport
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """How weights will come.
+    """How weights will be received.
 
-    ``rank_offset`` is the rank of the first worker of this replica among all processes that take part: all
+    ``rank_offset`` is the rank of the first worker of this replica among all participating processes: all
     ``num_trainers`` trainer ranks come first. Trainer rank 0 hosts a store at ``host`` and ``port``.
     """
 
@@ -62,7 +62,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """A whole publication. ``attempt`` counts them."""
+    """A whole publication. ``attempt`` numbers them."""
 
     version: int
     mode: str
@@ -78,8 +78,8 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class TransferEngine(WeightTransferEngine):
     """Loads publications.
 
-    ``version`` is the policy version whose weights were loaded last, or None before the first publication. An update
-    that fails leaves no version. ``load_s`` is what the last one spent in this worker; ``num_reloads`` counts how often
+    ``version`` is the policy version whose weights were loaded last, or None before the first publication. A failed
+    update leaves no version. ``load_s`` is the time the last one took in this worker; ``num_reloads`` counts how often
     vLLM's loaders may have bound other tensors to the model.
     """
 
@@ -91,7 +91,7 @@ class TransferEngine(WeightTransferEngine):
         self.version: int | None = None
         self.load_s = 0.0
         self.num_reloads = 0
-        self._loaded: int | None = None  # the version that has come in the update under way
+        self._loaded: int | None = None  # the version received in the current update
         self._mode = "reload"
         self._is_reloading = False  # vLLM's loaders hold the model in pieces
         self._transport: Transport | None = None
@@ -105,7 +105,7 @@ class TransferEngine(WeightTransferEngine):
         return self.parallel_config.rank
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Collective: joins the trainer and the workers of all replicas. A second call starts anew."""
+        """Collective: join the trainer and the workers of all replicas. A second call starts over."""
         self.shutdown()
         self._table = None
         self._copies = []
@@ -128,10 +128,10 @@ class TransferEngine(WeightTransferEngine):
             self._derived = DerivedTensors(self.model, self.model_config.dtype)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load everything that comes.
+        """Receive and load everything.
 
-        Raises RuntimeError when no trainer has connected, DeliveryError when a trainer rank fails or is late, and
-        UnwritableKernel when weights cannot be written directly.
+        Raises RuntimeError if no trainer has connected, DeliveryError if a trainer rank fails or is late, and
+        UnwritableKernel if weights cannot be written directly.
         """
         if self._transport is None:
             raise RuntimeError("weights arrived before init_weight_transfer_engine connected this worker to the trainer")
@@ -145,7 +145,7 @@ class TransferEngine(WeightTransferEngine):
         self.load_s += time.perf_counter() - started
 
     def finish_weight_update(self) -> None:
-        """Complete the update. Raises RuntimeError when no weights have come."""
+        """Complete the update. Raises RuntimeError if no weights were received."""
         if self._loaded is None:
             raise RuntimeError("the update ends without weights; publish again from the start")
         if self._mode == "reload":
@@ -156,7 +156,7 @@ class TransferEngine(WeightTransferEngine):
         self.version = self._loaded
 
     def abandon(self) -> None:
-        """Give up an update that has begun, and the connections that it came by. There is no version then."""
+        """Abandon an update in progress and close its connections. There is no version then."""
         self.shutdown()
         self.version = self._loaded = None
         if self._is_reloading:
@@ -205,7 +205,7 @@ class TransferEngine(WeightTransferEngine):
             transport.release(number)
 
     def _pairs(self, schedule: SendSchedule, transport: Transport) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """For each round (target, source) of everything that comes. Raises when a weight would get nothing."""
+        """(target, source) of everything received, by round. Raises if a weight would receive nothing."""
         named = set()
         for number, messages in enumerate(schedule.rounds):
             pairs = []
@@ -227,7 +227,7 @@ class TransferEngine(WeightTransferEngine):
         return self._table.place(part.name, dtype, part.kept_shape, axis, first, size)
 
     def _reload_rounds(self, schedule: SendSchedule, transport: Transport) -> None:
-        """Put whole tensors together and hand them to vLLM's loaders as they become complete."""
+        """Assemble whole tensors and pass them to vLLM's loaders as they become complete."""
         incomplete: dict[str, tuple[Tensor, int]] = {}
         for number, messages in enumerate(schedule.rounds):
             transport.receive(number)
@@ -251,7 +251,7 @@ class TransferEngine(WeightTransferEngine):
 
 
 def _parts(message: Message, transport: Transport, number: int) -> Iterator[tuple[Part, Tensor]]:
-    """The parts of a message that has come, as tensors."""
+    """The parts of a received message, as tensors."""
     inbox = transport.inbox(message, number)
     for part in message.parts:
         data = inbox[part.offset : part.offset + part.num_bytes]
@@ -259,10 +259,10 @@ def _parts(message: Message, transport: Transport, number: int) -> Iterator[tupl
 
 
 def compare(entries: list[tuple[str, Tensor, Tensor]]) -> None:
-    """Raise UnwritableKernel unless the kernels already hold (name, what came, what they hold) of each entry.
+    """Raise UnwritableKernel unless the kernels already hold the received data; entries are (name, received, held).
 
-    That is so right after vLLM's loaders took the same weights, and shows that these places are the right ones. FP8
-    blocks count as equal when their values are, for vLLM may give them another scale.
+    This holds right after vLLM's loaders took the same weights, and shows that these places are the right ones. FP8
+    blocks count as equal if their values are, because vLLM may give them another scale.
     """
     sent = {name: (source, held) for name, source, held in entries}
     for name, (source, held) in sent.items():

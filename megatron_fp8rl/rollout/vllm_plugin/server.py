@@ -1,17 +1,16 @@
 """One rollout replica: vLLM's own OpenAI API server, started by the fleet.
 
-In: vLLM's command line, and ``--listen-fd``, a socket that the fleet has bound already, so that no other process can
-take the port while this one imports. Out: vLLM's HTTP endpoints, those of its development mode included, and the one
-that samples for us (``generate_route.py``). Which process: the replica's; vLLM starts the engine core and the workers
-from it.
+In: vLLM's command line, and ``--listen-fd``, a socket already bound by the fleet, so that no other process can take the
+port while this one imports. Out: vLLM's HTTP endpoints, including those of its development mode, and our sampling route
+(``generate_route.py``). Runs in the replica's process; vLLM starts the engine core and the workers from it.
 
     python -m megatron_fp8rl.rollout.vllm_plugin.server --listen-fd 7 --parent-pid 4711 --model DIR ...
 
-With ``--headless`` it is a further node of an engine that spans several: workers alone, which the first node drives.
+With ``--headless`` it is a further node of an engine that spans several: workers only, driven by the first node.
 
-The server is vLLM's, assembled from its public parts. What differs from ``vllm serve``: our plugin is registered before
-the engine starts; on a CPU the engine core is forked instead of spawned, so that it does not import everything a second
-time (11 s of a start of 14 s); and no process of the replica outlives the trainer that started it.
+The server is vLLM's, assembled from its public parts. It differs from ``vllm serve`` as follows: our plugin is
+registered before the engine starts; on a CPU the engine core is forked instead of spawned, so that it does not import
+everything a second time (11 s of a start of 14 s); and no process of the replica outlives the trainer that started it.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _MIDDLEWARE = "megatron_fp8rl.net.auth.RequireToken"
 
 
 def die_with_parent(parent: int) -> None:
-    """Kill this process group when process ``parent`` is gone, and have forked children end with this process.
+    """Kill this process group when process ``parent`` is gone, and make forked children end with this process.
 
     The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself. The
     kernel's own signal (PR_SET_PDEATHSIG) follows the parent's *thread*, which suits our children, forked by the main
@@ -67,8 +66,8 @@ def die_with_parent(parent: int) -> None:
 def _load_model_classes(model_dir: Path) -> None:
     """Import the model's class here, once, before the fork.
 
-    vLLM inspects a class that it meets for the first time in a process of its own, which on a GPU keeps CUDA out of
-    this one. It costs 12 s; a class that is registered as such, rather than by name, needs no inspection.
+    vLLM inspects a class that it meets for the first time in a separate process, which on a GPU keeps CUDA out of this
+    one. That costs 12 s; a class that is registered directly, rather than by name, needs no inspection.
     """
     from vllm.model_executor.models import ModelRegistry
 
@@ -98,7 +97,8 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
         usage_context=UsageContext.OPENAI_API_SERVER, headless=bool(args.headless)
     )
     if current_platform.is_cpu():
-        # The engine core shares what has been imported so far; the collector must not touch, and so copy, its pages.
+        # The engine core shares the modules imported so far; the garbage collector must not touch, and so copy, their
+        # pages.
         gc.freeze()
         # Forking is safe here: one OpenMP thread so far, no model, no request.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
@@ -112,10 +112,10 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
     remove_when="run_headless forks, and tells that a worker has ended",
 )
 def work(args: argparse.Namespace) -> NoReturn:
-    """Start this node's workers of an engine that spans nodes. Ends with status 1 when one of them has ended.
+    """Start this node's workers of an engine that spans nodes. Exits with status 1 when one of them has ended.
 
-    vLLM's ``run_headless`` would spawn them, which our kernels' configuration, a local class, does not survive, and end
-    with status 0.
+    vLLM's ``run_headless`` would spawn them, which our kernels' configuration, a local class, does not survive, and
+    exit with status 0.
     """
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
@@ -143,7 +143,8 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
         remove_when="AsyncLLM.shutdown stops its reader first",
     )
     class Engine(AsyncLLM):
-        """Stops reading before the engine ends; vLLM's stops after, and often reports a dead engine in between."""
+        """Stops reading before the engine ends; vLLM's own stops after it, and often reports a dead engine in between.
+        """
 
         def shutdown(self, timeout: float | None = None) -> None:
             cancel_task_threadsafe(getattr(self, "output_handler", None))
@@ -163,7 +164,7 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
             app,
             sock=sock,
             host=args.host,
-            port=args.port,  # asked for when the server ends
+            port=args.port,  # requested when the server ends
             log_level=args.uvicorn_log_level,
             access_log=not args.disable_uvicorn_access_log,
             timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
@@ -177,14 +178,14 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
 def main(argv: list[str]) -> None:
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--listen-fd", type=int, required=True)
-    ours.add_argument("--parent-pid", type=int, required=True)  # getppid() is too late when the parent has just died
+    ours.add_argument("--parent-pid", type=int, required=True)  # getppid() is too late if the parent has just died
     known, rest = ours.parse_known_args(argv)
     die_with_parent(known.parent_pid)
     upstream.check()  # before vLLM is imported
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning of a time limit, to every process of a job
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning of a time limit goes to every process of a job
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a trainer's ranks are started with it blocked
     sock = socket.socket(fileno=known.listen_fd)
-    gc.disable()  # while importing, when nearly all that is made stays; 3 s of CPU time
+    gc.disable()  # while importing, when almost all objects stay; saves 3 s of CPU time
 
     import torch
 

@@ -21,15 +21,15 @@ class WorkerExtension(Probe):
     """Methods that vLLM adds to its worker; each is a target of ``collective_rpc``."""
 
     def abandon_update(self) -> None:
-        """Give up an update that has begun: some other replica or the trainer failed in it. Harmless without one."""
+        """Abandon an update in progress after another replica or the trainer failed in it. Harmless without one."""
         self.weight_transfer_engine.abandon()
         allow_new_update(self)
 
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
         """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,
-        "digests": {Hugging Face name: digest}}; the last without ``names`` is left out.
+        "digests": {Hugging Face name: digest}}; the last is omitted without ``names``.
 
-        ``version`` is None unless the last update completed; "load_s" is what receiving and writing its weights took.
+        ``version`` is None unless the last update completed; "load_s" is the time of receiving and writing its weights.
         """
         held_digests = self.__dict__.setdefault("held_digests", HeldDigests())
         with torch.inference_mode():
@@ -43,14 +43,14 @@ class WorkerExtension(Probe):
         return report | ({"digests": dict(digests)} if names else {})
 
     def kernels_in_use(self) -> dict[str, list[str]]:
-        """What this worker's model computes with, by role: :mod:`megatron_fp8rl.rollout.vllm_plugin.kernels_in_use`."""
+        """This worker's kernels by role: :mod:`megatron_fp8rl.rollout.vllm_plugin.kernels_in_use`."""
         return kernels_in_use(self.model_runner.model)
 
     def set_kv_scales(self, scales: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         """Set the FP8 KV cache's (query, key, value) scales of every layer, while the engine is paused.
 
-        Returns {"rank": of this worker in its replica, "scales": {layer: what its kernels read from now on}}. Layers are
-        strings, as JSON has them. Raises what :func:`megatron_fp8rl.rollout.vllm_plugin.kv_cache.set_kv_scales` raises.
+        Returns {"rank": of this worker in its replica, "scales": {layer: what its kernels now read}}. Layers are
+        strings, as JSON requires. Raises what :func:`megatron_fp8rl.rollout.vllm_plugin.kv_cache.set_kv_scales` raises.
         """
         held = set_kv_scales(self.model_runner.model, {int(layer): row for layer, row in scales.items()})
         return {"rank": self.rank, "scales": {str(layer): row for layer, row in held.items()}}
