@@ -1,17 +1,17 @@
-"""What this library knows about the inside of other packages, and with which of their versions that was tested.
+"""Uses of other packages' internals, with the versions they were tested with.
 
-A patch, an override of an internal or the use of a private name stands where the architecture allows it
+A patch, an override of an internal or a use of a private name stands where the architecture allows it
 (``trainer/compat/``, ``rollout/vllm_plugin/patches*.py``, ``kernels/compat.py``), and carries its version range:
 
     @patches("megatron-core", ">=0.19.2,<0.20", why="...", remove_when="...")
 
 Programs call :func:`check` before they import such a package. Outside a range they stop there, with the names of the
-patches that have to be looked at. docs/upgrading.md is the walk through an upgrade.
+patches to review. docs/upgrading.md describes an upgrade step by step.
 
-The patches are read from the source and not collected while modules are imported: all of them are known on a machine
-that has none of the packages, and before any is imported.
+Patches are read from the source, not collected during imports, so all of them are known on a machine without any of the
+packages, and before any is imported.
 
-    python -m megatron_fp8rl.upstream        prints every patch; the exit status is 1 when one is outside its range
+    python -m megatron_fp8rl.upstream        prints every patch; the exit status is 1 if one is outside its range
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import TypeVar
 
 from packaging.specifiers import SpecifierSet
 
-GO_ON = "MEGATRON_FP8RL_UNTESTED_VERSIONS"  # environment variable: 1 makes errors of check() warnings
+GO_ON = "MEGATRON_FP8RL_UNTESTED_VERSIONS"  # environment variable: 1 turns errors of check() into warnings
 
 _ROOT = Path(__file__).parent
-_DISTRIBUTIONS = {  # names under which a package is installed
+_DISTRIBUTIONS = {  # distribution names of a package
     "megatron-core": ("megatron-core",),
     "torch": ("torch",),
     "transformer-engine": ("transformer-engine", "transformer-engine-torch"),
@@ -47,11 +47,11 @@ class UntestedVersion(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One place that depends on the inside of ``package``."""
+    """One place that depends on the internals of ``package``."""
 
     name: str  # path of the file and, after a colon, the function or class
     package: str
-    versions: str  # range that it was tested with, as pip writes it
+    versions: str  # tested version range, in pip's syntax
     why: str
     remove_when: str
 
@@ -60,8 +60,9 @@ class Patch:
 
 
 def patches(package: str, versions: str, *, why: str, remove_when: str) -> Callable[[_T], _T]:
-    """Mark a function or class that depends on the inside of ``package``. All arguments are literal strings, since
-    :func:`registered` reads them from the source; the function or class stays what it is."""
+    """Mark a function or class that depends on the internals of ``package``. All arguments are literal strings, because
+    :func:`registered` reads them from the source; the function or class is returned unchanged.
+    """
     return lambda marked: marked
 
 
@@ -88,7 +89,7 @@ def _patches_of(path: Path) -> Iterator[Patch]:
 
 
 def installed_version(package: str) -> str | None:
-    """Of a package that :func:`patches` names; None when it is not installed."""
+    """The version of a package named by :func:`patches`; None if it is not installed."""
     for name in _DISTRIBUTIONS[package]:
         try:
             return importlib.metadata.version(name)
@@ -98,7 +99,7 @@ def installed_version(package: str) -> str | None:
 
 
 def outside() -> dict[str, list[Patch]]:
-    """Patches that were not tested with what is installed, by package."""
+    """Patches that were not tested with the installed versions, by package."""
     found: dict[str, list[Patch]] = {}
     for patch in registered():
         version = installed_version(patch.package)
@@ -110,7 +111,7 @@ def outside() -> dict[str, list[Patch]]:
 def check() -> None:
     """Raise UntestedVersion, naming every patch of every installed package that is outside its range.
 
-    With ``MEGATRON_FP8RL_UNTESTED_VERSIONS=1`` in the environment the same text is a warning.
+    With ``MEGATRON_FP8RL_UNTESTED_VERSIONS=1`` in the environment, warn with the same text instead.
     """
     if not (wrong := outside()):
         return

@@ -1,8 +1,8 @@
-"""Which folders are complete checkpoints. Reads the names and sizes of files and no weights.
+"""Finds the complete checkpoints of a run by the names and sizes of files, without reading weights.
 
-In: the folder where a run keeps its checkpoints. Out: those that are whole. Any process; no torch, no Megatron-Core.
+In: the folder of a run's checkpoints. Out: the complete ones. Runs in any process; no torch, no Megatron-Core.
 
-    step_00000040/       complete, or it would not have this name; state.json lists the sizes of its files
+    step_00000040/       complete, otherwise it would not have this name; state.json lists the sizes of its files
     .partial_00000080/   being written, or left by a run that was killed
 """
 
@@ -19,7 +19,7 @@ _COMPLETE = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
 
 
 def complete(folder: Path) -> list[Path]:
-    """Folders with the name of a complete checkpoint, oldest first."""
+    """Folders named as complete checkpoints, oldest first."""
     if not folder.is_dir():
         return []
     found = [(match, path) for path in folder.iterdir() if (match := _COMPLETE.fullmatch(path.name))]
@@ -27,7 +27,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def missing_part(path: Path) -> str | None:
-    """What keeps a folder from being a whole checkpoint; None when it is one."""
+    """What a checkpoint folder lacks; None if it is complete."""
     try:
         files = json.loads((path / STATE_FILE).read_text())["files"]
     except (OSError, ValueError, KeyError) as error:
@@ -42,7 +42,7 @@ def missing_part(path: Path) -> str | None:
 
 
 def latest(folder: str | Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``, damaged and partial ones ignored; None when there is none."""
+    """The newest complete checkpoint in ``folder``, ignoring damaged and partial ones; None if there is none."""
     for path in reversed(complete(Path(folder))):
         if missing_part(path) is None:
             return path
@@ -50,7 +50,7 @@ def latest(folder: str | Path) -> Path | None:
 
 
 def sync_to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
+    """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

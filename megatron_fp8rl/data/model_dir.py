@@ -15,15 +15,15 @@ from megatron_fp8rl.names.registry import to_hf_config
 
 
 def model_dir(cfg: RunConfig) -> Path:
-    """``model.hf_path`` when the run has trained weights to start from, else a folder of the run itself."""
+    """``model.hf_path`` if the run starts from trained weights, otherwise a folder of the run."""
     return Path(cfg.model.hf_path) if cfg.model.hf_path is not None else Path(cfg.run_dir) / "model"
 
 
 def write_model_dir(cfg: RunConfig, folder: Path | None = None) -> Path:
-    """Make sure that :func:`model_dir`, or another ``folder`` with the same content, exists, and return it.
+    """Create :func:`model_dir`, or another ``folder`` with the same content, unless it exists, and return it.
 
-    The tokenizer is the one that ``data.tokenizer`` names. A checkpoint in ``model.hf_path`` brings its own files and
-    is left as it is.
+    The tokenizer is that of ``data.tokenizer``. A checkpoint in ``model.hf_path`` has its own files and is left
+    unchanged.
     """
     if cfg.model.hf_path is not None:
         return model_dir(cfg)

@@ -1,10 +1,10 @@
-"""Samples in, packed microbatches of one data-parallel rank out. Pure; every rank calls it with the same samples.
+"""Pack samples into the microbatches of one data-parallel rank. Pure; every rank passes the same samples.
 
 A microbatch is a row of T tokens: sequences one after another, each padded at its end. Padding never carries loss.
 
     samples --split--> updates --assign--> bins of at most max_tokens, balanced over ranks --build--> tensors
 
-The assignment reads lengths alone and every rank computes all of it, so nothing needs to be sent.
+The assignment depends only on lengths and every rank computes all of it, so nothing is communicated.
 
 Shapes: L = tokens of one sequence, T = tokens of one microbatch, S = sequences of one microbatch.
 """
@@ -22,18 +22,18 @@ import torch
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
 
-# FP8 GEMMs of Transformer Engine and cuBLAS want every dimension, the tokens of a rank included, in multiples of 16.
+# FP8 GEMMs of Transformer Engine and cuBLAS require every dimension, including a rank's tokens, to be a multiple of 16.
 _FP8_TOKEN_MULTIPLE = 16
 _NOT_RECORDED = -1
 
 
 class SequenceTooLongError(ValueError):
-    """A sequence that no microbatch can hold."""
+    """A sequence that fits in no microbatch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alignment:
-    """Multiples that packed lengths are rounded up to, in tokens."""
+    """Multiples to which packed lengths are rounded up, in tokens."""
 
     sequence: int  # of every sequence
     microbatch: int  # of T; a multiple of ``sequence``
@@ -42,8 +42,8 @@ class Alignment:
     def of(cls, parallel: ParallelConfig) -> Alignment:
         """The alignment that a layout needs.
 
-        Context parallelism cuts each sequence in ``2 * context`` chunks so that causal work balances. Sequence
-        parallelism then gives each tensor-parallel rank an equal share of T, which FP8 wants in multiples of 16.
+        Context parallelism cuts each sequence into ``2 * context`` chunks to balance causal attention. Sequence
+        parallelism then gives each tensor-parallel rank an equal share of T, which FP8 requires in multiples of 16.
         """
         sequence = 2 * parallel.context if parallel.context > 1 else 1
         return cls(sequence=sequence, microbatch=_FP8_TOKEN_MULTIPLE * parallel.tensor * parallel.context)
@@ -52,7 +52,7 @@ class Alignment:
 def pack_for(
     cfg: RunConfig, samples: Sequence[Sample], *, data_rank: int, num_updates: int = 1
 ) -> tuple[TrainBatch, ...]:
-    """:func:`pack` with the limits and multiples that a run's configuration asks for."""
+    """:func:`pack` with the limits and multiples of a run's configuration."""
     return pack(
         samples,
         data_size=cfg.parallel.data,
@@ -77,10 +77,10 @@ def pack(
 ) -> tuple[TrainBatch, ...]:
     """Pack samples into one :class:`TrainBatch` per optimizer update, for one data-parallel rank.
 
-    Deterministic in its arguments. ``samples`` is cut in ``num_updates`` consecutive parts of nearly equal size (fewer
-    when there are fewer samples; none for no samples). Within a part every rank gets the same number of microbatches,
-    a multiple of ``num_microbatches_multiple`` (pipeline ranks, for an interleaved schedule); microbatches that stay
-    empty hold one masked filler sequence. A microbatch holds at most ``max_tokens`` tokens, padding included.
+    Deterministic in its arguments. ``samples`` is cut into ``num_updates`` consecutive parts of nearly equal size
+    (fewer if there are fewer samples; none for no samples). Within a part every rank gets the same number of
+    microbatches, a multiple of ``num_microbatches_multiple`` (pipeline ranks, for an interleaved schedule); empty
+    microbatches hold one masked filler sequence. A microbatch holds at most ``max_tokens`` tokens, including padding.
 
     Raises:
         SequenceTooLongError: a sequence that does not fit in ``max_tokens``, by name.
@@ -121,8 +121,8 @@ def assign(
     """Assign sequences to microbatches: ``result[rank][microbatch]`` lists indices into ``lengths``, ascending.
 
     Longest sequence first, into the emptiest microbatch of all ranks (Graham's LPT rule: the fullest bin is within 4/3
-    of the optimum), with as few microbatches as that leaves room for. The filled microbatches then go to the ranks,
-    fullest first, each to the rank with the fewest tokens so far. Lengths must not exceed ``capacity``.
+    of the optimum), with as few microbatches as possible. The filled microbatches then go to the ranks, fullest first,
+    each to the rank with the fewest tokens so far. Lengths must not exceed ``capacity``.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     needed = max(1, math.ceil(sum(lengths) / (capacity * data_size)))
@@ -142,7 +142,7 @@ def assign(
 def _fill(
     order: Sequence[int], lengths: Sequence[int], num_bins: int, capacity: int
 ) -> list[tuple[int, list[int]]] | None:
-    """Put each sequence in the emptiest bin; None when one does not fit."""
+    """Put each sequence into the emptiest bin; None if one does not fit."""
     loads = np.zeros(num_bins, dtype=np.int64)
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for i in order:
@@ -155,7 +155,7 @@ def _fill(
 
 
 def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, int] | None) -> Microbatch:
-    """Lay sequences out in one row; with no samples, one filler sequence of masked tokens."""
+    """Lay sequences out in one row; without samples, one filler sequence of masked tokens."""
     padded = [_round_up(len(sample.token_ids), alignment.sequence) for sample in samples] or [alignment.microbatch]
     padded[-1] += -sum(padded) % alignment.microbatch
     starts = np.concatenate([[0], np.cumsum(padded)])
@@ -169,7 +169,7 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
 
     for sample, start in zip(samples, starts, strict=False):
         num = len(sample.token_ids)
-        # Position t predicts token t + 1, so what describes token t + 1 moves one place to the left.
+        # Position t predicts token t + 1, so everything that describes token t + 1 moves one position to the left.
         here, last = slice(start, start + num), start + num - 1
         predicting = slice(start, last)
         tokens[here] = sample.token_ids

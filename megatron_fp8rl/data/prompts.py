@@ -1,9 +1,10 @@
-"""Problems of all environments as one stream of tokenised prompts, and a fixed held-out set. Runs on rank 0.
+"""Tokenized prompts of all environments in one stream, and a fixed held-out set. Runs on rank 0.
 
 Every prompt is a pure function of (seed, position): a run resumes by setting the position, and nothing is stored.
 
-Whether a problem is held out for evaluation depends on its question alone, not on the seed: one eighth of all questions
-are, in every run. So a warm start with one seed can never have trained on what a run with another seed is judged by.
+Whether a problem is held out for evaluation depends only on its question, not on the seed: one eighth of all questions
+are, in every run. A warm start with one seed can therefore never have trained on the evaluation problems of a run with
+another seed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from megatron_fp8rl.types import Prompt
 
 _HELD_OUT_ONE_IN = 8
 _NUM_INDICES = 2**31
-_MAX_DRAWS = 1000  # in search of one problem of the wanted side; by chance alone a miss has probability 1e-58
+_MAX_DRAWS = 1000  # draws to find one problem of the requested side; by chance alone a miss has probability 1e-58
 
 
 class PromptTooLongError(ValueError):
@@ -33,7 +34,7 @@ class TooFewProblemsError(ValueError):
 
 
 class ProblemSource:
-    """The environments of a configuration, drawn by weight, and how their problems become prompts."""
+    """The environments of a configuration, drawn by weight, and the rendering of their problems as prompts."""
 
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase):
         if len(tokenizer) > cfg.model.vocab_size:
@@ -75,7 +76,7 @@ class ProblemSource:
         return list(found.values())
 
     def prompt(self, prompt_id: str, key: str, problem: Problem) -> Prompt:
-        """Render and tokenise a problem, once and for all.
+        """Render and tokenize a problem.
 
         Raises:
             PromptTooLongError, UnknownCharacterError: with the prompt's id.
@@ -107,14 +108,14 @@ class ProblemSource:
 
 
 class PromptStream:
-    """Training prompts in order, from ``position`` on; set ``position`` to resume."""
+    """Training prompts in order, starting at ``position``; set ``position`` to resume."""
 
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, position: int = 0):
         self._source = ProblemSource(cfg, tokenizer)
         self.position = position  # of the next prompt
 
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next ``count`` training prompts; moves the position. Ids read "<environment>/<position>"."""
+        """The next ``count`` training prompts; advances the position. Ids read "<environment>/<position>"."""
         prompts = []
         for position in range(self.position, self.position + count):
             key, problem = self._source.draw("train", position)
@@ -123,7 +124,7 @@ class PromptStream:
         return prompts
 
     def upcoming(self, count: int) -> list[Prompt]:
-        """What :meth:`next_prompts` will return; the position stays."""
+        """The prompts that :meth:`next_prompts` will return; the position stays."""
         position = self.position
         prompts = self.next_prompts(count)
         self.position = position
@@ -132,8 +133,7 @@ class PromptStream:
     def eval_prompts(self, count: int) -> list[Prompt]:
         """Held-out prompts, shared out by weight; never a training question, and the same for every seed.
 
-        Fewer than ``count`` when an environment has fewer different held-out questions. Ids read
-        "<environment>/eval-<i>".
+        Fewer than ``count`` if an environment has fewer distinct held-out questions. Ids read "<environment>/eval-<i>".
         """
         weights = {key: cfg.weight for key, cfg in self._source.configs.items()}
         return [
@@ -150,7 +150,7 @@ def position_after(prompts: Iterable[Prompt]) -> int:
 
 
 def is_held_out(question: str) -> bool:
-    """Whether a question belongs to the evaluation side, of every run."""
+    """Whether a question is held out for evaluation, in every run."""
     return hashlib.blake2b(question.encode(), digest_size=8).digest()[0] % _HELD_OUT_ONE_IN == 0
 
 

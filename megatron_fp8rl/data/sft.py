@@ -17,7 +17,7 @@ from megatron_fp8rl.types import Sample
 class SftSource:
     """Batches of ``data.sft_batch_size`` supervised samples, a pure function of (seed, step).
 
-    Problems come from the training side of the same environments, from a stream of their own.
+    Problems come from the training side of the same environments, from a separate stream.
     """
 
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase):
@@ -35,7 +35,7 @@ class SftSource:
         return [self._demonstration(position) for position in range(step * size, (step + 1) * size)]
 
     def held_out(self, count: int) -> list[Sample]:
-        """Supervised samples of held-out problems, all of them right: at most ``count``, the same for every seed."""
+        """Supervised samples of held-out problems, all correct: at most ``count``, the same for every seed."""
         shares = apportion(count, {key: cfg.weight for key, cfg in self._source.configs.items()})
         return [
             self._sample(f"{key}/eval-{i}", key, problem)
@@ -45,7 +45,7 @@ class SftSource:
         ]
 
     def _demonstration(self, position: int) -> Sample:
-        """A training sample; for a share of ``data.sft_wrong_answers`` of them with the answer of another problem."""
+        """A training sample; a fraction ``data.sft_wrong_answers`` of them has the answer of another problem."""
         key, problem = self._source.draw("sft", position)
         rng = random.Random(f"{self._cfg.seed}/wrong answers/{position}")
         if rng.random() < self._cfg.data.sft_wrong_answers:

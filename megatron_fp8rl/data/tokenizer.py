@@ -1,4 +1,4 @@
-"""Tokenizers: a character tokenizer of our own, and any Hugging Face tokenizer from a directory. No download ever.
+"""Tokenizers: our own character tokenizer, and any Hugging Face tokenizer from a directory. Never downloads.
 
 The character tokenizer lets the whole loop run on a machine without a network: one token per character, saved in the
 Hugging Face format, so that transformers and vLLM read it like any other.
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"  # ids 0 to 3 of the character tokenizer
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
-_VOCAB_MULTIPLE = 128  # FP8 blocks, and any tensor-parallel degree up to 128, divide it
+_VOCAB_MULTIPLE = 128  # divisible by FP8 blocks and by any tensor-parallel degree up to 128
 
 
 class UnknownCharacterError(ValueError):
@@ -27,7 +27,7 @@ def character_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """One token per character of ``alphabet``, after ``<pad>``, ``<bos>``, ``<eos>`` and ``<unk>``.
 
-    The vocabulary is filled with ``<reserved_i>`` entries, which no text encodes to, up to a multiple of
+    The vocabulary is padded with ``<reserved_i>`` entries, which no text encodes to, to a multiple of
     ``vocab_multiple``. Encoding puts ``<bos>`` first unless ``add_special_tokens=False``.
     """
     if len(set(alphabet)) != len(alphabet):
@@ -53,11 +53,11 @@ def character_tokenizer(
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
-    """The tokenizer that ``DataConfig.tokenizer`` names: "character", or a directory in the Hugging Face format.
+    """The tokenizer of ``DataConfig.tokenizer``: "character", or a directory in the Hugging Face format.
 
     Raises:
         FileNotFoundError: no such directory, with near matches.
-        ValueError: a tokenizer without an end token; completions could then only end at the length limit.
+        ValueError: a tokenizer without an EOS token; completions could then only end at the length limit.
     """
     if spec == "character":
         return character_tokenizer()
@@ -89,7 +89,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, add_special_tokens:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
-    """Text of token ids, special tokens left out."""
+    """Text of token ids, without special tokens."""
     return tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
 

@@ -1,6 +1,6 @@
-"""What an engine computed for one prompt, by operation name, asked for by a client.
+"""Requests a probe from an engine: the results of every operation for one prompt.
 
-The worker records it (``rollout/vllm_plugin/probe.py``), into a file on its host.
+The worker records them (``rollout/vllm_plugin/probe.py``) into a file on its host.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from megatron_fp8rl.rollout.client import EngineClient
 
 
 async def record_prefill(client: EngineClient, prompt_token_ids: Sequence[int], path: Path) -> dict[str, Tensor]:
-    """What the engine of ``client`` computes for the prompt, by operation name; ``path`` must be on its host.
+    """The engine's results for the prompt, by operation name; ``path`` must be on the engine's host.
 
-    Waits for what the engine is sampling; nothing else may be asked of it meanwhile. Raises EngineError with the
-    worker's reason.
+    Waits for running requests; nothing else may be requested meanwhile. Raises EngineError with the worker's reason.
     """
     await client.pause("wait")
     await client.resume()
@@ -32,7 +31,7 @@ async def record_prefill(client: EngineClient, prompt_token_ids: Sequence[int], 
 
 
 def load_probe(path: Path) -> dict[str, Tensor]:
-    """The tensors that ``finish_probe`` wrote."""
+    """The tensors written by ``finish_probe``."""
     from safetensors.torch import load_file
 
     with torch.inference_mode(False):

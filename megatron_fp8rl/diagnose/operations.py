@@ -1,8 +1,8 @@
-"""Where trainer and engine first differ: the operations of one prefill, by name and in order, and how they compare.
+"""The operations of one prefill, by name and in order, and the comparison of trainer and engine.
 
-In:  what the engine computed for a prompt, what the trainer computed for the same tokens, and what each of the
-     trainer's operations returns when it is fed the *engine's* inputs; by operation name, tensors [T, features].
-Out: for each operation its difference, and how much of it is its own rather than inherited from those before it.
+In:  the engine's results for a prompt, the trainer's results for the same tokens, and the result of each trainer
+     operation on the *engine's* inputs; tensors [T, features] by operation name.
+Out: for each operation the difference, and how much of it is its own rather than inherited from earlier operations.
 Pure. ``rollout/vllm_plugin/probe.py`` and ``diagnose/trainer_probe.py`` record under these names.
 
 An operation ends where its result is rounded to BF16 and can be read at both ends:
@@ -16,9 +16,9 @@ An operation ends where its result is rounded to BF16 and can be read at both en
     layer.N.o_proj
     layer.N.middle      residual stream after attention
     layer.N.post_norm
-    layer.N.gate_up     then activation, down: a dense feed-forward
-    layer.N.router      logits; then experts: a mixture of experts with its choice
-    final, final_norm   residual stream behind the last layer, and its norm
+    layer.N.gate_up     then activation, down: a dense MLP
+    layer.N.router      logits; then experts: an MoE layer including its routing
+    final, final_norm   residual stream after the last layer, and its norm
     logits              of the prompt's last token
 """
 
@@ -32,10 +32,10 @@ from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig
 
-# Two results that were rounded to BF16 from nearly equal numbers differ by at most one unit in the last place, 2^-7 of
-# a number just above a power of two and 2^-8 below the next; few of them differ at all. Norms get a bit more: engines
-# normalize a sum before it is rounded, and round before and after the weight. Operations that round in between
-# (probabilities, the product of gate and up, each expert's output) get two.
+# Two BF16 roundings of nearly equal numbers differ by at most one unit in the last place, 2^-7 of a number just above a
+# power of two and 2^-8 below the next; few of them differ at all. Norms get one more bit: engines normalize a sum
+# before it is rounded, and round before and after the weight. Operations that round in between (probabilities, the
+# product of gate and up, each expert's output) get two.
 _ROUNDING = 2.0**-8
 _MORE_BITS = {"attention": 2, "experts": 2, "input_norm": 1, "post_norm": 1, "final_norm": 1, "q_norm": 1, "k_norm": 1}
 
@@ -45,7 +45,7 @@ class Difference:
     """Trainer against engine at one operation. dB are 20 log10(rms(difference) / rms(engine)); -inf is equality."""
 
     name: str
-    total_db: float  # each end's own forward pass
+    total_db: float  # of two complete forward passes
     total_max: float  # largest absolute difference
     own_db: float  # the trainer's operation on the engine's inputs
     own_max: float
@@ -61,7 +61,7 @@ class Difference:
 
 
 def operation_names(model: ModelConfig) -> list[str]:
-    """Names in the order of execution. Raises ValueError for latent attention, whose operations are others."""
+    """Names in execution order. Raises ValueError for latent attention, which has other operations."""
     if model.mla is not None:
         raise ValueError("model.mla: latent attention cannot be probed; its engine fuses other operations")
     names = ["embedding"]
@@ -97,7 +97,8 @@ def compare(
 
 
 def decibels(error: Tensor, reference: Tensor) -> float:
-    """20 log10(rms(error) / rms(reference)): -inf when nothing differs, inf when the reference is zero and it does."""
+    """20 log10(rms(error) / rms(reference)): -inf if nothing differs, inf if the reference is zero and something does.
+    """
     noise, signal = error.double().norm().item(), reference.double().norm().item()
     if noise == 0:
         return -math.inf
@@ -105,19 +106,19 @@ def decibels(error: Tensor, reference: Tensor) -> float:
 
 
 def first_beyond_rounding(rows: Sequence[Difference]) -> Difference | None:
-    """The first operation that computes something else at the two ends, on equal inputs."""
+    """The first operation whose results differ beyond rounding on equal inputs."""
     return next((row for row in rows if row.is_beyond_rounding), None)
 
 
 def first_different(rows: Sequence[Difference]) -> Difference | None:
-    """The first operation with a bit that differs in the two forward passes."""
+    """The first operation with a differing bit in the two forward passes."""
     return next((row for row in rows if row.total_max != 0), None)
 
 
 def share_of_other_experts(engine_logits: Tensor, trainer_logits: Tensor, top_k: int) -> float:
-    """The share of tokens whose ``top_k`` largest router logits [T, E] belong to another set of experts.
+    """The fraction of tokens whose ``top_k`` largest router logits [T, E] select another set of experts.
 
-    Of equal logits, of which rounding makes many, a GPU's two ends take the lower expert.
+    Among equal logits, which rounding makes frequent, both ends on a GPU select the lower expert.
     """
 
     def chosen(logits: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def share_of_other_experts(engine_logits: Tensor, trainer_logits: Tensor, top_k:
 
 
 def table(rows: Sequence[Difference]) -> str:
-    """A Markdown table; operations that differ by themselves beyond rounding are marked."""
+    """A Markdown table; marks operations whose own difference is beyond rounding."""
 
     def db(value: float) -> str:
         return "equal" if value == -math.inf else f"{value:.1f}"

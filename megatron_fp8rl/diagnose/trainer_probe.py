@@ -1,12 +1,13 @@
-"""What the trainer computes for one prompt, operation by operation, and what it makes of another's inputs.
+"""Record the trainer's results for one prompt, operation by operation, and replay its operations on the engine's
+inputs.
 
 In:  the model chunk of a single trainer rank, token ids, and the engine's results of the same prompt.
 Out: results by the names of ``diagnose/operations.py``, [T, features] on the host: of the trainer's own forward pass
-     (:meth:`TrainerProbe.record`), and of each operation fed with the engine's inputs (:meth:`TrainerProbe.replay`),
-     which tells an operation's own error from what it inherits.
+     (:meth:`TrainerProbe.record`), and of each operation on the engine's inputs (:meth:`TrainerProbe.replay`), which
+     separates an operation's own error from the inherited one.
 
-The forward pass is the one that computes old log-probabilities: packed, padded to the multiples of the trainer, in
-evaluation mode, under the recipe that trains.
+The forward pass is that of old log-probabilities: packed, padded to the trainer's multiples, in evaluation mode, under
+the training recipe.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class TrainerProbe:
         self._calls: dict[str, _Call] = {}
 
     def record(self, token_ids: Sequence[int]) -> dict[str, Tensor]:
-        """Results of the operations for a prompt of at least two tokens."""
+        """The results of all operations for a prompt of at least two tokens."""
         self._num_tokens, self._calls = len(token_ids), {}
         (batch,) = pack_for(self.cfg, [_as_sample(token_ids)], data_rank=0)
         results: dict[str, Tensor] = {}
@@ -71,7 +72,7 @@ class TrainerProbe:
 
     @torch.no_grad()
     def replay(self, engine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Results of the operations on the engine's inputs, of the prompt that :meth:`record` has seen."""
+        """The results of all operations on the engine's inputs, for the prompt passed to :meth:`record`."""
         training = self._model.training
         self._model.eval()
         try:
@@ -140,7 +141,7 @@ class TrainerProbe:
         yield "final_norm", self._model.decoder.final_layernorm
 
     def _again(self, name: str, *inputs: Tensor) -> Tensor:
-        """The recorded call with the tokens of its first arguments replaced; what pads the prompt stays."""
+        """Repeat the recorded call with the tokens of its first arguments replaced; the padding stays."""
         module, args, kwargs = self._calls[name]
         replaced = list(args)
         for index, rows in enumerate(inputs):
@@ -160,13 +161,13 @@ class TrainerProbe:
         return torch.cat(registry.slicing.split(weight, self.cfg.model, rows.t(), 1, 0)).t()
 
     def _rows(self, output: Any) -> Tensor:
-        """[tokens, features] on the host, of a tensor [T, ...] or a pair of result and bias."""
+        """[tokens, features] on the host, from a tensor [T, ...] or a pair of result and bias."""
         tensor = output[0] if isinstance(output, tuple) else output
-        # A copy: without gradients Megatron-Core adds the residual stream into the branch's own memory.
+        # A copy: without gradients, Megatron-Core adds the residual stream into the memory of the branch.
         return tensor.detach().reshape(tensor.shape[0], -1)[: self._num_tokens].to("cpu", copy=True)
 
     def _logits(self, final_norm: Tensor) -> Tensor:
-        """Of the last token, as ``trainer/logprobs.py`` computes them: rounded to the parameters' type."""
+        """The last token's logits, as ``trainer/logprobs.py`` computes them: rounded to the parameter dtype."""
         model = self._model
         shared = model.share_embeddings_and_output_weights
         weight = model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
@@ -184,12 +185,12 @@ class TrainerProbe:
         return x.to(self._model.decoder.final_layernorm.weight)
 
 
-# Norms whose input is a residual stream, and what that stream is called.
+# Norms whose input is a residual stream, and the name of that stream.
 _STREAM_INTO = {"input_norm": "input", "post_norm": "middle", "final_norm": "final"}
 
 
 def _as_sample(token_ids: Sequence[int]) -> Sample:
-    """A sequence of which all tokens but the first carry loss, so that the forward pass runs the output head."""
+    """A sequence in which all tokens but the first carry loss, so that the forward pass runs the output head."""
     num = len(token_ids)
     return Sample(
         name="probe",

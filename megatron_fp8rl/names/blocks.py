@@ -9,13 +9,13 @@ from megatron_fp8rl.names.table import Row
 
 M, H = "decoder.layers.{layer}.", "model.layers.{layer}."
 
-# Linears that the engine makes of several matrices, by its own name: their rows in this order.
+# Linears that the engine fuses from several matrices, by the engine's name; rows in this order.
 ENGINE_FUSIONS = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-# Gate, up and down of an expert by the name of the module around the experts; the engine stacks gate and up.
+# Gate, up and down of an expert by the name of the enclosing module; the engine stacks gate and up.
 EXPERT_PROJECTIONS = {"mlp": (*ENGINE_FUSIONS["gate_up_proj"], "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -23,7 +23,7 @@ OUTPUT_LAYER = "output_layer.weight"
 
 
 def _copied(mcore: str, hf: str, size: str) -> Row:
-    """A vector of every layer that is the same at both ends."""
+    """A vector of every layer that is identical at both ends."""
     return Row(M + mcore, ((H + hf, (size,)),))
 
 
@@ -54,7 +54,7 @@ NORMS = (
 
 
 def attention(model: ModelConfig) -> tuple[Row, ...]:
-    """Grouped-query attention, with the biases and norms that ``model`` asks for."""
+    """Grouped-query attention, with the biases and norms of ``model``."""
 
     def qkv(kind: str, *columns: str) -> Row:
         names = zip(ENGINE_FUSIONS["qkv_proj"], ("q", "kv", "kv"), strict=True)
@@ -76,7 +76,7 @@ def attention(model: ModelConfig) -> tuple[Row, ...]:
 
 
 def latent_attention(model: ModelConfig) -> tuple[Row, ...]:
-    """Multi-head latent attention. Every rank holds the projections into the latent space whole."""
+    """Multi-head latent attention. Every rank holds the whole projections into the latent space."""
 
     def up(mcore: str, hf: str, *shape: str) -> Row:
         return Row(f"{M}self_attention.{mcore}.weight", ((f"{H}self_attn.{hf}.weight", shape),), "rows", unit="heads")
@@ -105,7 +105,7 @@ def latent_attention(model: ModelConfig) -> tuple[Row, ...]:
 def feed_forward(
     mcore: str, hf: str, size: str, layers: Literal["dense", "moe"], parent: str = "mlp"
 ) -> tuple[Row, ...]:
-    """A SwiGLU feed-forward of ``size`` under the prefixes ``mcore`` and ``hf``.
+    """A SwiGLU MLP of ``size`` under the prefixes ``mcore`` and ``hf``.
 
     ``parent``: a key of :data:`EXPERT_PROJECTIONS`.
     """
@@ -125,7 +125,7 @@ def experts(model: ModelConfig, prefix: str = "mlp") -> tuple[Row, ...]:
     """Router, routed experts and shared experts, in the layers that have them."""
     router = Row(M + "mlp.router.weight", ((f"{H}{prefix}.gate.weight", ("experts", "hidden")),), layers="moe")
     bias = Row(
-        M + "mlp.router.expert_bias",  # a buffer, which the load and no gradient moves
+        M + "mlp.router.expert_bias",  # a buffer, changed by the expert load and not by a gradient
         ((f"{H}{prefix}.gate.e_score_correction_bias", ("experts",)),),
         layers="moe",
         dtype="float32",
@@ -138,12 +138,12 @@ def experts(model: ModelConfig, prefix: str = "mlp") -> tuple[Row, ...]:
 
 
 def decoder(model: ModelConfig) -> tuple[Row, ...]:
-    """Every weight of a model of standard layers: grouped-query attention and dense feed-forwards or experts."""
+    """Every weight of a model of standard layers: grouped-query attention and dense MLPs or experts."""
     moe = experts(model) if model.is_moe else ()
     return (*edges(model), *NORMS, *attention(model), *DENSE, *moe)
 
 
-MTP = (  # what a multi-token prediction layer has besides a decoder layer; its embedding and head are the model's
+MTP = (  # additional weights of a multi-token prediction layer; its embedding and head are the model's
     Row("enorm.weight", ((H + "enorm.weight", ("hidden",)),)),
     Row("hnorm.weight", ((H + "hnorm.weight", ("hidden",)),)),
     Row("eh_proj.weight", ((H + "eh_proj.weight", ("hidden", "2_hidden")),), "rows"),

@@ -5,7 +5,7 @@ from megatron_fp8rl.names import blocks
 from megatron_fp8rl.names.family import COMMON, Family
 from megatron_fp8rl.names.table import Row
 
-# Of the router and the experts, for every family that took over DeepSeek-V3's.
+# Router and experts of every family that adopted DeepSeek-V3's.
 EXPERTS = {
     "intermediate_size": "ffn_hidden_size",
     "moe_intermediate_size": "moe_ffn_hidden_size",
@@ -41,7 +41,7 @@ DEEPSEEK_V3 = Family(
     fixed={
         "attention_bias": False,
         "moe_layer_freq": 1,
-        "scoring_func": "sigmoid",  # transformers leaves these two out; vLLM needs them
+        "scoring_func": "sigmoid",  # transformers omits these two; vLLM needs them
         "topk_method": "noaux_tc",
         "rope_interleave": True,
     },

@@ -1,4 +1,4 @@
-"""What a model family says about itself, and how config.json and ModelConfig are read through it. Pure; no torch.
+"""The description of a model family, and the conversion between config.json and ModelConfig. Pure; no torch.
 
 In:  a :class:`Family` and the content of a config.json, or a ModelConfig.
 Out: the other of the two. Every field of config.json is accounted for: it maps to a field of ModelConfig, has the one
@@ -44,7 +44,7 @@ _WHEN_NULL = {
     "num_nextn_predict_layers": 0,
 }
 
-# Keys that leave the function of the model alone: how it was trained or saved, how it generates, its tokens.
+# Keys that do not change the function of the model: training, saving, generation, special tokens.
 _IGNORED = frozenset(
     """
     _name_or_path architectures auto_map dtype torch_dtype transformers_version torchscript use_bfloat16 use_cache
@@ -82,7 +82,7 @@ _UNKNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One architecture of Hugging Face.
+    """One Hugging Face architecture.
 
     ``fields`` maps keys of config.json to fields of ModelConfig; ``router.x`` and ``mla.x`` are fields of its parts.
     """
@@ -91,15 +91,15 @@ class Family:
     architecture: str  # class in transformers
     rows: Callable[[ModelConfig], tuple[Row, ...]]  # every weight outside multi-token prediction layers
     fields: Mapping[str, str]
-    fixed: Mapping[str, Any] = _NOTHING  # key -> the only value that is supported; absent means this value too
-    implied: Mapping[str, Any] = _NOTHING  # field -> value that every model of the family has
-    defaults: Mapping[str, Any] = _NOTHING  # key -> value that transformers takes when it is absent
-    aliases: Mapping[str, str] = _NOTHING  # key that some releases write -> key in ``fields``
+    fixed: Mapping[str, Any] = _NOTHING  # key -> the only supported value; a missing key means this value too
+    implied: Mapping[str, Any] = _NOTHING  # field -> the value in every model of the family
+    defaults: Mapping[str, Any] = _NOTHING  # key -> the value that transformers assumes if it is missing
+    aliases: Mapping[str, str] = _NOTHING  # key used by some releases -> key in ``fields``
     ignored: frozenset[str] = frozenset()  # further keys that follow from others
     rope_scalings: tuple[str, ...] = ()  # kinds of RopeScaling
-    rope_theta: float = 10_000.0  # when absent
-    rotary_fraction: float | None = None  # when absent; None: the family always rotates whole heads
-    mtp: tuple[Row, ...] = field(default=())  # what a multi-token prediction layer has besides a decoder layer
+    rope_theta: float = 10_000.0  # if missing
+    rotary_fraction: float | None = None  # if missing; None: the family always rotates whole heads
+    mtp: tuple[Row, ...] = field(default=())  # the weights of a multi-token prediction layer besides its decoder layer
 
     @property
     def has_experts(self) -> bool:
@@ -107,7 +107,7 @@ class Family:
 
 
 def read(family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weights: bool) -> ModelConfig:
-    """The architecture in a config.json. Raises ValueError that lists every field that is missing or not supported."""
+    """The architecture in a config.json. Raises ValueError that lists every missing or unsupported field."""
     config = {family.aliases.get(key, key): value for key, value in config.items()}
     problems = _unsupported(family, config, fp8_weights)
     values, wrong = rope.read(config, family)
@@ -127,7 +127,7 @@ def read(family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weigh
 
 
 def _value(key: str, config: Mapping[str, Any], when_absent: Mapping[str, Any]) -> Any:
-    """What a key of config.json says, as transformers reads it; ``_MISSING`` when it has to say something."""
+    """The value of a config.json key as transformers reads it; ``_MISSING`` if the key is required and missing."""
     if config.get(key) is not None:
         return config[key]
     if key not in config and key in when_absent:
@@ -140,7 +140,7 @@ def _value(key: str, config: Mapping[str, Any], when_absent: Mapping[str, Any]) 
     return _WHEN_NULL.get(key, _MISSING) if key in config else _MISSING
 
 
-# Type of a field of ModelConfig -> (types of its value in config.json, what is expected in words)
+# Type of a ModelConfig field -> (types of its value in config.json, description of what is expected)
 _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "a whole number of at least 0"),
     "float": ((int, float), "a number of at least 0"),
@@ -149,7 +149,7 @@ _TYPES: Mapping[str, tuple[tuple[type, ...], str]] = {
 
 
 def _type_of(name: str) -> str:
-    """Type of a field of ModelConfig or, by its dotted name, of one of its parts, besides None."""
+    """Type of a field of ModelConfig or, by its dotted name, of one of its parts, without None."""
     owner, _, leaf = name.rpartition(".")
     part = {"": ModelConfig, "router": RouterConfig, "mla": MlaConfig}[owner]
     return part.__annotations__[leaf].removesuffix(" | None")
@@ -163,7 +163,7 @@ def _is_of_type(name: str, value: Any) -> bool:
 
 
 def _build(family: Family, values: dict[str, Any]) -> ModelConfig:
-    """A ModelConfig from its fields, those of its parts by dotted names."""
+    """A ModelConfig from its fields; fields of its parts have dotted names."""
 
     def part(prefix: str) -> dict[str, Any]:
         return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
@@ -177,7 +177,7 @@ def _build(family: Family, values: dict[str, Any]) -> ModelConfig:
 
 
 def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -> list[str]:
-    """What in ``config`` changes the function of the model in a way that is not computed."""
+    """Fields of ``config`` that change the function of the model in a way that is not supported."""
     fixed = {"hidden_act": "silu", **family.fixed}
     if family.fields.get("num_key_value_heads") is None:
         fixed["num_key_value_heads"] = config.get("num_attention_heads")
@@ -207,7 +207,7 @@ def _refusal(key: str, found: Any, supported: str) -> str:
 
 
 def is_block_fp8(quantization: Mapping[str, Any]) -> bool:
-    """Whether a ``quantization_config`` says 128x128 blocks of E4M3, as DeepSeek-V3 and Qwen3-FP8 are published."""
+    """Whether a ``quantization_config`` means 128x128 blocks of E4M3, as in DeepSeek-V3 and Qwen3-FP8."""
     if not isinstance(quantization, dict):
         return False
     block = quantization.get("weight_block_size")
@@ -215,7 +215,7 @@ def is_block_fp8(quantization: Mapping[str, Any]) -> bool:
 
 
 def write(family: Family, model: ModelConfig) -> dict[str, Any]:
-    """Content of config.json. Raises ValueError for a field of ModelConfig that the family cannot express."""
+    """The content of config.json. Raises ValueError for a field of ModelConfig that the family cannot express."""
     config: dict[str, Any] = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
@@ -235,7 +235,7 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
         config["num_key_value_heads"] = model.num_attention_heads
     config |= rope.write(model, family)
     again = read(family, config, keep_mtp=True, fp8_weights=False)
-    again = dataclasses.replace(again, hf_path=model.hf_path)  # a place, not a part of the architecture
+    again = dataclasses.replace(again, hf_path=model.hf_path)  # a path, not a part of the architecture
     lost = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(again, f.name)]
     if lost:
         said = ", ".join(f"{name} = {getattr(model, name)!r}" for name in lost)

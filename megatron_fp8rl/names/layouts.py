@@ -1,4 +1,4 @@
-"""Degrees of parallelism at both ends, and which trainer rank holds what. Pure; no torch."""
+"""Degrees of parallelism at both ends, and the weights of each trainer rank. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import dataclass
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, RolloutConfig
 from megatron_fp8rl.names.table import Weight, split_indices
 
-VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before it divides it over ranks
+VOCAB_PADDING = 64  # vLLM pads the vocabulary to a multiple of this before sharding it
 
 
 def layers_per_chunk(num_layers: int, num_chunks: int) -> list[int]:
-    """How many layers each chunk of a pipeline holds, in order. The first chunks take what does not divide evenly: the
-    last one has the output head as well."""
+    """The number of layers of each pipeline chunk, in order. The first chunks take the remainder, because the last one
+    also has the output head.
+    """
     least, rest = divmod(num_layers, num_chunks)
     return [least + (chunk < rest) for chunk in range(num_chunks)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerLayout:
-    """Degrees of parallelism of the trainer and Megatron's order of ranks (tensor fastest, pipeline slowest)."""
+    """The trainer's degrees of parallelism and Megatron's order of ranks (tensor fastest, pipeline slowest)."""
 
     world_size: int = 1
     tensor: int = 1
@@ -47,7 +48,7 @@ class TrainerLayout:
         return self.world_size // self.pipeline
 
     def stage(self, layer: int, num_layers: int) -> int:
-        """Pipeline rank of a layer. With virtual stages, consecutive chunks of layers go around the ranks."""
+        """Pipeline rank of a layer. With virtual stages, consecutive chunks of layers go round the ranks."""
         ends = itertools.accumulate(layers_per_chunk(num_layers, self.pipeline * self.virtual_stages))
         chunk = next(chunk for chunk, end in enumerate(ends) if layer < end)
         return chunk % self.pipeline
@@ -69,13 +70,13 @@ class TrainerLayout:
         return [list(ranks[owner * self.expert_tensor + t :: step]) for t in range(self.expert_tensor)]
 
     def shards(self, weight: Weight, model: ModelConfig) -> list[int]:
-        """The ranks that hold the parts of a parameter, in order; the lowest rank among replicas."""
+        """The ranks that hold the parts of a parameter, in order; among replicas, the lowest rank."""
         return [ranks[0] for ranks in self.holders(weight, model)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """Degrees of parallelism of one engine replica. ``expert`` is 1, or ``tensor`` when experts are spread whole."""
+    """Degrees of parallelism of one engine replica. ``expert`` is 1, or ``tensor`` if ranks hold whole experts."""
 
     tensor: int = 1
     expert: int = 1

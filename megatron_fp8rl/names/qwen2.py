@@ -11,5 +11,5 @@ QWEN2 = Family(
     fixed={"use_sliding_window": False},
     implied={"qkv_bias": True},
     defaults={"num_key_value_heads": 32},
-    ignored=frozenset({"sliding_window"}),  # of no effect without use_sliding_window
+    ignored=frozenset({"sliding_window"}),  # no effect without use_sliding_window
 )

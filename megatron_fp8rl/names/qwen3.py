@@ -4,7 +4,7 @@ from megatron_fp8rl.names import blocks
 from megatron_fp8rl.names.family import DENSE, Family
 
 _FIXED = {"attention_bias": False, "use_sliding_window": False}
-_IGNORED = frozenset({"sliding_window"})  # of no effect without use_sliding_window
+_IGNORED = frozenset({"sliding_window"})  # no effect without use_sliding_window
 
 QWEN3 = Family(
     model_type="qwen3",

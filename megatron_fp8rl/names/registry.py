@@ -1,9 +1,9 @@
-"""Names and layouts: what a Megatron parameter is called, and how it is built from Hugging Face tensors.
+"""Names and layouts of parameters: Megatron's, Hugging Face's, and the conversion between them.
 
 Pure functions over plain tensors; no ranks. A *global* Megatron name counts layers and experts over the whole model and
 names norms as separate modules (``decoder.layers.3.mlp.experts.7.linear_fc1.weight``). One short file per family states
 what is specific to it; the functions here serve all families. Functions that touch tensors import torch themselves, so
-that a configuration can be checked, names and shapes included, on a machine without it.
+a configuration can be checked, including names and shapes, on a machine without it.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def to_hf_config(model: ModelConfig) -> dict[str, Any]:
-    """Content of the Hugging Face config.json of ``model``, without special tokens: they belong to the tokenizer.
+    """The content of the Hugging Face config.json of ``model``, without special tokens, which belong to the tokenizer.
 
-    Raises ValueError when the model has a feature that its family does not have.
+    Raises ValueError if the model has a feature that its family lacks.
     """
     return family.write(FAMILIES[model.family], model)
 
@@ -44,9 +44,9 @@ def to_hf_config(model: ModelConfig) -> dict[str, Any]:
 def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weights: bool = False) -> ModelConfig:
     """The architecture in a config.json.
 
-    Multi-token prediction layers are left out unless ``keep_mtp``. ``fp8_weights`` says that the caller reads block FP8
-    weights together with their scales. Raises ValueError for a family or a feature that is not supported, by its name
-    and with what it would need.
+    Multi-token prediction layers are omitted unless ``keep_mtp``. ``fp8_weights`` means that the caller reads block FP8
+    weights together with their scales. Raises ValueError for an unsupported family or feature, with its name and what
+    supporting it would take.
     """
     name = config.get("model_type")
     if name not in FAMILIES:
@@ -60,7 +60,7 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
 
 @functools.lru_cache(maxsize=8)
 def weights(model: ModelConfig) -> dict[str, Weight]:
-    """Every weight of ``model`` by its global Megatron name; read only."""
+    """Every weight of ``model`` by its global Megatron name; read-only."""
     found = FAMILIES[model.family]
     rows = found.rows(model)
     return expand(rows, model) | expand_mtp(rows, found.mtp, model)
@@ -69,7 +69,7 @@ def weights(model: ModelConfig) -> dict[str, Weight]:
 def weight(global_name: str, model: ModelConfig) -> Weight:
     """One weight. A tied output layer (the last pipeline stage holds a copy) is the embedding.
 
-    Raises KeyError when the family has no such parameter.
+    Raises KeyError if the family has no such parameter.
     """
     if model.tie_embeddings and global_name == blocks.OUTPUT_LAYER:
         global_name = blocks.EMBEDDING
@@ -80,7 +80,7 @@ def weight(global_name: str, model: ModelConfig) -> Weight:
 
 
 def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the Hugging Face checkpoint and its shape, experts one by one."""
+    """Every tensor of the Hugging Face checkpoint with its shape, experts one by one."""
     found = {}
     for w in weights(model).values():
         found |= dict(w.parts)
@@ -89,18 +89,18 @@ def hf_tensors(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def hf_names_of(global_name: str, model: ModelConfig) -> list[str]:
-    """Hugging Face tensors that a Megatron parameter is made of. A tied output layer is made of the embedding."""
+    """Hugging Face tensors from which a Megatron parameter is built. For a tied output layer, the embedding."""
     found = weight(global_name, model)
     return [*(name for name, _ in found.parts), *found.copies]
 
 
 def is_expert(global_name: str) -> bool:
-    """Whether a parameter belongs to a routed expert, and is divided by expert tensor parallelism."""
+    """Whether a parameter belongs to a routed expert, and is sharded by expert tensor parallelism."""
     return split_indices(global_name)[2] >= 0
 
 
 def reason_to_skip(hf_name: str, model: ModelConfig) -> str | None:
-    """Why a tensor that a checkpoint holds besides :func:`hf_tensors` may be left out; None when it may not."""
+    """Why a checkpoint tensor outside :func:`hf_tensors` may be skipped; None if it may not."""
     layer = re.match(r"model\.layers\.(\d+)\.", hf_name)
     if layer and int(layer[1]) >= model.num_layers and FAMILIES[model.family].mtp and not model.num_mtp_layers:
         return "part of a multi-token prediction layer, which is left out by choice"
@@ -120,10 +120,10 @@ _FUSED_NORMS = {
 
 
 def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
-    """Name of a parameter in the whole model, from its name in one pipeline stage and expert-parallel rank.
+    """Name of a parameter in the whole model, from its name on one pipeline stage and expert-parallel rank.
 
     Accepts sequential experts (``mlp.experts.local_experts.{i}.linear_fc1.weight``), grouped experts
-    (``mlp.experts.linear_fc1.weight{i}``), norms that Transformer Engine fuses into the linear behind them, and the
+    (``mlp.experts.linear_fc1.weight{i}``), norms that Transformer Engine fuses into the following linear, and the
     ``module.`` prefixes of wrappers.
     """
     name = re.sub(r"^(?:module\.)+", "", local_name)
@@ -142,8 +142,8 @@ def global_name(local_name: str, layer_offset: int, expert_offset: int) -> str:
 def from_hf(global_name: str, get: Callable[[str], Tensor], model: ModelConfig) -> Tensor:
     """The full Megatron tensor, built from Hugging Face tensors that ``get`` returns by name.
 
-    Raises ValueError that names the tensor when it is not of the shape that ``model`` says, is FP8 without its scales,
-    or differs from another one that Megatron holds in the same parameter.
+    Raises ValueError that names the tensor if its shape is not that of ``model``, if it is FP8 without scales, or if it
+    differs from another one that Megatron holds in the same parameter.
     """
     import torch
 
@@ -172,9 +172,9 @@ def to_hf(
 ) -> list[tuple[str, Tensor]]:
     """Inverse of :func:`from_hf`: (Hugging Face name, tensor) pairs; views of ``tensor`` where the layout allows.
 
-    With ``tp_size`` > 1 ``tensor`` is the :func:`shard` of one (expert-)tensor-parallel rank, and the result is that
-    rank's contiguous part of each Hugging Face tensor, possibly of no rows: the parts of all ranks in order make up the
-    whole along :attr:`Weight.axis`. Raises ValueError when the shape is not the one that ``model`` says.
+    With ``tp_size`` > 1, ``tensor`` is the :func:`shard` of one (expert-)tensor-parallel rank, and the result is that
+    rank's contiguous part of each Hugging Face tensor, possibly empty: the parts of all ranks, in order, make up the
+    whole along :attr:`Weight.axis`. Raises ValueError if the shape is not that of ``model``.
     """
     w = weight(global_name, model)
     wrong = slicing.problem(w, model, tp_size)
@@ -189,10 +189,10 @@ def to_hf(
 
 
 def shard(global_name: str, full: Tensor, model: ModelConfig, tp_size: int, tp_rank: int) -> Tensor:
-    """The piece of a full Megatron tensor that one (expert-)tensor-parallel rank holds; contiguous.
+    """The shard of a full Megatron tensor on one (expert-)tensor-parallel rank; contiguous.
 
-    A vocabulary that is not divided evenly gets rows of zeros behind its end: :func:`padded_vocab_size` in all.
-    Raises ValueError when another tensor cannot be divided evenly.
+    If the vocabulary does not divide evenly, it is padded at the end with rows of zeros: see :func:`padded_vocab_size`.
+    Raises ValueError if another tensor does not divide evenly.
     """
     w = weight(global_name, model)
     if w.cut == "none" or tp_size == 1:
@@ -201,5 +201,5 @@ def shard(global_name: str, full: Tensor, model: ModelConfig, tp_size: int, tp_r
 
 
 def padded_vocab_size(model: ModelConfig, tp_size: int) -> int:
-    """Rows of the embedding and the output head over all tensor-parallel ranks, padding included."""
+    """Rows of the embedding and the output head over all tensor-parallel ranks, including padding."""
     return -(-model.vocab_size // tp_size) * tp_size

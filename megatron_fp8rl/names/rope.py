@@ -19,7 +19,7 @@ _FIELDS = {"llama3": _LLAMA3, "yarn": _YARN}
 
 
 def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], list[str]]:
-    """(fields of ModelConfig, what is not supported) of the rotary embedding in a config.json."""
+    """(fields of ModelConfig, unsupported features) of the rotary embedding in a config.json."""
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
         return {}, [f"rope_parameters = {found!r} is not supported; needed is one rotary embedding for all layers"]
@@ -83,7 +83,7 @@ def _unify_mscale(given: dict[str, Any]) -> list[str]:
 
 
 def write(model: ModelConfig, family: Family) -> dict[str, Any]:
-    """The keys of config.json that say how ``model`` rotates, for transformers 5 and earlier ones."""
+    """The config.json keys for the rotary embedding of ``model``, for transformers 5 and earlier releases."""
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     config: dict[str, Any] = {"rope_theta": model.rope_theta}
     scaling = model.rope_scaling

@@ -1,6 +1,6 @@
-"""Which rows or columns of which Hugging Face tensor a tensor-parallel rank holds, and the tensors themselves.
+"""The rows or columns of each Hugging Face tensor on a tensor-parallel rank, and the tensors themselves.
 
-In:  a :class:`Weight` and plain tensors. Out: plain tensors. Pure; no ranks communicate.
+In:  a :class:`Weight` and plain tensors. Out: plain tensors. Pure; no communication.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ class Slice:
 
 
 def problem(weight: Weight, model: ModelConfig, tp_size: int) -> str | None:
-    """Why a weight cannot be divided over ``tp_size`` ranks; None when it can."""
+    """Why a weight cannot be sharded over ``tp_size`` ranks; None if it can."""
     if weight.cut == "none" or weight.padded or tp_size == 1:
         return None
     if weight.join == "qkv":
         groups, heads, rows = model.num_key_value_heads, model.num_attention_heads, weight.shape[0]
         whole_groups = groups % tp_size == 0
-        # More ranks than groups: Megatron gives each an equal share of a group's rows and gathers their products.
+        # With more ranks than groups, Megatron gives each rank an equal share of a group's rows and gathers their
+        # outputs.
         shared_groups = tp_size % groups == 0 and heads % tp_size == 0 and rows % tp_size == 0
         count, what, fits = groups, "query groups", whole_groups or shared_groups
     elif weight.unit[0]:
@@ -49,9 +50,9 @@ def problem(weight: Weight, model: ModelConfig, tp_size: int) -> str | None:
 
 
 def slices(weight: Weight, model: ModelConfig, tp_size: int = 1, tp_rank: int = 0) -> list[Slice]:
-    """What the tensor of one rank is made of, in order along :attr:`Weight.axis`, without padding.
+    """The slices that make up one rank's tensor, in order along :attr:`Weight.axis`, without padding.
 
-    Raises ValueError that names the weight when it cannot be divided so.
+    Raises ValueError that names the weight if it cannot be sharded so.
     """
     wrong = problem(weight, model, tp_size)
     if wrong:
@@ -76,7 +77,7 @@ def slices(weight: Weight, model: ModelConfig, tp_size: int = 1, tp_rank: int = 
 
 
 def _clip(whole: list[Slice], first: int, end: int) -> list[Slice]:
-    """What lies between positions ``first`` and ``end`` of a sequence of slices."""
+    """The part of a sequence of slices between positions ``first`` and ``end``."""
     found, position = [], 0
     for piece in whole:
         low, high = max(first, position), min(end, position + piece.size)
@@ -87,13 +88,14 @@ def _clip(whole: list[Slice], first: int, end: int) -> list[Slice]:
 
 
 def part_range(weight: Weight, model: ModelConfig, part: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """[start, stop) of one part along the axis that a rank holds: its slices of it are neighbours. May be empty."""
+    """[start, stop) of one part along the axis, as held by a rank: its slices of the part are adjacent. May be empty.
+    """
     held = [piece for piece in slices(weight, model, tp_size, tp_rank) if piece.part == part]
     return (held[0].start, held[-1].stop) if held else (0, 0)
 
 
 def shard_shape(weight: Weight, model: ModelConfig, tp_size: int) -> tuple[int, ...]:
-    """Shape of the tensor of one rank, padding included."""
+    """Shape of one rank's tensor, including padding."""
     shape = list(weight.shape)
     if weight.cut != "none":
         shape[weight.axis] = -(-shape[weight.axis] // tp_size)
@@ -112,9 +114,9 @@ def join(weight: Weight, model: ModelConfig, parts: Sequence[Tensor]) -> Tensor:
 def split(
     weight: Weight, model: ModelConfig, tensor: Tensor, tp_size: int, tp_rank: int, block: int = 1
 ) -> list[Tensor]:
-    """Inverse of :func:`join` for the tensor of one rank: its piece of every part, views where neighbours allow.
+    """Inverse of :func:`join` for one rank's tensor: its piece of every part, as views where the pieces are adjacent.
 
-    ``tensor`` may have one number for each ``block`` rows and columns. Raises ValueError when a piece begins within one.
+    ``tensor`` may have one number per ``block`` rows and columns. Raises ValueError if a piece begins within a block.
     """
     import torch
 
@@ -131,7 +133,7 @@ def split(
 
 
 def cut(weight: Weight, model: ModelConfig, full: Tensor, tp_size: int, tp_rank: int) -> Tensor:
-    """The contiguous piece of a full Megatron tensor that one rank holds."""
+    """The contiguous shard of a full Megatron tensor on one rank."""
     import torch
 
     axis, held = weight.axis, slices(weight, model, tp_size, tp_rank)

@@ -1,4 +1,4 @@
-"""The vocabulary in which a model family writes down its weights. Pure; no torch."""
+"""The terms in which a model family describes its weights. Pure; no torch."""
 
 from __future__ import annotations
 
@@ -17,29 +17,28 @@ DType = Literal["bfloat16", "float32"]
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of Megatron parameter and the Hugging Face tensors that it is made of.
+    """One kind of Megatron parameter and the Hugging Face tensors it is built from.
 
     ``{layer}`` and ``{expert}`` in the names stand for global indices. A shape is a tuple of keys of :func:`sizes`.
     """
 
     mcore: str
     hf: tuple[tuple[str, tuple[str, ...]], ...]  # (name, shape) of each part, in the order of ``join``
-    cut: Cut = "none"  # the axis that tensor parallelism divides; "none" is replicated
+    cut: Cut = "none"  # the axis sharded by tensor parallelism; "none" is replicated
     join: Join = "copy"
-    # "copy":    the tensor itself.
-    # "qkv":     for each query group its query heads, its key head, its value head; a rank holds whole groups, or an
-    #            equal share of the rows of one group.
-    # "gate_up": all gate rows, then all up rows; a rank holds its gate rows, then its up rows.
-    layers: Literal["all", "dense", "moe"] = "all"  # by the kind of their feed-forward; for names with {layer}
-    unit: str = ""  # key of :func:`sizes`: how many things the cut axis counts that no rank may hold a fraction of
-    padded: bool = False  # ranks hold equal numbers of rows, the last ones zeros after the end where it is uneven
-    dtype: DType = "bfloat16"  # of a BF16 checkpoint
+    # "copy":    the tensor itself. "qkv":     for each query group its query heads, its key head, its value head; a
+    # rank holds whole groups, or an equal share of the rows of one group. "gate_up": all gate rows, then all up rows; a
+    # rank holds its gate rows, then its up rows.
+    layers: Literal["all", "dense", "moe"] = "all"  # by the kind of their MLP; for names with {layer}
+    unit: str = ""  # key of :func:`sizes`: the number of indivisible units along the sharded axis
+    padded: bool = False  # ranks hold equal numbers of rows; an uneven axis is zero-padded at the end
+    dtype: DType = "bfloat16"  # in a BF16 checkpoint
     copies: tuple[str, ...] = ()  # further Hugging Face names of the same tensor
 
 
 @functools.lru_cache(maxsize=8)
 def sizes(model: ModelConfig) -> dict[str, int]:
-    """What the shape keys and units of a :class:`Row` mean for ``model``; read only."""
+    """The sizes of the shape keys and units of a :class:`Row` for ``model``; read-only."""
     heads = model.num_attention_heads
     found = {
         "vocab": model.vocab_size,
@@ -74,7 +73,7 @@ class Weight:
     parts: tuple[tuple[str, tuple[int, ...]], ...]  # (Hugging Face name, shape)
     cut: Cut
     join: Join
-    unit: tuple[str, int] = ("", 0)  # what no rank may hold a fraction of, and how many there are
+    unit: tuple[str, int] = ("", 0)  # the indivisible unit, and the number of units
     padded: bool = False
     dtype: DType = "bfloat16"
     copies: tuple[str, ...] = ()  # further Hugging Face names of the same tensor
@@ -85,7 +84,7 @@ class Weight:
 
     @property
     def axis(self) -> int:
-        """The axis that tensor parallelism divides; 0 for a replicated weight."""
+        """The axis sharded by tensor parallelism; 0 for a replicated weight."""
         return 1 if self.cut == "columns" else 0
 
     @property
@@ -117,7 +116,7 @@ def split_indices(name: str) -> tuple[str, int, int]:
 
 
 def expand(rows: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
-    """All weights of a model by their Megatron name: those outside layers, then layer by layer in the order of rows."""
+    """All weights of a model by their Megatron name: those outside layers, then layer by layer in row order."""
     weights = [fill(row, model, layer=-1, expert=-1) for row in rows if "{layer}" not in row.mcore]
     body = [row for row in rows if "{layer}" in row.mcore]
     for layer in range(model.num_layers):
@@ -135,7 +134,7 @@ def _fill_experts(row: Row, model: ModelConfig, mcore: str, layer: int) -> Itera
 def expand_mtp(rows: tuple[Row, ...], own: tuple[Row, ...], model: ModelConfig) -> dict[str, Weight]:
     """Weights of the multi-token prediction layers: a decoder layer each, and the rows of their ``own``.
 
-    In Megatron ``mtp.layers.{i}`` holds the decoder layer as ``mtp_model_layer``; in the checkpoint it is layer
+    In Megatron, ``mtp.layers.{i}`` holds the decoder layer as ``mtp_model_layer``; in the checkpoint it is layer
     ``num_layers + i``.
     """
     kind = "moe" if model.is_moe else "dense"

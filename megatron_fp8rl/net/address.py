@@ -11,14 +11,14 @@ import socket
 
 import psutil
 
-ADDRESS_VARIABLE = "LAUNCH_ADDRESS"  # by which the agents of a launched job know each other's nodes
+ADDRESS_VARIABLE = "LAUNCH_ADDRESS"  # under which the agents of a launched job know each other's nodes
 LOOPBACK = "127.0.0.1"
 
 
 def own_address() -> str:
-    """The address in ``LAUNCH_ADDRESS``, else the one that routes outward, else that of the first interface.
+    """The address in ``LAUNCH_ADDRESS``, else that of the outward route, else that of the first interface.
 
-    Loopback on a machine without a network. Cluster nodes often have no route outward, so interfaces are asked too.
+    Loopback on a machine without a network. Cluster nodes often have no outward route, so interfaces are checked too.
     """
     given = os.environ.get(ADDRESS_VARIABLE)
     return given or _outward() or _of_interfaces() or LOOPBACK

@@ -1,11 +1,12 @@
 """Access control for engines: a request must carry the run's token.
 
 In: every request to a rollout replica. Out: the request, or status 401. Runs in the replica's server; score servers
-call :func:`may_pass` themselves. Without a token, anybody on the network could replace an engine's weights.
+call :func:`may_pass` themselves. Without a token, anyone on the network could replace an engine's weights.
 
-vLLM's own ``--api-key`` covers ``/v1``, ``/v2`` and ``/inference``, but not the endpoints of its development mode, which
-pause engines, load weights and call methods of workers. This covers every path. The token travels in the environment,
-which other users cannot read, and to a trainer on another host in an endpoint file that only its owner can read.
+vLLM's own ``--api-key`` covers ``/v1``, ``/v2`` and ``/inference``, but not the endpoints of its development mode,
+which pause engines, load weights and call methods of workers. This covers every path. The token is passed in the
+environment, which other users cannot read, and to a trainer on another host in an endpoint file that only its owner can
+read.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ TOKEN_VARIABLE = "MEGATRON_FP8RL_TOKEN"
 
 
 def new_token() -> str:
-    """A token that nobody can guess."""
+    """An unguessable token."""
     return secrets.token_urlsafe(32)
 
 
 def headers(token: str) -> dict[str, str]:
-    """What a request has to carry."""
+    """The headers that a request must carry."""
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def may_pass(authorization: bytes, token: str | None) -> bool:
-    """Whether the value of a request's Authorization shows the token. Without a token nobody is let in."""
+    """Whether the Authorization value of a request matches the token. Without a token every request is refused."""
     return bool(token) and hmac.compare_digest(authorization, headers(token)["Authorization"].encode())
 
 
 class RequireToken:
-    """ASGI middleware, for vLLM's ``--middleware``. Without a token in the environment nobody is let in."""
+    """ASGI middleware, for vLLM's ``--middleware``. Without a token in the environment every request is refused."""
 
     def __init__(self, app: Any, environment: Mapping[str, str] = os.environ) -> None:
         self._app = app

@@ -1,9 +1,9 @@
-"""Endpoint files: where a rollout replica or a score server can be reached, on a file system that all nodes share.
+"""Endpoint files: the addresses of rollout replicas and score servers, on a file system shared by all nodes.
 
-In: what a server knows about itself once it answers. Out: ``<run>/replicas/<name>.json`` or
-``<run>/scorers/<name>.json``, readable only by its owner because it holds the token that drives the server. Written by
-``rollout/replica.py`` and ``envs/score_server.py``, read by trainer rank 0. The file of a killed server is recognised
-by its incarnation, and because nobody answers at its address.
+In: a server's description of itself once it answers. Out: ``<run>/replicas/<name>.json`` or
+``<run>/scorers/<name>.json``, readable only by its owner because it holds the token that controls the server. Written
+by ``rollout/replica.py`` and ``envs/score_server.py``, read by trainer rank 0. The file of a killed server is
+recognized by its incarnation, and because nothing answers at its address.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Endpoint:
     url: str
     host: str  # name of the node, for messages
     pid: int
-    incarnation: int  # counts the starts of this server, over restarts of the whole job too
-    log: str  # path of the file that its output goes to; empty when it goes elsewhere
+    incarnation: int  # counts the starts of this server, across restarts of the whole job
+    log: str  # path of the file with its output; empty if the output goes elsewhere
     token: str
 
     @classmethod
     def announce(cls, path: Path, *, name: str, url: str, pid: int, token: str) -> Endpoint:
-        """Write and print where a server of this host answers, as the next incarnation of what was there."""
+        """Write and print the address of a server on this host, as the next incarnation of an existing file."""
         before = cls.read(path)
         endpoint = cls(
             name=name,
@@ -52,7 +52,7 @@ class Endpoint:
             path.unlink(missing_ok=True)
 
     def write(self, path: Path) -> None:
-        """All at once: a reader sees the file before or the whole new one."""
+        """Write atomically: a reader sees the old file or the whole new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ class Endpoint:
 
     @classmethod
     def read(cls, path: Path) -> Endpoint | None:
-        """None when there is no such file, or none that can be read as one."""
+        """The endpoint; None if there is no such file, or it cannot be parsed."""
         try:
             content = json.loads(path.read_text())
             return cls(**{field.name: content[field.name] for field in dataclasses.fields(cls)})
@@ -87,7 +87,7 @@ def scorer_path(run_dir: Path | str, index: int) -> Path:
 
 
 def _own_log() -> str:
-    """The file that this process's output goes to, directly or by way of the agent, as far as is known."""
+    """The file that receives this process's output, directly or through the agent, as far as is known."""
     if given := os.environ.get("LAUNCH_LOG"):
         return given
     path = Path("/proc/self/fd/2").resolve()

@@ -1,4 +1,4 @@
-"""What a run computes on, as far as the choice of kernels depends on it. Pure but for :func:`here`."""
+"""The hardware of a run, as far as the choice of kernels depends on it. Pure except :func:`here`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PACKAGES: tuple[Package, ...] = ("transformer_engine", "deep_gemm", "flashinfer"
 
 @dataclass(frozen=True)
 class Hardware:
-    """A generation of GPUs, or a CPU, and the packages of kernels that are installed there; all of them by default."""
+    """A GPU generation, or a CPU, and the kernel packages installed there; by default all of them."""
 
     generation: Generation
     packages: frozenset[Package] = frozenset(PACKAGES)
@@ -25,13 +25,13 @@ class Hardware:
 
 
 def generation_of(major: int) -> Generation:
-    """The generation of GPUs with this first number of their compute capability; 0 for no GPU."""
+    """The GPU generation of a major compute capability; 0 for no GPU."""
     return "cpu" if major == 0 else "ampere" if major < 9 else "hopper" if major == 9 else "blackwell"
 
 
 @cache
 def installed_packages() -> frozenset[Package]:
-    """Which of :data:`PACKAGES` this environment has. Imports nothing but the packages around them."""
+    """Which of :data:`PACKAGES` are installed. Imports only their parent packages."""
     from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm  # imports torch
 
     found: set[Package] = {"deep_gemm"} if has_deep_gemm() else set()
@@ -39,7 +39,7 @@ def installed_packages() -> frozenset[Package]:
 
 
 def here() -> Hardware:
-    """This process's GPU, as torch sees it, and what is installed beside it."""
+    """This process's GPU as torch reports it, and the installed kernel packages."""
     import torch
 
     major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0

@@ -1,20 +1,20 @@
 """Choose the kernel of every role in the trainer and the engines. Pure; no torch.
 
-:data:`TABLE` has a row for each role: the field that names its kernel, the kernels that there are, for each of them
-``supports(cfg, hardware)``, which is None or says what is wrong, and what ``auto`` stands for. :func:`choose` reads the
-table for one configuration and one kind of hardware. The trainer is built from its answer, the engines are started with
-it, and preflight, memory estimates, the run's record and ``show`` ask it; nothing else decides.
+:data:`TABLE` has a row for each role: the field that selects its kernel, the available kernels, for each of them
+``supports(cfg, hardware)``, which returns None or the reason why not, and the meaning of ``auto``. :func:`choose`
+evaluates the table for one configuration and one kind of hardware. The trainer is built from the result, the engines
+are started with it, and preflight, memory estimates, the run's record and ``show`` read it; nothing else decides.
 
-``precision.linears`` and ``precision.experts`` choose Transformer Engine or DeepGEMM. The choice is a function of the
+``precision.linears`` and ``precision.experts`` select Transformer Engine or DeepGEMM. The choice is a function of the
 configuration: it is made once, from the shapes of a full microbatch (``matmul_shapes.py``), and holds for every pass of
-the run, however many tokens a microbatch has.
+the run, regardless of the tokens in a microbatch.
 
-It must not follow the batch. Transformer Engine and DeepGEMM add the same products in different orders, so their
+It must not depend on the batch. Transformer Engine and DeepGEMM add the same products in different orders, so their
 results differ in the last bits. Old log-probabilities and the first update compute the same sequences in microbatches
-of different sizes; with a choice per microbatch their ratio would no longer be 1 before anything was learned, and the
-forward pass would be the engine's in some microbatches alone. Within one choice nothing depends on the number of
-tokens: a row of DeepGEMM's products has the same bits whatever rows are computed beside it. All ranks have the same
-configuration, so they choose alike, and so does a run that is resumed with the same thresholds.
+of different sizes; with a choice per microbatch their ratio would not be 1 before the first update, and the forward
+pass would match the engine's only in some microbatches. Within one choice nothing depends on the number of tokens: a
+row of DeepGEMM's products has the same bits whatever rows are computed with it. All ranks have the same configuration,
+so they choose alike, and so does a resumed run with the same thresholds.
 
 ``auto`` optimizes speed, not bitwise equality. Set ``deep_gemm`` for the forward pass of vLLM's DeepGEMM kernels.
 """
@@ -35,22 +35,23 @@ from megatron_fp8rl.precision.matmul_shapes import experts_of, linears_of
 
 End = Literal["trainer", "engine"]
 Field = Literal["linears", "experts"]  # of PrecisionConfig
-Auto = Callable[[RunConfig, Hardware], tuple[str, str]]  # what "auto" stands for, and why
+Auto = Callable[[RunConfig, Hardware], tuple[str, str]]  # the meaning of "auto", and why
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One kernel of a role."""
 
-    text: str  # in words, for tables and records
+    text: str  # a description for tables and records
     supports: Supports = support.always
-    text_on_cpu: str = ""  # where a CPU computes the same in another way
-    marks: tuple[str, ...] = ()  # of an engine: what the name of vLLM's class for it has in it, in lower case
+    text_on_cpu: str = ""  # if a CPU computes the same in another way
+    marks: tuple[str, ...] = ()  # of an engine: lower-case substrings of the names of vLLM's classes
 
 
 @dataclass(frozen=True)
 class Role:
-    """What is computed, and the kernels that can. ``path``: the field that names one; None: all follows from others."""
+    """An operation and the kernels that compute it. ``path``: the field that selects one; None: it follows from others.
+    """
 
     words: str
     kernels: Mapping[str, Kernel]
@@ -58,14 +59,14 @@ class Role:
     path: str | None = None
 
     def named(self, cfg: RunConfig, hardware: Hardware) -> str | None:
-        """The kernel that the configuration names and that is this role's; None where it leaves the choice."""
+        """The kernel that the configuration selects, if it belongs to this role; None if the choice is left open."""
         name = attrgetter(self.path)(cfg) if self.path else "auto"
         return name if name in self.kernels else None
 
 
 @dataclass(frozen=True)
 class Range:
-    """Where DeepGEMM is the faster one: tokens that one matrix multiplies in a full microbatch, ends included."""
+    """When DeepGEMM is faster: tokens multiplied by one matrix in a full microbatch, bounds included."""
 
     first: float
     last: float = math.inf
@@ -75,15 +76,15 @@ class Range:
         return self.first <= tokens <= self.last and min(sides) >= self.smallest_side
 
 
-# The thresholds, all of them, by field and the trainer's recipe; DeepGEMM multiplies in no others. They are set from
-# what `benchmarks.experts` and `benchmarks.linears` measured on H200s (docs/measured.md), forward and backward.
+# All thresholds, by field and trainer recipe; DeepGEMM supports no other recipes. They come from measurements of
+# `benchmarks.experts` and `benchmarks.linears` on H200s (docs/measured.md), forward and backward.
 DEEP_GEMM_IS_FASTER: dict[tuple[Field, str], Range] = {
-    # Four layers of Qwen3-8B, and its feed-forward part by itself.
+    # Four layers of Qwen3-8B, and its MLP alone.
     ("linears", "blockwise"): Range(2048),
-    # 8 to 256 experts with 1 to 8,192 tokens each, after a busy queue as well as with the host's share.
+    # 8 to 256 experts with 1 to 8,192 tokens each, with and without host time.
     ("experts", "blockwise"): Range(0),
-    # 1 to 1,024 tokens each. With 2,048 and more Transformer Engine's loop over experts is the faster one: what
-    # DeepGEMM saves in launches is less than its BF16 weight gradients take longer.
+    # 1 to 1,024 tokens each. From 2,048 on, Transformer Engine's loop over experts is faster: DeepGEMM saves less in
+    # launches than it loses in BF16 weight gradients.
     ("experts", "bf16"): Range(0, last=1024),
 }
 
@@ -95,8 +96,9 @@ def _base(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def _faster(name: Field) -> Auto:
-    """Linears are judged by the largest, which takes the most time: they are multiplied by one kind of kernels;
-    experts by the tokens of each with balanced routing."""
+    """Linears are judged by the largest, which takes the most time, because all use one kind of kernel; experts by
+    their tokens under balanced routing.
+    """
 
     def auto(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
         base, why = _base(cfg, hardware)
@@ -114,10 +116,10 @@ def _faster(name: Field) -> Auto:
 
 
 def _work(name: Field, cfg: RunConfig) -> tuple[float, tuple[int, ...]]:
-    """(tokens of a full microbatch, sides) of what the choice depends on; no sides where there is nothing of it."""
+    """(tokens of a full microbatch, sides) that the choice depends on; no sides if there is no such matrix."""
     if name == "experts":
         experts = experts_of(cfg)
-        assert experts is not None  # _faster has asked
+        assert experts is not None  # checked in _faster
         return experts.tokens / experts.experts, (experts.hidden, experts.width)
     shapes = [use.shape for use in linears_of(cfg)]
     if not shapes:
@@ -158,7 +160,7 @@ def _combine(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def _engine(on_gpu: str, why: str) -> Auto:
-    """Of linears or experts: the emulation on a CPU, and what vLLM calls ``on_gpu`` otherwise."""
+    """For linears or experts: the emulation on a CPU, otherwise vLLM's ``on_gpu``."""
 
     def auto(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
         return (on_gpu, why) if hardware.is_gpu else ("emulated", "there is no GPU")
@@ -172,7 +174,7 @@ def _engine_norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 class _EngineRole(Role):
-    """Fields of engines name kernels of GPUs."""
+    """A role of the engines, whose fields select GPU kernels."""
 
     def named(self, cfg: RunConfig, hardware: Hardware) -> str | None:
         return super().named(cfg, hardware) if hardware.is_gpu else None
@@ -247,8 +249,8 @@ TABLE: dict[str, Role] = {
             "triton": Kernel("Triton", support.engine_experts, marks=("triton",)),
             "emulated": Kernel("PyTorch (emulated)", marks=("emulated", "readable")),
         },
-        # They hold gate, up and down as they are sent at every degree of parallelism, and allocate nothing when weights
-        # change, so CUDA graphs stay valid.
+        # They hold gate, up and down in the wire format at every degree of parallelism, and allocate nothing when
+        # weights change, so CUDA graphs stay valid.
         _engine("triton", "holds gate, up and down as they are sent"),
         "rollout.moe_backend",
     ),
@@ -281,7 +283,7 @@ class TrainerKernels:
     combine: str
 
     def of_matrix(self, rows: int, columns: int) -> str:
-        """The kernel of an FP8 linear that has [rows, columns] on a rank: DeepGEMM multiplies whole blocks alone."""
+        """The kernel of an FP8 linear with shape [rows, columns] on a rank: DeepGEMM multiplies whole blocks only."""
         is_whole = rows % FP8_BLOCK == 0 and columns % FP8_BLOCK == 0
         return self.linears if is_whole or self.linears != "deep_gemm" else self.kernels
 
@@ -307,7 +309,7 @@ class KernelChoice:
 
     @classmethod
     def of(cls, cfg: RunConfig, hardware: Hardware) -> KernelChoice:
-        """The choice without asking whether it can work. Degrees of parallelism have to divide the model."""
+        """The choice without checking that it can work. Degrees of parallelism must divide the model."""
         picked = {key: _pick(role, cfg, hardware) for key, role in TABLE.items()}
         ends = {
             end: {key.partition(".")[2]: kernel for key, (kernel, _) in picked.items() if key.startswith(end)}
@@ -321,19 +323,19 @@ class KernelChoice:
         )
 
     def text(self, key: str, name: str | None = None) -> str:
-        """The kernel of a role in words: the chosen one, or another of the role by its ``name``."""
+        """A description of a role's kernel: the chosen one, or another of the role by ``name``."""
         kernel = TABLE[key].kernels[name or attrgetter(key)(self)]
         return kernel.text if self.hardware.is_gpu else kernel.text_on_cpu or kernel.text
 
     def record(self) -> dict[str, str]:
-        """What computes each part of a training step, for the record of a run."""
+        """The kernels of a training step, for the record of a run."""
         keys = ("trainer.linears", "trainer.experts", "trainer.norms", "trainer.attention")
         return {f"trainer kernel, {TABLE[key].words}": self.text(key) for key in keys}
 
     def disagreements(self, in_use: Mapping[str, Sequence[str]]) -> list[str]:
-        """Where an engine computes with another kernel than was chosen, in sentences.
+        """Sentences that name each role in which an engine uses another kernel than the chosen one.
 
-        ``in_use``: by role the names of vLLM's classes, as ``rollout/vllm_plugin/kernels_in_use.py`` reads them.
+        ``in_use``: the names of vLLM's classes by role, as read by ``rollout/vllm_plugin/kernels_in_use.py``.
         """
         found = []
         for name, classes in in_use.items():
@@ -349,7 +351,7 @@ class KernelChoice:
 
 
 def _pick(role: Role, cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    """(kernel, why). Of the trainer's linears and experts "te" means what ``precision.kernels`` says."""
+    """(kernel, reason). For the trainer's linears and experts, "te" means the value of ``precision.kernels``."""
     named = role.named(cfg, hardware)
     if named is None:
         return role.auto(cfg, hardware)
@@ -359,11 +361,11 @@ def _pick(role: Role, cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list[Violation]:
-    """Why kernels that the configuration asks for cannot compute what it asks of them; empty when they can. Of one
-    ``end``, or of both.
+    """Why selected kernels cannot compute what the configuration asks of them; empty if they can. For one ``end`` or
+    both.
 
-    What ``auto`` stands for can, except for ``precision.kernels``, which the rest falls back on. Answers for any
-    configuration, also for one whose degrees do not divide its model.
+    The kernels selected by ``auto`` can, except for ``precision.kernels``, the fallback of the others. Accepts any
+    configuration, even if its degrees do not divide its model.
     """
     return list(dict.fromkeys(_refusals(cfg, hardware, end)))  # two roles may share a reason
 
@@ -376,14 +378,15 @@ def _refusals(cfg: RunConfig, hardware: Hardware, end: End | None) -> Iterator[V
         if role.path is None:
             named, _ = role.auto(cfg, hardware)
         if named in (None, "te") and role.path is not None:
-            continue  # the row of "trainer.kernels" speaks for it
+            continue  # covered by the row of "trainer.kernels"
         if named is not None and (wrong := role.kernels[named].supports(cfg, hardware)):
             yield wrong
 
 
 def choose(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> KernelChoice:
     """The kernel of every role at both ends. Raises ConfigError with all :func:`refusals`, of both ends or of the one
-    that is built here."""
+    that is built here.
+    """
     if wrong := refusals(cfg, hardware, end):
         raise ConfigError(wrong)
     return KernelChoice.of(cfg, hardware)

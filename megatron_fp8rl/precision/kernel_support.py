@@ -1,7 +1,7 @@
-"""What each kernel cannot compute: functions ``supports(cfg, hardware)`` for the table of ``kernel_choice.py``. Pure.
+"""The limits of each kernel: functions ``supports(cfg, hardware)`` for the table of ``kernel_choice.py``. Pure.
 
-A function returns None, or the field that has to change with its value, the problem and the remedy. What is installed
-is asked of GPUs alone: a CPU computes everything in torch.
+A function returns None, or a violation: the field that must change, its value, the problem and the remedy. Installed
+packages matter only on GPUs: a CPU computes everything in torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ def _wrong(cfg: RunConfig, path: str, problem: str, remedy: str) -> Violation:
 
 
 def always(cfg: RunConfig, hardware: Hardware) -> None:
-    """Every configuration."""
+    """Supports every configuration."""
 
 
 def formats(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """The number formats of both ends, whatever kernels compute in them."""
+    """The number formats of both ends, for any kernel."""
     precision, ends = cfg.precision, (cfg.precision.trainer, cfg.precision.rollout)
     if "blockwise" in ends and precision.scales == "fp32" and hardware.generation == "blackwell":
         problem = "Blackwell kernels hold block scales as powers of two, so FP32 scales would be rounded at one end"
@@ -50,7 +50,7 @@ def te(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Parameters that are FP8 themselves (``trainer/optimizer/fp8_params.py``)."""
+    """FP8 parameters (``trainer/optimizer/fp8_params.py``)."""
     precision, keep = cfg.precision, "Choose --precision.params bf16"
     otherwise = "or --precision.params bf16"
     if hardware.generation != "hopper":
@@ -77,8 +77,9 @@ def fp8_parameters(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def deep_gemm_linears(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Linears that are no experts. A matrix that is not in whole blocks stays with the kernels of
-    ``precision.kernels``; it is no reason to refuse the others."""
+    """Linears outside experts. A matrix that is not in whole blocks uses the kernels of ``precision.kernels``; it is no
+    reason to refuse the others.
+    """
     if wrong := _deep_gemm(cfg, hardware, "linears", "its kernels", ("blockwise",)):
         return wrong
     if cfg.precision.gradients != "e4m3":
@@ -114,7 +115,7 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 def _deep_gemm(
     cfg: RunConfig, hardware: Hardware, name: str, whose: str, recipes: tuple[str, ...]
 ) -> Violation | None:
-    """What both kinds of DeepGEMM's kernels ask for."""
+    """The requirements common to both kinds of DeepGEMM kernels."""
     path, precision = f"precision.{name}", cfg.precision
     if hardware.generation not in ("cpu", "hopper"):
         problem = f"{whose} are Hopper's, and this machine is {hardware.generation!r}"
@@ -130,7 +131,7 @@ def _deep_gemm(
 
 
 def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violation | None:
-    """The last question: without the package all that is refused with it is refused in the same words."""
+    """Whether DeepGEMM is installed. Checked last, so that other refusals read the same without the package."""
     if hardware.is_gpu and "deep_gemm" not in hardware.packages:
         path = f"precision.{name}"
         problem = "DeepGEMM is not installed; vLLM for CUDA brings it"
@@ -158,7 +159,7 @@ def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
 
 
 def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
-    """Kernels of engines whose results do not depend on what else is in the batch."""
+    """Engine kernels whose results do not depend on the rest of the batch."""
     if not hardware.is_gpu:
         problem = "chooses GPU kernels, and there is no GPU"
         return _wrong(cfg, "rollout.batch_invariant", problem, "Leave it out")

@@ -1,14 +1,14 @@
-"""The one table that says which weights are FP8.
+"""The single table that defines which weights are FP8.
 
-The trainer's linears, the weight exporter, the engine's quantisation config and the digests that compare both ends all
-ask :class:`LayerTable`; nothing else decides. A weight is named by its Hugging Face checkpoint name.
+The trainer's linears, the weight exporter, the engine's quantization config and the digests that compare both ends all
+read :class:`LayerTable`; nothing else decides. A weight is identified by its Hugging Face checkpoint name.
 
-FP8:  the attention projections q, k, v, o (of latent attention q_a, q_b, kv_a, kv_b, o) and the feed-forward
-      projections gate, up, down of dense layers, of every expert and of shared experts, in all layers but the BF16 edge
-      layers. That is what the FP8 checkpoints of DeepSeek-V3 and Qwen3 hold.
-BF16: embedding, output head, norms, biases, router, what multi-token prediction layers have besides a decoder layer,
-      and every matrix of the first and last layers that ``PrecisionConfig.bf16_first_layers`` and ``bf16_last_layers``
-      name.
+FP8:  the attention projections q, k, v, o (with latent attention q_a, q_b, kv_a, kv_b, o) and the MLP projections
+      gate, up, down of dense layers, of every expert and of shared experts, in all layers except the BF16 edge
+      layers. The FP8 checkpoints of DeepSeek-V3 and Qwen3 quantize the same weights.
+BF16: embedding, output head, norms, biases, router, the weights of multi-token prediction layers outside their decoder
+      layer, and every matrix of the first and last layers counted by ``PrecisionConfig.bf16_first_layers`` and
+      ``bf16_last_layers``.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class LayerTable:
         )
 
     def is_quantizable(self, hf_name: str) -> bool:
-        """Whether a weight (or module) name is a matrix that an FP8 recipe applies to, edge layers excluded.
+        """Whether a weight (or module) name is a matrix that FP8 recipes quantize; not in edge layers.
 
-        The layers behind the last one are for multi-token prediction and no edge.
+        Layers after the last one are for multi-token prediction and not edge layers.
         """
         match = _MATRIX.fullmatch(hf_name)
         if match is None:
@@ -60,5 +60,5 @@ class LayerTable:
         return self.trainer_is_fp8 and self.is_quantizable(hf_name)
 
     def rollout_fp8(self, hf_name: str) -> bool:
-        """Whether this weight travels and is held by the engine as FP8 bytes with scales."""
+        """Whether this weight is sent to and held by the engine as FP8 bytes with scales."""
         return self.rollout_is_fp8 and self.is_quantizable(hf_name)

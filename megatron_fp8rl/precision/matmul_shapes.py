@@ -16,12 +16,12 @@ from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill
 from megatron_fp8rl.precision.layer_table import LayerTable
 
-_OPERATIONS = 3 * 2  # of each weight and token: forward, and the two products of backward
+_OPERATIONS = 3 * 2  # per weight and token: forward, and the two GEMMs of backward
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Experts of one rank and what they receive in one microbatch."""
+    """The experts of one rank and their tokens in one microbatch."""
 
     experts: int
     tokens: int  # routed: a token counts once for each of its experts
@@ -30,13 +30,13 @@ class Experts:
 
     @property
     def num_operations(self) -> int:
-        """Of the three products of forward (gate, up, down) and the six of backward."""
+        """Operations of the three forward GEMMs (gate, up, down) and the six of backward."""
         return 3 * _OPERATIONS * self.tokens * self.hidden * self.width
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear [rows, columns] = [N, K]; of a feed-forward part (``mlp``: gate, up and down), N = H and K = F."""
+    """A linear [rows, columns] = [N, K]; for an MLP (``mlp``: gate, up and down), N = H and K = F."""
 
     what: Literal["linear", "mlp"]
     tokens: int
@@ -45,21 +45,21 @@ class Linear:
 
     @property
     def num_operations(self) -> int:
-        """Of the products of forward and the twice as many of backward."""
+        """Operations of the forward GEMMs and twice as many in backward."""
         return (3 if self.what == "mlp" else 1) * _OPERATIONS * self.tokens * self.rows * self.columns
 
 
 @dataclass(frozen=True)
 class Use:
-    """One kind of linear of a model: in how many layers there is one."""
+    """One kind of linear in a model, and the number of layers that have it."""
 
-    name: str  # as Megatron-Core calls it
+    name: str  # Megatron-Core's name
     shape: Linear
     num_layers: int
 
 
 def experts_of(cfg: RunConfig) -> Experts | None:
-    """What a rank's experts multiply, with balanced routing; None for a dense model."""
+    """The GEMM shapes of a rank's experts under balanced routing; None for a dense model."""
     model, parallel = cfg.model, cfg.parallel
     if not model.is_moe:
         return None
@@ -72,11 +72,11 @@ def experts_of(cfg: RunConfig) -> Experts | None:
 
 
 def linears_of(cfg: RunConfig) -> list[Use]:
-    """Linears but experts' that FP8 multiplies, or would under a recipe of it; those of a feed-forward part are one."""
+    """Linears outside experts that are or could be FP8; those of an MLP count as one."""
     model, table = cfg.model, LayerTable.build(cfg.model, cfg.precision)
     in_fp8 = range(table.first_fp8_layer, table.end_fp8_layer)
     found: dict[tuple[str, Linear], int] = {}
-    for is_moe in (False, True):  # layers of one kind are alike
+    for is_moe in (False, True):  # layers of one kind are identical
         layers = [layer for layer in in_fp8 if model.is_moe_layer(layer) == is_moe]
         for name, weight in _linears_of_layer(model, layers[0]) if layers else ():
             if table.is_quantizable(weight.parts[0][0]) and not name.endswith("linear_fc2"):
@@ -86,7 +86,7 @@ def linears_of(cfg: RunConfig) -> list[Use]:
 
 
 def _linears_of_layer(model: ModelConfig, layer: int) -> list[tuple[str, Weight]]:
-    """(name within its layer, weight) of matrices that are no routed experts'."""
+    """(name within its layer, weight) of the matrices outside routed experts."""
     kind, found = "moe" if model.is_moe_layer(layer) else "dense", []
     for row in FAMILIES[model.family].rows(model):
         if "{layer}" in row.mcore and "{expert}" not in row.mcore and row.layers in ("all", kind):
@@ -97,7 +97,7 @@ def _linears_of_layer(model: ModelConfig, layer: int) -> list[tuple[str, Weight]
 
 
 def _shape(cfg: RunConfig, name: str, weight: Weight) -> Linear:
-    """Replicated linears see a tensor-parallel rank's own tokens, the others all of them."""
+    """Replicated linears see a tensor-parallel rank's own tokens, the others all tokens."""
     rows, columns = slicing.shard_shape(weight, cfg.model, cfg.parallel.tensor)
     tokens = _own_tokens(cfg) * (1 if weight.cut == "none" else cfg.parallel.tensor)
     if name.endswith("linear_fc1"):
@@ -106,5 +106,5 @@ def _shape(cfg: RunConfig, name: str, weight: Weight) -> Linear:
 
 
 def _own_tokens(cfg: RunConfig) -> int:
-    """Tokens of a microbatch that are a rank's own."""
+    """Tokens of a microbatch that belong to one rank."""
     return math.ceil(cfg.rollout.max_tokens_per_microbatch / (cfg.parallel.tensor * cfg.parallel.context))

@@ -1,8 +1,8 @@
-"""How many parameters a model has, and how many of them lie on one trainer rank and on one engine worker.
+"""Parameter counts of a model, of one trainer rank and of one engine worker.
 
-In: a RunConfig. Out: counts and bytes, exact: they are sums over the name tables of ``weights/names``, the same that
-the trainer, the exporter and the checkpoint tools use. Experts are counted once and multiplied, so that a model of
-60,000 tensors takes a few milliseconds. Pure; no torch.
+In: a RunConfig. Out: exact counts and bytes, summed over the name tables of ``names/`` that the trainer, the exporter
+and the checkpoint tools use. Experts are counted once and multiplied, so a model of 60,000 tensors takes a few
+milliseconds. Pure; no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BF16_BYTES, _FP32_BYTES = 2, 4
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron weight of one layer; an expert's stands for those of all experts of the layer."""
+    """One Megatron weight of one layer; an expert's entry stands for all experts of the layer."""
 
     weight: Weight
     layer: int  # -1 outside layers; from num_layers on for multi-token prediction
@@ -36,13 +36,13 @@ class Entry:
 
     @property
     def is_buffer(self) -> bool:
-        """Held and saved, but without gradient: the FP32 correction bias of a router."""
+        """Held and saved, but without gradient: a router's FP32 correction bias."""
         return self.weight.dtype == "float32"
 
 
 @functools.lru_cache(maxsize=4)
 def entries(model: ModelConfig) -> tuple[Entry, ...]:
-    """Every weight of ``model``, experts in one entry per layer."""
+    """Every weight of ``model``; the experts of a layer share one entry."""
     family = FAMILIES[model.family]
     rows = family.rows(model)
     found = [Entry(fill(row, model, layer=-1, expert=-1), -1) for row in rows if "{layer}" not in row.mcore]
@@ -64,16 +64,16 @@ def _of_layer(rows: Iterable[Row], model: ModelConfig, layer: int) -> Iterator[E
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCount:
-    """Parameters of a model, as model cards count them."""
+    """Parameter counts as in model cards."""
 
     total: int
-    active: int  # that one token meets: all but the experts that it does not choose; embedding and head included
+    active: int  # used by one token: everything but the experts it is not routed to, including embedding and head
     embedding: int  # embedding and output head
     expert: int  # routed experts
 
 
 def count(model: ModelConfig) -> ParameterCount:
-    """Exact counts; multi-token prediction layers count in the total when the model keeps them, never as active."""
+    """Exact counts; multi-token prediction layers count in the total if the model keeps them, never as active."""
     total = active = embedding = expert = 0
     for entry in entries(model):
         total += entry.numel
@@ -90,11 +90,11 @@ def count(model: ModelConfig) -> ParameterCount:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWeights:
-    """Elements that one trainer rank holds, padding of the vocabulary included."""
+    """Elements on one trainer rank, including padding of the vocabulary."""
 
     dense: int  # outside routed experts, with gradients
     expert: int
-    fp8: int  # of both, those that the trainer multiplies by in FP8
+    fp8: int  # of both, those that the trainer multiplies in FP8
     buffers: int  # FP32, without gradients
 
     @property
@@ -121,7 +121,7 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
 def _rank_elements(
     model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
 ) -> list[tuple[Entry, tuple[int, int, int, int]]]:
-    """(entry, elements on a rank: dense, expert, fp8, buffers); the weights of a layer together, by the first."""
+    """(entry, elements on a rank: dense, expert, fp8, buffers); a layer's weights together, under the first of them."""
     found: dict[int | Entry, tuple[Entry, list[int]]] = {}
     for entry in entries(model):
         weight = entry.weight
@@ -140,7 +140,7 @@ def _is_on_stage(entry: Entry, model: ModelConfig, layout: TrainerLayout, stage:
     if 0 <= entry.layer < model.num_layers:
         return layout.stage(entry.layer, model.num_layers) == stage
     if entry.weight.name == blocks.EMBEDDING:
-        # A tied head is the embedding's copy on the last stage, where multi-token prediction needs one too.
+        # A tied head is the embedding's copy on the last stage, where multi-token prediction needs one as well.
         return stage == 0 or (stage == last and (model.tie_embeddings or model.num_mtp_layers > 0))
     return stage == last
 
@@ -160,9 +160,9 @@ class WorkerWeights:
 
 
 def engine_shape(name: str, shape: tuple[int, ...], weight: Weight, model: ModelConfig, ranks: int) -> tuple[int, ...]:
-    """Shape of a Hugging Face tensor on one of ``ranks`` tensor-parallel engine workers, as vLLM divides it.
+    """Shape of a Hugging Face tensor on one of ``ranks`` tensor-parallel engine workers, as vLLM shards it.
 
-    Experts are divided like dense matrices. Key and value heads are copied when there are more ranks than heads, and
+    Experts are sharded like dense matrices. Key and value heads are replicated if there are more ranks than heads, and
     the vocabulary is padded to a multiple of 64.
     """
     found = list(shape)
@@ -176,7 +176,7 @@ def engine_shape(name: str, shape: tuple[int, ...], weight: Weight, model: Model
 
 
 def on_engine_worker(cfg: RunConfig) -> WorkerWeights:
-    """Weights of one worker of a replica; all workers hold equal amounts."""
+    """Weight bytes of one worker of a replica; all workers hold equal amounts."""
     return _worker_weights(cfg.model, LayerTable.build(cfg.model, cfg.precision), cfg.rollout.tensor)
 
 

@@ -1,20 +1,20 @@
 """FP8 training on machines without FP8 tensor cores: the arithmetic of Transformer Engine's recipes in plain torch.
 
-It is also what ``trainer/model/linear_te.py`` is measured against, which runs these recipes on Transformer Engine's kernels.
+It is also the reference for ``trainer/model/linear_te.py``, which runs these recipes on Transformer Engine's kernels.
 
 :func:`quantized_linear` is y = x W^T for one matrix or for one matrix per expert. It quantizes the two operands of each
-of its three products and multiplies the quantized values with float32 accumulation:
+of its three GEMMs and multiplies the quantized values with float32 accumulation:
 
-    product             contracts over   operands            blockwise blocks
+    GEMM                contracts over   operands            blockwise blocks
     y  = x W^T          input features   x, W                x 1x128, W 128x128
     dx = g W            output features  g, W                g 1x128, W 128x128
     dW = g^T x          tokens           g, x                128x1 of both, counted from an expert's first token
 
-A recipe decides how: ``Blockwise`` is TE's ``Float8BlockScaling``, ``Tensorwise`` its ``Float8CurrentScaling``,
-``Delayed`` its ``DelayedScaling``. Backward quantizes x and W again instead of keeping the values of the forward pass:
-rounding is a pure function of them, and costs little beside the product.
+The recipe defines the quantization: ``Blockwise`` is TE's ``Float8BlockScaling``, ``Tensorwise`` its
+``Float8CurrentScaling``, ``Delayed`` its ``DelayedScaling``. Backward quantizes x and W again instead of keeping the
+values of the forward pass: quantization is a pure function of them and cheap compared with the GEMM.
 
-Shapes: T = tokens, P = tokens with every expert's filled up to whole blocks, E = experts on this rank (1 for a plain
+Shapes: T = tokens, P = tokens with every expert padded to whole blocks, E = experts on this rank (1 for a plain
 linear), N = output features, K = input features.
 """
 
@@ -46,9 +46,9 @@ INPUT, WEIGHT, GRAD = 0, 1, 2  # the tensors of a linear, in the order of AmaxHi
 
 @dataclass(frozen=True)
 class Rows:
-    """Where each expert's tokens lie. Experts are filled with zero rows up to a multiple of 128.
+    """The rows of each expert's tokens. Experts are zero-padded to a multiple of 128.
 
-    Whole blocks let one operation quantize the blocks of all experts, and keep the number of different matrix shapes
+    Whole blocks let one operation quantize the blocks of all experts, and keep the number of distinct matrix shapes
     small: oneDNN compiles a kernel for each new one.
     """
 
@@ -79,7 +79,7 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def spread(self, values_E: Tensor) -> Tensor:
-        """One value for each expert -> [P, 1], one for each row."""
+        """One value per expert -> [P, 1], one per row."""
         if len(self.splits) == 1:
             return values_E[:, None]
         return values_E.repeat_interleave(torch.tensor(self.padded, device=values_E.device))[:, None]
@@ -92,17 +92,17 @@ class Rows:
 
 
 class Operand(NamedTuple):
-    """What a product multiplies by, and what its result is multiplied with."""
+    """An operand of a GEMM: the values to multiply, and the factor for the result."""
 
     values: Tensor  # [P, features], or [E, N, K] for weights
     scale_E: Tensor | None = None  # float32; None is 1
 
 
 class AmaxHistory(nn.Module):
-    """What delayed scaling remembers of one linear: the largest magnitudes of its input, weight and output gradient.
+    """The state of delayed scaling for one linear: the amax values of its input, weight and output gradient.
 
-    ``history`` float32 [length, 3, E] holds those of finished optimizer steps, newest first, and is part of
-    checkpoints. ``current`` [3, E] gathers the maxima over the microbatches of the running step.
+    ``history`` float32 [length, 3, E] holds those of completed optimizer steps, newest first, and is part of
+    checkpoints. ``current`` [3, E] accumulates the maxima over the microbatches of the current step.
     """
 
     is_filled: tuple[bool, bool, bool] = (False, False, False)
@@ -115,7 +115,7 @@ class AmaxHistory(nn.Module):
         self.register_buffer("current", torch.zeros(3, num_experts, device=device), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AmaxHistory:
-        """Follow the model to another device, but stay float32 when the model becomes BF16."""
+        """Follow the model to another device, but stay float32 when the model is cast to BF16."""
         for name, buffer in self.named_buffers(recurse=False):
             setattr(self, name, buffer.to(fn(buffer).device))
         return self
@@ -135,7 +135,7 @@ class AmaxHistory(nn.Module):
 
 
 class Blockwise:
-    """Scales from the block itself; one per 128 numbers, one per 128x128 of a weight."""
+    """Scales from the block itself: one per 128 values, one per 128x128 block of a weight."""
 
     def __init__(self, scales: Scales, grad_format: Format):
         self.scales, self.grad_format = scales, grad_format
@@ -170,29 +170,29 @@ class Blockwise:
 
 
 class Tensorwise:
-    """One scale for a whole tensor, from its own largest magnitude. Each expert's tokens and weight are a tensor.
+    """One scale per tensor, from its own amax. Each expert's tokens and weight are separate tensors.
 
-    Under tensor parallelism a rank scales its own piece of a weight, as Transformer Engine does.
+    Under tensor parallelism a rank scales its own shard of a weight, as Transformer Engine does.
     """
 
     def __init__(self, grad_format: Format):
         self.grad_format = grad_format
 
     def _amax(self, amax_E: Tensor, tensor: int, history: AmaxHistory | None, record: bool) -> Tensor:
-        """The magnitude that the scale comes from."""
+        """The amax from which the scale is computed."""
         return amax_E
 
     def _round(self, x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
-        # The clamp is the saturating cast: a delayed scale can be too small for what comes.
+        # The clamp is the saturating cast: a delayed scale can be too small for the current values.
         scaled = (x.float() * scale).clamp_(-fmt.max, fmt.max)
         return round_to_grid_(scaled, torch.ones((), device=x.device), fmt)
 
     @staticmethod
     def scale(amax_E: Tensor, fmt: Format) -> Tensor:
-        """What values are multiplied by before they are rounded, float32; 1 for a tensor of zeros.
+        """The factor applied to values before rounding, float32; 1 for a tensor of zeros.
 
         Rounded once, as in Transformer Engine. torch divides a number by a tensor through the tensor's rounded
-        reciprocal, whose last bit sends what lies exactly between two FP8 numbers to the other one.
+        reciprocal, whose last bit moves values exactly between two FP8 numbers to the other one.
         """
         scale = torch.where(amax_E == 0, 1.0, torch.full_like(amax_E, fmt.max) / amax_E)
         return scale.clamp_(max=torch.finfo(torch.float32).max)
@@ -222,11 +222,11 @@ class Tensorwise:
 
 
 class Delayed(Tensorwise):
-    """One scale for a whole tensor, from the largest magnitudes of the last optimizer steps.
+    """One scale per tensor, from the amax values of the last optimizer steps.
 
-    Transformer Engine moves the history on after every microbatch; here it moves once per optimizer step
-    (:func:`finish_step`), so that how a batch is cut into microbatches does not change the scales. A tensor without
-    history is scaled by its own magnitude, where TE starts at scale 1 and flushes small gradients to zero.
+    Transformer Engine advances the history after every microbatch; here it advances once per optimizer step
+    (:func:`finish_step`), so that scales do not depend on how a batch is split into microbatches. A tensor without
+    history is scaled by its own amax, where TE starts at scale 1 and flushes small gradients to zero.
     """
 
     def __init__(self, grad_format: Format, algorithm: str):
@@ -241,13 +241,13 @@ class Delayed(Tensorwise):
         return torch.where(past_E > 0, past_E, amax_E)
 
     def past_amax(self, history: AmaxHistory, tensor: int) -> Tensor:
-        """The magnitude that the scale comes from, float32 [E]; 0 for what has no history."""
+        """The amax from which the scale is computed, float32 [E]; 0 without history."""
         past = history.history[:, tensor]
         return past.amax(dim=0) if self.algorithm == "max" else past[0]
 
 
 class Plain:
-    """Operands as they are: BF16 (or float32) training through the same products."""
+    """Operands unchanged: BF16 (or float32) training through the same GEMMs."""
 
     def input(self, x_PK: Tensor, rows: Rows, history: AmaxHistory | None, record: bool) -> Operand:
         return Operand(x_PK)
@@ -341,21 +341,21 @@ def quantized_linear(
     splits: Sequence[int] | None = None,
     history: AmaxHistory | None = None,
 ) -> Tensor:
-    """y [T, N] = x W^T on FP8 operands in all three products, differentiable in x and the weights.
+    """y [T, N] = x W^T with FP8 operands in all three GEMMs, differentiable in x and the weights.
 
-    x [T, K]; ``weights`` E matrices [N, K]; ``splits`` [E] the tokens of each, in order (all tokens go to one matrix
-    when it is left out). Without a recipe operands stay as they are. y and the gradients have the types of x and of the
-    weights. Only passes that compute gradients enter ``history``.
+    x [T, K]; ``weights`` E matrices [N, K]; ``splits`` [E] the tokens of each, in order (None: one matrix gets all
+    tokens). Without a recipe, operands are used unchanged. y and the gradients have the dtypes of x and of the weights.
+    Only passes that compute gradients update ``history``.
     """
     rows = Rows(tuple(splits) if splits is not None else (x_TK.shape[0],))
     return _QuantizedLinear.apply(x_TK, recipe or _PLAIN, rows, history, torch.is_grad_enabled(), *weights)
 
 
 def finish_step(histories: Iterable[AmaxHistory], all_reduce_max: Callable[[Tensor], None]) -> None:
-    """End an optimizer step under delayed scaling. Collective: when ``all_reduce_max`` is.
+    """End an optimizer step under delayed scaling. Collective if ``all_reduce_max`` is.
 
     All ``current`` maxima travel as one float32 vector, which ``all_reduce_max`` reduces in place over the ranks that
-    hold pieces of the same tensors.
+    hold shards of the same tensors.
     """
     histories = list(histories)
     if not histories:
@@ -365,7 +365,7 @@ def finish_step(histories: Iterable[AmaxHistory], all_reduce_max: Callable[[Tens
     for history, part in zip(histories, flat.split([history.current.numel() for history in histories])):
         history.current.copy_(part.view_as(history.current))
         history.roll()
-    # One look at the device for all linears, so that no forward pass has to wait for one of its own.
+    # A single device synchronization for all linears, so that no forward pass needs its own.
     filled = torch.stack([(history.history[0] > 0).all(dim=1) for history in histories]).tolist()
     for history, flags in zip(histories, filled):
         history.is_filled = tuple(flags)

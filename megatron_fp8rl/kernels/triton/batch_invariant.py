@@ -1,8 +1,8 @@
 """Bit-exact counterparts of the engine's batch-invariant norm, router GEMM and expert sum.
 
-In: BF16 rows on a GPU. Out: what vLLM's own Triton kernels return for them; norm and GEMM are those of
-``rollout.batch_invariant``. They add the same terms in the same order whatever else is in the batch. The order is part
-of the definition:
+In: BF16 rows on a GPU. Out: the bits of vLLM's own Triton kernels; norm and GEMM are those of
+``rollout.batch_invariant``. They add the same terms in the same order regardless of the rest of the batch. The order is
+part of the definition:
 
     norm       squares of a row in blocks of 1024 columns, each block summed by 128 threads, blocks added in sequence;
                1 / sqrt(sum / columns + eps); x times that, times the weight, in float32, rounded once
@@ -29,7 +29,7 @@ _SUM_BLOCK, _SUM_WARPS = 1024, 2
 
 @triton.jit
 def _rms_norm(x, weight, out, scales, num_columns, eps, BLOCK: tl.constexpr):
-    """Program t computes row t; ``scales`` float32 [T] gets what multiplies x."""
+    """Program t computes row t and stores the factor of x in ``scales`` float32 [T]."""
     row = tl.program_id(0).to(tl.int64)
     total = tl.zeros([1], dtype=tl.float32)
     for first in range(0, num_columns, BLOCK):
@@ -68,7 +68,7 @@ def _product(x, weight, out, num_rows, num_outputs, num_terms, TILE: tl.constexp
 
 @triton.jit
 def _weighted_sum(outputs, rows, weights, out, num_columns, TERMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program (t, b) adds up a block of token t's columns."""
+    """Program (t, b) sums a block of token t's columns."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
@@ -82,7 +82,7 @@ def _weighted_sum(outputs, rows, weights, out, num_columns, TERMS: tl.constexpr,
 
 
 def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """([T, H] in the type of x, float32 [T] reciprocal root mean squares); both contiguous. The engine's are BF16."""
+    """([T, H] in the dtype of x, float32 [T] reciprocal root mean squares); both contiguous. The engine's are BF16."""
     num_rows, num_columns = x_TH.shape
     out, scales_T = torch.empty_like(x_TH), torch.empty(num_rows, dtype=torch.float32, device=x_TH.device)
     if num_rows:
@@ -95,7 +95,7 @@ def rms_norm(x_TH: Tensor, weight_H: Tensor, eps: float) -> tuple[Tensor, Tensor
 
 
 def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
-    """[T, N] = x W^T in the type of both, contiguous; the engine's type is BF16."""
+    """[T, N] = x W^T in the dtype of both, contiguous; the engine's dtype is BF16."""
     num_rows, num_outputs = x_TK.shape[0], weight_NK.shape[0]
     out = x_TK.new_empty(num_rows, num_outputs)
     if num_rows:
@@ -108,7 +108,7 @@ def linear(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
 
 
 def weighted_sum(outputs: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, H] in the type of ``outputs`` [any, H]: sums of rows times float32 weights; all contiguous."""
+    """[T, H] in the dtype of ``outputs`` [any, H]: sums of rows times float32 weights; all contiguous."""
     (num_tokens, num_terms), num_columns = rows_TK.shape, outputs.shape[1]
     out = outputs.new_empty(num_tokens, num_columns)
     if num_tokens:

@@ -35,9 +35,9 @@ def bits_of_scale(amax_bits, POW2: tl.constexpr):
 
 @triton.jit
 def e4m3_bytes(x, HARDWARE: tl.constexpr):
-    """Bytes (uint8) of the E4M3 numbers nearest to float32 ``x``, ties to even; no magnitude rounds above 448.
+    """Bytes (uint8) of the E4M3 values nearest to float32 ``x``, ties to even; no magnitude may round above 448.
 
-    Triton's interpreter rounds conversions to FP8 its own way, so that there the float32 adder rounds, as in
+    Triton's interpreter rounds conversions to FP8 differently, so there a float32 addition rounds, as in
     ``blockwise.round_to_grid_``.
     """
     if HARDWARE:
@@ -46,7 +46,7 @@ def e4m3_bytes(x, HARDWARE: tl.constexpr):
     sign = (bits >> 24) & 0x80
     magnitude_bits = bits & 0x7FFFFFFF
     magnitude = magnitude_bits.to(tl.float32, bitcast=True)
-    # 1.5 * 2^20 times the power of two at or below |x|, and at least that of the smallest normal number, 2^-6.
+    # 1.5 * 2^20 times the largest power of two not above |x|, and at least times the smallest normal number, 2^-6.
     shift = tl.maximum(magnitude_bits & INFINITY_BITS, (127 - 6) << 23).to(tl.float32, bitcast=True) * 1572864.0
     rounded = (magnitude + shift) - shift
     normal = (rounded.to(tl.int32, bitcast=True) >> 20) - ((127 - 7) << 3)
@@ -58,7 +58,7 @@ def e4m3_bytes(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def rounded_to_bf16(x, HARDWARE: tl.constexpr):
-    """The BF16 numbers nearest to float32 ``x``, ties to even."""
+    """The BF16 values nearest to float32 ``x``, ties to even."""
     if HARDWARE:
         return x.to(tl.bfloat16)
     bits = x.to(tl.int32, bitcast=True)

@@ -14,7 +14,8 @@ _COLUMNS: tl.constexpr = tl.constexpr(7)
 
 @triton.jit
 def _add_sums(table, of_chunk, sums, NARROW: tl.constexpr, CHUNK: tl.constexpr):
-    """Table rows: address, bytes, first word, words in a row of the part, of the whole, index of the sum, first chunk.
+    """Table rows: address, bytes, first word, words per row of the part and of the whole, index of the sum, first
+    chunk.
 
     A part may end within its last word, whose missing bytes are zeros.
     """
@@ -53,5 +54,5 @@ def _add_sums(table, of_chunk, sums, NARROW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 def add_sums(num_chunks: int, table: Tensor, of_chunk: Tensor, sums: Tensor, *, narrow: bool, chunk_words: int) -> None:
-    """Add the sum of each part that ``table`` describes to its place in ``sums`` (int64)."""
+    """Add the sum of each part described by ``table`` to its entry in ``sums`` (int64)."""
     _add_sums[(num_chunks,)](table, of_chunk, sums, NARROW=narrow, CHUNK=chunk_words, num_warps=8)

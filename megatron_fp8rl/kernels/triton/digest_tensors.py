@@ -18,7 +18,7 @@ _TABLE_COLUMNS: tl.constexpr = tl.constexpr(4)
 _TILE_WORDS: tl.constexpr = tl.constexpr(512)
 _CHUNK_WORDS: tl.constexpr = tl.constexpr(8192)  # of one program: 64 KiB
 
-# Of digest.py, where they are explained; a kernel reads no variables of another module.
+# Constants of digest.py, explained there; a kernel cannot read variables of another module.
 _GOLDEN: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
 _MULTIPLIER_0: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
 _MULTIPLIER_1: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
@@ -26,7 +26,7 @@ _MULTIPLIER_1: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 @triton.jit
 def _mix(x):
-    """SplitMix64's finaliser of uint64 words."""
+    """SplitMix64's finalizer of uint64 words."""
     x = (x ^ (x >> 30)) * _MULTIPLIER_0
     x = (x ^ (x >> 27)) * _MULTIPLIER_1
     return x ^ (x >> 31)
@@ -62,7 +62,7 @@ def _add_chunks(
     total = tl.sum(mixed, axis=0)
     if not NARROW:
         if (num_bytes % 8 != 0) & (first <= num_words) & (num_words < first + _CHUNK_WORDS):
-            # The last word is not whole; its missing bytes are zero.
+            # The last word is partial; its missing bytes are zero.
             place = tl.arange(0, 8)
             tail = address.to(tl.pointer_type(tl.uint8)) + num_words * 8 + place
             byte = tl.load(tail, mask=place < num_bytes % 8, other=0).to(tl.uint64)
@@ -72,20 +72,21 @@ def _add_chunks(
 
 
 def sums(tensors: Sequence[Tensor], *, widen: bool = False) -> list[int]:
-    """Sum of mixed words of each tensor, signed 64-bit. Tensors are of one device, of any dtype and layout.
+    """Sum of mixed words of each tensor, signed 64-bit. All tensors are on one device, of any dtype and layout.
 
-    With ``widen`` a float32 number is a word of its own: the sum of ``digest.widened(tensor)``.
+    With ``widen``, a float32 value is a word by itself: the sum of ``digest.widened(tensor)``.
     """
     return prepare(tensors, widen=widen)().tolist() if tensors else []
 
 
 def prepare(tensors: Sequence[Tensor], *, widen: bool = False) -> Callable[[], Tensor]:
-    """:func:`sums` as a function to call again and again, as the content of the memory changes: int64 [len(tensors)].
+    """:func:`sums` as a function for repeated calls as the content of the memory changes: int64 [len(tensors)].
 
-    What depends on addresses and shapes alone is worked out once: for hundreds of tensors it takes the host longer than
-    the GPU takes to read them. The result is on the device of the tensors, and overwritten by the next call.
+    Everything that depends only on addresses and shapes is computed once: for hundreds of tensors it takes the host
+    longer than the GPU takes to read them. The result is on the device of the tensors, and overwritten by the next
+    call.
     """
-    # A view may begin anywhere, and its rows may lie apart; words are read in order and at their own boundaries.
+    # A view may begin anywhere and its rows may be strided; words are read in order and aligned.
     narrow = [widen and t.dtype == torch.float32 for t in tensors]
     boundaries = [4 if is_narrow else _WORD_BYTES for is_narrow in narrow]
     strayed = [not t.is_contiguous() or t.data_ptr() % n != 0 for t, n in zip(tensors, boundaries, strict=True)]
@@ -120,7 +121,7 @@ def _prepared(members: list[Tensor], places: list[int], totals: Tensor, *, narro
     tensor_of_chunk = torch.repeat_interleave(indices, num_chunks).to(totals.device)
 
     def launch() -> None:
-        with torch.cuda.device_of(members[0]):  # holds on to the memory whose addresses are in the table
+        with torch.cuda.device_of(members[0]):  # keeps the memory alive whose addresses are in the table
             _add_chunks[(len(tensor_of_chunk),)](table, tensor_of_chunk, totals, NARROW=narrow, num_warps=4)
 
     return launch

@@ -1,8 +1,8 @@
 """Log-softmax of a chunk of BF16 logits on a GPU, and its gradient.
 
 Each logit is read once for the sums; for the gradient it is read once more and written once. torch would make FP32
-copies of all logits and pass over them a dozen times. Everything but input and output is FP32. The order of the sums
-differs from torch's.
+copies of all logits and read and write them a dozen times. Everything except input and output is FP32. The order of the
+sums differs from torch's.
 
 Shapes: n = tokens of the chunk, V = vocabulary rows of this rank.
 """
@@ -70,7 +70,8 @@ def _gradient(
 
 def sums(logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, first_token: int, temperature: float) -> Tensor:
     """float32 [3, n] of z = logits / temperature: sum exp(z - max), sum exp(z - max) * (z - max), and z[target] - max,
-    which is 0 where the target is not in this shard. Logits are BF16 and contiguous, ``max_n`` float32."""
+    which is 0 if the target is not in this shard. Logits are BF16 and contiguous, ``max_n`` float32.
+    """
     num, num_columns = logits_nV.shape
     out = torch.empty(3, num, dtype=torch.float32, device=logits_nV.device)
     with torch.cuda.device_of(logits_nV):

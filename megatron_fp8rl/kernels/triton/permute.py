@@ -39,11 +39,11 @@ _IN_MATRIX: tl.constexpr = tl.constexpr(2)
 
 
 class _Launch(NamedTuple):
-    """A tile of 4 ``quads`` rows, and how a program of one works on it."""
+    """A tile of 4 ``quads`` rows, and its launch parameters."""
 
     quads: int
     num_warps: int
-    maxnreg: int | None = None  # registers of a thread, if fewer let more programs run beside each other
+    maxnreg: int | None = None  # registers per thread, if limiting them increases occupancy
 
     def options(self, columns: bool) -> dict[str, int | None]:
         """Arguments of a launch; columns are quantized in tiles of 128 rows."""
@@ -51,12 +51,12 @@ class _Launch(NamedTuple):
         return {"Q": self.quads, "num_warps": self.num_warps, "maxnreg": self.maxnreg}
 
 
-# Measured on an H200, on experts and on dense layers: few warps with many registers read and write the fastest.
+# Measured on an H200, on experts and on dense layers: few warps with many registers are fastest.
 _QUANTIZE_ROWS = _Launch(8, 2)
 _QUANTIZE_BOTH = _Launch(32, 4, 168)
 _SWIGLU_ROWS = _Launch(8, 2)
 _SWIGLU_BOTH = _Launch(32, 16)
-_BACKWARD = _Launch(32, 4, 255)  # some registers spill, and it is still the fastest
+_BACKWARD = _Launch(32, 4, 255)  # some registers spill, yet it is fastest
 _UNPERMUTE_ROWS, _UNPERMUTE_COLUMNS, _UNPERMUTE_WARPS = 8, 512, 4
 
 
@@ -65,7 +65,7 @@ def _build_layout(
     tokens_per_expert, offsets, padded_counts, experts, rows, positions, num_tokens, num_rows,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Program b fills rows [128 b, 128 b + 128), which are of one expert, and the positions of as many tokens."""
+    """Program b fills rows [128 b, 128 b + 128), all of one expert, and the positions of as many tokens."""
     expert = tl.arange(0, EXPERTS)
     counts = tl.load(tokens_per_expert + expert, mask=expert < NUM_EXPERTS, other=0).to(tl.int32)
     padded = (counts + SIDE - 1) // SIDE * SIDE
@@ -113,7 +113,7 @@ def _quantize(
     Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    # One axis of programs, of which there may be more than the 65,535 that the others hold.
+    # A single grid axis, because there may be more programs than the 65,535 of the other axes.
     row = (tl.program_id(0) // (num_columns // SIDE)).to(tl.int64) * (4 * Q)
     column = tl.program_id(0) % (num_columns // SIDE) * SIDE
     expert = tl.load(experts + row // SIDE * SIDE)
@@ -221,7 +221,7 @@ def _unpermute(
     y, probs, positions, out, num_tokens, num_columns,
     WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    # One axis of programs, of which there may be more than the 65,535 that the others hold.
+    # A single grid axis, because there may be more programs than the 65,535 of the other axes.
     blocks = tl.cdiv(num_columns, COLUMNS)
     token = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -230,7 +230,7 @@ def _unpermute(
     tile = tl.load(y + row * num_columns + column, mask=(row >= 0) & inside, other=0.0)
     if WEIGHTED:
         prob = tl.load(probs + token, mask=token < num_tokens, other=0.0)[:, None]
-        # A token without a row is zero whatever its probability is.
+        # A token without a row is zero whatever its probability.
         weighted = tl.where(row >= 0, tile.to(tl.float32) * prob, 0.0)
         tile = weighted.to(tl.bfloat16) if HARDWARE else high(pair(weighted, weighted, False)).to(tl.bfloat16)
     tl.store(out + token[:, None] * num_columns + column, tile, mask=(token < num_tokens)[:, None] & inside)
@@ -344,7 +344,7 @@ def swiglu_backward_quantize(
 ) -> SwigluGradients:  # fmt: skip
     width, device = dy_PF.shape[1], h_P2F.device
     dh = _outputs(layout, 2 * width, device, rows, columns, bf16=False)
-    dh = replace(dh, bf16=h_P2F) if bf16 else dh  # a program has read what it writes there
+    dh = replace(dh, bf16=h_P2F) if bf16 else dh  # a program has read what it overwrites
     activation = _outputs(layout, width, device, False, activation_columns, activation_bf16)
     sums = None if probs is None else torch.empty(width // BLOCK, layout.num_rows, device=device)
     is_fp8 = rows and columns and activation_columns and not (bf16 or activation_bf16)
@@ -366,7 +366,7 @@ def swiglu_backward_quantize(
 
 
 def _of_tokens(sums: Tensor, layout: ExpertPermutation) -> Tensor:
-    """float32 [T]: the total of partial sums [n, P] for each token; 0 for one that has no row."""
+    """float32 [T]: the total of partial sums [n, P] for each token; 0 for a token without a row."""
     if not layout.num_rows:
         return sums.new_zeros(layout.num_tokens)
     out = sums.new_empty(layout.num_tokens)

@@ -3,11 +3,11 @@
 In:  BF16 or FP32 matrices, any number of them, in any storage; rows may be strided.
 Out: for each the E4M3 bytes and the float32 scales of ``blockwise.quantize_weight``, bit for bit, in tensors given by
      the caller: a bucket, or the memory that an engine's kernels read.
-Which process: trainer ranks. Triton is imported here alone; import this module only for CUDA tensors, or under
-TRITON_INTERPRET=1, where the same kernel runs on the CPU for tests.
+Runs on trainer ranks. Import only for CUDA tensors, or under TRITON_INTERPRET=1, where the same kernel runs on the CPU
+for tests.
 
-One program quantizes one block. All matrices of a call are one launch, through a table of their addresses, so that the
-hundreds of expert matrices of a layer cost as much as one matrix of their size.
+One program quantizes one block. All matrices of a call are one launch, through a table of their addresses, so the
+hundreds of expert matrices of a layer cost as much as one matrix of their total size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes
 
 _VECTOR_BYTES = 16  # of the widest load and store
-_SOURCES = {torch.bfloat16: tl.uint16, torch.float32: tl.uint32}  # as which the bits are read
+_SOURCES = {torch.bfloat16: tl.uint16, torch.float32: tl.uint32}  # dtype used to read the bits
 _TABLE_COLUMNS: tl.constexpr = tl.constexpr(7)
 
 _SIDE: tl.constexpr = tl.constexpr(BLOCK)
@@ -62,12 +62,12 @@ def _quantize_blocks(
         bits = bits << 16  # BF16 is the upper half of float32
     x = bits.to(tl.float32, bitcast=True)
 
-    # On the bits, because they order magnitudes and put NaN above infinity, which a maximum of floats would drop.
+    # On the bits, because they order magnitudes and put NaN above infinity; a float maximum would drop NaN.
     amax_bits = tl.max(tl.max((bits & 0x7FFFFFFF).to(tl.int32, bitcast=True), axis=1), axis=0)
     scale_bits = bits_of_scale(amax_bits, POW2)
     tl.store(scales + local, scale_bits)
     if POW2:
-        # The reciprocal of a power of two is exact, and so is the product with it where the quotient is.
+        # The reciprocal of a power of two is exact, and the product with it equals the quotient.
         inverse_bits = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits)
         quotient = x * inverse_bits.to(tl.float32, bitcast=True)
     else:
@@ -92,9 +92,9 @@ def quantize_weight_into(weight_NK: Tensor, data_out: Tensor, scale_out: Tensor,
 def quantize_weights_into(
     weights: Sequence[Tensor], data_outs: Sequence[Tensor], scale_outs: Sequence[Tensor], scales: Scales
 ) -> None:
-    """:func:`quantize_weight_into` of many matrices of one device, in one launch for each dtype among them.
+    """:func:`quantize_weight_into` of many matrices on one device, in one launch per dtype.
 
-    Shapes may differ. Raises ValueError that names the position in the lists of what cannot be quantized.
+    Shapes may differ. Raises ValueError that names the list position of a matrix that cannot be quantized.
     """
     prepare_weights_into(weights, data_outs, scale_outs, scales)()
 
@@ -102,10 +102,10 @@ def quantize_weights_into(
 def prepare_weights_into(
     weights: Sequence[Tensor], data_outs: Sequence[Tensor], scale_outs: Sequence[Tensor], scales: Scales
 ) -> Callable[[], None]:
-    """:func:`quantize_weights_into` as a function to call again and again, as the content of the memory changes.
+    """:func:`quantize_weights_into` as a function for repeated calls as the content of the memory changes.
 
-    What depends on addresses and shapes alone is worked out once: for hundreds of matrices it takes the host longer
-    than the GPU takes to quantize them. A matrix whose columns are strided is copied here, and only here.
+    Everything that depends only on addresses and shapes is computed once: for hundreds of matrices it takes the host
+    longer than the GPU takes to quantize them. A matrix with strided columns is copied here, and only here.
     """
     by_dtype: dict[torch.dtype, list[tuple[Tensor, Tensor, Tensor]]] = {}
     for index, (weight, data, scale) in enumerate(zip(weights, data_outs, scale_outs, strict=True)):
@@ -135,7 +135,7 @@ def _prepared(members: list[tuple[Tensor, Tensor, Tensor]], scales: Scales) -> C
     aligned = all(_is_aligned(weight, data) for weight, data, _ in members)
 
     def launch() -> None:
-        with torch.cuda.device_of(members[0][0]):  # holds on to the memory whose addresses are in the table
+        with torch.cuda.device_of(members[0][0]):  # keeps the memory alive whose addresses are in the table
             _quantize_blocks[(total,)](
                 table,
                 matrix_of_block,
@@ -162,13 +162,13 @@ def _table(members: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[list[list[int]
 
 
 def _is_aligned(weight: Tensor, data: Tensor) -> bool:
-    """Whether every row begins on the boundary of a vector, in memory read and written: what the kernel's hints say."""
+    """Whether every row, read or written, begins at a vector boundary, as the kernel's alignment hints claim."""
     addresses = (weight.data_ptr(), data.data_ptr(), data.shape[1])
     return all(n % _VECTOR_BYTES == 0 for n in addresses) and weight.stride(0) % 8 == 0
 
 
 def _problem(weight: Tensor, data: Tensor, scale: Tensor) -> str:
-    """What keeps a matrix from being quantized into its destination, or nothing."""
+    """Why a matrix cannot be quantized into its destination; empty if it can."""
     if weight.dim() != 2 or weight.dtype not in _SOURCES:
         return f"a BF16 or FP32 matrix is needed, not {weight.dtype} {list(weight.shape)}"
     blocks = [-(-n // BLOCK) for n in weight.shape]
@@ -190,7 +190,9 @@ def _byte_row(place):
 
 @triton.jit
 def _transpose_tiles(data, turned, num_rows, num_columns):
-    """Program (c, r, e) moves one tile of [128, 128] bytes of matrix e, as words of four rows; ``turned`` is of words."""
+    """Program (c, r, e) transposes one tile of [128, 128] bytes of matrix e, as words of four rows; ``turned`` has
+    words.
+    """
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
     quad = tl.program_id(1) * (_SIDE // 4) + tl.arange(0, _SIDE // 4)
     column = tl.program_id(0) * _SIDE + tl.arange(0, _SIDE)

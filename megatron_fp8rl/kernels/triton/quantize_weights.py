@@ -19,7 +19,7 @@ _WARPS = 8
 
 @triton.jit
 def _quantize_weights(weights, data, scales, num_rows, num_columns, POW2: tl.constexpr, HARDWARE: tl.constexpr):
-    """One axis of programs: blocks of a row of blocks, rows of blocks of a matrix, matrices."""
+    """One grid axis over (matrix, row of blocks, block)."""
     across = num_columns // SIDE
     down = num_rows // SIDE
     block = tl.program_id(0)
@@ -34,7 +34,7 @@ def _quantize_weights(weights, data, scales, num_rows, num_columns, POW2: tl.con
 
 
 def can_quantize(weights_ENK: Tensor) -> bool:
-    """Whether they are what :func:`quantize_weights` takes: contiguous BF16 matrices of whole blocks."""
+    """Whether :func:`quantize_weights` accepts them: contiguous BF16 matrices of whole blocks."""
     is_whole = not any(size % BLOCK for size in weights_ENK.shape[1:])
     return weights_ENK.dtype == torch.bfloat16 and weights_ENK.is_contiguous() and is_whole
 

@@ -27,7 +27,7 @@ def _rotate_heads(
     IN_STEP: tl.constexpr, IN_RIGHT: tl.constexpr, OUT_STEP: tl.constexpr, OUT_RIGHT: tl.constexpr,
     BACKWARD: tl.constexpr, HEADS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Program (t, h) turns some heads of token t. Pair i of a head is features FIRST + i STEP and RIGHT behind it."""
+    """Program (t, h) rotates some heads of token t. Pair i of a head is features FIRST + i STEP and RIGHT after it."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF_UP)
@@ -78,12 +78,12 @@ def _launch(
     out = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     if not x_THD.numel():
         return out
-    halves, pairs = (1, half), (2, 1)  # (from a pair to the next, from its first feature to its second)
+    halves, pairs = (1, half), (2, 1)  # (offset between pairs, offset between the two features of a pair)
     came, leaves = (halves, pairs) if backward else (pairs, halves)
     came, leaves = (came, leaves) if interleaved else (halves, halves)
     heads = min(_HEADS, triton.next_power_of_2(num_heads))
     with torch.cuda.device_of(x_THD):
-        # Without fusion: a multiplication and an addition that are one operation round once, and torch rounds twice.
+        # No fusion: an FMA rounds once, and torch's multiplication and addition round twice.
         _rotate_heads[(num_tokens, triton.cdiv(num_heads, heads))](
             x_THD, cos_T1r.contiguous(), sin_T1r.contiguous(), out, num_heads, x_THD.stride(0), x_THD.stride(1),
             WIDTH=width, FIRST=first_feature, HALF=half,

@@ -1,8 +1,8 @@
-"""SwiGLU and router weighting between and after the linears of experts, fused into one pass each on a GPU.
+"""SwiGLU and router weighting between and after the expert linears, each in one pass on a GPU.
 
 In: BF16 outputs of the linears. Out: BF16, rounded where torch's ``silu(gate) * up`` and ``(y * p).to(y.dtype)`` round,
-so that the forward pass has torch's bits: exp is that of the CUDA math library, and division is exact. Backward rounds
-once and needs only the inputs. Sums are always added in the same order.
+so the forward pass has torch's bits: exp is that of the CUDA math library, and division is exact. Backward rounds once
+and needs only the inputs. Sums are always added in the same order.
 
 Shapes: T = tokens sorted by expert, F = features between the two linears, H = hidden size.
 """
@@ -24,7 +24,7 @@ _TILE = {"ROWS": 8, "COLUMNS": 256, "num_warps": 4, "HARDWARE": HARDWARE}
 
 @triton.jit
 def _tile(width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(rows int64 [ROWS], columns [COLUMNS]) of a program: one axis, which may have more than 65,535."""
+    """(rows int64 [ROWS], columns [COLUMNS]) of a program; a single grid axis, which may exceed 65,535."""
     blocks = tl.cdiv(width, COLUMNS)
     row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return row, tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)
@@ -83,7 +83,7 @@ def _weigh(
 def _weigh_backward(
     dy, y, probs, out, dprobs, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
 ):  # fmt: skip
-    """Program i does rows [ROWS i, ROWS (i + 1)). ``out``: the gradient of y."""
+    """Program i computes rows [ROWS i, ROWS (i + 1)). ``out``: the gradient of y."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     prob = tl.load(probs + row, mask=row < num_rows, other=0.0)[:, None]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)

@@ -1,13 +1,13 @@
-"""Tiles of 128 features in Triton: BF16 numbers quantized in rows and in columns without a byte moved by itself.
+"""Tiles of 128 features in Triton: BF16 values quantized rowwise and columnwise without moving single bytes.
 
-A tile of 4 Q rows is two matrices ``x`` and ``y`` of 32-bit words [Q, 128]. Word i of a feature holds BF16 numbers of
-two rows, the first in its lower half: rows 4 i and 4 i + 1 in x, rows 4 i + 2 and 4 i + 3 in y. So the four bytes that
-columns want beside each other are made by one thread, and a tile is transposed in words; largest magnitudes are found
-for two rows at a time. 128 rows, Q = 32, are a block of columns; rows alone take any Q. SwiGLU and its gradient are
-computed on such words, too.
+A tile of 4 Q rows is two matrices ``x`` and ``y`` of 32-bit words [Q, 128]. Word i of a feature holds BF16 values of
+two rows, the first in its lower half: rows 4 i and 4 i + 1 in x, rows 4 i + 2 and 4 i + 3 in y. The four bytes that are
+adjacent in columnwise data are thus made by one thread, a tile is transposed in words, and amax is computed for two
+rows at a time. 128 rows, Q = 32, are a columnwise block; rowwise data alone take any Q. SwiGLU and its gradient are
+computed on such words as well.
 
-HARDWARE says that a GPU runs this. Instructions of one line of PTX stand for what Triton has no word for; Triton's
-interpreter, which rounds conversions its own way, gets the same numbers from integers.
+HARDWARE means that a GPU runs this. One-line PTX instructions replace what Triton cannot express; Triton's interpreter,
+which rounds conversions differently, gets the same values from integers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _UPPER: tl.constexpr = tl.constexpr(-65536)
 
 _PTX_PAIR: tl.constexpr = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _PTX_MAX: tl.constexpr = tl.constexpr("max.u16x2 $0, $1, $2;")
-# A subnormal result is the same as 0 where 1 is added to it.
+# A subnormal result can be 0, because 1 is added to it.
 _PTX_EXP: tl.constexpr = tl.constexpr("{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 $0, t; }")
 _PTX_SIGMOID: tl.constexpr = tl.constexpr(
     "{ .reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
@@ -39,19 +39,19 @@ _PTX_BYTES: tl.constexpr = tl.constexpr(
 
 @triton.jit
 def low(words):
-    """The numbers in the lower halves, float32."""
+    """The values in the lower halves, float32."""
     return (words << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def high(words):
-    """The numbers in the upper halves, float32."""
+    """The values in the upper halves, float32."""
     return (words & _UPPER).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bf16_bits(x):
-    """Bits of the BF16 number nearest to float32 ``x``, ties to even, in the upper half of a word."""
+    """Bits of the BF16 value nearest to float32 ``x``, ties to even, in the upper half of a word."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER
     return tl.where((bits & 0x7FFFFFFF) > INFINITY_BITS, NAN_BITS, rounded)
@@ -59,7 +59,7 @@ def _bf16_bits(x):
 
 @triton.jit
 def pair(a, b, HARDWARE: tl.constexpr):
-    """Words of the BF16 numbers nearest to float32 ``a`` and ``b``."""
+    """Words of the BF16 values nearest to float32 ``a`` and ``b``."""
     if HARDWARE:
         return tl.inline_asm_elementwise(_PTX_PAIR, "=r,f,f", [a, b], dtype=tl.int32, is_pure=True, pack=1)
     return ((_bf16_bits(a) >> 16) & 0xFFFF) | _bf16_bits(b)
@@ -67,7 +67,7 @@ def pair(a, b, HARDWARE: tl.constexpr):
 
 @triton.jit
 def exp_of_negative(x, HARDWARE: tl.constexpr):
-    """exp(-x) of float32, to which 1 is added: the numbers of ``tl.exp`` but for subnormal ones, which are 0."""
+    """exp(-x) of float32, to which 1 is added: the values of ``tl.exp``, but 0 in place of subnormal ones."""
     if HARDWARE:
         return tl.inline_asm_elementwise(_PTX_EXP, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     return tl.exp(-x)
@@ -75,7 +75,7 @@ def exp_of_negative(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def silu_and_sigmoid(x, HARDWARE: tl.constexpr):
-    """Both of float32 ``x``, as a division by 1 + exp(-x) gives them; below -87, where that passes 2^126, 0."""
+    """Both of float32 ``x``, by division by 1 + exp(-x); below -87, where that exceeds 2^126, 0."""
     if HARDWARE:
         sigmoid = tl.inline_asm_elementwise(_PTX_SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         return x * sigmoid, sigmoid
@@ -85,7 +85,7 @@ def silu_and_sigmoid(x, HARDWARE: tl.constexpr):
 
 @triton.jit
 def product(a, b, HARDWARE: tl.constexpr):
-    """Words of the products of BF16 numbers, rounded to BF16."""
+    """Words of the products of BF16 values, rounded to BF16."""
     if HARDWARE:
         return tl.inline_asm_elementwise(_PTX_PRODUCT, "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1)
     return pair(low(a) * low(b), high(a) * high(b), HARDWARE)
@@ -93,7 +93,7 @@ def product(a, b, HARDWARE: tl.constexpr):
 
 @triton.jit
 def load_pair(a, b, is_a, is_b):
-    """Words of BF16 numbers at pointers ``a`` and ``b``; zeros where masks, if there are any, are false."""
+    """Words of BF16 values at pointers ``a`` and ``b``; zeros where the optional masks are false."""
     first = tl.load(a, mask=is_a, other=None if is_a is None else 0.0).to(tl.int16, bitcast=True).to(tl.int32)
     second = tl.load(b, mask=is_b, other=None if is_b is None else 0.0).to(tl.int16, bitcast=True).to(tl.int32)
     return (first & 0xFFFF) | (second << 16)
@@ -141,7 +141,7 @@ def two_rows_backward(dy, h, probs, t0, t1, place, feature, width, WEIGHTED: tl.
 
 @triton.jit
 def in_order(a, b, c, d):
-    """[4 Q] of what belongs to rows 4 i, 4 i + 1, 4 i + 2 and 4 i + 3, each [Q]."""
+    """[4 Q] from values of rows 4 i, 4 i + 1, 4 i + 2 and 4 i + 3, each [Q]."""
     return tl.join(tl.join(a, c), tl.join(b, d)).reshape(4 * a.shape[0])
 
 
@@ -152,7 +152,7 @@ def _larger_of(a, b):
 
 @triton.jit
 def _larger(a, b, HARDWARE: tl.constexpr):
-    """The larger magnitude in each half. On the bits: they order magnitudes and put NaN above infinity."""
+    """The larger magnitude in each half. On the bits, which order magnitudes and put NaN above infinity."""
     if HARDWARE:
         return _larger_of(a, b)
     return tl.maximum(a & 0xFFFF, b & 0xFFFF) | tl.maximum(a & _UPPER, b & _UPPER)
@@ -167,9 +167,9 @@ def _largest(words, AXIS: tl.constexpr, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _factor(amax_bits, scale_bits, POW2: tl.constexpr):
-    """What :func:`_quotient` takes for a block: the inverse of its scale, or the scale."""
+    """The factor that :func:`_quotient` needs for a block: the inverse of its scale, or the scale."""
     if POW2:
-        # The reciprocal of a power of two is exact, and so is the product with it where the quotient is.
+        # The reciprocal of a power of two is exact, and the product with it equals the quotient.
         scale_bits = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits)
     return scale_bits.to(tl.float32, bitcast=True)
 
@@ -183,7 +183,7 @@ def _quotient(x, factor, POW2: tl.constexpr):
 
 @triton.jit
 def _bytes_of_four(a, b, c, d, HARDWARE: tl.constexpr):
-    """Words of the E4M3 numbers nearest to four float32 ones, the first in the lowest byte."""
+    """Words of the E4M3 values nearest to four float32 ones, the first in the lowest byte."""
     if HARDWARE:
         return tl.inline_asm_elementwise(_PTX_BYTES, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1)
     lower = e4m3_bytes(a, False).to(tl.int32) | (e4m3_bytes(b, False).to(tl.int32) << 8)
@@ -192,7 +192,7 @@ def _bytes_of_four(a, b, c, d, HARDWARE: tl.constexpr):
 
 @triton.jit
 def _store_row(x, amax_bits, place, POW2: tl.constexpr, HARDWARE: tl.constexpr):
-    """Quantize each row of float32 ``x`` [Q, 128]; the bits of the rows' scales."""
+    """Quantize each row of float32 ``x`` [Q, 128]; return the bits of the row scales."""
     scale_bits = bits_of_scale(amax_bits, POW2)
     factor = _factor(amax_bits, scale_bits, POW2)
     tl.store(place, e4m3_bytes(_quotient(x, factor[:, None], POW2), HARDWARE))
@@ -203,7 +203,7 @@ def _store_row(x, amax_bits, place, POW2: tl.constexpr, HARDWARE: tl.constexpr):
 def store_rows(
     x, y, row, column, num_rows, num_columns, data, scales, Q: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Write a tile quantized in rows: bytes [num_rows, num_columns], and bits of scales [num_columns / 128, num_rows].
+    """Write a tile quantized rowwise: bytes [num_rows, num_columns], and bits of scales [num_columns / 128, num_rows].
 
     row: the tile's first, int64; column: its first feature.
     """
@@ -223,10 +223,11 @@ def store_columns(
     x, y, row, column, num_rows, num_columns, data, scales, IN_MATRIX: tl.constexpr, POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Write 128 rows quantized in columns: bytes [num_rows / 128, num_columns, 128], as words; scales of their lines.
+    """Write 128 rows quantized columnwise: bytes [num_rows / 128, num_columns, 128], as words, and the scales of their
+    lines.
 
-    row: the tile's first, int64. What a tile writes is one piece of memory; but a matrix [num_columns, num_rows] for
-    IN_MATRIX.
+    row: the tile's first, int64. A tile writes one contiguous piece of memory; with IN_MATRIX, into a matrix
+    [num_columns, num_rows].
     """
     feature = column + tl.arange(0, SIDE)
     m = _largest(_larger(x & _MAGNITUDES, y & _MAGNITUDES, HARDWARE), 0, HARDWARE)
@@ -243,8 +244,8 @@ def store_columns(
         place = feature[:, None].to(tl.int64) * (num_rows // 4) + tl.arange(0, SIDE // 4)[None, :]
         tl.store(data + row // 4 + place, tl.trans(words))
     else:
-        # Four words are a piece of 16 bytes, which lies at piece ^ (feature % 8); the compiler does not see that they
-        # stay beside each other.
+        # Four words are a piece of 16 bytes, stored at piece ^ (feature % 8); the compiler does not see that they stay
+        # adjacent.
         word = tl.arange(0, SIDE // 4)[None, :] ^ (feature % 8 * 4)[:, None]
         word = tl.max_contiguous(tl.multiple_of(word, [1, 4]), [1, 4])
         tl.store(data + line[:, None] * (SIDE // 4) + word, tl.trans(words))
@@ -252,7 +253,7 @@ def store_columns(
 
 @triton.jit
 def store_bf16(x, y, row, column, num_columns, out, Q: tl.constexpr):
-    """Write the numbers of a tile to BF16 [rows, num_columns], whose bits ``out`` points to."""
+    """Write the values of a tile to BF16 [rows, num_columns], whose bits ``out`` points to."""
     place = out + (row + tl.arange(0, Q) * 4)[:, None] * num_columns + column + tl.arange(0, SIDE)[None, :]
     tl.store(place, x.to(tl.int16))
     tl.store(place + num_columns, (x >> 16).to(tl.int16))
