@@ -59,7 +59,7 @@ def num_writes(tensor: Tensor) -> int:
     remove_when="torch.cuda has a public API to compile a kernel",
 )
 def compile_cuda(source: str, name: str, *, folder: str, options: Sequence[str]) -> Any:
-    """Compile CUDA source for sm_90a with headers from ``folder``, and load its kernel ``name`` on the current device."""
+    """Compile CUDA source for sm_90a with headers from ``folder``; load its kernel ``name`` on the current device."""
     return torch.cuda._compile_kernel(
         source, name, compute_capability="90a", cuda_include_dirs=[folder], nvcc_options=list(options)
     )
@@ -85,8 +85,8 @@ def gloo_group_on(
 @patches(
     "torch",
     ">=2.11,<2.12",
-    why="NCCL's watchdog kills the process after the group's timeout, which ProcessGroupNCCL.Options takes as _timeout",
-    remove_when="a group outside torch.distributed's global state can be created with a timeout through public arguments",
+    why="NCCL's watchdog kills the process at the group's timeout, which ProcessGroupNCCL.Options takes as _timeout",
+    remove_when="a public API creates a group with a timeout outside torch.distributed's global state",
 )
 def nccl_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupNCCL:
     """Collective: create an NCCL group without touching torch.distributed's global state."""
@@ -118,7 +118,7 @@ def coalesced(group: dist.ProcessGroupNCCL, calls: Sequence[Callable[[], Any]]) 
     remove_when="rebuild_cuda_tensor takes the opening device as a named argument",
 )
 def open_on(arguments: Sequence[Any], device: int) -> Tensor:
-    """Open on GPU ``device`` a tensor of another process on this host, from the ``arguments`` of its ``reduce_tensor``."""
+    """Open another local process's tensor on GPU ``device``; ``arguments`` come from its ``reduce_tensor``."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     arguments = list(arguments)
