@@ -10,8 +10,8 @@
 //   probs   float [T]              factor applied to a token's result after rounding; null: none
 //   out     bf16  [T, N]
 //
-// N and K are multiples of 128. Tensor cores sum 128 products; these partial sums are scaled and accumulated in float32,
-// in the order of the K blocks: a row's bits do not depend on the other rows.
+// N and K are multiples of 128. Tensor cores sum 128 products; these partial sums are scaled and accumulated in
+// float32, block by block along K: a row's bits do not depend on the other rows.
 //
 // Thread blocks are persistent and process tiles of 128 x WIDTH of out. A cluster of two thread blocks works on two
 // vertically adjacent tiles: if both have the same expert, each loads half of the weights and multicasts it to both.
@@ -95,7 +95,7 @@ multiply_rows(const IN_PLACE TensorMap x, const float* __restrict__ x_scale, con
         if (warp == 0) {
             // Tile and scale positions are computed one tile ahead, and scales are loaded one step ahead.
             struct Place {
-                int row, w_row, first, second;  // first and second: scale indices; the tile's columns span at most two blocks
+                int row, w_row, first, second;  // first, second: scale indices, as a tile spans two column blocks
                 bool is_shared, begins_inside;
             };
             auto place = [&]() {

@@ -15,10 +15,10 @@
 // column. If experts have LONG rows or more on average, the schedule goes down 16 rows of tiles before moving to the
 // next column, so that concurrent tiles share operands.
 //
-// Two warp groups multiply, each 64 x 128 of a tile; while the tensor cores multiply a block of 128 rows, the products of
-// the previous block are scaled and accumulated. In a third group, one warp loads operands, and one warp per half tile
-// adds finished sums to global memory while the next tile is computed; it prefetches the destination when the tile
-// starts.
+// Two warp groups multiply, each 64 x 128 of a tile; while the tensor cores multiply a block of 128 rows, the products
+// of the previous block are scaled and accumulated. In a third group, one warp loads operands, and one warp per half
+// tile adds finished sums to global memory while the next tile is computed; it prefetches the destination when the
+// tile starts.
 //
 // DOWN, ACROSS, STAGES (pipeline depth of operand loads) and LONG are compiler definitions.
 
