@@ -1,6 +1,6 @@
-"""vLLM's FlashAttention 3 and router softmax, for bitwise equality with the engine.
+"""Calls vLLM's FlashAttention 3 and router softmax kernels.
 
-The trainer calls vLLM's own GPU kernels.
+The trainer runs vLLM's own GPU kernels to be bitwise equal to the engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data movement of grouped FP8 experts: permute, quantize, SwiGLU and unpermute around the grouped GEMMs.
+"""Permute, quantize, SwiGLU and unpermute around the grouped GEMMs of FP8 experts.
 
 In:  BF16 rows sorted by expert, token counts per expert on the device, outputs of grouped GEMMs.
 Out: FP8 data and scales in the layouts of DeepGEMM's Hopper kernels; each tensor is read once and written once.

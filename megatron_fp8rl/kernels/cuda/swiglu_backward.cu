@@ -26,7 +26,7 @@
 constexpr int SIDE = 128, STAGES = 2, WARPS = 16, THREADS = WARPS * 32;
 constexpr u32 LINE = SIDE * 2 + 16;       // row stride of an input in bytes, padded against bank conflicts
 constexpr u32 INPUT = SIDE * LINE;        // bytes each of gate, up and dy
-constexpr u32 STAGE = 3 * INPUT;          // reused for columnwise bytes
+constexpr u32 STAGE = 3 * INPUT;          // three inputs, reused for columnwise bytes
 constexpr u32 TILE = SIDE * SIDE;
 constexpr u32 BARRIERS = 0;               // per stage: full and empty
 constexpr u32 PARTS = 128;                // partial results per quarter tile, double-buffered over tiles
@@ -234,7 +234,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
             }
             named_wait(1, THREADS);  // partial results are complete, and the inputs are no longer read
 
-            // Each of the four lanes that share rows handles the scales of one row, each of the eight those of one feature.
+            // Each of the four lanes that share rows scales one row, each of the eight that share features one feature.
             u32 row_factor[2], column_factor[3];
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
