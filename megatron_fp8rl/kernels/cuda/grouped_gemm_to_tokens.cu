@@ -95,7 +95,7 @@ multiply_rows(const IN_PLACE TensorMap x, const float* __restrict__ x_scale, con
         if (warp == 0) {
             // Tile and scale positions are computed one tile ahead, and scales are loaded one step ahead.
             struct Place {
-                int row, w_row, first, second;  // first, second: scale indices, as a tile spans two column blocks
+                int row, w_row, first, second;  // first, second: scales of the tile's (at most two) column blocks
                 bool is_shared, begins_inside;
             };
             auto place = [&]() {

@@ -42,7 +42,7 @@ enum : u32 { SAME_TILE, NEXT_TILE, NOTHING };  // what follows a step
 
 struct Steps {  // of a cluster: its tiles in schedule order, and for each the blocks of 128 rows of its expert
     const int* offsets;
-    int experts, rows, columns, height;  // in units of cluster tiles
+    int experts, rows, columns, height;  // rows, columns, height: in tiles of a cluster
     int index, distance;
     int expert, row, column, first, count, i;
     bool more;

@@ -234,7 +234,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
             }
             named_wait(1, THREADS);  // partial results are complete, and the inputs are no longer read
 
-            // Each of the four lanes that share rows scales one row, each of the eight that share features one feature.
+            // Each of the four lanes that share rows computes one row's factor, each of eight one feature's.
             u32 row_factor[2], column_factor[3];
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
