@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs on a tensor: Triton's or torch's."""
+"""Selects the implementation of an operation for a tensor: Triton or torch."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's kernels run on the CPU, for tests
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton kernels run on the CPU, for tests
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether Triton kernels work on this tensor: it is on a GPU, or they are interpreted."""
+    """Whether Triton kernels can process this tensor: it is on a GPU, or Triton runs in interpreter mode."""
     return tensor.is_cuda or INTERPRETED

@@ -1,16 +1,17 @@
-"""Blockwise FP8, the one definition of it: weights in 128x128 blocks, activations in 1x128 blocks, E4M3 values.
+"""Reference blockwise E4M3 quantization: weights in 128x128 blocks, activations in 1x128.
 
     amax      = largest magnitude in the block
-    scale_inv = amax / 448, rounded up to a power of two for ``scales="pow2"``      448 is the largest E4M3 number
+    scale_inv = amax / 448, rounded up to a power of two if ``scales="pow2"``      448 is the largest E4M3 number
     data      = x / scale_inv, rounded to the nearest E4M3 number, ties to even
     x         ~ data * scale_inv
 
-The trainer's linears, the weight exporter and the engine's CPU kernels all call these functions, in whatever process
-they run; comparing bytes between them is therefore comparing weights. With power-of-two scales the bytes and scales are
-also those of Transformer Engine's ``Float8BlockScaling`` and of DeepGEMM's ``ue8m0`` casts.
+This is the only definition. The trainer's linears, the weight exporter and the engine's CPU kernels all call these
+functions, in whichever process they run, so weights can be compared by comparing bytes. With power-of-two scales, the
+bytes and scales also match Transformer Engine's ``Float8BlockScaling`` and DeepGEMM's ``ue8m0`` casts.
 
-Blocks start at index 0 of each axis; the last block of an axis may be shorter. A shard whose edges are multiples of 128
-quantizes to the slice of the quantized whole. A NaN or infinity makes its whole block NaN rather than a large number.
+Blocks start at index 0 of each axis; the last block of an axis may be shorter. Quantizing a shard whose edges are
+multiples of 128 gives the same bytes as slicing the quantized full tensor. A NaN or infinity turns its whole block into
+NaN rather than a large number.
 
 Shapes: N = output features, K = input features, Nb = ceil(N / 128), Kb = ceil(K / 128).
 """
@@ -26,18 +27,18 @@ from torch import Tensor
 
 BLOCK = 128
 E4M3_MAX = 448.0
-_VLLM_LEAST_AMAX = 1e-4  # of a block, in vllm.utils.deep_gemm.per_block_cast_to_fp8
+_VLLM_LEAST_AMAX = 1e-4  # lower bound on block amax in vllm.utils.deep_gemm.per_block_cast_to_fp8
 
 Scales = Literal["pow2", "fp32"]
 
 
 @dataclass(frozen=True)
 class Format:
-    """An FP8 number format. Its largest number is 1.75 * 2^max_exponent; E4M3 and E5M2 share that mantissa."""
+    """An FP8 number format. Its largest value is 1.75 * 2^max_exponent; this mantissa is the same in E4M3 and E5M2."""
 
     dtype: torch.dtype
     max_exponent: int
-    min_exponent: int  # of normal numbers; below it numbers are equally spaced
+    min_exponent: int  # of normal numbers; subnormals below it are equally spaced
     num_mantissa_bits: int
 
     @property
@@ -49,32 +50,32 @@ E4M3 = Format(torch.float8_e4m3fn, max_exponent=8, min_exponent=-6, num_mantissa
 E5M2 = Format(torch.float8_e5m2, max_exponent=15, min_exponent=-14, num_mantissa_bits=2)
 
 _EXPONENT_BITS = 0x7F800000
-_BELOW_MAX_MANTISSA = 0x1FFFFF  # added to the bits of 1.75 * 2^e it does not carry into the exponent; to more, it does
+_BELOW_MAX_MANTISSA = 0x1FFFFF  # added to float32 bits: carries into the exponent iff mantissa > 1.75
 
 
 def scale_of(amax: Tensor, scales: Scales, fmt: Format = E4M3) -> Tensor:
-    """Multiplier that restores a block from its FP8 values. ``amax`` float32, any shape; a block of zeros gets 1.
+    """Dequantization scale of a block. ``amax`` is float32 of any shape; an all-zero block gets scale 1.
 
-    ``pow2`` is 2^ceil(log2(amax / max)), read off the exponent bits, so that no logarithm can round it to a neighbour.
+    ``pow2`` is 2^ceil(log2(amax / max)), computed from the exponent bits, so no logarithm can round it to a neighbor.
     """
     if scales == "pow2":
-        # The sum stays below the sign bit for every finite amax. NaN and infinity are restored below.
+        # The sum never reaches the sign bit for a finite amax. NaN and infinity are handled below.
         exponent = (amax.view(torch.int32) + _BELOW_MAX_MANTISSA >> 23) - fmt.max_exponent
         scale = (exponent.clamp_(1, 254) << 23).view(torch.float32)
     else:
-        # By a tensor: on a GPU torch divides by a number through its rounded reciprocal, which is not the quotient.
-        # Not below the smallest normal number, which keeps 1 / scale finite.
+        # Divide by a tensor: on a GPU, torch divides by a scalar by multiplying with its rounded reciprocal, which does
+        # not give the correctly rounded quotient. Clamp to the smallest normal number to keep 1 / scale finite.
         scale = (amax / torch.full_like(amax, fmt.max)).clamp_(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     return torch.where(amax == 0, 1.0, scale)
 
 
 def round_to_grid_(x: Tensor, scale: Tensor, fmt: Format = E4M3) -> Tensor:
-    """Replace x by the nearest multiples of ``scale`` that ``fmt`` can hold, ties to even: FP8 without the bytes.
+    """Round x in place to the nearest ``fmt`` value times ``scale``, ties to even: FP8 rounding without the bytes.
 
-    x float32 with no magnitude above ``fmt.max * scale``; scale float32, powers of two, broadcast over x.
-    Adding and subtracting 1.5 * 2^(e + 23 - mantissa bits), where 2^e <= |x| < 2^(e + 1), leaves x rounded by the
-    float32 adder itself; several times faster on CPUs than a conversion to FP8 and back, and equal to it.
+    x is float32 with no magnitude above ``fmt.max * scale``; scale is float32, powers of two, broadcast over x.
+    Adding and subtracting 1.5 * 2^(e + 23 - mantissa bits), where 2^e <= |x| < 2^(e + 1), makes the float32 adder round
+    x. On CPUs this is several times faster than converting to FP8 and back, with the same result.
     """
     shift = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     torch.maximum(shift, scale * 2.0**fmt.min_exponent, out=shift)
@@ -84,7 +85,7 @@ def round_to_grid_(x: Tensor, scale: Tensor, fmt: Format = E4M3) -> Tensor:
 
 def round_blocks_(blocks: Tensor, dims: int | tuple[int, ...], scales: Scales, fmt: Format = E4M3) -> Tensor:
     """Quantize and dequantize float32 ``blocks`` in place; ``dims`` are the axes within a block."""
-    # Two reductions without a temporary are faster than the largest absolute value.
+    # Two reductions without a temporary are faster than abs().amax().
     amax = torch.maximum(blocks.amax(dims, keepdim=True), blocks.amin(dims, keepdim=True).neg_())
     scale = scale_of(amax, scales, fmt)
     if scales == "pow2":
@@ -93,27 +94,27 @@ def round_blocks_(blocks: Tensor, dims: int | tuple[int, ...], scales: Scales, f
 
 
 def float32_copy(x: Tensor, *, rows_to: int = 1, columns_to: int = 1) -> Tensor:
-    """A float32 copy that may be overwritten, its last two axes filled with zeros up to multiples."""
+    """A float32 copy that may be overwritten, with its last two axes zero-padded to the given multiples."""
     missing = (0, -x.shape[-1] % columns_to, 0, -x.shape[-2] % rows_to)
     return F.pad(x.float(), missing) if any(missing) else x.to(torch.float32, copy=True)
 
 
 def _weight_blocks(weight_NK: Tensor) -> Tensor:
-    """[N, K] -> float32 [Nb, 128, Kb, 128], filled with zeros at the lower and right edge."""
+    """[N, K] -> float32 [Nb, 128, Kb, 128], zero-padded at the bottom and right edges."""
     num_rows, num_columns = weight_NK.shape
     padded = F.pad(weight_NK.float(), (0, -num_columns % BLOCK, 0, -num_rows % BLOCK))
     return padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
 
 
 def _row_blocks(x: Tensor) -> Tensor:
-    """[..., K] -> float32 [..., Kb, 128], filled with zeros at the right edge."""
+    """[..., K] -> float32 [..., Kb, 128], zero-padded at the right edge."""
     return F.pad(x.float(), (0, -x.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
 
 
 def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
     """Quantize a matrix in 128x128 blocks: (data float8_e4m3fn [N, K], scale_inv float32 [Nb, Kb]).
 
-    On a GPU one kernel reads the matrix once and writes the same bytes; torch makes several passes over it.
+    On a GPU, a single kernel reads the matrix once and writes the same bytes; torch needs several passes.
     """
     if weight_NK.is_cuda and weight_NK.dtype in (torch.bfloat16, torch.float32):
         from megatron_fp8rl.kernels.triton import quantize  # imports Triton
@@ -123,7 +124,7 @@ def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weight_in_torch(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
-    """:func:`quantize_weight` by torch alone, on any device: the definition that its kernel has to meet."""
+    """:func:`quantize_weight` in pure torch, on any device: the reference that the Triton kernel must match."""
     num_rows, num_columns = weight_NK.shape
     blocks = _weight_blocks(weight_NK)
     scale = scale_of(blocks.abs().amax(dim=(1, 3)), scales)
@@ -133,7 +134,7 @@ def quantize_weight_in_torch(weight_NK: Tensor, scales: Scales) -> tuple[Tensor,
 
 
 def dequantize_weight(data_NK: Tensor, scale_inv: Tensor) -> Tensor:
-    """Float32 [N, K] from the bytes and the scales of :func:`quantize_weight`."""
+    """Dequantize the output of :func:`quantize_weight` to float32 [N, K]."""
     num_rows, num_columns = data_NK.shape
     scale_NKb = scale_inv.repeat_interleave(BLOCK, 0)[:num_rows]
     values = _float32_of(data_NK)
@@ -143,36 +144,36 @@ def dequantize_weight(data_NK: Tensor, scale_inv: Tensor) -> Tensor:
 
 
 def canonical(data_NK: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """The one form that vLLM's conversion for DeepGEMM gives to E4M3 blocks with power-of-two scales.
+    """Requantize E4M3 blocks with power-of-two scales to the canonical form that vLLM produces for DeepGEMM.
 
     data_NK float8_e4m3fn [N, K] and scale_inv float32 [Nb, Kb], powers of two; returns the same types and shapes.
-    The same values have several forms: a block whose largest magnitude is at most 224 may also have doubled values
-    and half the scale. vLLM chooses the smallest scale, as for a largest magnitude of at least 1e-4; below that the
-    values are rounded to the grid of that scale.
+    The representation is not unique: a block whose E4M3 amax is at most 224 can also store doubled values with half the
+    scale. vLLM chooses the smallest scale, computed from an amax clamped to at least 1e-4; in blocks below that, values
+    are rounded to the grid of that scale.
     """
     num_rows, num_columns = data_NK.shape
     padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
     magnitude = F.pad(data_NK.view(torch.uint8) & 0x7F, padding).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    # Bytes of magnitudes are in their order, and NaN is the largest.
+    # Magnitude bytes sort like the magnitudes themselves, with NaN the largest.
     amax = magnitude.amax(dim=(1, 3)).view(torch.float8_e4m3fn).float() * scale_inv
     scale = scale_of(amax.clamp(min=_VLLM_LEAST_AMAX), "pow2")
     if torch.equal(scale, scale_inv):
         return data_NK, scale_inv
     shift_NKb = (scale_inv / scale).bfloat16().repeat_interleave(BLOCK, 0)[:num_rows]
-    # Four significant bits times a power of two: BF16 holds every product, and the conversion rounds once.
+    # Four significant bits times a power of two: every product is exact in BF16, so the conversion rounds only once.
     values = data_NK.bfloat16().mul_(shift_NKb.repeat_interleave(BLOCK, 1)[:, :num_columns])
     return values.to(torch.float8_e4m3fn), scale
 
 
 def _float32_of(data: Tensor) -> Tensor:
-    """Float32 of E4M3 numbers, contiguous.
+    """Convert E4M3 to contiguous float32.
 
-    On CPUs torch converts one number at a time. Moved up by seven bits, exponent and mantissa of E4M3 are those of an
-    FP16 number 2^(15 - 7) times smaller, and FP16 is converted by vector instructions; only NaN has other bits.
+    On CPUs, torch converts E4M3 one element at a time. Shifted left by seven bits, exponent and mantissa of E4M3 are
+    those of an FP16 number 2^(15 - 7) times smaller, and FP16 conversion is vectorized; only NaN is a special case.
     """
     if data.device.type != "cpu":
         return data.float()
-    bits = data.contiguous().view(torch.int8).to(torch.int16)  # the sign is extended into the sign of FP16
+    bits = data.contiguous().view(torch.int8).to(torch.int16)  # sign extension sets the FP16 sign bit
     magnitude = bits & 0x7F
     is_nan = magnitude == 0x7F
     values = ((magnitude << 7) | (bits & -0x8000)).view(torch.float16).float().mul_(2.0 ** (15 - 7))
@@ -188,32 +189,32 @@ def quantize_activation(x: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_activation(data: Tensor, scale_inv: Tensor) -> Tensor:
-    """Float32 [..., K] from the bytes and the scales of :func:`quantize_activation`."""
+    """Dequantize the output of :func:`quantize_activation` to float32 [..., K]."""
     return data.float().mul_(scale_inv.repeat_interleave(BLOCK, -1)[..., : data.shape[-1]])
 
 
 def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
-    """Type in which a dequantized operand is exact: an E4M3 number has 4 significant bits, so times a power of two it
-    is a BF16 number, and a BF16 product that accumulates in float32 is the FP8 product."""
+    """Dtype that represents a dequantized operand exactly. An E4M3 number has 4 significant bits, so its product with a
+    power of two is exact in BF16, and a BF16 GEMM with float32 accumulation computes the FP8 product."""
     return torch.bfloat16 if scales == "pow2" and dtype == torch.bfloat16 else torch.float32
 
 
 def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Scales) -> Tensor:
-    """y = x W^T on FP8 operands: x is quantized here, products accumulate in float32, y is rounded once to x.dtype.
+    """y = x W^T on FP8 operands: quantizes x, accumulates in float32, rounds y once to x.dtype.
 
-    x [..., K]; weight_data float8_e4m3fn [N, K] and weight_scale_inv float32 [Nb, Kb] as from :func:`quantize_weight`.
+    x [..., K]; weight_data float8_e4m3fn [N, K] and weight_scale_inv float32 [Nb, Kb] as in :func:`quantize_weight`.
     """
     weight = dequantize_weight(weight_data, weight_scale_inv).to(operand_dtype(x.dtype, scales))
     return linear_dequantized(x, weight, scales)
 
 
 def linear_dequantized(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
-    """:func:`linear` for a caller that keeps the dequantized weight, in ``operand_dtype(x.dtype, scales)``."""
+    """:func:`linear` for callers that cache the dequantized weight in ``operand_dtype(x.dtype, scales)``."""
     return F.linear(round_activation(x, scales, weight.dtype), weight).to(x.dtype)
 
 
 def round_activation(x: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:
-    """``dequantize_activation(*quantize_activation(x, scales))`` in ``dtype``, without the bytes; 1x128 blocks."""
+    """``dequantize_activation(*quantize_activation(x, scales))`` in ``dtype``, without materializing FP8 bytes."""
     blocks = float32_copy(x.unsqueeze(0), columns_to=BLOCK)[0].unflatten(-1, (-1, BLOCK))
     rounded = round_blocks_(blocks, -1, scales)
     return rounded.flatten(-2)[..., : x.shape[-1]].to(dtype)

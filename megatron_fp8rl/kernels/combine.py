@@ -1,15 +1,15 @@
-"""Combines a token's experts as an engine on DeepGEMM does: router weights enter the sum, which is rounded once.
+"""Combines expert outputs as DeepGEMM engines do: a router-weighted sum, rounded once.
 
-In: expert outputs without router weights, in the dispatcher's order. Out: the sum of each token. Runs on every trainer
-rank whose engines have ``rollout.moe_backend = deep_gemm``. All other engines round each weighted output to BF16 before
-they add; in that case the experts apply the router weights, and ``dispatcher.py`` adds.
+In: expert outputs without router weights, in dispatcher order. Out: one sum per token. Runs on: every trainer rank if
+the engines use ``rollout.moe_backend = deep_gemm``. All other engines round each weighted output to BF16 before adding;
+for those, the experts apply the router weights and ``dispatcher.py`` sums.
 
-Router weights can be applied only after the all-to-all has brought a token's rows together, so the experts pass their
-outputs on unweighted. Gradients are those of weighted outputs: the sum hands its gradient to each row of a token, and
-the experts, which know the weights of their rows, apply them there and compute the weights' gradients.
+Router weights can only be applied after the all-to-all has gathered a token's rows, so the experts return unweighted
+outputs. Gradients are still those of weighted outputs: backward of the sum copies its gradient to each row of the
+token, and the experts, which have the weights of their rows, apply them there and compute the router-weight gradients.
 
-Shapes: T = tokens of this rank, E = experts, K = experts per token, H = hidden size; rows: T * K, first the tokens of
-the first expert in order, then those of the second.
+Shapes: T = tokens of this rank, E = experts, K = experts per token, H = hidden size; rows: T * K, the tokens of the
+first expert in order, followed by those of the second, and so on.
 """
 
 from __future__ import annotations
@@ -48,29 +48,29 @@ class _Sum(torch.autograd.Function):
 
 
 def weighted_in_combine(outputs: Tensor, weights: Tensor) -> Tensor:
-    """outputs [rows, H] unchanged, with the gradients of outputs * weights [rows]: combine applies the weights."""
+    """Identity on outputs [rows, H] with the gradient of outputs * weights [rows]: combine applies the weights."""
     return _WeightedLater.apply(outputs, weights)
 
 
 def combine_experts(outputs: Tensor, weights_TE: Tensor, goes_TE: Tensor, top_k: int) -> Tensor:
-    """outputs [rows, H] -> [T, H]: sums of a token's outputs times its weights, in float32, rounded once.
+    """outputs [rows, H] -> [T, H]: weighted sum of each token's outputs, in float32, rounded once.
 
-    A token's experts come in the engine's order, the largest weight first, and of equal ones the lower expert. The
-    gradient of an output is that of its token's sum: see :func:`weighted_in_combine`.
+    A token's experts are summed in the engine's order: descending weight, ties broken by the lower expert index. Each
+    output receives the gradient of its token's sum, unweighted: see :func:`weighted_in_combine`.
     """
     weights_TK, experts_TK = slots(weights_TE.detach(), goes_TE, top_k)
     return _Sum.apply(outputs, rows_of(experts_TK), weights_TK)
 
 
 def slots(weights_TE: Tensor, goes_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """(weights float32 [T, K], experts int64 [T, K]) of each token, the largest weight first."""
+    """(weights float32 [T, K], experts int64 [T, K]) of each token, in descending order of weight."""
     ordered = weights_TE.float().masked_fill(~goes_TE, -1.0).sort(dim=1, descending=True, stable=True)
     return ordered.values[:, :top_k].contiguous(), ordered.indices[:, :top_k].contiguous()
 
 
 def rows_of(experts_TK: Tensor) -> Tensor:
-    """int64 [T, K]: where the dispatcher puts a token's copy for each of these experts."""
-    order = experts_TK.flatten().argsort(stable=True)  # a token has an expert once, so ties are in the tokens' order
+    """int64 [T, K]: the row where the dispatcher places a token's copy for each of these experts."""
+    order = experts_TK.flatten().argsort(stable=True)  # an expert occurs once per token, so ties are in token order
     rows = torch.empty_like(order)
     rows[order] = torch.arange(len(order), device=order.device)
     return rows.view_as(experts_TK)

@@ -1,4 +1,7 @@
-"""vLLM's own GPU kernels that the trainer calls to get the engine's bits: FlashAttention 3 and the router's softmax."""
+"""Calls vLLM's FlashAttention 3 and router softmax kernels.
+
+The trainer runs vLLM's own GPU kernels to be bitwise equal to the engine.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ def flash_attention(
     query: Tensor, key: Tensor, value: Tensor, *, cu_queries: Tensor, cu_keys: Tensor, max_queries: int, max_keys: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal attention of packed segments: ([T, H, D] in the type of query, float32 [H, T] log-sum-exp).
+    """Causal attention over packed sequences: ([T, H, D] in the dtype of query, float32 [H, T] log-sum-exp).
 
-    query [T, H, D], key and value [S, G, D]; ``cu_queries`` and ``cu_keys`` int32, where segments begin and the last
-    ends. The mask is aligned to the bottom right of each segment. Raises RuntimeError without vLLM for CUDA.
+    query [T, H, D], key and value [S, G, D]; ``cu_queries`` and ``cu_keys`` int32 are cumulative sequence lengths. The
+    mask is aligned to the bottom right of each sequence. Raises RuntimeError if vLLM for CUDA is not installed.
     """
     try:
         attend = vllm_flash_attention()
@@ -41,14 +44,14 @@ def flash_attention(
 
 
 def has_topk_softmax() -> bool:
-    """Whether vLLM's kernel of the router is installed."""
+    """Whether vLLM's router kernel is installed."""
     return vllm_topk_softmax() is not None
 
 
 def topk_softmax(logits_TE: Tensor, top_k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-    """(weights float32 [T, K], experts int32 [T, K]) of BF16 logits on a GPU, by vLLM's kernel."""
+    """(weights float32 [T, K], experts int32 [T, K]) from BF16 logits on a GPU, computed by vLLM's kernel."""
     kernel = vllm_topk_softmax()
-    assert kernel is not None  # the caller has asked
+    assert kernel is not None  # the caller has checked
     weights_TK = torch.empty(len(logits_TE), top_k, dtype=torch.float32, device=logits_TE.device)
     experts_TK = torch.empty_like(weights_TK, dtype=torch.int32)
     kernel(weights_TK, experts_TK, torch.empty_like(experts_TK), logits_TE, normalize)

@@ -1,7 +1,7 @@
-"""The data movement of grouped experts in plain torch: the definition that triton/permute.py matches, and the CPU path.
+"""Data movement of grouped experts in pure torch: reference for triton/permute.py, CPU path.
 
-Functions, inputs and outputs are those of fused_moe.py. They synchronize with the device to read counts, and make
-several passes over memory. Row blocks after the last expert are zeros here, with scales of 1.
+Functions, inputs and outputs are those of fused_moe.py. These versions synchronize with the device to read counts and
+make several passes over memory. Row blocks after the last expert are zeros here, with scales of 1.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized, Swigl
 
 
 def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, ...]:
-    """(offsets, padded_counts, experts, rows, positions) of a ``ExpertPermutation``."""
+    """(offsets, padded_counts, experts, rows, positions) of an ``ExpertPermutation``."""
     device = tokens_per_expert.device
     counts = tokens_per_expert.long()
     padded_counts = (counts + BLOCK - 1) // BLOCK * BLOCK
@@ -41,7 +41,7 @@ def quantized(
     columns: bool = False,
     bf16: bool = False,
 ) -> Quantized:
-    """The orientations of BF16 ``x_PK``, whose padding is taken for zeros."""
+    """Quantize BF16 ``x_PK`` in the requested orientations; padded rows are treated as zeros."""
     x = _without_padding(x_PK, layout)
     data = scale = lines = line_scale = None
     if rows:
@@ -57,7 +57,7 @@ def quantized(
 
 
 def swizzled(lines: Tensor) -> Tensor:
-    """Bytes [..., K, 128] with each piece of 16 at piece ^ (feature % 8): what undoes itself."""
+    """Swizzle bytes [..., K, 128]: each 16-byte chunk moves to chunk ^ (feature % 8). It is its own inverse."""
     pieces = lines.contiguous().view(torch.uint8).unflatten(-1, (8, 16))
     features = torch.arange(lines.shape[-2], device=lines.device)
     piece = torch.arange(8, device=lines.device) ^ (features[:, None] % 8)
@@ -101,7 +101,7 @@ def swiglu(h_P2F: Tensor) -> Tensor:
 
 
 def swiglu_backward(dy_PF: Tensor, h_P2F: Tensor) -> Tensor:
-    """The gradient of :func:`swiglu`, float32 [P, 2F], for float32 ``dy_PF``; roundings have the gradient 1."""
+    """Gradient of :func:`swiglu`, float32 [P, 2F], from float32 ``dy_PF``; rounding has gradient 1."""
     gate, up = h_P2F.float().chunk(2, dim=1)
     sigmoid = 1.0 / (1.0 + torch.exp(-gate))
     slope = sigmoid * (1.0 + gate * (1.0 - sigmoid))
@@ -140,7 +140,7 @@ def unpermute(y_PN: Tensor, layout: ExpertPermutation, probs: Tensor | None) -> 
 
 
 def _column_major(x: Tensor) -> Tensor:
-    """A copy with strides (1, rows), also where there is one column."""
+    """A copy with strides (1, rows), even with a single column."""
     return torch.empty_like(x.t(), memory_format=torch.contiguous_format).copy_(x.t()).t()
 
 

@@ -1,6 +1,6 @@
-"""Products in blockwise FP8 and BF16, of one matrix or of all experts: DeepGEMM and our CUDA on Hopper, torch on a CPU.
+"""Dense and grouped GEMMs in blockwise FP8 and BF16: DeepGEMM and our CUDA, torch on CPU.
 
-    product              kernel                                operands                     result
+    GEMM                 kernel                                operands                     result
     dense
     y  = x W^T           fp8_gemm_nt, 1x128 by 128x128         x rowwise, W rowwise         BF16 [P, N]
     dx = g W             fp8_gemm_nt, 1x128 by 128x128         g rowwise, W transposed      BF16 [P, K]
@@ -8,17 +8,17 @@
     grouped
     y  = x W^T           m_grouped_*_gemm_nt_contiguous        x rowwise, W rowwise         BF16 [P, N]
     dx = g W             m_grouped_*_gemm_nt_contiguous        g rowwise, W transposed      BF16 [P, K]
-    to tokens (FP8)      cuda/grouped_gemm_to_tokens.cu        either of these              BF16 [T, N] or [T, K]
+    to tokens (FP8)      cuda/grouped_gemm_to_tokens.cu        as y or dx                   BF16 [T, N] or [T, K]
     dW += g^T x (FP8)    cuda/grouped_wgrad.cu                 g, x columnwise              FP32 [E, N, K]
     dW += g^T x (BF16)   k_grouped_bf16_gemm_tn_contiguous     g, x rowwise                 FP32 [E, N, K]
 
-DeepGEMM's forward kernels are those of vLLM's linears and experts, so the forward pass computes the engine's numbers: a
-row has the same bits whatever rows are computed beside it. FP8 products accumulate in float32 after every 128 terms.
-DeepGEMM compiles a kernel the first time that a shape of weights is multiplied, for seconds, and keeps it in
-DG_JIT_CACHE_DIR, by default where vLLM's engines keep theirs. The number of tokens is not compiled in.
+The DeepGEMM forward kernels are the ones behind vLLM's linears and experts, so the forward pass is bitwise equal to the
+engine's: a row's result does not depend on the other rows in the batch. FP8 partial sums are promoted to float32 every
+128 terms. DeepGEMM compiles a kernel on the first GEMM with a new weight shape, which takes seconds, and caches it in
+DG_JIT_CACHE_DIR, by default the cache of vLLM's engines. The number of tokens is not a compile-time constant.
 
-An expert's rows begin at multiples of 128 (``fused_moe.ExpertPermutation``); rows that pad an expert hold zeros, which
-add nothing to a product.
+Each expert's rows start at a multiple of 128 (``fused_moe.ExpertPermutation``); padded rows are zero and contribute
+nothing to a GEMM.
 
 Shapes: P = rows with padding (of all experts, or of one dense matrix), a multiple of 128; E = experts of this rank;
 N = output features and K = input features, multiples of 128.
@@ -44,14 +44,14 @@ from megatron_fp8rl.kernels.deep_gemm import deep_gemm
 from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, unpermute
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
 
-_BOTH_BY_ROWS = (1, 1, 128)  # a block is 1 row and 128 terms of the sum, of the left operand and of the right one
+_BOTH_BY_ROWS = (1, 1, 128)  # scale blocks: 1 row of the left operand, 1 of the right, 128 terms of the sum
 
 
 class Fp8(NamedTuple):
-    """E4M3 numbers and the float32 scales of their blocks.
+    """E4M3 data and the float32 scales of its blocks.
 
-    Tokens in rows:    data [P, K], scale [P, K/128] with strides (1, P)      blocks of 1x128
-    Tokens in columns: data [P/128, K, 128], swizzled, scale [P/128, K]       blocks of 128x1 (fused_moe.py)
+    Rowwise tokens:    data [P, K], scale [P, K/128] with strides (1, P)      blocks of 1x128
+    Columnwise tokens: data [P/128, K, 128], swizzled, scale [P/128, K]       blocks of 128x1 (fused_moe.py)
     Weights:           data [E, N, K], scale [E, N/128, K/128]                blocks of 128x128
     """
 
@@ -59,7 +59,7 @@ class Fp8(NamedTuple):
     scale: Tensor
 
     def transposed(self) -> Fp8:
-        """Weights [E, N, K] -> [E, K, N]: the same bytes, moved, and a view of the same scales."""
+        """Weights [E, N, K] -> [E, K, N]: a transposed copy of the bytes and a view of the scales."""
         if self.data.is_cuda:
             from megatron_fp8rl.kernels.triton import quantize  # imports Triton
 
@@ -70,7 +70,7 @@ class Fp8(NamedTuple):
 
 
 def quantized(weights_ENK: Tensor, scales: Scales) -> Fp8:
-    """Weights [E, N, K], N a multiple of 128, in one launch: no block lies in two matrices."""
+    """Quantize weights [E, N, K], N a multiple of 128, in one launch; no block spans two matrices."""
     num_experts, num_rows, num_columns = weights_ENK.shape
     if weights_ENK.is_cuda:
         from megatron_fp8rl.kernels.triton import quantize_weights  # imports Triton
@@ -82,13 +82,13 @@ def quantized(weights_ENK: Tensor, scales: Scales) -> Fp8:
 
 
 def multiply_fp8(x: Fp8, weights: Fp8, layout: ExpertPermutation, dtype: torch.dtype) -> Tensor:
-    """x [P, K] times each expert's W [N, K]: [P, N] in ``dtype``, which on a GPU is bfloat16."""
+    """y = x W^T per expert, for x [P, K] and W [N, K]: [P, N] in ``dtype``, which must be bfloat16 on a GPU."""
     num_rows, num_columns = x.data.shape[0], weights.data.shape[1]
     if not x.data.is_cuda:
         operands = exact_dtype(x, weights, dtype)
         return _emulated_product(_restored_rows(x, operands), _restored_weights(weights, operands), layout).to(dtype)
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=x.data.device)
-    # Hopper's kernels take float32 scales as they are; the last argument says so for other GPUs.
+    # Hopper kernels take float32 scales unchanged; the last argument requests the same on other GPUs.
     deep_gemm().m_grouped_fp8_gemm_nt_contiguous(
         tuple(x), tuple(weights), out, layout.experts, disable_ue8m0_cast=True
     )
@@ -96,7 +96,7 @@ def multiply_fp8(x: Fp8, weights: Fp8, layout: ExpertPermutation, dtype: torch.d
 
 
 def multiply_fp8_to_tokens(x: Fp8, weights: Fp8, layout: ExpertPermutation, probs: Tensor | None = None) -> Tensor:
-    """BF16 [T, N]: what :func:`multiply_fp8` and ``fused_moe.unpermute`` make, bit for bit."""
+    """BF16 [T, N]: bitwise equal to :func:`multiply_fp8` followed by ``fused_moe.unpermute``."""
     if not launch.is_hopper(x.data.device):
         return unpermute(multiply_fp8(x, weights, layout, torch.bfloat16), layout, probs)
     create = torch.empty if layout.has_all_tokens else torch.zeros
@@ -107,7 +107,7 @@ def multiply_fp8_to_tokens(x: Fp8, weights: Fp8, layout: ExpertPermutation, prob
 
 
 def multiply(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Tensor:
-    """x [P, K] times each expert's W [N, K]: [P, N]. ``weights_ENK`` may be the transposed view of [E, K, N]."""
+    """y = x W^T per expert, for x [P, K] and W [N, K]: [P, N]. ``weights_ENK`` may be a view of [E, K, N]."""
     if not x_PK.is_cuda:
         return _emulated_product(x_PK, weights_ENK, layout)
     out = torch.empty(x_PK.shape[0], weights_ENK.shape[1], dtype=x_PK.dtype, device=x_PK.device)
@@ -116,7 +116,7 @@ def multiply(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Te
 
 
 def add_weight_gradients_fp8(grad: Fp8, x: Fp8, layout: ExpertPermutation, out_ENK: Tensor) -> None:
-    """Add g^T x of each expert to ``out_ENK`` float32 [E, N, K], contiguous; g and x are in columns."""
+    """Add g^T x of each expert to ``out_ENK`` float32 [E, N, K], contiguous; g and x are columnwise."""
     if not layout.num_rows:
         return
     if not out_ENK.is_cuda:
@@ -139,13 +139,13 @@ def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: ExpertPermutatio
 
 
 def multiply_dense(x: Fp8, weight: Fp8) -> Tensor:
-    """BF16 [P, N]: x [P, K] in rows times W [N, K], whose scales are contiguous."""
+    """y = x W^T in BF16 [P, N], for rowwise x [P, K] and W [N, K] with contiguous scales."""
     if not _is_on_gpu(x):
         dtype = exact_dtype(x, weight, torch.bfloat16)
         left, right = dequantize_activation(x.data, x.scale), dequantize_weight(weight.data, weight.scale)
         return torch.mm(left.to(dtype), right.to(dtype).t()).bfloat16()
     out = torch.empty(x.data.shape[0], weight.data.shape[0], dtype=torch.bfloat16, device=x.data.device)
-    # Hopper's kernels take float32 scales as they are; the last argument says so for other GPUs.
+    # Hopper kernels take float32 scales unchanged; the last argument requests the same on other GPUs.
     deep_gemm().fp8_gemm_nt(tuple(x), tuple(weight), out, disable_ue8m0_cast=True)
     return out
 
@@ -153,12 +153,12 @@ def multiply_dense(x: Fp8, weight: Fp8) -> Tensor:
 def add_dense_weight_gradient(grad: Fp8, x: Fp8, out_NK: Tensor) -> None:
     """Add g^T x to ``out_NK`` float32 [N, K], contiguous.
 
-    g and x are in columns: data [N, P] and [K, P], scales [N, P/128] and [K, P/128] with strides (1, N) and (1, K).
+    g and x are columnwise: data [N, P] and [K, P], scales [N, P/128] and [K, P/128] with strides (1, N) and (1, K).
     """
     if not _is_on_gpu(x):
         out_NK.addmm_(dequantize_activation(*grad), dequantize_activation(*x).t())
         return
-    # The number of tokens is what is summed over, and shall not have a kernel of its own: m and n are compiled alone.
+    # Tokens are the reduction dimension and must not trigger a compile per count: only m and n are compiled in.
     deep_gemm().fp8_gemm_nt(
         tuple(grad), tuple(x), out_NK, c=out_NK, recipe=_BOTH_BY_ROWS, compiled_dims="mn", disable_ue8m0_cast=True
     )
@@ -169,7 +169,7 @@ def _is_on_gpu(x: Fp8) -> bool:
 
 
 def exact_dtype(x: Fp8, weights: Fp8, dtype: torch.dtype) -> torch.dtype:
-    """The type in which ``precision/recipes.py`` multiplies: an E4M3 number times a power of two is a BF16 number."""
+    """The dtype in which ``precision/recipes.py`` multiplies: E4M3 times a power of two is exact in BF16."""
     is_pow2 = all(not (operand.scale.contiguous().view(torch.int32) & 0x7FFFFF).any() for operand in (x, weights))
     return operand_dtype(dtype, "pow2" if is_pow2 else "fp32")
 
@@ -184,7 +184,7 @@ def _restored_weights(weights: Fp8, dtype: torch.dtype) -> Tensor:
 
 
 def _restored_columns(x: Fp8, layout: ExpertPermutation) -> list[Tensor]:
-    """Each expert's matrix [K, its rows], float32."""
+    """Dequantize to one float32 matrix [K, rows of the expert] per expert."""
     numbers = swizzled(x.data).float() * x.scale[..., None]
     blocks = [rows // BLOCK for rows in layout.host_counts]
     return [part.transpose(0, 1).flatten(1) for part in numbers[: sum(blocks)].split(blocks)]
@@ -196,6 +196,6 @@ def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutati
 
 
 def _emulated_gradients(grads: list[Tensor], inputs: list[Tensor], out_ENK: Tensor) -> None:
-    """Add each expert's [N, its rows] times [K, its rows] transposed."""
+    """Add g x^T per expert, for g [N, rows of the expert] and x [K, rows of the expert]."""
     for grad, x, out in zip(grads, inputs, out_ENK):
         out.addmm_(grad, x.t())

@@ -1,27 +1,28 @@
-// Products of all tokens of a rank with their experts' weights in FP8: out[token] = x[row] w[expert]^T, in BF16.
+// Grouped FP8 GEMM of a rank's tokens with their experts' weights: out[token] = x[row] w[expert]^T, in BF16.
 //
-//   x       e4m3  [P, K]           a map of it, P = num_rows a multiple of 128; blocks of 128 rows are of one expert
-//   x_scale float [K/128, P]       of 128 numbers of a row
-//   w       e4m3  [E, N, K]        a map of it as [E N, K]
-//   w_scale float [E, N/128, K/128], of which the last two dimensions have strides down and across
-//   offsets int   [E + 1]          first row of each expert, and the end of the last
-//   experts int   [P]              of each row; of a block, the first is one's
+//   x       e4m3  [P, K]           tensor map, P = num_rows a multiple of 128; each block of 128 rows has one expert
+//   x_scale float [K/128, P]       one per 128 values of a row
+//   w       e4m3  [E, N, K]        tensor map, as [E N, K]
+//   w_scale float [E, N/128, K/128], whose last two dimensions have strides scale_down and scale_across
+//   offsets int   [E + 1]          first row of each expert, then the end of the last
+//   experts int   [P]              expert of each row; the first row of a block gives the block's expert
 //   rows    int   [P]              token of each row, -1 for none; null: out has all rows
-//   probs   float [T]              what a token's result is multiplied by, after it is rounded; null: nothing
+//   probs   float [T]              factor applied to a token's result after rounding; null: none
 //   out     bf16  [T, N]
 //
-// N and K are multiples of 128. Sums of 128 products of the tensor cores are scaled and added up in float32, block after
-// block: a row has the same bits whatever rows are beside it.
+// N and K are multiples of 128. Tensor cores sum 128 products; these partial sums are scaled and accumulated in
+// float32, block by block along K: a row's bits do not depend on the other rows.
 //
-// Blocks of threads stay, and take tile after tile of 128 x WIDTH of out. Two of them, a cluster, work on tiles one below
-// the other: of the same expert's weights each reads a half for both. Tiles follow each other down HEIGHT pairs before
-// the next columns, so that those at work at one time need few operands.
+// Thread blocks are persistent and process tiles of 128 x WIDTH of out. A cluster of two thread blocks works on two
+// vertically adjacent tiles: if both have the same expert, each loads half of the weights and multicasts it to both.
+// The schedule goes down HEIGHT pairs of tiles before moving to the next columns, so that concurrent tiles share
+// operands.
 //
-// Two warp groups multiply, each 64 x WIDTH of a tile: while one adds products up, or rounds its sums, tensor cores work for
-// the other. Of a third group, one warp loads, and one for each half of a tile writes its rows to memory, each to its
-// token's place, while the next tile is multiplied.
+// Two warp groups multiply, each 64 x WIDTH of a tile: while one accumulates products or rounds its sums, the tensor
+// cores work for the other. In a third group, one warp loads operands, and one warp per half tile writes rows to global
+// memory, each to its token's position, while the next tile is computed.
 //
-// STAGES (of operands that are loaded ahead) and WIDTH (192) are given to the compiler.
+// STAGES (pipeline depth of operand loads) and WIDTH (192) are compiler definitions.
 
 #include "hopper.h"
 
@@ -29,21 +30,21 @@ constexpr int CLUSTER = 2;
 constexpr int HEIGHT = 8;
 constexpr int SIDE = 128;
 static_assert(WIDTH == 192, "a step's scales are those of three times 64 columns");
-constexpr int NUMBERS = WIDTH / 2;          // of a thread, of its half of a tile
+constexpr int NUMBERS = WIDTH / 2;          // accumulators per thread, for its half of a tile
 constexpr u32 X_TILE = SIDE * SIDE;         // bytes
 constexpr u32 W_TILE = WIDTH * SIDE;
 constexpr u32 STAGE = X_TILE + W_TILE;
-constexpr u32 LINE = WIDTH * 2 + 16;        // between rows of results, so that no two rows of a store meet in a bank
-constexpr u32 BARRIERS = 0;                 // of each stage, full and empty
-constexpr u32 W_SCALES = 128;               // of each stage, of 64 columns each
-constexpr u32 FACTORS = 512;                // of each row of a tile
-constexpr u32 X_SCALES = 1024;              // of each stage
+constexpr u32 LINE = WIDTH * 2 + 16;        // stride of result rows in shared memory, padded against bank conflicts
+constexpr u32 BARRIERS = 0;                 // per stage: full and empty
+constexpr u32 W_SCALES = 128;               // per stage, one per 64 columns
+constexpr u32 FACTORS = 512;                // one per row of a tile
+constexpr u32 X_SCALES = 1024;              // per stage
 constexpr u32 OPERANDS = X_SCALES + (STAGES * SIDE * 4 + 1023) / 1024 * 1024;
 constexpr u32 RESULTS = OPERANDS + STAGES * STAGE;
-constexpr int FEW = 64, MANY = 216;  // registers of threads that load and store, and of those that multiply
+constexpr int FEW = 64, MANY = 216;  // registers per thread: load and store warps, multiplying warps
 static_assert(registers_suffice(384, 128, FEW, MANY));
 
-struct Tiles {  // of a cluster, in turn: pairs of blocks of rows, and columns
+struct Tiles {  // of a cluster, in schedule order: pairs of row blocks, and columns
     int pairs, columns, index, distance;
     int pair, column;
 
@@ -57,7 +58,7 @@ struct Tiles {  // of a cluster, in turn: pairs of blocks of rows, and columns
     ON_GPU void next() { index += distance; }
 };
 
-// Barriers of a warp group that multiplies and the warp that writes its results.
+// Named barriers between a multiplying warp group and the warp that writes its results.
 constexpr int READY = 1, FREE = 3, BOTH = 128 + 32;
 
 extern "C" __global__ void IN_CLUSTERS(CLUSTER) __launch_bounds__(384, 1)
@@ -75,14 +76,15 @@ multiply_rows(const IN_PLACE TensorMap x, const float* __restrict__ x_scale, con
     auto operands = [&](int s) { return base + OPERANDS + s * STAGE; };
     auto results_of = [&](int half) { return base + RESULTS + half * 64 * LINE; };
     auto factors_of = [&](int half) { return base + FACTORS + half * 64 * 4; };
-    // The last block may have none below it: the other of its cluster multiplies it too, and writes nothing.
+    // If the number of row blocks is odd, the second thread block of the last pair recomputes the last block and writes
+    // nothing.
     auto block_of = [&](int pair, int rank) { return pair * 2 + rank < blocks ? pair * 2 + rank : blocks - 1; };
     Tiles tiles = {(blocks + 1) / 2, (n + WIDTH - 1) / WIDTH, int(blockIdx.x) / CLUSTER, int(gridDim.x) / CLUSTER};
 
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full(s), 1);
-            barrier_init(empty(s), 8 * CLUSTER);  // warps that read what is loaded here
+            barrier_init(empty(s), 8 * CLUSTER);  // warps of the cluster that read this stage
         }
         barriers_are_ready();
     }
@@ -91,9 +93,9 @@ multiply_rows(const IN_PLACE TensorMap x, const float* __restrict__ x_scale, con
     if (group == 0) {
         few_registers<FEW>();
         if (warp == 0) {
-            // Where a tile and its scales are is asked for a tile ahead, and the scales a step ahead.
+            // Tile and scale positions are computed one tile ahead, and scales are loaded one step ahead.
             struct Place {
-                int row, w_row, first, second;  // first and second: scales of the tile's columns, at most two blocks'
+                int row, w_row, first, second;  // first, second: scales of the tile's (at most two) column blocks
                 bool is_shared, begins_inside;
             };
             auto place = [&]() {
@@ -158,7 +160,7 @@ multiply_rows(const IN_PLACE TensorMap x, const float* __restrict__ x_scale, con
     } else {
         many_registers<MANY>();
         const int half = group - 1;
-        const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of the first number of this thread
+        const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of this thread's first accumulator
         float d[NUMBERS], sum[NUMBERS];
         int s = 0, parity = 0;
         for (; tiles.more(); tiles.next()) {
@@ -204,5 +206,5 @@ multiply_rows(const IN_PLACE TensorMap x, const float* __restrict__ x_scale, con
             named_arrive(READY + half, BOTH);
         }
     }
-    meet_cluster<CLUSTER>();  // nobody leaves while another still writes to it
+    meet_cluster<CLUSTER>();  // no block may exit while its peer still writes to its shared memory
 }

@@ -1,47 +1,48 @@
-// Weight gradients of all experts of a rank in FP8: out[e] += g[e]^T x[e], in float32.
+// Grouped FP8 weight gradients of all experts of a rank: out[e] += g[e]^T x[e], in float32.
 //
-//   g       e4m3  [P/128, N, 128]   blocks of 128 rows: of every feature a line of its 128 numbers, whose eight pieces
-//   x       e4m3  [P/128, K, 128]   of 16 bytes lie at piece ^ (feature % 8), as the tensor cores want them
-//   g_scale float [P/128, N]        of each line
+//   g       e4m3  [P/128, N, 128]   blocks of 128 rows: each feature is a line of its 128 values, whose eight 16-byte
+//   x       e4m3  [P/128, K, 128]   chunks are swizzled to chunk ^ (feature % 8) for the tensor cores
+//   g_scale float [P/128, N]        one per line
 //   x_scale float [P/128, K]
-//   offsets int   [E + 1]           first row of each expert, multiples of 128, and the end of the last
+//   offsets int   [E + 1]           first row of each expert, multiples of 128, then the end of the last
 //   out     float [E, N, K]
 //
-// N is a multiple of 128 DOWN, K of 128 ACROSS. Sums of 128 products of the tensor cores are scaled and added up in
-// float32, block after block, and the total is added to what is in memory: no order depends on time.
+// N is a multiple of 128 DOWN, K of 128 ACROSS. Tensor cores sum 128 products; these partial sums are scaled and
+// accumulated in float32, block by block, and the total is added to out: the order of sums does not depend on timing.
 //
-// Blocks of threads stay, and take tile after tile of 128 x 128 of out. DOWN x ACROSS of them, a cluster, work on
-// neighbouring tiles: what those of a row need of g, and those of a column of x, is read once from the cache for all.
-// Where experts have LONG rows, tiles follow each other down 16 rows before the next column, so that those at work at one
-// time need few operands.
+// Thread blocks are persistent and process tiles of 128 x 128 of out. A cluster of DOWN x ACROSS thread blocks works on
+// adjacent tiles: multicast reads g once from L2 for the blocks in a row of the cluster, and x once for those in a
+// column. If experts have LONG rows or more on average, the schedule goes down 16 rows of tiles before moving to the
+// next column, so that concurrent tiles share operands.
 //
-// Two warp groups multiply, each 64 x 128 of a tile; while tensor cores multiply a block of 128 rows, the products of the
-// last are scaled and added. Of a third group, one warp loads, and one for each half of a tile adds finished sums to
-// memory while the next are made; it has asked for what they are added to when the tile began.
+// Two warp groups multiply, each 64 x 128 of a tile; while the tensor cores multiply a block of 128 rows, the products
+// of the previous block are scaled and accumulated. In a third group, one warp loads operands, and one warp per half
+// tile adds finished sums to global memory while the next tile is computed; it prefetches the destination when the
+// tile starts.
 //
-// DOWN, ACROSS, STAGES (of operands that are loaded ahead) and LONG are given to the compiler.
+// DOWN, ACROSS, STAGES (pipeline depth of operand loads) and LONG are compiler definitions.
 
 #include "hopper.h"
 
 constexpr int CLUSTER = DOWN * ACROSS;
 constexpr int SIDE = 128;
-constexpr int SLOTS = STAGES + 1;           // for scales, which are read after the operands
-constexpr u32 TILE = SIDE * SIDE;           // bytes of an operand's
-constexpr u32 STAGE = 2 * TILE;             // g's tile and x's
-constexpr u32 LINE = SIDE * 4 + 32;         // between rows of sums, so that no two rows of a store meet in a bank
-constexpr u32 BARRIERS = 0;                 // of each stage, full and empty
-constexpr u32 NOTES = 512;                  // of each slot: what comes next
-constexpr u32 SCALES = 1024;                // of each slot, g's and x's
+constexpr int SLOTS = STAGES + 1;           // scale buffers, which are read after the operands
+constexpr u32 TILE = SIDE * SIDE;           // bytes per operand
+constexpr u32 STAGE = 2 * TILE;             // tiles of g and x
+constexpr u32 LINE = SIDE * 4 + 32;         // stride of sum rows in shared memory, padded against bank conflicts
+constexpr u32 BARRIERS = 0;                 // per stage: full and empty
+constexpr u32 NOTES = 512;                  // per slot: what follows this step
+constexpr u32 SCALES = 1024;                // per slot: of g and of x
 constexpr u32 OPERANDS = SCALES + SLOTS * 1024;
 constexpr u32 SUMS = OPERANDS + STAGES * STAGE;
-constexpr int FEW = 40, MANY = 232;  // registers of threads that load and store, and of those that multiply
+constexpr int FEW = 40, MANY = 232;  // registers per thread: load and store warps, multiplying warps
 static_assert(registers_suffice(384, 128, FEW, MANY));
 
-enum : u32 { SAME_TILE, NEXT_TILE, NOTHING };  // comes next
+enum : u32 { SAME_TILE, NEXT_TILE, NOTHING };  // what follows a step
 
-struct Steps {  // of a cluster: its tiles in turn, and for each the blocks of 128 rows of its expert
+struct Steps {  // of a cluster: its tiles in schedule order, and for each the blocks of 128 rows of its expert
     const int* offsets;
-    int experts, rows, columns, height;  // of groups of tiles
+    int experts, rows, columns, height;  // rows, columns, height: in tiles of a cluster
     int index, distance;
     int expert, row, column, first, count, i;
     bool more;
@@ -58,7 +59,7 @@ struct Steps {  // of a cluster: its tiles in turn, and for each the blocks of 1
                 row = above + inside % here, column = inside / here, more = true;
                 return;
             }
-            const int left = (expert + 1) * per_expert - index;  // of an expert without a row
+            const int left = (expert + 1) * per_expert - index;  // tiles left of an expert without rows
             index += (left + distance - 1) / distance * distance;
         }
         more = false;
@@ -69,7 +70,7 @@ struct Steps {  // of a cluster: its tiles in turn, and for each the blocks of 1
     }
 };
 
-// Barriers of a warp group that multiplies and the warp that adds its sums to memory.
+// Named barriers between a multiplying warp group and the warp that adds its sums to global memory.
 constexpr int READY = 1, FREE = 3, BOTH = 128 + 32;
 
 extern "C" __global__ void
@@ -97,7 +98,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
     if (threadIdx.x == 0) {
         for (int s = 0; s < STAGES; ++s) {
             barrier_init(full(s), 1);
-            barrier_init(empty(s), 8 * (DOWN + ACROSS - 1));  // warps that read what is loaded here
+            barrier_init(empty(s), 8 * (DOWN + ACROSS - 1));  // warps of the cluster that read this stage
         }
         barriers_are_ready();
     }
@@ -150,7 +151,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
     } else {
         many_registers<MANY>();
         const int half = group - 1;
-        const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of the first number of this thread
+        const int row = warp % 4 * 16 + lane / 4, column = lane % 4 * 2;  // of this thread's first accumulator
         float even[64], odd[64], sum[64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) sum[i] = 0.0f;
@@ -164,10 +165,10 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                 multiply(d, operands(s) + half * 64 * SIDE + p * 32, operands(s) + TILE + p * 32, p);
             products_asked();
         };
-        // Adds the products of this step, which are there, to the sums of a tile, and these to memory after the last.
+        // Adds the finished products of this step to the tile's sums; after the last step, hands the sums to be stored.
         auto add = [&](float(&d)[64], u32 after) {
             const int s = step % STAGES, slot = step % SLOTS;
-            // To the blocks that load for this one: those of its row, and the others of its column.
+            // Release the stage to the blocks that load for this one: those of its row, and the others of its column.
             if (CLUSTER == 1) {
                 if (lane == 0) barrier_arrive(empty(s));
             } else if (lane < ACROSS) {
@@ -201,7 +202,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             ++step;
         };
         auto comes = [&]() { return as_bits(read1(note(step % SLOTS))); };
-        // Products of a step are made while those of the last are added.
+        // Computes the products of the next step while accumulating those of this one.
         auto go_on = [&](float(&d)[64], float(&next)[64], u32 after) {
             begin(next, step + 1);
             products_end<1>(d);
@@ -211,8 +212,8 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             products_end<0>(d);
             add(d, NOTHING);
         };
-        // Written out for both sets of products: where ways with and without products on their way meet, the compiler
-        // waits for all of them.
+        // Unrolled for both sets of accumulators: where control flow with and without WGMMAs in flight merges, the
+        // compiler waits for all of them.
         if (steps.more) {
             begin(even, 0);
             while (true) {
@@ -230,7 +231,7 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                 go_on(odd, even, after_odd);
             }
         }
-        named_wait(FREE + half, BOTH);  // until the last sums have been read
+        named_wait(FREE + half, BOTH);  // wait until the last sums have been read
     }
-    if (CLUSTER > 1) meet_cluster<CLUSTER>();  // nobody leaves while another still writes to it
+    if (CLUSTER > 1) meet_cluster<CLUSTER>();  // no block may exit while a peer still writes to its shared memory
 }

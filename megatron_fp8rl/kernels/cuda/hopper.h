@@ -1,6 +1,6 @@
-// Instructions of Hopper that CUDA C++ has no words for, one a function. Addresses of shared memory are 32 bits.
+// Hopper PTX instructions without CUDA C++ intrinsics, one per function. Shared memory addresses are 32-bit.
 //
-// Tests compile the kernels for a CPU, with functions of these names for which EMULATED stands.
+// Tests compile the kernels for a CPU with EMULATED defined, which replaces these functions by emulations.
 #pragma once
 
 typedef unsigned char u8;
@@ -11,29 +11,29 @@ typedef unsigned long long u64;
 #ifndef EMULATED
 #define ON_GPU __device__ __forceinline__
 #define IN_CLUSTERS(blocks) __cluster_dims__(blocks, 1, 1)
-#define IN_PLACE __grid_constant__  // an argument whose address copies may take
+#define IN_PLACE __grid_constant__  // a kernel argument whose address TMA copies can use
 #endif
 
-struct alignas(64) TensorMap {  // of a matrix of bytes: what CUDA's driver writes
+struct alignas(64) TensorMap {  // of a byte matrix, encoded by the CUDA driver
     u64 words[16];
 };
 
-// A block begins with the same number for each of its threads. Those that ask for more wait until others have given as
-// many back: for ever, if there are not enough.
+// A block starts with the same number of registers for each of its threads. Warps that request more wait until others
+// have released enough; if there are not enough, they deadlock.
 ON_GPU constexpr bool registers_suffice(int threads, int threads_with_few, int few, int many) {
     return threads_with_few * few + (threads - threads_with_few) * many <= 65536 / threads / 8 * 8 * threads;
 }
 
 #ifndef EMULATED
 
-// The dynamic part, from a multiple of BYTES on.
+// Start of dynamic shared memory, aligned to BYTES.
 template <u32 BYTES>
 ON_GPU u32 shared_memory() {
     extern __shared__ u8 memory[];
     return ((u32)__cvta_generic_to_shared(memory) + BYTES - 1) & ~(BYTES - 1);
 }
 
-// Barriers of arrivals and of bytes that copies bring.
+// mbarriers, which count arrivals and the bytes of asynchronous copies.
 
 ON_GPU void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -70,7 +70,7 @@ ON_GPU void barrier_arrive_at(u32 barrier, u32 block) {  // of the cluster
         "}\n" ::"r"(barrier), "r"(block) : "memory");
 }
 
-// Barriers of a block, by number, and of all threads of a cluster.
+// Named barriers of a block, and a barrier of all threads of a cluster.
 
 ON_GPU void named_arrive(int name, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
@@ -88,21 +88,21 @@ ON_GPU void meet_cluster() {
         __syncthreads();
 }
 
-// Copies between memory and shared memory, of multiples of 16 bytes at multiples of 16.
+// Bulk copies between global and shared memory; sizes and addresses are multiples of 16 bytes.
 
 ON_GPU void load(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-ON_GPU void load_for(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrier) {  // a bit for each of the cluster
+ON_GPU void load_for(u32 blocks, u32 to, const void* from, u32 bytes, u32 barrier) {  // a bit per block of the cluster
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
         ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"((u16)blocks) : "memory");
 }
 
-// The tile of a matrix that begins in a column and a row, in lines of 128 bytes, swizzled as descriptor() says; its map
-// tells how many lines.
+// Loads the tile of a matrix that starts at (row, column), in lines of 128 bytes, swizzled as descriptor() expects; the
+// tensor map gives the number of lines.
 ON_GPU void load_tile(u32 to, const TensorMap& from, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
                  ::"r"(to), "l"(&from), "r"(column), "r"(row), "r"(barrier) : "memory");
@@ -115,7 +115,7 @@ ON_GPU void load_tile_for(u32 blocks, u32 to, const TensorMap& from, int column,
         ::"r"(to), "l"(&from), "r"(column), "r"(row), "r"(barrier), "h"((u16)blocks) : "memory");
 }
 
-ON_GPU void prefetch(const void* from, u32 bytes) {  // to the cache that all blocks share
+ON_GPU void prefetch(const void* from, u32 bytes) {  // into L2
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
@@ -124,12 +124,12 @@ ON_GPU void store(void* to, u32 from, u32 bytes) {
                  : "memory");
 }
 
-ON_GPU void reduce(float* to, u32 from, u32 bytes) {  // adds
+ON_GPU void reduce(float* to, u32 from, u32 bytes) {  // adds to global memory
     asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
                  "r"(bytes) : "memory");
 }
 
-ON_GPU void stores_are_read() {  // shared memory may be written again
+ON_GPU void stores_are_read() {  // afterwards, the source in shared memory may be overwritten
     asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
@@ -193,7 +193,7 @@ ON_GPU float as_float(u32 x) { return __uint_as_float(x); }
 
 ON_GPU u32 as_bits(float x) { return __float_as_uint(x); }
 
-// Arithmetic: that of triton/tiles.py.
+// Arithmetic, identical to that of triton/tiles.py.
 
 ON_GPU float sigmoid(float x) {
     float y;
@@ -214,7 +214,7 @@ ON_GPU u32 bf16_product(u32 a, u32 b) {
     return y;
 }
 
-ON_GPU u32 larger(u32 a, u32 b) {  // of each half
+ON_GPU u32 larger(u32 a, u32 b) {  // per 16-bit half
     u32 y;
     asm("max.u16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
@@ -227,10 +227,10 @@ ON_GPU u32 e4m3_bytes(float a, float b, float c, float d) {  // a in the lowest 
     return y;
 }
 
-// Tensor cores: each warp group multiplies 64 lines by 128 or 192.
+// Tensor cores (WGMMA): each warp group multiplies 64 lines by 128 or 192.
 
 template <int NUMBERS>
-ON_GPU void keep(float (&d)[NUMBERS]) {  // where the compiler does not see the tensor cores write
+ON_GPU void keep(float (&d)[NUMBERS]) {  // compiler fence: the tensor cores write d asynchronously
 #pragma unroll
     for (int j = 0; j < NUMBERS; ++j) asm volatile("" : "+f"(d[j])::"memory");
 }
@@ -243,13 +243,13 @@ ON_GPU void products_begin(float (&d)[NUMBERS]) {
 
 ON_GPU void products_asked() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-template <int LATER, int NUMBERS>  // LATER: groups asked for after those waited for
+template <int LATER, int NUMBERS>  // LATER: number of newer WGMMA groups that may stay in flight
 ON_GPU void products_end(float (&d)[NUMBERS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LATER) : "memory");
     keep(d);
 }
 
-// Lines of 128 bytes in shared memory, swizzled; each 8 of them, 1024 bytes, are a matrix of their own.
+// Matrix descriptor of 128-byte swizzled lines in shared memory; every 8 lines, 1024 bytes, form a swizzle atom.
 ON_GPU u64 descriptor(u32 at) {
     return (u64)((at & 0x3FFFF) >> 4) | (u64(1) << 16) | (u64(1024 >> 4) << 32) | (u64(1) << 62);
 }
@@ -267,7 +267,7 @@ ON_GPU u64 descriptor(u32 at) {
     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
     "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
-// COLUMNS of d, whose NUMBERS a thread has; A, B and ADDS: names of the arguments behind them.
+// COLUMNS of d, NUMBERS: the accumulator operands of a thread; A, B and ADDS: the operands after them.
 #define MULTIPLY(COLUMNS, NUMBERS, A, B, ADDS) \
     "{\n" \
     ".reg .pred adds;\n" \
@@ -275,7 +275,7 @@ ON_GPU u64 descriptor(u32 at) {
     "wgmma.mma_async.sync.aligned.m64n" COLUMNS "k32.f32.e4m3.e4m3 {" NUMBERS "}, " A ", " B ", adds, 1, 1;\n" \
     "}\n"
 
-// d, of a warp group, plus or instead the product of 32 terms of 64 lines at a and as many lines at b as d has columns.
+// Per warp group: d = a b^T + (adds ? d : 0) over 32 terms, for 64 lines at a and one line at b per column of d.
 ON_GPU void multiply(float (&d)[64], u32 a, u32 b, int adds) {
     asm volatile(MULTIPLY("128", NUMBERS_64, "%64", "%65", "%66")
                  : D16(0), D16(16), D16(32), D16(48)
@@ -289,8 +289,8 @@ ON_GPU void multiply(float (&d)[96], u32 a, u32 b, int adds) {
 }
 #endif
 
-ON_GPU int my_warp() { return of_lane(threadIdx.x / 32, 0); }  // one number for 32 threads, as the compiler then knows
+ON_GPU int my_warp() { return of_lane(threadIdx.x / 32, 0); }  // the shuffle tells the compiler that it is warp-uniform
 
-ON_GPU u32 weighted(u32 pair, float factor) {  // BF16 numbers, and the products rounded
+ON_GPU u32 weighted(u32 pair, float factor) {  // two BF16 values times factor, rounded to BF16
     return bf16_pair(as_float(pair << 16) * factor, as_float(pair & 0xFFFF0000) * factor);
 }

@@ -1,18 +1,20 @@
-"""Compiles and launches our CUDA C++ kernels for Hopper, which run where Triton or DeepGEMM leave the GPU idle.
+"""Compiles and launches our CUDA C++ kernels for Hopper.
 
-    add_weight_gradients   dW[e] += g[e]^T x[e] of all experts, from columnwise FP8. DeepGEMM's kernel rewrites its
-                           tensor map for the next expert while copies may still read it: where experts have 128 rows
-                           or fewer, some tiles of the result are wrong, and others on each run. It also waits at the
-                           end of every tile until the sums are in memory, where ours continues with the next tile. The
+They replace Triton and DeepGEMM kernels that leave the GPU idle:
+
+    add_weight_gradients   dW[e] += g[e]^T x[e] for all experts, from columnwise FP8. DeepGEMM's kernel rewrites its
+                           tensor map for the next expert while TMA copies may still read it: if experts have 128 rows
+                           or fewer, some tiles of the result are wrong, and different ones on each run. It also waits
+                           at the end of each tile until the sums are in memory; ours continues with the next tile. The
                            sums and their order are those that DeepGEMM intends.
-    multiply_rows          y = x W^T of each expert, with every row weighted and written to its token's position. The
-                           bits are DeepGEMM's, which writes all rows including padding, so that another kernel has to
+    multiply_rows          y = x W^T per expert, with each row weighted and written to its token's position. Bitwise
+                           equal to DeepGEMM, which writes all rows including padding and so needs another kernel to
                            copy them.
     swiglu_backward        fused_moe.swiglu_backward_quantize for rowwise and columnwise FP8 with power-of-two scales.
-                           Triton's version stalls on memory while it computes.
+                           The Triton version does not overlap memory accesses with compute.
 
-The ``.cu`` files document their algorithms. NVRTC, which PyTorch ships, compiles each in under a second on first call.
-On other GPUs, and for other forms, callers use Triton or refuse.
+The algorithms are documented in the ``.cu`` files. NVRTC, which PyTorch ships, compiles each file on the first call in
+less than a second. On other GPUs, and for other formats, callers use Triton or raise an error.
 
 Shapes: P = rows of all experts with padding, E = experts, N, K and F = features, multiples of 128.
 """
@@ -32,19 +34,19 @@ from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.compat import compile_cuda
 
 _FOLDER = Path(__file__).parent
-_WIDTH = 192  # columns of a tile of multiply_rows
-_LONG = 4096  # rows of an expert from which its weight gradients are shared out otherwise
+_WIDTH = 192  # tile columns of multiply_rows
+_LONG = 4096  # average rows per expert from which wgrad schedules its tiles differently
 
 
 class _Kernel(NamedTuple):
-    launch: Callable[..., int]  # CUDA's cuLaunchKernel: PyTorch's way to it takes several times as long
+    launch: Callable[..., int]  # cuLaunchKernel, called directly: PyTorch's wrapper is several times slower
     function: int
     num_blocks: int
     num_threads: int
     shared_bytes: int
 
     def __call__(self, *arguments: Tensor | int | _Map | None) -> None:
-        """Run on the current stream of the current device. None: no memory."""
+        """Launch on the current stream of the current device. None is passed as a null pointer."""
         values = (ctypes.c_uint64 * len(arguments))(*map(_word, arguments))
         begin = ctypes.addressof(values)
         places = (ctypes.c_void_p * len(arguments))(
@@ -52,14 +54,14 @@ class _Kernel(NamedTuple):
         )
         size = self.num_blocks, 1, 1, self.num_threads, 1, 1, self.shared_bytes
         if status := self.launch(self.function, *size, _stream(), places, None):
-            raise RuntimeError(f"CUDA does not start a kernel: cuLaunchKernel answers {status}")
+            raise RuntimeError(f"CUDA cannot launch the kernel: cuLaunchKernel returned {status}")
 
 
 class _Map(NamedTuple):
-    """How copies find a matrix of bytes: CUDA's CUtensorMap, which a kernel is given whole."""
+    """TMA descriptor of a byte matrix: a CUtensorMap, passed to the kernel by value."""
 
     address: int
-    memory: ctypes.Array  # which contains it
+    memory: ctypes.Array  # owns the storage behind ``address``
 
 
 def _word(argument: Tensor | int | _Map | None) -> int:
@@ -70,19 +72,19 @@ def _word(argument: Tensor | int | _Map | None) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _map_of(address: int, num_rows: int, num_columns: int, tile_rows: int) -> _Map:
-    """Of a matrix that is copied in tiles of ``tile_rows`` lines of 128 bytes, swizzled for tensor cores."""
+    """Descriptor of a matrix that is copied in tiles of ``tile_rows`` rows of 128 bytes, swizzled for tensor cores."""
     memory = (ctypes.c_uint8 * 192)()
     place = -(-ctypes.addressof(memory) // 64) * 64
     sizes, stride = (ctypes.c_uint64 * 2)(num_columns, num_rows), (ctypes.c_uint64 * 1)(num_columns)
     tile, steps = (ctypes.c_uint32 * 2)(BLOCK, tile_rows), (ctypes.c_uint32 * 2)(1, 1)
-    bytes_type, plain, swizzle_128, fetch_256, zeros = 0, 0, 3, 3, 0  # in the driver's enumerations
+    bytes_type, plain, swizzle_128, fetch_256, zeros = 0, 0, 3, 3, 0  # enum values of the CUDA driver
     status = _encoder()(
         place, bytes_type, 2, address, sizes, stride, tile, steps, plain, swizzle_128, fetch_256, zeros
     )  # fmt: skip
     if status:
         raise RuntimeError(
-            f"CUDA does not describe a matrix [{num_rows}, {num_columns}] at {address:#x} to its copies: "
-            f"cuTensorMapEncodeTiled answers {status}"
+            f"CUDA cannot create a tensor map for the matrix [{num_rows}, {num_columns}] at {address:#x}: "
+            f"cuTensorMapEncodeTiled returned {status}"
         )
     return _Map(place, memory)
 
@@ -101,14 +103,14 @@ def add_weight_gradients(
 ) -> None:
     """Add g^T x of each expert to ``out_ENK`` float32 [E, N, K], contiguous.
 
-    g float8_e4m3fn [P/128, N, 128] and x [P/128, K, 128] are in columns (fused_moe.py), with float32 scales
-    [P/128, N] and [P/128, K]; ``offsets`` int32 [E + 1] are the rows at which experts begin, and the end of the last.
-    Raises RuntimeError on a GPU that is not Hopper's.
+    g float8_e4m3fn [P/128, N, 128] and x [P/128, K, 128] are columnwise (fused_moe.py), with float32 scales
+    [P/128, N] and [P/128, K]; ``offsets`` int32 [E + 1] are the first row of each expert, then the end of the last.
+    Raises RuntimeError on a GPU other than Hopper.
     """
     device = out_ENK.device
     if not is_hopper(device):
         raise RuntimeError(
-            f"FP8 weight gradients of experts are multiplied on Hopper, not on {torch.cuda.get_device_name(device)}. "
+            f"FP8 weight gradients of experts require a Hopper GPU, not {torch.cuda.get_device_name(device)}. "
             "Choose --precision.experts te"
         )
     cluster = _cluster(*out_ENK.shape, g.shape[0] * BLOCK)
@@ -127,12 +129,12 @@ def multiply_rows(
     rows: Tensor | None = None,
     probs: Tensor | None = None,
 ) -> None:
-    """Write x times its expert's W^T to ``out`` BF16: [P, N], or with ``rows`` [T, N], each row at its token's place.
+    """Write x W^T per expert to ``out`` BF16: [P, N], or if ``rows`` is given [T, N], each row at its token's position.
 
     x float8_e4m3fn [P, K] with float32 scales [P, K/128] of strides (1, P); w [E, N, K] with scales [E, N/128, K/128],
-    whose last two dimensions may be transposed. ``offsets`` int32 [E + 1], ``experts`` and ``rows`` int32 [P] are those
-    of a layout (fused_moe.py); ``probs`` float32 [T] multiply the rounded results. Places of tokens without a row
-    are left as they are.
+    whose last two dimensions may be transposed. ``offsets`` int32 [E + 1], ``experts`` and ``rows`` int32 [P] come from
+    an ``ExpertPermutation`` (fused_moe.py); ``probs`` float32 [T] multiply the rounded results. Output rows of tokens
+    without a row in x are left unchanged.
     """
     (num_experts, num_columns, depth), num_rows = w.shape, len(x)
     with torch.cuda.device_of(x):
@@ -155,8 +157,8 @@ def swiglu_backward(
 ) -> None:
     """Fill ``dh`` (rows, row scales, columns, column scales), ``activation`` (columns, column scales) and ``sums``.
 
-    ``probs`` float32 [T], ``rows`` and ``experts`` int32 [P] of the layout, ``sums`` float32 [F/128, P] for the gradient
-    of probs, in the forms of fused_moe.py: row scales are given as [2F/128, P].
+    ``probs`` float32 [T]; ``rows`` and ``experts`` int32 [P] come from the layout; ``sums`` float32 [F/128, P] are
+    partial sums of the gradient of probs. Formats are those of fused_moe.py, with row scales passed as [2F/128, P].
     """
     num_rows, width = dy_PF.shape
     weights, partial = (dy_PF, dy_PF) if probs is None else (probs, sums)
@@ -166,7 +168,7 @@ def swiglu_backward(
 
 
 def _cluster(num_experts: int, num_rows: int, num_columns: int, num_tokens: int) -> tuple[int, int]:
-    """Blocks of a cluster down and across: the faster of two on an H200, where features are multiples of 256."""
+    """Cluster size (down, across): the faster of (2, 1) and (1, 2) on an H200 if features are multiples of 256."""
     down, across = num_rows % (2 * BLOCK) == 0, num_columns % (2 * BLOCK) == 0
     is_long = num_tokens >= _LONG * num_experts
     if down and not (is_long and across):
@@ -176,7 +178,7 @@ def _cluster(num_experts: int, num_rows: int, num_columns: int, num_tokens: int)
 
 @functools.cache
 def _weight_gradients(device: int, down: int, across: int) -> _Kernel:
-    """For clusters of so many blocks."""
+    """The wgrad kernel for clusters of ``down`` x ``across`` thread blocks."""
     stages = 4
     shared_bytes = 2 * 1024 + stages * 2 * BLOCK * BLOCK + (stages + 1) * 1024 + BLOCK * (4 * BLOCK + 32)
     options = [f"-DDOWN={down}", f"-DACROSS={across}", f"-DSTAGES={stages}", f"-DLONG={_LONG}"]
@@ -201,7 +203,7 @@ def _swiglu_backward(device: int, weighted: bool) -> _Kernel:
 def _compiled(
     file: str, name: str, device: int, options: list[str], num_threads: int, shared_bytes: int, cluster: int = 1
 ) -> _Kernel:
-    """The kernel for the current device, and one block for each of its processors."""
+    """Compile a kernel for the current device, launched with one thread block per SM."""
     function = compile_cuda((_FOLDER / f"{file}.cu").read_text(), name, folder=str(_FOLDER), options=options)
     function.set_shared_memory_config(shared_bytes)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -219,7 +221,7 @@ def _encoder() -> Callable[..., int]:
 
 
 def encoder(library: ctypes.CDLL) -> Callable[..., int]:
-    """Its cuTensorMapEncodeTiled."""
+    """The library's cuTensorMapEncodeTiled, with argument types set."""
     encode = library.cuTensorMapEncodeTiled
     words, pointer = ctypes.c_uint32, ctypes.c_void_p
     encode.argtypes = [pointer, words, words, pointer, *[pointer] * 4, *[words] * 4]
@@ -227,7 +229,7 @@ def encoder(library: ctypes.CDLL) -> Callable[..., int]:
 
 
 def launcher(library: ctypes.CDLL) -> Callable[..., int]:
-    """Its cuLaunchKernel, which takes (function, six sizes, shared bytes, stream, arguments, options)."""
+    """The library's cuLaunchKernel, which takes (function, six sizes, shared bytes, stream, arguments, options)."""
     launch = library.cuLaunchKernel
     launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     return launch

@@ -1,21 +1,21 @@
-// The gradient of SwiGLU, quantized to FP8 in rows and in columns, with power-of-two scales, in one pass over memory.
+// SwiGLU backward, quantized to rowwise and columnwise FP8 with power-of-two scales, in one pass over memory.
 //
 //   h     bf16 [P, 2F]  gate | up              dy    bf16 [P, F]
 //   probs float [T]                            rows  int [P]  the token of each row, -1 for padding
-//   experts int [P]     -1 behind the last expert, where nothing is read or written
+//   experts int [P]     -1 after the last expert, where nothing is read or written
 //
 //   dh_rows    e4m3 [P, 2F]              dh_row_scales    float [2F/128, P]
 //   dh_columns e4m3 [P/128, 2F, 128]     dh_column_scales float [P/128, 2F]
 //   a_columns  e4m3 [P/128, F, 128]      a_column_scales  float [P/128, F]       of silu(gate) * up, times the probs
 //   dprobs     float [F/128, P]          sums over 128 features of activation times dy
 //
-// Blocks of threads stay, one to a processor, and take tile after tile of 128 x 128. While 16 warps work on one tile,
-// three load the next, one each of its inputs, and another sends the columns of the last to memory, where each tile of
-// them is one piece.
+// Thread blocks are persistent, one per SM, and process tiles of 128 x 128. While 16 warps compute a tile, three warps
+// load the next one, one input each, and another warp stores the columnwise bytes of the previous one, which are
+// contiguous in global memory for each tile.
 //
-// Numbers are BF16, two features to a word, until they become bytes: their products with powers of two are exact.
+// Values stay in BF16, two features per word, until they are converted to FP8: products with powers of two are exact.
 //
-// A thread has 4 rows of 8 features: a warp 32 rows of 32 features, 4 x 4 warps a tile.
+// A thread owns 4 rows x 8 features, a warp 32 rows x 32 features, and 4 x 4 warps cover a tile.
 
 #ifndef WEIGHTED
 #define WEIGHTED 1
@@ -24,28 +24,28 @@
 #include "hopper.h"
 
 constexpr int SIDE = 128, STAGES = 2, WARPS = 16, THREADS = WARPS * 32;
-constexpr u32 LINE = SIDE * 2 + 16;       // bytes between rows of an input, so that no two rows meet in a bank
-constexpr u32 INPUT = SIDE * LINE;        // of gate, up and dy
-constexpr u32 STAGE = 3 * INPUT;          // later the bytes of columns
+constexpr u32 LINE = SIDE * 2 + 16;       // row stride of an input in bytes, padded against bank conflicts
+constexpr u32 INPUT = SIDE * LINE;        // bytes each of gate, up and dy
+constexpr u32 STAGE = 3 * INPUT;          // three inputs, reused for columnwise bytes
 constexpr u32 TILE = SIDE * SIDE;
-constexpr u32 BARRIERS = 0;               // of each stage, full and empty
-constexpr u32 PARTS = 128;                // of two tiles in turn: what quarters of a tile found
+constexpr u32 BARRIERS = 0;               // per stage: full and empty
+constexpr u32 PARTS = 128;                // partial results per quarter tile, double-buffered over tiles
 constexpr u32 ROW_PART = SIDE * 2, COLUMN_PART = SIDE * 2, SUM_PART = SIDE * 4;
 constexpr u32 ROW_PARTS = 0, COLUMN_PARTS = ROW_PARTS + 4 * 2 * ROW_PART, SUM_PARTS = COLUMN_PARTS + 4 * 3 * COLUMN_PART;
 constexpr u32 PART = SUM_PARTS + 4 * SUM_PART;
 constexpr u32 INPUTS = (PARTS + 2 * PART + 127) / 128 * 128;
 
-constexpr int FEW = 32, MANY = 112;  // registers of threads that load and store, and of those that work
+constexpr int FEW = 32, MANY = 112;  // registers per thread: load and store warps, computing warps
 static_assert(registers_suffice(THREADS + 128, 128, FEW, MANY));
 
 constexpr u32 MAGNITUDES = 0x7FFF7FFF;
-constexpr int STAGED = 2;  // barriers between the warps that work and the one that stores, of each stage
+constexpr int STAGED = 2;  // first of the named barriers (one per stage) between computing warps and the storing warp
 
 ON_GPU float low(u32 x) { return as_float(x << 16); }
 
 ON_GPU float high(u32 x) { return as_float(x & 0xFFFF0000); }
 
-// Of a block whose largest magnitude has these bits of BF16: the bits of its power-of-two scale, and of the inverse.
+// Float32 bits of a block's power-of-two scale, from the BF16 bits of its amax; inverse_of gives its inverse.
 ON_GPU u32 scale_bits(u32 largest) {
     const u32 bits = largest << 16;
     if (bits == 0) return 0x3F800000;
@@ -55,19 +55,19 @@ ON_GPU u32 scale_bits(u32 largest) {
 }
 ON_GPU u32 inverse_of(u32 scale) { return (scale == 0x7FC00000 ? scale : (254u << 23) - scale) >> 16; }  // BF16
 
-ON_GPU u32 largest_of(u32 a, u32 b, u32 c, u32 d) {  // magnitudes in each half
+ON_GPU u32 largest_of(u32 a, u32 b, u32 c, u32 d) {  // amax per 16-bit half
     return larger(larger(a & MAGNITUDES, b & MAGNITUDES), larger(c & MAGNITUDES, d & MAGNITUDES));
 }
 
 template <class At>
-ON_GPU u32 scale_of(At at) {  // of a block, from what quarters of a tile found
+ON_GPU u32 scale_of(At at) {  // of a block, from the amax of each quarter tile
     u32 largest = read_half(at(0));
 #pragma unroll
     for (int quarter = 1; quarter < 4; ++quarter) largest = larger(largest, read_half(at(quarter)));
     return scale_bits(largest);
 }
 
-struct Parts {  // of the tile that is worked on
+struct Parts {  // partial results of the current tile
     u32 base;
     ON_GPU u32 row(int quarter, int matrix, int row) {
         return base + ROW_PARTS + (quarter * 2 + matrix) * ROW_PART + row * 2;
@@ -152,7 +152,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
             for (int i = 0; i < 4; ++i) p[i] = WEIGHTED && token[i] >= 0 ? probs[token[i]] : 1.0f;
             barrier_wait(full(s), step / STAGES & 1);
 
-            // Bits of BF16 numbers, two features to a word.
+            // BF16 bits, two features per word.
             u32 gate[4][4], up[4][4], act[4][4];
             float sum[4];
 #pragma unroll
@@ -161,7 +161,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
                 const uint4 g4 = read4(at), u4 = read4(at + INPUT), y4 = read4(at + 2 * INPUT);
                 u32 gs[4] = {g4.x, g4.y, g4.z, g4.w}, us[4] = {u4.x, u4.y, u4.z, u4.w};
                 u32 ys[4] = {y4.x, y4.y, y4.z, y4.w};
-                if (token[i] < 0) {  // padding may hold anything
+                if (token[i] < 0) {  // padding may contain anything
 #pragma unroll
                     for (int w = 0; w < 4; ++w) gs[w] = us[w] = ys[w] = 0;
                 }
@@ -186,7 +186,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
                 }
             }
 
-            // Largest magnitudes: of rows over the four lanes beside each other, of features over the eight.
+            // Amax: rows reduce over four adjacent lanes, features over the eight lanes with equal lane % 4.
             u32 of_row[2][2];  // gate and up: rows 0 and 1, rows 2 and 3
 #pragma unroll
             for (int m = 0; m < 2; ++m)
@@ -232,9 +232,9 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
                 if (of_features == 0)
                     write4(parts.sum(right, my_row), as_bits(sum[0]), as_bits(sum[1]), as_bits(sum[2]), as_bits(sum[3]));
             }
-            named_wait(1, THREADS);  // parts are there, and nobody reads the inputs any more
+            named_wait(1, THREADS);  // partial results are complete, and the inputs are no longer read
 
-            // Each of the four lanes of a row's works out the factors of one row, each of eight those of one feature.
+            // Each of the four lanes that share rows computes one row's factor, each of eight one feature's.
             u32 row_factor[2], column_factor[3];
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
@@ -279,7 +279,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
             }
 #pragma unroll
             for (int m = 0; m < 3; ++m) {
-                // Those of two features, in the lanes of the first of them.
+                // The factors of two adjacent features, packed in the lanes of the first one.
                 const u32 factors = column_factor[m] | of_lane_xor(column_factor[m], 4) << 16;
 #pragma unroll
                 for (int w = 0; w < 4; ++w) {
@@ -288,7 +288,7 @@ swiglu_backward(const u16* __restrict__ dy, const u16* __restrict__ h, const flo
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
                         x[i] = bf16_product(m == 0 ? gate[i][w] : m == 1 ? up[i][w] : act[i][w], factor);
-                    // Four words are a piece of a feature's line, at piece ^ (feature % 8).
+                    // Four words form a 16-byte chunk of a feature's line, stored at chunk ^ (feature % 8).
                     const u32 line = stage(s) + m * TILE + (my_feature + 2 * w) * SIDE;
                     const u32 even = e4m3_bytes(low(x[0]), low(x[1]), low(x[2]), low(x[3]));
                     const u32 odd = e4m3_bytes(high(x[0]), high(x[1]), high(x[2]), high(x[3]));

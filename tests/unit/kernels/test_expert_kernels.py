@@ -148,7 +148,7 @@ def test_columns_of_one_expert_may_be_a_matrix(scales):
     data, scale = blockwise.quantize_activation(expected_padded(x, [300], 384).t(), scales)
     assert torch.equal(found.columns.view(torch.uint8), data.view(torch.uint8)) and found.columns.is_contiguous()
     assert torch.equal(found.column_scales, scale) and found.column_scales.stride() == (1, 256)
-    with pytest.raises(ValueError, match="columns of 2 experts are not one matrix"):
+    with pytest.raises(ValueError, match="in_matrix needs 1 expert, but tokens_per_expert has 2 experts"):
         ExpertPermutation.of(torch.tensor([300, 5]), 305, [300, 5], in_matrix=True)
 
 
@@ -306,17 +306,17 @@ def test_swiglu_and_its_gradient_are_those_of_autograd():
 @in_torch
 def test_what_does_not_fit_is_named():
     layout = layout_of([5, 3], exact=True)
-    with pytest.raises(ValueError, match=r"x_TK has to be contiguous bfloat16 \[8, a multiple of 128\], not float32"):
+    with pytest.raises(ValueError, match=r"x_TK must be contiguous bfloat16 \[8, a multiple of 128\], not float32"):
         fused_moe.permute_quantize(torch.zeros(8, 128), layout, "pow2")
     with pytest.raises(ValueError, match=r"h_P2F .* \[256, a multiple of 256\]"):
         fused_moe.swiglu_quantize(torch.zeros(256, 128).bfloat16(), layout, "pow2")
-    with pytest.raises(ValueError, match="128 features for h_P2F of 512"):
+    with pytest.raises(ValueError, match="128 features, but h_P2F has 512"):
         fused_moe.swiglu_backward_quantize(
             torch.zeros(256, 128).bfloat16(), torch.zeros(256, 512).bfloat16(), layout, "pow2"
         )
-    with pytest.raises(ValueError, match=r"probs have to be float32 \[8\]"):
+    with pytest.raises(ValueError, match=r"probs must be float32 \[8\]"):
         fused_moe.unpermute(torch.zeros(256, 128).bfloat16(), layout, torch.ones(7))
-    with pytest.raises(ValueError, match="counts of 1 experts"):
+    with pytest.raises(ValueError, match="counts has 1 experts"):
         ExpertPermutation.of(torch.tensor([5, 3]), 8, [8])
     with pytest.raises(ValueError, match="tokens_per_expert"):
         ExpertPermutation.of(torch.tensor([5.0, 3.0]), 8)
