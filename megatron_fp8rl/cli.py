@@ -287,5 +287,7 @@ def _near(name: str, known: Mapping[str, Any]) -> str:
 
 def _known_configs() -> str:
     functions = config_functions()
-    known = f"Configurations: {', '.join(functions)}" if functions else f"No configurations found in {_CONFIGS_PACKAGE}/"
+    known = (
+        f"Configurations: {', '.join(functions)}" if functions else f"No configurations found in {_CONFIGS_PACKAGE}/"
+    )
     return f"{known}; or module:function, if Python can import the module."

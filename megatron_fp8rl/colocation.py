@@ -77,7 +77,9 @@ class ColocatedMemory:
             return peaks
         gathered: list[dict[str, float]] = [{}] * self._policy.parallel.world_size
         dist.all_gather_object(gathered, peaks, group=self._policy.parallel.control_group)
-        return {key: max(rank.get(key, 0.0) for rank in gathered) for key in dict.fromkeys(k for r in gathered for k in r)}
+        return {
+            key: max(rank.get(key, 0.0) for rank in gathered) for key in dict.fromkeys(k for r in gathered for k in r)
+        }
 
     def _enter(self, phase: str) -> None:
         """Record the GPU memory that the ending phase used on this rank, and start the next phase."""

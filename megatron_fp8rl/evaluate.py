@@ -257,7 +257,9 @@ def table(summary: Mapping[str, Any]) -> str:
         estimates = [row["accuracy"], *(row["pass_at"][k] for k in ks)]
         lines.append([name, str(row["num_problems"]), str(row["num_completions"]), *map(interval_text, estimates)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
 
 
 def _finish(
@@ -288,7 +290,10 @@ def _finish(
     os.replace(partial, folder / PROBLEMS)
     write_json(folder / RESULT, summary)
     if len(groups) < evaluation.num_problems:
-        _say(cfg, f"the environments have only {len(groups)} different held-out problems of the {evaluation.num_problems}")
+        _say(
+            cfg,
+            f"the environments have only {len(groups)} different held-out problems of the {evaluation.num_problems}",
+        )
     print(f"\n{evaluation.checkpoint}, rollouts in {cfg.precision.rollout}, temperature {cfg.rollout.temperature:g}")
     print(table(summary))
     print(folder / RESULT, flush=True)

@@ -58,7 +58,10 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
     policy = Policy.build(cfg, parallel)
     held_out = source.held_out(cfg.observe.eval_prompts)
     saves = _Checkpoints(checkpoints, policy)
-    with Observer(cfg, parallel.rank == 0, path.parent, title=f"{cfg.name}: warm start") as observer, stop.errors_noted():
+    with (
+        Observer(cfg, parallel.rank == 0, path.parent, title=f"{cfg.name}: warm start") as observer,
+        stop.errors_noted(),
+    ):
         step = _resume(cfg, policy, checkpoints)
         if step:
             with observer.prelude(step):

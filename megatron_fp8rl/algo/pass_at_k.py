@@ -50,7 +50,9 @@ def pass_at_k(num_completions: int, num_passed: int, k: int) -> float:
     if not 0 <= num_passed <= num_completions:
         raise ValueError(f"{num_passed} of {num_completions} completions passed: not a count")
     if not 1 <= k <= num_completions:
-        raise ValueError(f"pass@{k} needs at least {max(k, 1)} completions of a problem, and k >= 1; there are {num_completions}")
+        raise ValueError(
+            f"pass@{k} needs at least {max(k, 1)} completions of a problem, and k >= 1; there are {num_completions}"
+        )
     none_passes = 1.0
     for i in range(num_completions - num_passed + 1, num_completions + 1):
         none_passes *= max(0.0, 1.0 - k / i)

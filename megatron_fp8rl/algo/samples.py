@@ -19,9 +19,7 @@ class NonFiniteRewardError(ValueError):
     """An environment returned NaN or infinity as a reward."""
 
 
-def to_samples(
-    groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: RunConfig, version: int
-) -> list[Sample]:
+def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: RunConfig, version: int) -> list[Sample]:
     """One sample per completion to train on, in the order of the groups.
 
     ``version`` is the trainer's version at the start of the step; staleness is relative to it. Groups without variance

@@ -97,8 +97,7 @@ def compare(
 
 
 def decibels(error: Tensor, reference: Tensor) -> float:
-    """20 log10(rms(error) / rms(reference)): -inf if nothing differs, inf if the reference is zero and something does.
-    """
+    """20 log10(rms(error) / rms(reference)): -inf if nothing differs, inf if the reference is zero and something does."""
     noise, signal = error.double().norm().item(), reference.double().norm().item()
     if noise == 0:
         return -math.inf

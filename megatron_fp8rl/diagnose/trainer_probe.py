@@ -157,7 +157,9 @@ class TrainerProbe:
         rows = self._rows(output)
         if operation != "qkv":
             return rows
-        weight = registry.weight(f"decoder.layers.{name.split('.')[1]}.self_attention.linear_qkv.weight", self.cfg.model)
+        weight = registry.weight(
+            f"decoder.layers.{name.split('.')[1]}.self_attention.linear_qkv.weight", self.cfg.model
+        )
         return torch.cat(registry.slicing.split(weight, self.cfg.model, rows.t(), 1, 0)).t()
 
     def _rows(self, output: Any) -> Tensor:

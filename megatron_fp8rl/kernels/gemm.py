@@ -89,9 +89,7 @@ def multiply_fp8(x: Fp8, weights: Fp8, layout: ExpertPermutation, dtype: torch.d
         return _emulated_product(_restored_rows(x, operands), _restored_weights(weights, operands), layout).to(dtype)
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=x.data.device)
     # Hopper kernels take float32 scales unchanged; the last argument requests the same on other GPUs.
-    deep_gemm().m_grouped_fp8_gemm_nt_contiguous(
-        tuple(x), tuple(weights), out, layout.experts, disable_ue8m0_cast=True
-    )
+    deep_gemm().m_grouped_fp8_gemm_nt_contiguous(tuple(x), tuple(weights), out, layout.experts, disable_ue8m0_cast=True)
     return out
 
 

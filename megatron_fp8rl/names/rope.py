@@ -48,9 +48,7 @@ def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     return values, problems
 
 
-def _read_scaling(
-    kind: str, found: dict[str, Any], config: Mapping[str, Any]
-) -> tuple[RopeScaling | None, list[str]]:
+def _read_scaling(kind: str, found: dict[str, Any], config: Mapping[str, Any]) -> tuple[RopeScaling | None, list[str]]:
     original = config.get("original_max_position_embeddings")
     if original is not None:
         found.setdefault("original_max_position_embeddings", original)

@@ -88,8 +88,7 @@ def _clip(whole: list[Slice], first: int, end: int) -> list[Slice]:
 
 
 def part_range(weight: Weight, model: ModelConfig, part: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """[start, stop) of one part along the axis, as held by a rank: its slices of the part are adjacent. May be empty.
-    """
+    """[start, stop) of one part along the axis, as held by a rank: its slices of the part are adjacent. May be empty."""
     held = [piece for piece in slices(weight, model, tp_size, tp_rank) if piece.part == part]
     return (held[0].start, held[-1].stop) if held else (0, 0)
 

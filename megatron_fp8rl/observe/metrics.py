@@ -101,9 +101,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/ratio/mean", "Mean importance weight w; expectation 1 if the engine's logprobs are correct."),
         Metric("mismatch/ratio/max", "Largest importance weight of a token."),
         Metric("mismatch/ratio/min", "Smallest importance weight of a token."),
-        Metric(
-            "mismatch/fraction_corrected/mean", "Fraction of tokens whose weight the correction capped or masked."
-        ),
+        Metric("mismatch/fraction_corrected/mean", "Fraction of tokens whose weight the correction capped or masked."),
         Metric("mismatch/fraction_vetoed/mean", "Fraction of tokens dropped with a vetoed sequence."),
     ),
     "Loss": (
@@ -120,9 +118,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("loss/own_<name>/max", "Maximum of a metric of a user-defined loss."),
         Metric("correction/weight/mean", "Mean importance weight after the correction, as the loss used it."),
         Metric("correction/weight/max", "Largest importance weight after the correction."),
-        Metric(
-            "correction/fraction_corrected/mean", "Fraction of loss tokens that the correction capped or masked."
-        ),
+        Metric("correction/fraction_corrected/mean", "Fraction of loss tokens that the correction capped or masked."),
         Metric("correction/fraction_vetoed/mean", "Fraction of loss tokens in vetoed sequences."),
     ),
     "Training": (

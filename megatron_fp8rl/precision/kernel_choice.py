@@ -50,8 +50,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Role:
-    """An operation and the kernels that compute it. ``path``: the field that selects one; None: it follows from others.
-    """
+    """An operation and the kernels that compute it. ``path``: the field that selects one; None: it follows from others."""
 
     words: str
     kernels: Mapping[str, Kernel]
@@ -213,9 +212,7 @@ TABLE: dict[str, Role] = {
         _faster("experts"),
         "precision.experts",
     ),
-    "trainer.norms": Role(
-        "norms", {"te": _TE, "emulated": Kernel("PyTorch"), "batch_invariant": _INVARIANT}, _norms
-    ),
+    "trainer.norms": Role("norms", {"te": _TE, "emulated": Kernel("PyTorch"), "batch_invariant": _INVARIANT}, _norms),
     "trainer.attention": Role(
         "attention",
         {

@@ -112,9 +112,7 @@ def deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return _deep_gemm_is_there(cfg, hardware, "experts")
 
 
-def _deep_gemm(
-    cfg: RunConfig, hardware: Hardware, name: str, whose: str, recipes: tuple[str, ...]
-) -> Violation | None:
+def _deep_gemm(cfg: RunConfig, hardware: Hardware, name: str, whose: str, recipes: tuple[str, ...]) -> Violation | None:
     """The requirements common to both kinds of DeepGEMM kernels."""
     path, precision = f"precision.{name}", cfg.precision
     if hardware.generation not in ("cpu", "hopper"):

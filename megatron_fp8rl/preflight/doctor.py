@@ -122,9 +122,7 @@ def _phases(diagnosis: Diagnosis) -> Table:
     return Table(
         title="Memory per GPU that trainer and engine share",
         columns=("phase", "trainer GiB", "engine GiB", "total GiB", "of the GPU"),
-        rows=tuple(
-            (e.title, gib(e, "trainer"), gib(e, "engine"), gib(e), f"{e.share:.0%}") for e in diagnosis.phases
-        ),
+        rows=tuple((e.title, gib(e, "trainer"), gib(e, "engine"), gib(e), f"{e.share:.0%}") for e in diagnosis.phases),
         right=frozenset({1, 2, 3, 4}),
         notes=(
             f"rollout.sleep_level {rollout.sleep_level}; the trainer offloads {offload}: "

@@ -47,7 +47,7 @@ RANGES = {
     "[0, 1)": "optim.beta1 optim.beta2",
     "[0, 1]": "data.sft_wrong_answers",
     "(0, 1]": """
-        model.rotary_fraction rollout.top_p rollout.gpu_memory_utilization algo.clip_low data.sft_stop_pass_rate
+        model.rotary_fraction rollout.top_p rollout.gpu_memory_utilization data.sft_stop_pass_rate
     """,
     "(0, 1)": "algo.veto_below",
 }

@@ -166,8 +166,9 @@ def _check_algo(found: Findings) -> None:
         )
     found.violations += named.mistakes(algo)
     # CISPO clips the importance weight itself, usually without a lower bound: clip_low = 1.
-    if found.in_range("algo", "algo.clip_low") and algo.loss != "cispo" and ":" not in algo.loss:
-        found.within("algo.clip_low", "(0, 1)")
+    is_unbounded = algo.loss == "cispo" or ":" in algo.loss
+    found.within("algo.clip_low", "(0, 1]" if is_unbounded else "(0, 1)")
+    found.in_range("algo")
     dual_clip = algo.loss_options.get("dual_clip")
     if isinstance(dual_clip, int | float) and ":" not in algo.loss and not dual_clip > 1 + algo.clip_high:
         found.refuse(

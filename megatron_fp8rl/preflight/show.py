@@ -105,9 +105,7 @@ def groups(cfg: RunConfig, choice: KernelChoice) -> list[Group]:
             key = _PLACES.index(place), _KINDS.index(kind)
             layers.setdefault(key, set()).add(entry.layer)
             weights.setdefault(key, []).append((name, entry.weight))
-    return [
-        _group(cfg, choice, table, _KINDS[key[1]], layers[key], weights.get(key, [])) for key in sorted(layers)
-    ]
+    return [_group(cfg, choice, table, _KINDS[key[1]], layers[key], weights.get(key, [])) for key in sorted(layers)]
 
 
 def _place(table: LayerTable, layer: int) -> str:

@@ -218,7 +218,9 @@ class EngineClient:
         if self._asleep:
             return
         if self.num_running:
-            raise EngineError(f"rollout replica {self.name} has {self.num_running} completions to finish before sleeping")
+            raise EngineError(
+                f"rollout replica {self.name} has {self.num_running} completions to finish before sleeping"
+            )
         await self.pause("abort")
         self._asleep = {"weights", "kv_cache"}
         await self._call(f"/sleep?level={level}&mode=abort", deadline_s=self._update_deadline_s)
@@ -268,8 +270,7 @@ class EngineClient:
         await self.collective_rpc("abandon_update")
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
-        """Each worker's digests: see :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.weight_digests`.
-        """
+        """Each worker's digests: see :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.weight_digests`."""
         return await self.collective_rpc("weight_digests", names=names)
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
@@ -318,9 +319,7 @@ class EngineClient:
             raise EngineDeadError(self._message(self.replica.exited.result(), path))
         request = asyncio.ensure_future(self._request(verb, path, body))
         try:
-            await asyncio.wait(
-                {request, self.replica.exited}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED
-            )
+            await asyncio.wait({request, self.replica.exited}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if request.done():
                 try:
                     return request.result()

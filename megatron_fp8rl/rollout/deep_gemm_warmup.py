@@ -122,9 +122,7 @@ def ensure(
     return True
 
 
-def _run_all(
-    sizes: Sequence[Size], max_tokens: int, command: Callable[[Sequence[str]], list[str]], end: float
-) -> bool:
+def _run_all(sizes: Sequence[Size], max_tokens: int, command: Callable[[Sequence[str]], list[str]], end: float) -> bool:
     """Start a process for each share and wait for all of them."""
     number = min(_MAX_PROCESSES, os.cpu_count() or 1)
     words = ["--sizes", *(f"{n},{k}" for n, k in sizes), f"--max-tokens={max_tokens}", f"--of={number}"]
@@ -212,7 +210,9 @@ def _size(text: str) -> Size:
 
 
 def main(argv: Sequence[str]) -> int:
-    options = argparse.ArgumentParser(prog="megatron_fp8rl.rollout.deep_gemm_warmup", description=__doc__.splitlines()[0])
+    options = argparse.ArgumentParser(
+        prog="megatron_fp8rl.rollout.deep_gemm_warmup", description=__doc__.splitlines()[0]
+    )
     options.add_argument("--sizes", nargs="+", type=_size, required=True, metavar="N,K")
     options.add_argument("--max-tokens", type=int, required=True)
     options.add_argument("--of", type=int, default=1, help="shares; with --share")

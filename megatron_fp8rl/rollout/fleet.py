@@ -197,8 +197,12 @@ class Fleet:
             waited_s = time.monotonic() - since
             is_hopeless = len(self._given_up) == self.cfg.rollout.num_replicas
             if not self._joining and (is_hopeless or waited_s > self.cfg.rollout.start_deadline_s):
-                why = "rollout.max_replica_restarts is used up" if is_hopeless else f"none came back in {waited_s:.0f} s"
-                raise EngineDeadError(f"no rollout replica is left, and {why}. The first failure: {self._first_failure}")
+                why = (
+                    "rollout.max_replica_restarts is used up" if is_hopeless else f"none came back in {waited_s:.0f} s"
+                )
+                raise EngineDeadError(
+                    f"no rollout replica is left, and {why}. The first failure: {self._first_failure}"
+                )
             await asyncio.sleep(_MEMBER_POLL_S)
 
     def begin_update(self) -> tuple[EngineClient, ...]:
@@ -223,11 +227,12 @@ class Fleet:
             raise NoReplicaError(str(error)) from error
 
     def has_lost_replica(self, clients: Sequence[EngineClient]) -> bool:
-        """Whether one of these has ended, which may explain the failure of a call; ended replicas get no more requests.
-        """
+        """Whether one of these has ended, which may explain the failure of a call; ended replicas get no more requests."""
 
         async def look() -> bool:
-            await asyncio.wait([c.replica.exited for c in clients], timeout=_NEWS_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [c.replica.exited for c in clients], timeout=_NEWS_S, return_when=asyncio.FIRST_COMPLETED
+            )
             dead = [client for client in clients if not client.is_alive]
             for client in dead:
                 self.remove(client, _ended(client.replica))

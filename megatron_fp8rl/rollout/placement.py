@@ -59,7 +59,9 @@ def assign(cfg: RunConfig, gpus: Sequence[str], *, local_ranks: int) -> list[str
             remedy = f"{lower}, or --rollout.placement separate"
         else:
             problem = f"{engines} behind the {local_ranks} of the trainer, and this host shows {len(gpus)}"
-            remedy = f"{lower}, or --rollout.placement colocated" if last > first else "Use --rollout.placement colocated"
+            remedy = (
+                f"{lower}, or --rollout.placement colocated" if last > first else "Use --rollout.placement colocated"
+            )
         raise ConfigError([Violation("--rollout.num_replicas", rollout.num_replicas, problem, remedy)])
     starts = (first + i * rollout.tensor for i in range(rollout.num_replicas))
     return [",".join(gpus[start : start + rollout.tensor]) for start in starts]

@@ -65,7 +65,9 @@ def main(cfg: RunConfig, part: Part) -> int:
     parent = os.getppid()
     if not 0 <= part.replica < cfg.rollout.num_replicas:
         problem = f"rollout.num_replicas is {cfg.rollout.num_replicas}"
-        raise ConfigError([Violation("--replica", part.replica, problem, "Choose one of 0 ... rollout.num_replicas - 1")])
+        raise ConfigError(
+            [Violation("--replica", part.replica, problem, "Choose one of 0 ... rollout.num_replicas - 1")]
+        )
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # the server inherits it
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, _leave)
@@ -122,9 +124,7 @@ def _nodes(part: Part) -> dict[str, Any]:
     }
 
 
-def _wait_until_ready(
-    cfg: RunConfig, process: subprocess.Popen[bytes], url: str, token: str, parent: int
-) -> bool:
+def _wait_until_ready(cfg: RunConfig, process: subprocess.Popen[bytes], url: str, token: str, parent: int) -> bool:
     """True when the server answers; False if it or the parent ended before. Raises ReplicaError after the deadline."""
     end = time.monotonic() + cfg.rollout.start_deadline_s
     while process.poll() is None and os.getppid() == parent:

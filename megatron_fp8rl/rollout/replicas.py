@@ -51,8 +51,7 @@ class Replica:
     token: str = ""  # the authorization that the server expects
 
     def last_log_lines(self, count: int = 15) -> str:
-        """The end of the replica's log, starting at the first exception, of which vLLM's later ones are consequences.
-        """
+        """The end of the replica's log, starting at the first exception, of which vLLM's later ones are consequences."""
         return last_lines(self.log_path, count)
 
 
@@ -99,7 +98,11 @@ class LocalReplicas:
         self._gpus = gpus
         self._kernels = kernels
         # The trainer now uses the memory that a restarted replica would need.
-        self._num_restarts_left = cfg.rollout.max_replica_restarts if not kernels.hardware.is_gpu or cfg.rollout.placement != "colocated" else 0
+        self._num_restarts_left = (
+            cfg.rollout.max_replica_restarts
+            if not kernels.hardware.is_gpu or cfg.rollout.placement != "colocated"
+            else 0
+        )
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._num_starts: dict[int, int] = {}
         self._shared_memory: dict[int, set[str]] = {}  # by process group: vLLM's workers leave them behind when killed
@@ -139,9 +142,7 @@ class LocalReplicas:
         task = asyncio.get_running_loop().create_task(watch())
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
-        return Replica(
-            name=name, url=url, log_path=log_path, process_group=process.pid, exited=exited, token=token
-        )
+        return Replica(name=name, url=url, log_path=log_path, process_group=process.pid, exited=exited, token=token)
 
     def note_ready(self, replica: Replica) -> None:
         self._shared_memory[replica.process_group] = shared_memory_of(replica.process_group)

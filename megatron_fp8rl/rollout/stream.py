@@ -130,9 +130,7 @@ class RolloutStream:
         with span("rollouts"):
             return self._sampled(self._next_groups)
 
-    def sample(
-        self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None
-    ) -> Groups:
+    def sample(self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None) -> Groups:
         """Collective: scored completions of given prompts, for evaluation, sampled by the engines in their current
         state.
 
@@ -154,8 +152,7 @@ class RolloutStream:
             return self._sampled(produce)
 
     def before_update(self) -> None:
-        """Call before a publication. Raises RolloutError if completions of a synchronous run are still being sampled.
-        """
+        """Call before a publication. Raises RolloutError if completions of a synchronous run are still being sampled."""
         running = 0 if self._fleet is None else sum(client.num_running for client in self._fleet.clients)
         if running and self.cfg.rollout.max_staleness == 0:
             raise RolloutError(f"{running} completions are being sampled during an update; wait for next_groups first")
@@ -259,8 +256,7 @@ class RolloutStream:
                     )
 
     def _next_recorded(self, recording: Iterator[tuple[int, Groups]]) -> Groups:
-        """Groups of the first recorded step after the current version, so that a resumed replay continues where it was.
-        """
+        """Groups of the first recorded step after the current version, so that a resumed replay continues where it was."""
         for step, groups in recording:
             if step > self.version:
                 self._position = position_after(group.prompt for group in groups)
@@ -310,7 +306,9 @@ class RolloutStream:
             add_seconds("score", time.monotonic() - max(sampled_s))
         return groups
 
-    async def _ask(self, prompt: Prompt, num_completions: int, seed: int, temperature: float | None) -> list[Completion]:
+    async def _ask(
+        self, prompt: Prompt, num_completions: int, seed: int, temperature: float | None
+    ) -> list[Completion]:
         """Completions from the least loaded replica; if it dies, from another, with the same seeds."""
         while True:
             if not self._fleet.clients:

@@ -104,9 +104,7 @@ class Parallel:
         if self.world_size == 1:
             return
         try:
-            dist.monitored_barrier(
-                self.control_group, timeout=timedelta(seconds=self.deadline_s), wait_all_ranks=True
-            )
+            dist.monitored_barrier(self.control_group, timeout=timedelta(seconds=self.deadline_s), wait_all_ranks=True)
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {self.rank} waited {self.deadline_s:.0f} s at barrier {name!r}: {error}. "

@@ -103,10 +103,16 @@ class Policy:
         """
         self.offload.require("params")
         old = self._logprobs(batch.microbatches)
-        filled = [replace(mb, old_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in zip(batch.microbatches, old, strict=True)]
+        filled = [
+            replace(mb, old_logprobs_T=values.to(mb.tokens_T.device))
+            for mb, values in zip(batch.microbatches, old, strict=True)
+        ]
         if self.reference is not None:
             ref = self._forward.logprobs(self.reference, batch.microbatches)
-            filled = [replace(mb, ref_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in zip(filled, ref, strict=True)]
+            filled = [
+                replace(mb, ref_logprobs_T=values.to(mb.tokens_T.device))
+                for mb, values in zip(filled, ref, strict=True)
+            ]
         return replace(batch, microbatches=tuple(filled))
 
     def calibrate_kv(self, batch: TrainBatch) -> None:
@@ -181,9 +187,7 @@ class Policy:
         if self.parallel.pp_size > 1:
             carried = [(sums, maxima)]
             group = self.parallel.pp_group
-            dist.broadcast_object_list(
-                carried, src=dist.get_global_rank(group, self.parallel.pp_size - 1), group=group
-            )
+            dist.broadcast_object_list(carried, src=dist.get_global_rank(group, self.parallel.pp_size - 1), group=group)
             sums, maxima = carried[0]
         sums, maxima = self.parallel.sum_over_data(sums), self.parallel.max_over_data(maxima)
         loss = sums.pop("train/loss/mean")

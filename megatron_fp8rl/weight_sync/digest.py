@@ -63,8 +63,7 @@ def values_of_sums(totals: np.ndarray, headers: np.ndarray) -> np.ndarray:
 
 
 def terms_of_words(words: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The term that each int64 word at ``places`` (int64, counted from 0) adds to a tensor's sum, modulo 2^64: int64.
-    """
+    """The term that each int64 word at ``places`` (int64, counted from 0) adds to a tensor's sum, modulo 2^64: int64."""
     golden = (places.view(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN)
     return _mix_array(words.view(np.uint64) + golden).view(np.int64)
 

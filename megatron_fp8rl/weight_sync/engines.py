@@ -74,8 +74,7 @@ class Receivers(Protocol):
 
 
 class Engines:
-    """All replicas of a fleet, driven together from a blocking thread. All calls of a publication share one deadline.
-    """
+    """All replicas of a fleet, driven together from a blocking thread. All calls of a publication share one deadline."""
 
     def __init__(self, fleet: Receivers, deadline_s: float):
         self._fleet = fleet
@@ -119,7 +118,9 @@ class Engines:
         """
         return self._call(what, method, self._clients)
 
-    def _call(self, what: str, method: Callable[[int, Receiver], Awaitable[Any]], clients: Sequence[Receiver]) -> list[Any]:
+    def _call(
+        self, what: str, method: Callable[[int, Receiver], Awaitable[Any]], clients: Sequence[Receiver]
+    ) -> list[Any]:
 
         async def one(index: int, client: Receiver) -> Any:
             try:

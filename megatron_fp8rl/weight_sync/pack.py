@@ -269,7 +269,12 @@ class TensorGather:
     """
 
     def __init__(
-        self, gathering: Gathering, shards: LocalShards, rank: int, device: torch.device, group: dist.ProcessGroup | None
+        self,
+        gathering: Gathering,
+        shards: LocalShards,
+        rank: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
     ):
         self.transfer = transfer = gathering.transfer
         self.whole: Tensor | None = None

@@ -1,7 +1,7 @@
 """Which bytes travel from which trainer rank to which engine rank, and in which round. Pure and deterministic.
 
-In:  a :class:`Plan`. Out: a :class:`SendSchedule`: rounds of messages. Trainer ranks and engine workers compute the same
-schedule from the same configuration, so only a version number has to be agreed on.
+In:  a :class:`Plan`. Out: a :class:`SendSchedule`: rounds of messages. Trainer ranks and engine workers compute equal
+schedules from the same configuration, so only a version number has to be agreed on.
 
     round 0    every sender's first ``bucket_bytes``, one message per engine rank
     round 1    the next ``bucket_bytes``, while the engines load round 0

@@ -227,8 +227,7 @@ class ShardSender:
         )
 
     def digests(self, sums: Tensor) -> list[NamedDigests]:
-        """Collective: on rank 0 the digests that every engine rank must hold, from the sums of all ranks; [] elsewhere.
-        """
+        """Collective: on rank 0 the digests that every engine rank must hold, from the sums of all ranks; [] elsewhere."""
         by_rank: list[Any] = [sums.numpy()]
         if self._group is not None:
             gathered = [None] * self.inputs.parallel.world_size if self.rank == 0 else None
@@ -280,8 +279,7 @@ class ShardSender:
 
 
 class _Named:
-    """Turns a transport's error into TransportError after notifying the others; an engine's own error takes precedence.
-    """
+    """Turns a transport's error into TransportError after notifying the others; an engine's own error takes precedence."""
 
     def __init__(self, sender: ShardSender, what: str):
         self._sender = sender
@@ -335,8 +333,7 @@ class _Slots:
 
     @staticmethod
     def _of_sender(schedule: SendSchedule, sender: int, index: dict, kinds: dict) -> np.ndarray:
-        """The slot of each number that a sender computes, round by round: sums of its parts, then the words they cut.
-        """
+        """The slot of each number that a sender computes, round by round: sums of its parts, then the words they cut."""
         slots = []
         for number in schedule.rounds:
             parts = [(m.engine_rank, part) for m in number.sent_by(sender) for part in m.parts]

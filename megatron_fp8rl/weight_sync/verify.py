@@ -53,9 +53,7 @@ class WeightMismatch(RuntimeError):
         lines = [f"  {m}" for m in self.mismatches[:10]]
         if len(self.mismatches) > 10:
             lines.append(f"  and {len(self.mismatches) - 10} more")
-        super().__init__(
-            f"policy version {version}: the engines do not hold what was published\n" + "\n".join(lines)
-        )
+        super().__init__(f"policy version {version}: the engines do not hold what was published\n" + "\n".join(lines))
 
     def __reduce__(self):
         return type(self), (self.version, self.mismatches)

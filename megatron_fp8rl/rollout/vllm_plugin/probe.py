@@ -70,8 +70,7 @@ class Probe:
         self._probe_hooks = (*hooks, model.logits_processor.register_forward_hook(self._record_logits))
 
     def finish_probe(self, path: str) -> list[str]:
-        """Write the recorded results to ``path`` and return their names; raises RuntimeError if there was no prefill.
-        """
+        """Write the recorded results to ``path`` and return their names; raises RuntimeError if there was no prefill."""
         from safetensors.torch import save_file
 
         self._drop_hooks()

@@ -134,7 +134,9 @@ class TransferEngine(WeightTransferEngine):
         UnwritableKernel if weights cannot be written directly.
         """
         if self._transport is None:
-            raise RuntimeError("weights arrived before init_weight_transfer_engine connected this worker to the trainer")
+            raise RuntimeError(
+                "weights arrived before init_weight_transfer_engine connected this worker to the trainer"
+            )
         started = time.perf_counter()
         self._mode = update_info.mode
         if self._mode == "reload":

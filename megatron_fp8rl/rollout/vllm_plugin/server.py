@@ -143,8 +143,7 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
         remove_when="AsyncLLM.shutdown stops its reader first",
     )
     class Engine(AsyncLLM):
-        """Stops reading before the engine ends; vLLM's own stops after it, and often reports a dead engine in between.
-        """
+        """Stops reading before the engine ends; vLLM's own stops after it, and often reports a dead engine in between."""
 
         def shutdown(self, timeout: float | None = None) -> None:
             cancel_task_threadsafe(getattr(self, "output_handler", None))

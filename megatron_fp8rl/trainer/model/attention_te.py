@@ -37,9 +37,7 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
         return False
     heads = query.shape[1], key.shape[1], query.shape[2], value.shape[2]
     lengths = segments.max_queries, segments.max_keys
-    return _has_kernel(
-        query.dtype, heads, lengths, segments.is_square, torch.are_deterministic_algorithms_enabled()
-    )
+    return _has_kernel(query.dtype, heads, lengths, segments.is_square, torch.are_deterministic_algorithms_enabled())
 
 
 def attend(

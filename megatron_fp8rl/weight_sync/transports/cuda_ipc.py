@@ -115,8 +115,7 @@ class IpcTransport(Transport):
         self._announce(number)
 
     def _announce(self, number: int) -> None:
-        """Raise this process's counter once the GPU reaches this point, from a thread, so that the host can continue.
-        """
+        """Raise this process's counter once the GPU reaches this point, from a thread, so that the host can continue."""
         if self.device.type == "cpu":
             self._counters[self.peer.rank] = self._count(number)
             return
