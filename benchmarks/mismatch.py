@@ -39,20 +39,25 @@ from benchmarks.training import MODELS, batches, free_memory, model_of, single_r
 from megatron_fp8rl.config import AlgoConfig, OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.types import Sample, TrainBatch
 
+LENGTHS = ("prompts", "completions", "prompt_tokens", "completion_tokens", "microbatch")
 KEYS = (
     *("model", "layers", "warm_steps", "rollout", "scales", "trainer"),
     *("linear", "moe", "attention", "compile", "batch_invariant", "experts", "device"),
+    *LENGTHS,
 )
 ROLLOUTS = {"bf16": ("bf16", "auto"), "fp8": ("blockwise", "auto"), "fp8_kv": ("blockwise", "fp8")}
 TRAINERS = {recipe: {"trainer": recipe, "linears": "te"} for recipe in ("bf16", "blockwise", "delayed", "tensorwise")}
 TRAINERS["engine"] = TRAINERS["blockwise"] | {"attention": "engine"}
 TRAINERS["deep_gemm"] = {"trainer": "blockwise", "linears": "deep_gemm"}
 TRAINERS["engine, deep_gemm"] = TRAINERS["engine"] | TRAINERS["deep_gemm"]
+BUCKET = 256  # positions that are counted together
 PREFILL = "engine's prefill"  # no trainer: the engine's own log-probabilities of its sequences, as prompts
 _SHARE_OF_GPU = 0.12  # has to be free when an engine starts; its cache has a size of its own
 
@@ -218,7 +223,7 @@ def measure(name: str, options: argparse.Namespace, results: Results, common: Ro
     """All rows of one model that are not there yet, from one warm start."""
     num_layers = run_config(name, options, None).model.num_layers
     base = common | {"model": name, "layers": num_layers, "warm_steps": options.warm_steps}
-    chosen = ("linear", "moe", "attention", "compile", "batch_invariant", "experts")
+    chosen = ("linear", "moe", "attention", "compile", "batch_invariant", "experts", *LENGTHS)
     base |= {key: getattr(options, key) for key in chosen}
     wanted = ((engine, _missing(engine, base, options, results)) for engine in plan_engines(options))
     groups = list(batched([(engine, trainers) for engine, trainers in wanted if trainers], options.at_once))
@@ -288,13 +293,21 @@ def _numbers(batch: TrainBatch) -> Row:
     pairs = [(mb.old_logprobs_T[mb.loss_mask_T], mb.rollout_logprobs_T[mb.loss_mask_T]) for mb in batch.microbatches]
     old, rollout = (torch.cat(values).double() for values in zip(*pairs, strict=True))
     distance = (old - rollout).abs()
+    places = torch.cat([mb.positions_T[mb.loss_mask_T] for mb in batch.microbatches]).cpu() // BUCKET
     return {
+        "by_position": {int(b) * BUCKET: _spread(distance[places == b]) for b in places.unique()},
         "tokens": batch.num_loss_tokens,
         "sampled_entropy": round(-rollout.mean().item(), 4),
         **{key: metrics[key] for key in (*kept, "effective_sample_size/mean")},
         "equal_share": round((distance == 0).double().mean().item(), 5),
         "rounding_share": round((distance < ROUNDING).double().mean().item(), 5),
     }
+
+
+def _spread(distance: Tensor) -> list[float]:
+    """[tokens, mean, largest, share of 0]"""
+    numbers = (distance.mean(), distance.max(), (distance == 0).double().mean())
+    return [len(distance), *(float(f"{number.item():.3g}") for number in numbers)]
 
 
 def _clock(options: argparse.Namespace) -> str:

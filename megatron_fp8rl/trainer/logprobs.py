@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.kernels.backend import runs_triton
+from megatron_fp8rl.kernels.log_softmax import exp_sum, log_of_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,25 +156,27 @@ def _chunk_statistics(
         dist.all_reduce(max_n, op=dist.ReduceOp.MAX, group=shard.group)
 
     if logits is None:
-        sums_3n = hidden_nH.new_zeros((3, num), dtype=torch.float32)
+        exp_sums_n = torch.zeros(num, dtype=torch.int64, device=hidden_nH.device)
+        others_2n = hidden_nH.new_zeros((2, num), dtype=torch.float32)
     elif kernels := _kernels(logits):
-        sums_3n = kernels.sums(logits, max_n, targets_n, shard.first_token, shard.temperature)
+        exp_sums_n, others_2n = kernels.sums(logits, max_n, targets_n, shard.first_token, shard.temperature)
     else:
-        sums_3n = _sums(logits, max_n, targets_n, shard)
+        exp_sums_n, others_2n = _sums(logits, max_n, targets_n, shard)
     if shard.group is not None:
-        dist.all_reduce(sums_3n, group=shard.group)
-    log_sum_n = sums_3n[0].log()
-    return sums_3n[2] - log_sum_n, log_sum_n - sums_3n[1] / sums_3n[0], max_n + log_sum_n
+        dist.all_reduce(exp_sums_n, group=shard.group)
+        dist.all_reduce(others_2n, group=shard.group)
+    log_sum_n = log_of_sum(exp_sums_n)
+    weighted_n, at_target_n = others_2n
+    return at_target_n - log_sum_n, log_sum_n - weighted_n / log_sum_n.exp(), max_n + log_sum_n
 
 
-def _sums(logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, shard: HeadShard) -> Tensor:
-    """FP32 [3, n]: sum exp(z - max), sum exp(z - max) * (z - max), z[target] - max, each over this shard."""
+def _sums(logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
+    """int64 [n]: sum exp(z - max); FP32 [2, n]: sum exp(z - max) * (z - max), z[target] - max; over this shard."""
     shifted = logits_nV.float().div_(shard.temperature).sub_(max_n[:, None])
     local_n, owned_n = _owned(targets_n, shard)
     at_target_n = shifted.gather(1, local_n[:, None])[:, 0].masked_fill_(~owned_n, 0.0)
-    exp = shifted.exp()
-    exp_sum_n = exp.sum(-1)
-    return torch.stack([exp_sum_n, exp.mul_(shifted).sum(-1), at_target_n])
+    exp_sums_n = exp_sum(shifted)
+    return exp_sums_n, torch.stack([shifted.exp().mul_(shifted).sum(-1), at_target_n])
 
 
 def _chunk_logit_gradient(

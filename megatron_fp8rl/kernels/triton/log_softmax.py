@@ -1,8 +1,8 @@
 """Log-softmax of a chunk of BF16 logits on a GPU, and its gradient.
 
 Each logit is read once for the sums; for the gradient it is read once more and written once. torch would make FP32
-copies of all logits and read and write them a dozen times. Everything except input and output is FP32. The order of the
-sums differs from torch's.
+copies of all logits and read and write them a dozen times. The sum of exponentials is the order-independent one of
+``kernels/log_softmax.py``; everything else except input and output is FP32.
 
 Shapes: n = tokens of the chunk, V = vocabulary rows of this rank.
 """
@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp8rl.kernels.log_softmax import UNIT
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
 
 _BLOCK = 4096  # logits of a token that are read at a time
@@ -21,29 +22,29 @@ _BLOCK = 4096  # logits of a token that are read at a time
 
 @triton.jit
 def _sum_rows(
-    logits, max_n, targets, sums, num_tokens, num_columns, first_token, temperature,
-    DIVIDE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, max_n, targets, exp_sums, others, num_tokens, num_columns, stride, first_token, temperature,
+    DIVIDE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Program t: the three sums of token t, into rows 0 to 2 of ``sums`` [3, n]."""
+    """Program t: the sum of exponentials of token t, and the other two values in rows 0 and 1 of ``others`` [2, n]."""
     token = tl.program_id(0).to(tl.int64)
-    row = logits + token * num_columns
+    row = logits + token * stride
     largest = tl.load(max_n + token)
-    exp_sum, weighted = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    exp_sum, weighted = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.float32)
     for start in range(0, num_columns, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < num_columns
         z = tl.load(row + column, mask=inside, other=0.0).to(tl.float32)
         z = (tl.div_rn(z, temperature + tl.zeros_like(z)) if DIVIDE else z) - largest
         exp = tl.where(inside, tl.exp(z), 0.0)
-        exp_sum += exp
+        exp_sum += (exp * UNIT).to(tl.int64)
         weighted += tl.where(inside, exp * z, 0.0)
     target = tl.load(targets + token) - first_token
     is_here = (target >= 0) & (target < num_columns)
     at_target = tl.load(row + target, mask=is_here, other=0.0).to(tl.float32)
     at_target = tl.div_rn(at_target, temperature) if DIVIDE else at_target
-    tl.store(sums + token, tl.sum(exp_sum, axis=0))
-    tl.store(sums + num_tokens + token, tl.sum(weighted, axis=0))
-    tl.store(sums + 2 * num_tokens + token, tl.where(is_here, at_target - largest, 0.0))
+    tl.store(exp_sums + token, tl.sum(exp_sum, axis=0))
+    tl.store(others + token, tl.sum(weighted, axis=0))
+    tl.store(others + num_tokens + token, tl.where(is_here, at_target - largest, 0.0))
 
 
 @triton.jit
@@ -68,18 +69,23 @@ def _gradient(
     tl.store(place, rounded_to_bf16(grad, HARDWARE), mask=inside)
 
 
-def sums(logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, first_token: int, temperature: float) -> Tensor:
-    """float32 [3, n] of z = logits / temperature: sum exp(z - max), sum exp(z - max) * (z - max), and z[target] - max,
-    which is 0 if the target is not in this shard. Logits are BF16 and contiguous, ``max_n`` float32.
+def sums(
+    logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, first_token: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """(int64 [n], float32 [2, n]) of z = logits / temperature: the sum of exp(z - max) in units of 1 / UNIT; then
+    sum exp(z - max) * (z - max), and z[target] - max, which is 0 if the target is not in this shard.
+
+    Logits are BF16 or float32 with adjacent columns, ``max_n`` float32.
     """
     num, num_columns = logits_nV.shape
-    out = torch.empty(3, num, dtype=torch.float32, device=logits_nV.device)
+    exp_sums = torch.empty(num, dtype=torch.int64, device=logits_nV.device)
+    others = torch.empty(2, num, dtype=torch.float32, device=logits_nV.device)
     with torch.cuda.device_of(logits_nV):
         _sum_rows[(num,)](
-            logits_nV, max_n, targets_n.contiguous(), out, num, num_columns, first_token, float(temperature),
-            DIVIDE=temperature != 1, BLOCK=_BLOCK, num_warps=8,
+            logits_nV, max_n, targets_n.contiguous(), exp_sums, others, num, num_columns, logits_nV.stride(0),
+            first_token, float(temperature), DIVIDE=temperature != 1, BLOCK=_BLOCK, UNIT=UNIT, num_warps=8,
         )  # fmt: skip
-    return out
+    return exp_sums, others
 
 
 def gradient(

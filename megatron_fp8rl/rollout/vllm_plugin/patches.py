@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megatron_fp8rl.kernels import log_softmax as exact
 from megatron_fp8rl.upstream import patches
 
 
@@ -44,6 +45,26 @@ def make_residual_norms_batch_invariant() -> None:
         return plain(stream, weight, eps), stream
 
     layernorm.rms_norm_batch_invariant = rms_norm
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="a log-softmax adds exponentials in an order of its own, which differs from the trainer's in the last bit "
+    "(compute_token_logprobs of the V2 runner, batch_invariant.log_softmax of the V1 runner)",
+    remove_when="vLLM has a hook for the log-probabilities of sampled tokens",
+)
+def make_logprobs_order_independent() -> None:
+    """Compute log-probabilities as the trainer does, in ``kernels/log_softmax.py``. For batch-invariant engines on GPUs."""
+    from vllm.model_executor.layers import batch_invariant
+    from vllm.v1.worker.gpu.sample import logprob
+
+    def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        return exact.log_softmax(rows).reshape(input.shape)
+
+    batch_invariant.log_softmax = log_softmax
+    logprob.compute_token_logprobs = lambda logits, ids: exact.token_logprobs(logits, ids.long())
 
 
 @patches(

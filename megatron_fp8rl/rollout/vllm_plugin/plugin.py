@@ -52,5 +52,6 @@ def register() -> None:
         from megatron_fp8rl.rollout.vllm_plugin import patches
 
         patches.make_residual_norms_batch_invariant()
+        patches.make_logprobs_order_independent()
         if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":
             patches.accept_deep_gemm_experts()

@@ -2,8 +2,8 @@
 
 In: a ModelConfig, positions, query and key heads. Out: the same heads, rotated. Runs on: every trainer rank.
 
-Frequencies are computed as in transformers, so that converted checkpoints agree. Cosines and sines are rounded to the
-model's dtype; the rotation is computed in FP32 and rounded once, as in the engine's CPU kernel.
+Frequencies follow transformers, so that converted checkpoints agree, by the operations of vLLM in their order. Cosines
+and sines are rounded to the model's dtype; the rotation is computed in FP32 and rounded once, as in the engine.
 
 Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features.
 """
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RopeScaling
+
+_HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +44,9 @@ class Rotary:
             interleaved=mla is not None,
         )
 
-    def frequencies(self) -> Tensor:
+    def frequencies(self, device: torch.device = _HOST) -> Tensor:
         """Radians per position of every pair, FP32 [R / 2]."""
-        exponents = torch.arange(0, self.num_features, 2, dtype=torch.float32) / self.num_features
+        exponents = torch.arange(0, self.num_features, 2, dtype=torch.float32, device=device) / self.num_features
         periods = self.theta**exponents
         if self.scaling is None:
             return 1.0 / periods
@@ -70,8 +72,9 @@ class Rotary:
         low = max(math.floor(pair_that_turns(scaling.beta_fast)), 0)
         high = min(math.ceil(pair_that_turns(scaling.beta_slow)), self.num_features - 1)
         width = high - low if high != low else 0.001
-        stretched = ((torch.arange(self.num_features // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-        return 1.0 / (scaling.factor * periods) * stretched + 1.0 / periods * (1 - stretched)
+        pairs = torch.arange(self.num_features // 2, dtype=torch.float32, device=periods.device)
+        kept = 1 - ((pairs - low) / width).clamp(0, 1)
+        return 1.0 / (scaling.factor * periods) * (1 - kept) + 1.0 / periods * kept
 
     def rotate(self, x_THD: Tensor, cos_T1r: Tensor, sin_T1r: Tensor) -> Tensor:
         """Rotate the rotary features of ``x``, in the dtype of ``x``; r = R / 2.
@@ -122,12 +125,13 @@ def _llama3(periods: Tensor, scaling: RopeScaling) -> Tensor:
 
 @functools.lru_cache(maxsize=8)
 def rotary_table(
-    num_positions: int, rotary: Rotary, dtype: torch.dtype, device: torch.device = torch.device("cpu")
+    num_positions: int, rotary: Rotary, dtype: torch.dtype, device: torch.device = _HOST
 ) -> tuple[Tensor, Tensor]:
     """(cosines, sines) of every position and pair, [num_positions, R / 2], rounded to ``dtype``.
 
-    Always computed on the host, because cosines computed on a GPU differ in the last bit.
+    Computed on ``device`` by the engine's operations: powers, cosines and sines on a GPU differ from the host's in the
+    last bit, and an angle's error grows with the position until its rounded cosine differs, too.
     """
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * rotary.frequencies()
+    angles = torch.arange(num_positions, dtype=torch.float32, device=device)[:, None] * rotary.frequencies(device)
     cos, sin = angles.cos() * rotary.amplitude, angles.sin() * rotary.amplitude
-    return cos.to(device, dtype), sin.to(device, dtype)
+    return cos.to(dtype), sin.to(dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_fp8rl.kernels.log_softmax import UNIT
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
 from tests.tolerances import LOGPROBS_FLOAT32
 
@@ -39,9 +40,10 @@ def test_sums_and_gradients(vocab, temperature):
     shifted = (z.detach() - largest[:, None])
     local = (targets - FIRST).clamp(0, vocab - 1)
     at_target = torch.where(is_here, shifted.gather(1, local[:, None])[:, 0], 0.0)
-    expected = torch.stack([shifted.exp().sum(-1), (shifted.exp() * shifted).sum(-1), at_target])
-    found = log_softmax.sums(logits, largest.float(), targets, FIRST, temperature)
-    torch.testing.assert_close(found.double(), expected, **LOGPROBS_FLOAT32)
+    expected = torch.stack([(shifted.exp() * shifted).sum(-1), at_target])
+    exp_sums, others = log_softmax.sums(logits, largest.float(), targets, FIRST, temperature)
+    torch.testing.assert_close(others.double(), expected, **LOGPROBS_FLOAT32)
+    torch.testing.assert_close(exp_sums.double() / UNIT, shifted.exp().sum(-1), rtol=LOGPROBS_FLOAT32["rtol"], atol=0)
 
     log_p = torch.log_softmax(z, dim=-1)
     entropy = -(log_p.exp() * log_p).sum(-1)
@@ -93,13 +95,14 @@ def test_they_compile_without_spilling(tmp_path, name, temperature):
 
     kernel = getattr(log_softmax, name)
     types = {"logits": "*bf16", "targets": "*i64", "temperature": "fp32"} | dict.fromkeys(
-        ("num_tokens", "num_columns", "first_token"), "i32"
+        ("num_tokens", "num_columns", "first_token", "stride"), "i32"
     )
-    constants = dict(ENTROPY=True, DIVIDE=temperature != "1", BLOCK=log_softmax._BLOCK, HARDWARE=True)
+    types["exp_sums"] = "*i64"
+    constants = dict(ENTROPY=True, DIVIDE=temperature != "1", BLOCK=log_softmax._BLOCK, HARDWARE=True, UNIT=UNIT)
     constants = {arg: value for arg, value in constants.items() if arg in kernel.arg_names}
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "*fp32") for arg in kernel.arg_names}
     whole = [i for i, kind in enumerate(signature.values()) if kind.startswith("*")]
-    whole.append(list(signature).index("num_columns"))
+    whole += [i for i, arg in enumerate(signature) if arg in ("num_columns", "stride")]
     hints = {(i,): [["tt.divisibility", 16]] for i in whole}
     source = ASTSource(kernel, signature, constants, hints)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]

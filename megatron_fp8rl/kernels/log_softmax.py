@@ -1,0 +1,59 @@
+"""Log-softmax of sampled tokens whose bits depend neither on the order of the sum nor on how it is divided.
+
+Trainer and engine compute log-probabilities in different kernels, from logits of different dtypes, over whole rows or
+over the vocabulary shards of several ranks. In floating point each of these adds the exponentials in another order, and
+the last bit of the result differs. Here each exponential is rounded down to a multiple of 1 / UNIT and the sum is an
+integer:
+
+    logprob(target) = (z[target] - max) - log(sum_v floor(exp(z[v] - max) UNIT) / UNIT)
+
+The sum is at least 1, so the error is at most vocabulary / UNIT (9e-9 for 151,936 tokens), below the rounding of the
+result to float32. The logarithm is taken in float64 and rounded once.
+
+Shapes: n = tokens, V = vocabulary, k = tokens asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.kernels.backend import runs_triton
+
+UNIT = 2.0**44  # sums of up to 2^19 exponentials, each at most 1, stay below 2^63
+
+
+def log_of_sum(exp_sums: Tensor) -> Tensor:
+    """float32 logarithm of int64 sums in units of 1 / UNIT."""
+    return exp_sums.double().div_(UNIT).log_().float()
+
+
+def exp_sum(shifted_nV: Tensor) -> Tensor:
+    """int64 [n]: the sum of exp(``shifted_nV``) in units of 1 / UNIT; float32 arguments of at most 0."""
+    return shifted_nV.exp().mul_(UNIT).long().sum(-1)
+
+
+def token_logprobs(logits_nV: Tensor, token_ids_nk: Tensor) -> Tensor:
+    """Log-probabilities of the given tokens, float32 [n, k]; int64 ids, logits BF16 or float32 and possibly -inf."""
+    max_n = logits_nV.amax(-1).float()
+    if runs_triton(logits_nV):
+        from megatron_fp8rl.kernels.triton import log_softmax  # imports Triton
+
+        exp_sums, _ = log_softmax.sums(logits_nV, max_n, token_ids_nk[:, 0], 0, 1.0)
+    else:
+        exp_sums = exp_sum(logits_nV.float() - max_n[:, None])
+    at_tokens_nk = logits_nV.gather(1, token_ids_nk).float()
+    return (at_tokens_nk - max_n[:, None]) - log_of_sum(exp_sums)[:, None]
+
+
+def log_softmax(logits_nV: Tensor) -> Tensor:
+    """Log-probabilities of all tokens, float32 [n, V]; see :func:`token_logprobs`."""
+    max_n = logits_nV.amax(-1).float()
+    shifted_nV = logits_nV.float() - max_n[:, None]
+    if runs_triton(logits_nV):
+        from megatron_fp8rl.kernels.triton import log_softmax as kernels  # imports Triton
+
+        exp_sums, _ = kernels.sums(logits_nV, max_n, torch.zeros_like(max_n, dtype=torch.int64), 0, 1.0)
+    else:
+        exp_sums = exp_sum(shifted_nV)
+    return shifted_nV.sub_(log_of_sum(exp_sums)[:, None])
