@@ -228,6 +228,9 @@ class AlgoConfig:
     overlong_buffer_tokens: int = 0  # "penalty": tokens before the limit over which the penalty rises from 0 to 1
     kl_coef: float = 0.0  # weight of KL(trainer || reference); 0 builds no reference model
     entropy_coef: float = 0.0
+    # Whose experts old log-probabilities and the update use: the trainer's own, in the update those of the old
+    # log-probabilities ("old"), or in both those that the engine recorded ("rollout").
+    router_replay: Literal["off", "old", "rollout"] = "off"
     correction: Literal["off", "truncate", "mask", "sequence_truncate", "sequence_mask", "geometric_mask"] = "truncate"
     correction_low: float = 0.0  # lower bound of the importance weight (masks)
     correction_high: float = 2.0  # cap or upper bound of the importance weight

@@ -97,6 +97,7 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
             cfg,
             model=replace(cfg.model, hf_path=str(checkpoint)),
             rollout=replace(cfg.rollout, record_routed_experts=False),
+            algo=replace(cfg.algo, router_replay="off"),
             observe=replace(cfg.observe, verify_every=1),
         ),
         checkpoint=checkpoint,

@@ -132,6 +132,7 @@ def _learn(
     with span("old_logprobs"):
         batches = [policy.with_old_logprobs(batch) for batch in batches]
     with span("mismatch"):
+        log.update(policy.router_metrics())
         log.mismatch(mismatch_metrics(batches, cfg.algo, policy.parallel))
     with span("update"):
         log.updates([policy.update(batch, loss) for batch in batches], batches)

@@ -11,8 +11,16 @@ import math
 from collections.abc import Iterable, Sequence
 
 from megatron_fp8rl.algo.named import AdvantageFn, NamedFunctionError
-from megatron_fp8rl.config import AlgoConfig, RunConfig
+from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
 from megatron_fp8rl.types import Rollout, RolloutGroup, Sample
+
+
+# A record of this many tokens cannot be all zeros, even if a token has one expert only.
+_TOKEN_RICH = 16
+
+
+class RoutedExpertsError(ValueError):
+    """The engine's record of a sequence's experts is missing, or cannot be one of this model."""
 
 
 class NonFiniteRewardError(ValueError):
@@ -27,6 +35,7 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
 
     Raises:
         NonFiniteRewardError: names the rollout.
+        RoutedExpertsError: names the rollout whose experts ``algo.router_replay`` = "rollout" cannot replay.
         NamedFunctionError: ``advantage_fn`` did not return one finite number per reward.
     """
     samples = []
@@ -37,6 +46,8 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
         advantages = _advantages(rewards, advantage_fn, cfg.algo)
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             if rollout.completion.token_ids:
+                if cfg.algo.router_replay == "rollout":
+                    _require_experts(rollout, cfg.model)
                 samples.append(_sample(rollout, advantage, version))
     return samples
 
@@ -77,6 +88,27 @@ def overlong_penalty(num_tokens: int, max_completion_tokens: int, cfg: AlgoConfi
     if cfg.overlong_buffer_tokens == 0:
         return float(excess >= 0)
     return min(max(excess / cfg.overlong_buffer_tokens, 0.0), 1.0)
+
+
+def _require_experts(rollout: Rollout, model: ModelConfig) -> None:
+    """Raise RoutedExpertsError unless the completion has the ids of this model's experts, [L - 1, layers, top_k]."""
+    experts = rollout.completion.routed_experts
+    num_tokens = len(rollout.prompt.token_ids) + _length(rollout) - 1
+    wanted = (num_tokens, model.num_layers, model.experts_per_token)
+    problem = None
+    if experts is None:
+        problem = "has no routed experts. Set --rollout.record_routed_experts True where it is sampled"
+    elif experts.shape != wanted:
+        problem = f"has routed experts of shape {experts.shape}, expected {wanted}. Sample it with this model"
+    elif experts.size and int(experts.max()) >= model.num_experts:
+        problem = f"was routed to expert {experts.max()} of {model.num_experts}. Sample it with this model"
+    elif num_tokens >= _TOKEN_RICH and not experts.any():
+        problem = (
+            f"was routed to expert 0 in every layer for all of its {num_tokens} tokens: the engine did not record. "
+            "Look for 'routed_experts' in the engine's log, and at the version of vLLM"
+        )
+    if problem is not None:
+        raise RoutedExpertsError(f"rollout {rollout.name} {problem}, or set --algo.router_replay old or off")
 
 
 def _advantages(rewards: Sequence[float], advantage_fn: AdvantageFn, cfg: AlgoConfig) -> list[float]:

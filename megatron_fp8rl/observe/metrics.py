@@ -104,6 +104,15 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("mismatch/fraction_corrected/mean", "Fraction of tokens whose weight the correction capped or masked."),
         Metric("mismatch/fraction_vetoed/mean", "Fraction of tokens dropped with a vetoed sequence."),
     ),
+    "Router": (
+        Metric(
+            "router/agreement/mean",
+            "Share of tokens for which the trainer's router, before replay, and the engine choose the same set of "
+            "experts; mean over the layers. Requires rollout.record_routed_experts.",
+        ),
+        Metric("router/agreement/min", "The same share in the layer where it is lowest."),
+        Metric("router/agreement_layer_<index>/mean", "The same share in one layer, by its index in the model."),
+    ),
     "Loss": (
         Metric("loss/kl_update/mean", "KL(old || trainer), k3 estimate: how far this step's updates moved the policy."),
         Metric("loss/kl_ref/mean", "KL(trainer || reference), k3 estimate, before its coefficient."),

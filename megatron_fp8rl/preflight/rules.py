@@ -11,6 +11,7 @@ example, the matrices that it divides are not checked.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import string
 import subprocess
@@ -178,6 +179,7 @@ def _check_algo(found: Findings) -> None:
             value=dual_clip,
         )
     _check_correction(found)
+    _check_router_replay(found)
     if algo.overlong == "penalty":
         limit = cfg.rollout.max_completion_tokens
         if not 1 <= algo.overlong_buffer_tokens <= limit:
@@ -188,6 +190,38 @@ def _check_algo(found: Findings) -> None:
             )
     elif algo.overlong_buffer_tokens > 0:
         found.refuse("algo.overlong_buffer_tokens", "has no effect", "Set --algo.overlong penalty, or 0 here")
+
+
+def _check_router_replay(found: Findings) -> None:
+    """Check that there is a router, and that "rollout" has the engine's experts to replay."""
+    cfg, mode = found.cfg, found.cfg.algo.router_replay
+    if mode == "off":
+        return
+    if not cfg.model.is_moe:
+        found.refuse("algo.router_replay", "replays a router, and the model is dense", "Set off")
+    elif mode == "rollout" and cfg.rollout.replay is not None:
+        if _lacks_experts(Path(cfg.rollout.replay)):
+            found.refuse(
+                "rollout.replay",
+                "holds no routed experts, which algo.router_replay = rollout replays",
+                "Name a run with --rollout.record_routed_experts True, or set --algo.router_replay old or off",
+            )
+    elif mode == "rollout" and not cfg.rollout.record_routed_experts:
+        found.refuse(
+            "algo.router_replay",
+            "replays the engines' experts, which they do not record",
+            "Set --rollout.record_routed_experts True, or old or off here",
+        )
+
+
+def _lacks_experts(path: Path) -> bool:
+    """Whether the first group of a rollouts.jsonl has completions without routed experts; False if it is unreadable."""
+    try:
+        with path.open("rb") as file:
+            completions = [rollout["completion"] for rollout in json.loads(file.readline())["rollouts"]]
+        return any(completion["token_ids"] and completion["routed_experts"] is None for completion in completions)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # refused elsewhere
 
 
 def _check_correction(found: Findings) -> None:

@@ -30,6 +30,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.trainer.logprobs import HeadShard, gather_context, token_logprobs, zigzag_indices
 from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences, upload
 from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.trainer.router_replay import Routes, for_update
 from megatron_fp8rl.types import Microbatch, TrainBatch
 
 LossFn: TypeAlias = Callable[[Microbatch, Tensor, Tensor, TrainBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -76,18 +77,24 @@ class Forward:
         self.cfg = cfg
         self.parallel = parallel
 
-    def logprobs(self, chunks: Sequence[torch.nn.Module], microbatches: Sequence[Microbatch]) -> tuple[Tensor, ...]:
+    def logprobs(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        microbatches: Sequence[Microbatch],
+        routes: Sequence[Routes | None] | None = None,
+    ) -> tuple[Tensor, ...]:
         """Collective over the data-parallel replica: log-probabilities of the targets, FP32 [T] for each microbatch.
 
         Computed at ``rollout.temperature`` without gradients and in evaluation mode, which leaves FP8 scaling state
-        unchanged. Every rank of the replica gets all of them.
+        unchanged. Every rank of the replica gets all of them. ``routes``, one for each microbatch, are the experts to
+        replay, compare or record; without them every router chooses.
         """
         training = [chunk.training for chunk in chunks]
         try:
             for chunk in chunks:
                 chunk.eval()
             with torch.no_grad():
-                results = self._run(chunks, microbatches, self._keep_logprobs, forward_only=True)
+                results = self._run(chunks, microbatches, routes, self._keep_logprobs, forward_only=True)
         finally:
             for chunk, mode in zip(chunks, training, strict=True):
                 chunk.train(mode)
@@ -100,17 +107,20 @@ class Forward:
 
         Returns one result per microbatch on the ranks of the last pipeline stage, and an empty list elsewhere.
         """
-        return self._run(chunks, batch.microbatches, partial(self._loss, batch, loss_fn), forward_only=False)
+        routes = [for_update(self.cfg, self.parallel, mb) for mb in batch.microbatches]
+        return self._run(chunks, batch.microbatches, routes, partial(self._loss, batch, loss_fn), forward_only=False)
 
     def _run(
         self,
         chunks: Sequence[torch.nn.Module],
         microbatches: Sequence[Microbatch],
+        routes: Sequence[Routes | None] | None,
         finish: Callable,
         *,
         forward_only: bool,
     ) -> list:
-        inputs = [self._input(index, mb) for index, mb in enumerate(microbatches)]
+        routes = routes or [None] * len(microbatches)
+        inputs = [self._input(index, *both) for index, both in enumerate(zip(microbatches, routes, strict=True))]
         iterators = [iter(inputs) for _ in chunks]
         step = partial(self._step, finish)
         return get_forward_backward_func()(
@@ -203,7 +213,7 @@ class Forward:
         dist.broadcast(flat, src=dist.get_global_rank(group, self.parallel.pp_size - 1), group=group)
         return flat.split(lengths)
 
-    def _input(self, index: int, mb: Microbatch) -> _Input:
+    def _input(self, index: int, mb: Microbatch, routes: Routes | None) -> _Input:
         cp_size, num_tokens = self.parallel.cp_size, mb.tokens_T.numel()
         if num_tokens % (cp_size * self.parallel.tp_size):
             raise ValueError(
@@ -230,7 +240,7 @@ class Forward:
             positions=upload(positions_t[None], device),
             loss_rows_N=upload(rows_N, device),
             targets_N=upload(targets_t.index_select(0, rows_N), device),
-            packed=PackedSequences.of(mb.cu_seqlens_S, device, is_token_t),
+            packed=PackedSequences.of(mb.cu_seqlens_S, device, is_token_t, routes),
             order_T=order_T,
         )
 

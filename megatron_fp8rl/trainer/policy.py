@@ -18,7 +18,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.trainer import kv_scales
+from megatron_fp8rl.trainer import kv_scales, router_replay
 from megatron_fp8rl.trainer.forward import Forward, LossFn, MicrobatchResult, is_token
 from megatron_fp8rl.trainer.model.build import (
     build_chunks,
@@ -48,6 +48,7 @@ class Policy:
     _forward: Forward = field(init=False, repr=False)
     _kv_amax: Tensor | None = field(default=None, init=False, repr=False)  # since the last call to kv_scales
     _kv_scales: KVScales | None = field(default=None, init=False, repr=False)
+    _agreement_L2: Tensor | None = field(default=None, init=False, repr=False)  # since the last call to router_metrics
 
     def __post_init__(self) -> None:
         self._forward = Forward(self.cfg, self.parallel)
@@ -99,10 +100,14 @@ class Policy:
 
         FP32 [T] on the device of each microbatch's tokens, on every rank of the data-parallel replica, at
         ``rollout.temperature``; 0 outside the loss mask. They are computed from the current weights with the training
-        recipe and change no state: neither weights nor FP8 scaling history.
+        recipe and change no state: neither weights nor FP8 scaling history. With ``algo.router_replay`` = "old" the
+        batch also gets the experts of this pass, as ``routed_experts_T``.
         """
         self.offload.require("params")
-        old = self._logprobs(batch.microbatches)
+        routes = self._routes(batch.microbatches)
+        old = self._logprobs(batch.microbatches, routes)
+        if self.cfg.algo.router_replay == "old":
+            batch = replace(batch, microbatches=self._with_own_experts(batch.microbatches, routes))
         filled = [
             replace(mb, old_logprobs_T=values.to(mb.tokens_T.device))
             for mb, values in zip(batch.microbatches, old, strict=True)
@@ -131,12 +136,43 @@ class Policy:
             self._kv_amax, self._kv_scales = None, kv_scales.scales(amax)
         return self._kv_scales
 
-    def _logprobs(self, microbatches: Sequence[Microbatch]) -> tuple[Tensor, ...]:
+    def router_metrics(self) -> dict[str, float]:
+        """Collective: agreement of the trainer's experts with the engine's since the last call; empty without a record.
+
+        Measured by :meth:`with_old_logprobs` on the choice that a router makes before replay.
+        """
+        counts, self._agreement_L2 = self._agreement_L2, None
+        return {} if counts is None else router_replay.agreement_metrics(counts, self.parallel.world_size)
+
+    def _routes(self, microbatches: Sequence[Microbatch]) -> list[router_replay.Routes | None]:
+        """Routes of the pass for old log-probabilities."""
+        if self._agreement_L2 is None and any(mb.routed_experts_T is not None for mb in microbatches):
+            shape = (self.cfg.model.num_layers, 2)
+            self._agreement_L2 = torch.zeros(shape, dtype=torch.int64, device=self.parallel.device)
+        counts = self._agreement_L2
+        return [router_replay.for_old_logprobs(self.cfg, self.parallel, mb, counts) for mb in microbatches]
+
+    def _with_own_experts(
+        self, microbatches: Sequence[Microbatch], routes: Sequence[router_replay.Routes]
+    ) -> tuple[Microbatch, ...]:
+        """Collective: the microbatches with the experts that the routers have chosen, as ``routed_experts_T``."""
+        chosen = [
+            router_replay.recorded(one, mb.tokens_T.numel(), self.cfg.model, self.parallel)
+            for one, mb in zip(routes, microbatches, strict=True)
+        ]
+        return tuple(
+            replace(mb, routed_experts_T=experts_TLK.to(mb.tokens_T.device))
+            for mb, experts_TLK in zip(microbatches, chosen, strict=True)
+        )
+
+    def _logprobs(
+        self, microbatches: Sequence[Microbatch], routes: Sequence[router_replay.Routes | None] | None = None
+    ) -> tuple[Tensor, ...]:
         """Collective: log-probabilities of the current weights; with an FP8 KV cache, also records its amax values."""
         if self.cfg.rollout.kv_cache_dtype != "fp8" or self.cfg.rollout.replay is not None:
-            return self._forward.logprobs(self.chunks, microbatches)
+            return self._forward.logprobs(self.chunks, microbatches, routes)
         with kv_scales.measured(self.chunks, self.cfg.model.num_layers, self.parallel.device) as amax:
-            logprobs = self._forward.logprobs(self.chunks, microbatches)
+            logprobs = self._forward.logprobs(self.chunks, microbatches, routes)
         self._kv_amax = amax if self._kv_amax is None else torch.maximum(self._kv_amax, amax)
         return logprobs
 

@@ -14,9 +14,11 @@ all routed tokens in each direction that change nothing.
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
@@ -25,6 +27,9 @@ from torch import Tensor
 from megatron_fp8rl.kernels.combine import combine_experts
 from megatron_fp8rl.trainer.compat.megatron import counts_on_host
 from megatron_fp8rl.upstream import patches
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.trainer.router_replay import Routes
 
 
 def has_fused_permutation(device: torch.device) -> bool:
@@ -75,14 +80,18 @@ class OneRankDispatcher(Dispatcher):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="replaces the dispatcher that MoELayer has built",
-    remove_when="MoELayer takes the class of its dispatcher as an argument",
+    why="replaces the dispatcher that MoELayer has built; overrides forward, whose recomputation would not see the "
+    "routes of its microbatch",
+    remove_when="MoELayer takes the class of its dispatcher and packed_seq_params as arguments",
 )
 class ExpertLayer(MoELayer):
     """Megatron-Core's MoE layer with the dispatchers above.
 
-    ``router_weights_in_combine``: apply router weights in combine, not in the experts.
+    ``router_weights_in_combine``: apply router weights in combine, not in the experts. ``routes``: of the microbatch
+    that runs next.
     """
+
+    routes: Routes | None = None
 
     def __init__(
         self, config: Any, *args: Any, pg_collection: Any, router_weights_in_combine: bool = False, **kwargs: Any
@@ -96,3 +105,21 @@ class ExpertLayer(MoELayer):
             pg_collection=pg_collection,
             weighs=router_weights_in_combine,
         )
+        self._recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
+
+    def forward(
+        self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Collective over expert parallel ranks: [s, b, H] -> ([s, b, H], None)."""
+        run = partial(self._run, self.routes)
+        if self._recomputes and self.training:
+            return tensor_parallel.checkpoint(run, False, hidden_states, intermediate_tensors, padding_mask)
+        return run(hidden_states, intermediate_tensors, padding_mask)
+
+    def _run(self, routes: Routes | None, *args: Any) -> tuple[Tensor, Tensor | None]:
+        """Megatron-Core's forward, with these routes; the backward pass runs it again if the layer is recomputed."""
+        self.router.routes = routes
+        try:
+            return super().forward(*args)
+        finally:
+            self.router.routes = None

@@ -55,7 +55,7 @@ from megatron_fp8rl.trainer.model.linear import (
 )
 from megatron_fp8rl.trainer.model.mla import LatentAttention, LatentSubmodules
 from megatron_fp8rl.trainer.model.rotary import Rotary, softmax_scale
-from megatron_fp8rl.trainer.model.router import Router
+from megatron_fp8rl.trainer.model.router import RoutedLayer, Router
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.upstream import patches
 
@@ -248,7 +248,7 @@ class LayerFactory:
         if not self._model.is_moe_layer(layer):
             names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
         return ModuleSpec(
-            TransformerLayer,
+            RoutedLayer if self._model.is_moe_layer(layer) else TransformerLayer,
             submodules=TransformerLayerSubmodules(
                 input_layernorm=self.norm,
                 self_attention=self._attention(layer),

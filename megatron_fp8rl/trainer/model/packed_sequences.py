@@ -19,11 +19,15 @@ import functools
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.trainer.router_replay import Routes
 
 CPU = torch.device("cpu")
 
@@ -37,13 +41,20 @@ def upload(x: Tensor, device: torch.device) -> Tensor:
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron-Core's PackedSeqParams plus host copies that avoid reading back from the device."""
+    """Megatron-Core's PackedSeqParams plus host copies that avoid reading back from the device, and router replay."""
 
     lengths: tuple[int, ...] = ()  # padded, of the whole microbatch
     is_token_T: Tensor | None = None  # bool [T], False at padding, for this rank's tokens
+    routes: Routes | None = None  # experts to use, compare or record; None: every router chooses
 
     @classmethod
-    def of(cls, cu_seqlens: Tensor, device: torch.device, is_token_T: Tensor | None = None) -> PackedSequences:
+    def of(
+        cls,
+        cu_seqlens: Tensor,
+        device: torch.device,
+        is_token_T: Tensor | None = None,
+        routes: Routes | None = None,
+    ) -> PackedSequences:
         """Create from the cumulative padded sequence lengths, int32 [S + 1] on the host."""
         lengths = tuple(n for n in cu_seqlens.diff().tolist() if n)
         on_device = upload(cu_seqlens, device)
@@ -55,6 +66,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_kv=max(lengths),
             lengths=lengths,
             is_token_T=None if is_token_T is None else upload(is_token_T, device),
+            routes=routes,
         )
 
 

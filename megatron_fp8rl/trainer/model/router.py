@@ -18,7 +18,9 @@ Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.transformer.moe.moe_utils import (
@@ -26,20 +28,32 @@ from megatron.core.transformer.moe.moe_utils import (
     get_tokens_per_expert_and_token_count,
     switch_load_balancing_loss_func,
 )
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.kernels import engine_ops
 from megatron_fp8rl.trainer.compat.megatron import ConstantBiasRouter
+from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences
 from megatron_fp8rl.upstream import patches
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.trainer.router_replay import Routes
 
 _SCORED_PER_GROUP = 2  # a group's score is the sum of its two best experts (DeepSeek-V3)
 
 
-def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: Tensor | None) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits_TE: Tensor,
+    top_k: int,
+    router: RouterConfig,
+    bias_E: Tensor | None,
+    replay: Callable[[Tensor], Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
     """(router weights FP32 [T, K], experts int64 [T, K]); only the weights are differentiable.
 
-    ``bias_E`` is added to the scores only for choosing experts.
+    ``bias_E`` is added to the scores only for choosing experts. ``replay`` maps the chosen experts, int64 [T, K], to
+    those that are used; their weights are computed in the same way.
     """
     logits_TE = logits_TE.float()
     scores_TE = logits_TE.sigmoid() if router.score == "sigmoid" else logits_TE.softmax(dim=-1)
@@ -47,6 +61,8 @@ def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: 
     if router.num_groups > 1:
         wanted_TE = wanted_TE.masked_fill(~_in_best_groups(wanted_TE, router), float("-inf"))
     experts_TK = _best(wanted_TE, top_k)
+    if replay is not None:
+        experts_TK = replay(experts_TK)
     if router.score == "softmax" and router.normalize:
         weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=-1)  # same result, without underflow
     else:
@@ -106,7 +122,10 @@ class _Replaced(torch.autograd.Function):
 )
 class Router(ConstantBiasRouter):
     """Megatron-Core's router with the expert choice above. ``rounds``: round logits to the dtype of the activations.
-    ``match_engine``: on a GPU, sum in the order of a batch-invariant engine."""
+    ``match_engine``: on a GPU, sum in the order of a batch-invariant engine. ``routes``: experts to use instead of the
+    own choice, in the microbatch that runs now."""
+
+    routes: Routes | None = None
 
     def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, match_engine: bool = False, **kwargs: Any):
         super().__init__(config, **kwargs)
@@ -134,7 +153,8 @@ class Router(ConstantBiasRouter):
         ``padding_mask``, bool [S, B], is True at padding, which is routed but not counted as load.
         """
         logits = logits.view(-1, self.num_experts)
-        weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias)
+        replay = None if self.routes is None else partial(self.routes.experts, self.layer_number - 1)
+        weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias, replay)
         if self.match_engine and self.rounds and logits.is_cuda:
             weights_TK = _engines_weights(logits, weights_TK, experts_TK, self.router)
         weights = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK.to(logits.dtype))
@@ -168,3 +188,19 @@ class Router(ConstantBiasRouter):
             self.tp_cp_group,
             valid_token_count=num_tokens / self.tp_cp_group.size(),
         )
+
+
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides forward: the experts of a layer do not get the packed-sequence parameters",
+    remove_when="TransformerLayer passes packed_seq_params to MoELayer",
+)
+class RoutedLayer(TransformerLayer):
+    """A Megatron-Core layer that hands the routes of its microbatch to its experts, also when it is recomputed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Arguments and results are those of TransformerLayer."""
+        packed = kwargs.get("packed_seq_params")
+        self.mlp.routes = packed.routes if isinstance(packed, PackedSequences) else None
+        return super().forward(*args, **kwargs)

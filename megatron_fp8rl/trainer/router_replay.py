@@ -1,0 +1,127 @@
+"""Router replay: gives the routers of a pass the experts that another pass chose for the same tokens.
+
+In: expert ids of a microbatch (``routed_experts_T``), from the engine or from the trainer's own earlier pass. Out: one
+:class:`Routes` per microbatch, which the layers get with the packed-sequence parameters, and the share of tokens for
+which both passes choose the same experts. Runs on: every trainer rank.
+
+``algo.router_replay`` = "rollout" gives the engine's experts to the pass for old log-probabilities and to the update.
+With "old" the first of the two routes by itself and records its choice, and the update gets that. The ids belong to a
+microbatch and not to a layer: several microbatches are in flight at once, and a backward pass that recomputes a layer
+must find the same ids. The reference model always routes by itself.
+
+Shapes: T = tokens of a packed microbatch, R = those that this rank routes (its slice under context and sequence
+parallelism), L = layers of the whole model, K = experts of a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.trainer.logprobs import zigzag_indices
+from megatron_fp8rl.trainer.model.packed_sequences import upload
+from megatron_fp8rl.trainer.parallel import Parallel
+from megatron_fp8rl.types import Microbatch
+
+_NO_EXPERT = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routes:
+    """Expert ids of the tokens that this rank routes in one pass of one microbatch."""
+
+    rows_R: Tensor  # int64 [R] positions in the packed microbatch
+    given_RLK: Tensor | None  # int16 [R, L, K]; negative without a record
+    replays: bool  # False: the routers choose, and the given experts are only compared
+    agreement_L2: Tensor | None = None  # int64 [L, 2] tokens that agree and tokens compared; updated in place
+    own: dict[int, Tensor] | None = None  # layer -> int64 [R, K]; if not None, filled with the routers' choices
+
+    def experts(self, layer: int, own_RK: Tensor) -> Tensor:
+        """The experts that a layer uses, int64 [R, K]; ``own_RK`` are the choice of its router.
+
+        ``layer`` is the index in the whole model. A token without a record keeps its router's choice. Equal ids are no
+        record: an engine returns zeros for tokens that it has not routed.
+        """
+        if self.own is not None:
+            self.own[layer] = own_RK
+        if self.given_RLK is None:
+            return own_RK
+        given_RK = self.given_RLK[:, layer].long()
+        sorted_RK = given_RK.sort(dim=1).values
+        recorded_R = (sorted_RK[:, 0] >= 0) & (sorted_RK.diff(dim=1) > 0).all(dim=1)
+        if self.agreement_L2 is not None:
+            same_R = (sorted_RK == own_RK.sort(dim=1).values).all(dim=1)
+            self.agreement_L2[layer] += torch.stack([(same_R & recorded_R).sum(), recorded_R.sum()])
+        return torch.where(recorded_R[:, None], given_RK, own_RK) if self.replays else own_RK
+
+
+def for_old_logprobs(cfg: RunConfig, parallel: Parallel, mb: Microbatch, agreement_L2: Tensor | None) -> Routes | None:
+    """Routes of the pass for old log-probabilities; None if nothing is replayed, compared or recorded.
+
+    Counts agreement with the engine in ``agreement_L2`` if the microbatch has the engine's experts.
+    """
+    mode = cfg.algo.router_replay
+    if mb.routed_experts_T is None and mode != "old":
+        return None
+    return _routes(mb, parallel, replays=mode == "rollout", agreement_L2=agreement_L2, own={} if mode == "old" else None)
+
+
+def for_update(cfg: RunConfig, parallel: Parallel, mb: Microbatch) -> Routes | None:
+    """Routes of the update: the microbatch's experts are replayed. None without them and with "off"."""
+    if mb.routed_experts_T is None or cfg.algo.router_replay == "off":
+        return None
+    return _routes(mb, parallel, replays=True)
+
+
+def _routes(mb: Microbatch, parallel: Parallel, **fields) -> Routes:
+    """Cut the microbatch's experts to the tokens of this rank, on its device."""
+    rows_R = torch.arange(mb.tokens_T.numel(), device=mb.tokens_T.device)
+    if parallel.cp_size > 1:
+        rows_R = zigzag_indices(mb.cu_seqlens_S, parallel.cp_size, parallel.cp_rank)
+    rows_R = rows_R.chunk(parallel.tp_size)[parallel.tp_rank]  # sequence parallelism cuts in rank order
+    given_RLK = None
+    if mb.routed_experts_T is not None:
+        given_RLK = upload(mb.routed_experts_T.index_select(0, rows_R), parallel.device)
+    return Routes(rows_R=upload(rows_R, parallel.device), given_RLK=given_RLK, **fields)
+
+
+def recorded(routes: Routes, num_tokens: int, model: ModelConfig, parallel: Parallel) -> Tensor:
+    """Collective over the data-parallel replica: the routers' choices of all tokens and layers, int16 [T, L, K].
+
+    Each rank has routed other tokens or layers. -1 for layers without experts.
+    """
+    shape = (num_tokens, model.num_layers, model.experts_per_token)
+    whole_TLK = torch.full(shape, _NO_EXPERT, dtype=torch.int32, device=parallel.device)  # NCCL has no int16
+    for layer, own_RK in routes.own.items():
+        whole_TLK[routes.rows_R, layer] = own_RK.int()
+    groups = (
+        (parallel.tp_size, parallel.tp_group),
+        (parallel.cp_size, parallel.cp_group),
+        (parallel.pp_size, parallel.pp_group),
+    )
+    for size, group in groups:
+        if size > 1:
+            dist.all_reduce(whole_TLK, op=dist.ReduceOp.MAX, group=group)
+    return whole_TLK.to(torch.int16)
+
+
+def agreement_metrics(agreement_L2: Tensor, world_size: int) -> dict[str, float]:
+    """Collective over all trainer ranks: share of tokens whose set of experts agrees, over all layers and of each.
+
+    ``agreement_L2`` counts this rank's layers and tokens; no two ranks count the same.
+    """
+    if world_size > 1:
+        dist.all_reduce(agreement_L2)
+    counts = enumerate(agreement_L2.tolist())
+    shares = {layer: agree / compared for layer, (agree, compared) in counts if compared}
+    if not shares:
+        return {}
+    return {
+        "router/agreement/mean": sum(shares.values()) / len(shares),
+        "router/agreement/min": min(shares.values()),
+        **{f"router/agreement_layer_{layer}/mean": share for layer, share in shares.items()},
+    }
