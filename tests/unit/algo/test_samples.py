@@ -9,7 +9,7 @@ import pytest
 from megatron_fp8rl.algo import advantages
 from megatron_fp8rl.algo import samples as algo_samples
 from megatron_fp8rl.algo.named import NamedFunctionError, load_advantage
-from megatron_fp8rl.algo.samples import NonFiniteRewardError, has_signal, overlong_penalty
+from megatron_fp8rl.algo.samples import NonFiniteRewardError, RoutedExpertsError, has_signal, overlong_penalty
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 from tests.tolerances import FLOAT64_ORDER
@@ -134,6 +134,35 @@ def test_missing_logprobs_are_named():
     )
     with pytest.raises(ValueError, match="sum/7#0: 1 log-probabilities for 2 tokens"):
         to_samples([group((1.0, 2), (0.0, 2), completion=completion)], config(), version=3)
+
+
+def test_a_record_of_experts_that_cannot_be_replayed_is_named():
+    moe = dataclasses.replace(MODEL, family="qwen3_moe", num_layers=2, num_experts=8, experts_per_token=2)
+    cfg = dataclasses.replace(config(router_replay="rollout"), model=moe)
+    good = np.tile(np.array([5, 7], dtype=np.uint8), (20, 2, 1))
+    one_token = np.zeros_like(good)
+    one_token[19, 1, 0] = 1
+
+    def sampled(experts, cfg=cfg):
+        tokens = tuple(range(18))
+        completion = Completion(
+            token_ids=tokens, rollout_logprobs=(-0.1,) * 18, finish_reason="stop", min_version=0, max_version=0,
+            routed_experts=experts,
+        )  # fmt: skip
+        groups = [group((1.0, 18), (0.0, 0), completion=completion)]
+        return to_samples(groups, cfg, version=3)
+
+    for experts in (good, one_token):
+        assert sampled(experts)[0].routed_experts is experts
+    for experts, problem in (
+        (None, "record_routed_experts True"),
+        (good[1:], r"shape \(19, 2, 2\), expected \(20, 2, 2\)"),
+        (good + 1, "expert 8 of 8"),
+        (0 * good, "expert 0 in every layer for all of its 20 tokens"),
+    ):
+        with pytest.raises(RoutedExpertsError, match=f"sum/7#0.*{problem}.*--algo.router_replay old or off"):
+            sampled(experts)
+        assert sampled(experts, config())[0].routed_experts is experts, "nothing is replayed"
 
 
 def test_an_advantage_function_that_returns_nonsense_is_named(tmp_path, monkeypatch):

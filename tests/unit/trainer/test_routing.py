@@ -1,5 +1,6 @@
 """The choice of experts against transformers' routers and against a loop."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.trainer.model.router import Router, choose_experts
+from megatron_fp8rl.trainer.router_replay import Routes
 from tests.tolerances import ROUTER_FLOAT32
 
 TOKENS, HIDDEN, EXPERTS = 200, 16, 12
@@ -72,6 +74,48 @@ def test_same_as_qwen3_moe(normalize):
 def test_same_as_mixtral():
     config = MixtralConfig(hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=2)
     _assert_same(_random(MixtralTopKRouter(config)), 2, RouterConfig(), None)
+
+
+@pytest.mark.parametrize(
+    "router",
+    [
+        RouterConfig(),
+        RouterConfig(normalize=False),
+        RouterConfig(score="sigmoid", correction_bias=True, num_groups=3, groups_per_token=1, scaling_factor=2.5),
+    ],
+    ids=["softmax", "not_normalized", "sigmoid_groups"],
+)
+def test_weights_of_given_experts(router):
+    """Scores of all experts, taken at the given ones in the given order; also where a group or the bias forbids them."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randn(TOKENS, EXPERTS, generator=generator).requires_grad_()
+    bias = torch.randn(EXPERTS, generator=generator)
+    own_weights, own = choose_experts(logits, 3, router, bias)
+    given = torch.rand(TOKENS, EXPERTS, generator=generator).argsort(dim=1)[:, :3]
+    given[::4] = own[::4].flip(1)
+    recorded = torch.arange(TOKENS) % 3 > 0
+    unrecorded = torch.where(torch.arange(TOKENS)[:, None] % 6 > 0, -1, torch.zeros_like(given))
+    record = torch.where(recorded[:, None], given, unrecorded).to(torch.int16)
+    counts, seen = torch.zeros(2, 2, dtype=torch.int64), {}
+    routes = Routes(
+        rows_R=torch.arange(TOKENS), given_RLK=torch.stack([record.flip(0), record], dim=1), replays=True,
+        agreement_L2=counts, own=seen,
+    )  # fmt: skip
+    weights, experts = choose_experts(logits, 3, router, bias, partial(routes.experts, 1))
+
+    assert torch.equal(experts, torch.where(recorded[:, None], given, own)) and torch.equal(seen[1], own)
+    scores = logits.sigmoid() if router.score == "sigmoid" else logits.softmax(dim=1)
+    expected = torch.stack([row[ids] for row, ids in zip(scores, experts)])
+    if router.normalize:
+        expected = expected / expected.sum(dim=1, keepdim=True)
+    expected = expected * router.scaling_factor
+    torch.testing.assert_close(weights, expected, **ROUTER_FLOAT32)
+    assert torch.equal(weights[~recorded], own_weights[~recorded])
+    slopes = torch.randn(weights.shape, generator=generator)
+    found, wanted = (torch.autograd.grad((x * slopes).sum(), logits)[0] for x in (weights, expected))
+    torch.testing.assert_close(found, wanted, **ROUTER_FLOAT32)
+    same = [set(a) == set(b) for a, b, is_there in zip(given.tolist(), own.tolist(), recorded) if is_there]
+    assert counts.tolist() == [[0, 0], [sum(same), len(same)]] and 0 < sum(same) < len(same)
 
 
 def test_logits_are_rounded_and_their_gradients_are_not(monkeypatch):
