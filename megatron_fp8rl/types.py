@@ -112,7 +112,7 @@ class Microbatch:
     completion_positions_T: torch.Tensor  # int64 [T] index of the target within its completion; -1 outside
     old_logprobs_T: torch.Tensor | None = None  # float32 [T]
     ref_logprobs_T: torch.Tensor | None = None  # float32 [T]
-    routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] experts at t, of the engine or the old pass
+    routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] at t: engine's or old pass's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,7 +67,8 @@ def for_old_logprobs(cfg: RunConfig, parallel: Parallel, mb: Microbatch, agreeme
     mode = cfg.algo.router_replay
     if mb.routed_experts_T is None and mode != "old":
         return None
-    return _routes(mb, parallel, replays=mode == "rollout", agreement_L2=agreement_L2, own={} if mode == "old" else None)
+    own = {} if mode == "old" else None
+    return _routes(mb, parallel, replays=mode == "rollout", agreement_L2=agreement_L2, own=own)
 
 
 def for_update(cfg: RunConfig, parallel: Parallel, mb: Microbatch) -> Routes | None:

@@ -55,16 +55,20 @@ def test_sound_configurations_pass(cfg):
     assert check(cfg, accelerator="cpu") == []
 
 
+_REPLAYS = (("old", False, []), ("rollout", True, []), ("rollout", False, ["--algo.router_replay"]))
+
+
 def test_router_replay_needs_a_router_and_recorded_experts(tmp_path):
     assert fields_of(make(algo__router_replay="old")) == ["--algo.router_replay"]
-    for mode, records, fields in (("old", False, []), ("rollout", True, []), ("rollout", False, ["--algo.router_replay"])):
+    for mode, records, fields in _REPLAYS:
         cfg = make(MOE, algo__router_replay=mode, rollout__record_routed_experts=records)
         assert fields_of(cfg) == fields
     (violation,) = check(cfg, accelerator="cpu")
     assert "--rollout.record_routed_experts True" in violation.remedy
     for experts, fields in ((None, ["--rollout.replay"]), ({"dtype": "|u1", "shape": [0, 2, 2]}, [])):
         path = tmp_path / "rollouts.jsonl"
-        path.write_text(json.dumps({"rollouts": [{"completion": {"token_ids": [1], "routed_experts": experts}}]}) + "\n")
+        completion = {"token_ids": [1], "routed_experts": experts}
+        path.write_text(json.dumps({"rollouts": [{"completion": completion}]}) + "\n")
         assert fields_of(replace(cfg, rollout=replace(cfg.rollout, replay=str(path)))) == fields
     missing = replace(cfg, rollout=replace(cfg.rollout, replay="missing.jsonl"))
     assert fields_of(missing) == ["--rollout.replay"]

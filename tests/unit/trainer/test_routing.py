@@ -86,7 +86,7 @@ def test_same_as_mixtral():
     ids=["softmax", "not_normalized", "sigmoid_groups"],
 )
 def test_weights_of_given_experts(router):
-    """Scores of all experts, taken at the given ones in the given order; also where a group or the bias forbids them."""
+    """Scores of all experts, taken at the given ones in their order, also where a group or the bias forbids them."""
     generator = torch.Generator().manual_seed(7)
     logits = torch.randn(TOKENS, EXPERTS, generator=generator).requires_grad_()
     bias = torch.randn(EXPERTS, generator=generator)
