@@ -52,19 +52,19 @@ def weighted_in_combine(outputs: Tensor, weights: Tensor) -> Tensor:
     return _WeightedLater.apply(outputs, weights)
 
 
-def combine_experts(outputs: Tensor, weights_TE: Tensor, goes_TE: Tensor, top_k: int) -> Tensor:
+def combine_experts(outputs: Tensor, weights_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> Tensor:
     """outputs [rows, H] -> [T, H]: weighted sum of each token's outputs, in float32, rounded once.
 
     A token's experts are summed in the engine's order: descending weight, ties broken by the lower expert index. Each
     output receives the gradient of its token's sum, unweighted: see :func:`weighted_in_combine`.
     """
-    weights_TK, experts_TK = slots(weights_TE.detach(), goes_TE, top_k)
+    weights_TK, experts_TK = slots(weights_TE.detach(), routing_map_TE, top_k)
     return _Sum.apply(outputs, rows_of(experts_TK), weights_TK)
 
 
-def slots(weights_TE: Tensor, goes_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def slots(weights_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """(weights float32 [T, K], experts int64 [T, K]) of each token, in descending order of weight."""
-    ordered = weights_TE.float().masked_fill(~goes_TE, -1.0).sort(dim=1, descending=True, stable=True)
+    ordered = weights_TE.float().masked_fill(~routing_map_TE, -1.0).sort(dim=1, descending=True, stable=True)
     return ordered.values[:, :top_k].contiguous(), ordered.indices[:, :top_k].contiguous()
 
 

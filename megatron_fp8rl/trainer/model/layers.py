@@ -75,16 +75,16 @@ class Experts(TEGroupedMLP):
     linear, which is equivalent until that input is rounded to FP8.
     """
 
-    def __init__(self, *args: Any, weighs: bool = True, **kwargs: Any):
-        """``weighs``: apply router weights in the experts, not in combine."""
+    def __init__(self, *args: Any, applies_router_weights: bool = True, **kwargs: Any):
+        """``applies_router_weights``: apply router weights in the experts, not in combine."""
         super().__init__(*args, **kwargs)
-        self.weighs = weighs
+        self.applies_router_weights = applies_router_weights
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, hidden], sorted by expert; probs [T] -> [T, hidden]."""
         splits = tokens_per_expert.tolist()
         out, _ = self.linear_fc2(_swiglu(self.linear_fc1(hidden, splits)[0]), splits)
-        return _weighted(out, probs) if self.weighs else weighted_in_combine(out, probs), None
+        return _weighted(out, probs) if self.applies_router_weights else weighted_in_combine(out, probs), None
 
 
 def _swiglu(h: Tensor) -> Tensor:
@@ -232,12 +232,18 @@ class LayerFactory:
             linear_fc1=partial(GroupedLinear, parallel_mode="column", spec=fc1),
             linear_fc2=partial(GroupedLinear, parallel_mode="row", spec=fc2),
         )
-        weighs = self._kernels.combine == "experts"
+        applies_router_weights = self._kernels.combine == "experts"
         if self._kernels.experts != "deep_gemm":
-            return partial(Experts, submodules=grouped, weighs=weighs)
+            return partial(Experts, submodules=grouped, applies_router_weights=applies_router_weights)
         scales = None if fc1.recipe is None else fc1.recipe.scales
         wgrad = self._cfg.precision.expert_wgrad
-        return partial(GroupedExperts, submodules=grouped, weighs=weighs, scales=scales, wgrad=wgrad)
+        return partial(
+            GroupedExperts,
+            submodules=grouped,
+            applies_router_weights=applies_router_weights,
+            scales=scales,
+            wgrad=wgrad,
+        )
 
     def layer(self, layer: int) -> ModuleSpec:
         """The spec of one layer, by its index in the whole model."""

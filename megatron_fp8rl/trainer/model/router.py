@@ -56,7 +56,7 @@ def choose_experts(logits_TE: Tensor, top_k: int, router: RouterConfig, bias_E: 
     return weights_TK * router.scaling_factor, experts_TK
 
 
-def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
+def engine_router_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
     """The engine's bits of ``weights_TK``, with the gradient of ours; unchanged if vLLM has no kernel for this router.
 
     Also unchanged for tokens where the kernel chooses different experts, as it may if logits are NaN.
@@ -136,7 +136,7 @@ class Router(ConstantBiasRouter):
         logits = logits.view(-1, self.num_experts)
         weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias)
         if self.match_engine and self.rounds and logits.is_cuda:
-            weights_TK = _engines_weights(logits, weights_TK, experts_TK, self.router)
+            weights_TK = engine_router_weights(logits, weights_TK, experts_TK, self.router)
         weights = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK.to(logits.dtype))
         goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
