@@ -1,8 +1,8 @@
-"""Combines expert outputs as DeepGEMM engines do: a router-weighted sum, rounded once.
+"""Combines expert outputs as DeepGEMM engines and those on a CPU do: a router-weighted sum, rounded once.
 
 In: expert outputs without router weights, in dispatcher order. Out: one sum per token. Runs on: every trainer rank if
-the engines use ``rollout.moe_backend = deep_gemm``. All other engines round each weighted output to BF16 before adding;
-for those, the experts apply the router weights and ``dispatcher.py`` sums.
+the engines use ``rollout.moe_backend = deep_gemm`` or run on a CPU. All other engines round each weighted output to
+BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
 
 Router weights can only be applied after the all-to-all has gathered a token's rows, so the experts return unweighted
 outputs. Gradients are still those of weighted outputs: backward of the sum copies its gradient to each row of the
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_fp8rl.kernels import float64
 
 
 class _WeightedLater(torch.autograd.Function):
@@ -81,7 +83,4 @@ def _sum(outputs: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
         from megatron_fp8rl.kernels.triton import batch_invariant
 
         return batch_invariant.weighted_sum(outputs.contiguous(), rows_TK, weights_TK)
-    total = outputs.new_zeros(len(rows_TK), outputs.shape[1], dtype=torch.float32)
-    for rows, weights in zip(rows_TK.unbind(1), weights_TK.unbind(1)):
-        total += outputs[rows].float() * weights[:, None]
-    return total.to(outputs.dtype)
+    return float64.combine(outputs[rows_TK], weights_TK)

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.blockwise import (
     BLOCK,
     Scales,
@@ -190,7 +191,7 @@ def _restored_columns(x: Fp8, layout: ExpertPermutation) -> list[Tensor]:
 
 def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Tensor:
     parts = zip(x_PK.split(layout.host_counts), weights_ENK)
-    return torch.cat([torch.mm(rows, matrix.t()) for rows, matrix in parts])
+    return torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts])
 
 
 def _emulated_gradients(grads: list[Tensor], inputs: list[Tensor], out_ENK: Tensor) -> None:

@@ -155,6 +155,8 @@ def _router(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 def _combine(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if hardware.is_gpu and cfg.rollout.moe_backend == "deep_gemm":
         return "sum", "rollout.moe_backend = deep_gemm weighs where it adds"
+    if not hardware.is_gpu:
+        return "sum", "an engine on a CPU applies weights where it adds"
     return "experts", "the engine rounds each weighted output"
 
 

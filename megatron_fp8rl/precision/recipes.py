@@ -292,6 +292,14 @@ def _multiply(left: Operand, right: Operand, rows: Rows, dtype: torch.dtype) -> 
     return out.to(dtype)
 
 
+def _multiply_in_float64(left: Operand, right: Operand, rows: Rows, dtype: torch.dtype) -> Tensor:
+    """:func:`_multiply` of the forward pass, as engines compute it: see ``kernels/float64.py``. On a GPU the same."""
+    if left.values.is_cuda:
+        return _multiply(left, right, rows, dtype)
+    wide = Operand(left.values.double(), left.scale_E), Operand(right.values.double(), right.scale_E)
+    return _multiply(*wide, rows, dtype)
+
+
 def _weight_gradient(grad: Operand, x: Operand, rows: Rows, dtype: torch.dtype) -> list[Tensor]:
     """[P, N] and [P, K] -> E matrices [N, K] in ``dtype``."""
     out = []
@@ -315,7 +323,7 @@ class _QuantizedLinear(torch.autograd.Function):
         left = recipe.input(rows.pad(x), rows, history, record)
         right = recipe.weight(_stack(weights), history, record)
         right = right._replace(values=right.values.transpose(1, 2))
-        return rows.unpad(_multiply(left, right, rows, x.dtype))
+        return rows.unpad(_multiply_in_float64(left, right, rows, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_output):

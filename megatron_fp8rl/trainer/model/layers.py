@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.combine import weighted_in_combine
 from megatron_fp8rl.names import registry
@@ -51,7 +52,6 @@ from megatron_fp8rl.trainer.model.linear import (
     matrix_of,
     on_deep_gemm,
     on_transformer_engine,
-    rms_norm_in_torch,
 )
 from megatron_fp8rl.trainer.model.mla import LatentAttention, LatentSubmodules
 from megatron_fp8rl.trainer.model.rotary import Rotary, softmax_scale
@@ -144,7 +144,8 @@ class LayerFactory:
         """The spec of a linear, by its name within the layer, such as ``mlp.linear_fc1``."""
         recipe, weight = self._of(layer, name)
         if recipe is None:
-            return LinearSpec(history_len=self._history_len)
+            gemm = None if torch.cuda.is_available() else in_torch
+            return LinearSpec(gemm=gemm, history_len=self._history_len)
         shape = registry.slicing.shard_shape(weight, self._model, self._parallel.tp_size)
         block_rows = _block_rows(weight, self._model, self._parallel) if isinstance(recipe, Blockwise) else None
         gemm = _GEMMS[self._kernels.of_matrix(*shape)]
@@ -276,7 +277,7 @@ class LayerFactory:
 
 def _norm(kernel: str) -> Norm:
     if kernel == "emulated":
-        return rms_norm_in_torch
+        return float64.rms_norm
     from megatron_fp8rl.trainer.model import norm  # imports Transformer Engine
 
     return norm.batch_invariant_rms_norm if kernel == "batch_invariant" else norm.te_rms_norm
