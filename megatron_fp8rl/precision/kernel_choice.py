@@ -62,6 +62,10 @@ class Role:
         name = attrgetter(self.path)(cfg) if self.path else "auto"
         return name if name in self.kernels else None
 
+    def kernel(self, cfg: RunConfig, hardware: Hardware) -> str:
+        """The kernel that the configuration selects, or that ``auto`` stands for."""
+        return self.named(cfg, hardware) or self.auto(cfg, hardware)[0]
+
 
 @dataclass(frozen=True)
 class Range:
@@ -94,6 +98,11 @@ def _base(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     return ("te", "a GPU multiplies in FP8") if hardware.is_gpu else ("emulated", "a CPU does not multiply in FP8")
 
 
+def is_invariant(cfg: RunConfig, hardware: Hardware) -> bool:
+    """Whether engines are batch-invariant; ``precision.exact`` requires it on a GPU."""
+    return cfg.rollout.batch_invariant or (cfg.precision.exact and hardware.is_gpu)
+
+
 def _faster(name: Field) -> Auto:
     """Linears are judged by the largest, which takes the most time, because all use one kind of kernel; experts by
     their tokens under balanced routing.
@@ -103,6 +112,8 @@ def _faster(name: Field) -> Auto:
         base, why = _base(cfg, hardware)
         if not hardware.is_gpu or (name == "experts" and not cfg.model.is_moe):
             return base, why
+        if cfg.precision.exact:
+            return "deep_gemm", "precision.exact: the engine's products"
         if wrong := TABLE[f"trainer.{name}"].kernels["deep_gemm"].supports(cfg, hardware):
             return base, f"not DeepGEMM: {wrong.problem}"
         tokens, sides = _work(name, cfg)
@@ -133,8 +144,8 @@ def _always(kernel: str, why: str) -> Auto:
 
 def _norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     kernels, why = _base(cfg, hardware)
-    if kernels == "te" and cfg.rollout.batch_invariant and cfg.precision.params != "fp32":
-        return "batch_invariant", "rollout.batch_invariant"
+    if kernels == "te" and is_invariant(cfg, hardware) and cfg.precision.params != "fp32":
+        return "batch_invariant", "the engine is batch-invariant"
     return kernels, why
 
 
@@ -143,18 +154,20 @@ def _attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
         return "torch", "there is no GPU"
     if "transformer_engine" not in hardware.packages:
         return "torch", "transformer_engine is not installed"
+    if cfg.precision.exact:
+        return "engine", "precision.exact"
     return "cudnn", "the fastest with a backward pass"
 
 
 def _router(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    if hardware.is_gpu and cfg.rollout.batch_invariant:
-        return "batch_invariant", "rollout.batch_invariant"
+    if hardware.is_gpu and is_invariant(cfg, hardware):
+        return "batch_invariant", "the engine is batch-invariant"
     return "torch", "float32 is cheap here"
 
 
 def _combine(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    if hardware.is_gpu and cfg.rollout.moe_backend == "deep_gemm":
-        return "sum", "rollout.moe_backend = deep_gemm weighs where it adds"
+    if hardware.is_gpu and TABLE["engine.experts"].kernel(cfg, hardware) == "deep_gemm":
+        return "sum", "the engine's DeepGEMM applies weights where it adds"
     if not hardware.is_gpu:
         return "sum", "an engine on a CPU applies weights where it adds"
     return "experts", "the engine rounds each weighted output"
@@ -170,8 +183,14 @@ def _engine(on_gpu: str, why: str) -> Auto:
 
 
 def _engine_norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    is_invariant = cfg.rollout.batch_invariant
-    return ("batch_invariant", "rollout.batch_invariant") if is_invariant else ("vllm", "vLLM's own")
+    invariant = is_invariant(cfg, hardware)
+    return ("batch_invariant", "rollout.batch_invariant") if invariant else ("vllm", "vLLM's own")
+
+
+def _engine_experts(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
+    if cfg.precision.exact and hardware.is_gpu and cfg.model.is_moe:
+        return "deep_gemm", "precision.exact: batch-invariant, and the trainer multiplies on it, too"
+    return _engine("triton", "holds gate, up and down as they are sent")(cfg, hardware)
 
 
 class _EngineRole(Role):
@@ -187,6 +206,7 @@ _INVARIANT = Kernel("batch-invariant Triton", support.batch_invariant)
 
 TABLE: dict[str, Role] = {
     "formats": Role("number formats", {"given": Kernel("", support.formats)}, _always("given", "")),
+    "exact": Role("bitwise equality", {"given": Kernel("", support.exact)}, _always("given", "")),
     "trainer.params": Role(
         "parameters",
         {"bf16": Kernel("BF16"), "fp32": Kernel("FP32"), "fp8": Kernel("FP8", support.fp8_parameters)},
@@ -250,7 +270,7 @@ TABLE: dict[str, Role] = {
         },
         # They hold gate, up and down in the wire format at every degree of parallelism, and allocate nothing when
         # weights change, so CUDA graphs stay valid.
-        _engine("triton", "holds gate, up and down as they are sent"),
+        _engine_experts,
         "rollout.moe_backend",
     ),
     "engine.norms": Role("norms", {"vllm": Kernel("vLLM"), "batch_invariant": _INVARIANT}, _engine_norms),
