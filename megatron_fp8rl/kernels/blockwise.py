@@ -211,7 +211,7 @@ def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Sca
 
 def linear_dequantized(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
     """:func:`linear` for callers that cache the dequantized weight, float32 or float64."""
-    rows = round_activation(x, scales, torch.float32).flatten(0, -2)
+    rows = round_activation(x, scales, torch.float64).flatten(0, -2)
     return float64.matmul(rows, weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
 
 

@@ -31,7 +31,7 @@ from megatron_fp8rl.config import FP8_BLOCK, ConfigError, RunConfig, Violation
 from megatron_fp8rl.precision import kernel_support as support
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_support import Supports
-from megatron_fp8rl.precision.matmul_shapes import experts_of, linears_of
+from megatron_fp8rl.precision.matmul_shapes import deciding_work
 
 End = Literal["trainer", "engine"]
 Field = Literal["linears", "experts"]  # of PrecisionConfig
@@ -116,26 +116,13 @@ def _faster(name: Field) -> Auto:
             return "deep_gemm", "precision.exact: the engine's products"
         if wrong := TABLE[f"trainer.{name}"].kernels["deep_gemm"].supports(cfg, hardware):
             return base, f"not DeepGEMM: {wrong.problem}"
-        tokens, sides = _work(name, cfg)
+        tokens, sides = deciding_work(name, cfg)
         threshold = DEEP_GEMM_IS_FASTER[name, cfg.precision.trainer]
         if sides and threshold.holds(tokens, *sides):
             return "deep_gemm", f"the faster one at {tokens:,.0f} tokens"
         return base, f"DeepGEMM is not the faster one at {tokens:,.0f} tokens" if sides else "no FP8 matrix is left"
 
     return auto
-
-
-def _work(name: Field, cfg: RunConfig) -> tuple[float, tuple[int, ...]]:
-    """(tokens of a full microbatch, sides) that the choice depends on; no sides if there is no such matrix."""
-    if name == "experts":
-        experts = experts_of(cfg)
-        assert experts is not None  # checked in _faster
-        return experts.tokens / experts.experts, (experts.hidden, experts.width)
-    shapes = [use.shape for use in linears_of(cfg)]
-    if not shapes:
-        return 0, ()
-    largest = max(shapes, key=lambda shape: shape.num_operations)
-    return largest.tokens, (largest.rows, largest.columns)
 
 
 def _always(kernel: str, why: str) -> Auto:

@@ -3,7 +3,7 @@
 It is also the reference for ``trainer/model/linear_te.py``, which runs these recipes on Transformer Engine's kernels.
 
 :func:`quantized_linear` is y = x W^T for one matrix or for one matrix per expert. It quantizes the two operands of each
-of its three GEMMs and multiplies the quantized values with float32 accumulation:
+of its three GEMMs and multiplies the quantized values, accumulated in float64 on a CPU:
 
     GEMM                contracts over   operands            blockwise blocks
     y  = x W^T          input features   x, W                x 1x128, W 128x128
@@ -283,21 +283,14 @@ def make_recipe(precision: PrecisionConfig) -> Recipe | None:
 
 
 def _multiply(left: Operand, right: Operand, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """[P, A] and [E, A, B] -> [P, B] in ``dtype``: each expert's rows times its matrix."""
-    out = left.values.new_empty((left.values.shape[0], right.values.shape[2]))
+    """[P, A] and [E, A, B] -> [P, B] in ``dtype``: each expert's rows times its matrix, as ``float64.matmul``."""
+    wide = left.values.dtype if left.values.is_cuda else torch.float64
+    out = torch.empty(left.values.shape[0], right.values.shape[2], dtype=wide, device=left.values.device)
     for part, matrix in zip(rows.slices, right.values):
-        torch.mm(left.values[part], matrix, out=out[part])
+        torch.mm(left.values[part].to(wide), matrix.to(wide), out=out[part])
     if left.scale_E is not None and right.scale_E is not None:
         out.mul_(rows.spread(left.scale_E * right.scale_E))
     return out.to(dtype)
-
-
-def _multiply_in_float64(left: Operand, right: Operand, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """:func:`_multiply` of the forward pass, as engines compute it: see ``kernels/float64.py``. On a GPU the same."""
-    if left.values.is_cuda:
-        return _multiply(left, right, rows, dtype)
-    wide = Operand(left.values.double(), left.scale_E), Operand(right.values.double(), right.scale_E)
-    return _multiply(*wide, rows, dtype)
 
 
 def _weight_gradient(grad: Operand, x: Operand, rows: Rows, dtype: torch.dtype) -> list[Tensor]:
@@ -323,7 +316,7 @@ class _QuantizedLinear(torch.autograd.Function):
         left = recipe.input(rows.pad(x), rows, history, record)
         right = recipe.weight(_stack(weights), history, record)
         right = right._replace(values=right.values.transpose(1, 2))
-        return rows.unpad(_multiply_in_float64(left, right, rows, x.dtype))
+        return rows.unpad(_multiply(left, right, rows, x.dtype))
 
     @staticmethod
     def backward(ctx: Any, grad_output):

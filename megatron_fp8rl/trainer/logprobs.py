@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.backend import runs_triton
-from megatron_fp8rl.kernels.log_softmax import exp_sum, log_of_sum
+from megatron_fp8rl.kernels.exact_logprobs import exp_sum, log_of_sum
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The engine's attention and log-probabilities on a CPU, with the trainer's bits.
 
 In: queries, keys and values of a batch of requests, and a paged BF16 KV cache. Out: attention outputs, computed by
-``kernels/float64.py``; log-probabilities by ``kernels/log_softmax.py``. Runs in vLLM's workers on a machine without a
+``kernels/float64.py``; log-probabilities by ``kernels/exact_logprobs.py``. Runs in vLLM's workers on a machine without a
 GPU. An FP8 cache keeps vLLM's own kernels.
 
 The memory of a layer's cache is vLLM's, [blocks, G, tokens of a block, 2 D]; here each token holds its key, then its
@@ -19,7 +19,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.sample.sampler import Sampler
 
 from megatron_fp8rl.kernels import float64
-from megatron_fp8rl.kernels.log_softmax import log_softmax
+from megatron_fp8rl.kernels.exact_logprobs import log_softmax
 from megatron_fp8rl.upstream import patches
 
 

@@ -214,7 +214,7 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
         def round_operand(rows: Tensor) -> Tensor:
-            return blockwise.round_activation(rows, self.scales, torch.float32)
+            return blockwise.round_activation(rows, self.scales, torch.float64)
 
         return _mix_experts(layer, x, router_logits, layer.w13_dequantized, layer.w2_dequantized, round_operand)
 
