@@ -378,7 +378,7 @@ def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list
 
 def _refusals(cfg: RunConfig, hardware: Hardware, end: End | None) -> Iterator[Violation]:
     for key, role in TABLE.items():
-        if end is not None and key != "formats" and not key.startswith(end):
+        if end is not None and key not in ("formats", "exact") and not key.startswith(end):
             continue
         named = role.named(cfg, hardware)
         if role.path is None:
