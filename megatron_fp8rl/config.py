@@ -146,6 +146,9 @@ class PrecisionConfig:
     linears: Literal["auto", "te", "deep_gemm"] = "auto"  # FP8 linears except experts; te follows ``kernels``
     experts: Literal["auto", "te", "deep_gemm"] = "auto"  # kernels of experts; precision/kernel_choice.py defines auto
     expert_wgrad: Literal["fp8", "bf16"] = "fp8"  # operands of the experts' wgrad with deep_gemm
+    # Both ends compute the same bits: "auto" selects such kernels, the first update of a step measures every token, and
+    # a difference stops the run. Replaces the pass for old log-probabilities.
+    exact: bool = False
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's forward runs the engine's attention kernel
 
 

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.algo.mismatch import mismatch_metrics
+from megatron_fp8rl.algo.mismatch import mismatch_metrics, require_exact
 from megatron_fp8rl.algo.named import load_advantage, load_loss
 from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.colocation import ColocatedMemory
@@ -37,7 +37,7 @@ from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
-from megatron_fp8rl.types import RolloutGroup, Sample
+from megatron_fp8rl.types import RolloutGroup, Sample, TrainBatch
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.save_hf import save_hf
 
@@ -129,14 +129,25 @@ def _learn(
         batches = pack_for(cfg, samples, data_rank=policy.parallel.dp_rank, num_updates=num_updates)
     if not batches:
         return False
+    exact = cfg.precision.exact
     with span("old_logprobs"):
-        batches = [policy.with_old_logprobs(batch) for batch in batches]
-    with span("mismatch"):
-        log.update(policy.router_metrics())
-        log.mismatch(mismatch_metrics(batches, cfg.algo, policy.parallel))
+        batches = [policy.with_old_logprobs(batch, are_rollout=exact) for batch in batches]
+    if not exact:
+        with span("mismatch"):
+            log.update(policy.router_metrics())
+            log.mismatch(mismatch_metrics(batches, cfg.algo, policy.parallel))
     with span("update"):
-        log.updates([policy.update(batch, loss) for batch in batches], batches)
+        inspect = partial(_inspect, cfg, policy.parallel, log) if exact else None  # the first update alone is on-policy
+        updates = [policy.update(batch, loss, inspect=inspect if i == 0 else None) for i, batch in enumerate(batches)]
+        log.updates(updates, batches)
     return True
+
+
+def _inspect(cfg: RunConfig, parallel: Parallel, log: StepLog, batch: TrainBatch) -> None:
+    """Collective: measure the mismatch of the training pass itself; raise InexactError unless there is none."""
+    report = mismatch_metrics([batch], cfg.algo, parallel)
+    log.mismatch(report)
+    require_exact(report)
 
 
 def _publish(

@@ -47,6 +47,24 @@ class MismatchAlarm(RuntimeError):
         super().__init__("; ".join(report.alarms))
 
 
+class InexactError(RuntimeError):
+    """A run with ``precision.exact`` has a token whose log-probability differs between trainer and engine."""
+
+
+def require_exact(report: MismatchReport) -> None:
+    """Raise InexactError, naming the sequence that differs most, unless every log-probability is equal."""
+    largest = report.metrics.get("mismatch/abs_logprob_diff/max", 0.0)
+    if largest == 0.0:
+        return
+    worst = report.worst[0]
+    raise InexactError(
+        f"precision.exact: trainer and engine disagree by up to {largest:.3g} nats (mean "
+        f"{report.metrics['mismatch/abs_logprob_diff/mean']:.3g}), most in sequence {worst.label!r}: mean "
+        f"{worst.abs_logprob_diff_mean:.3g} over {worst.num_tokens} tokens. No weight was changed. Compare the operations "
+        "of one prompt with benchmarks.probe, or set --precision.exact False"
+    )
+
+
 class Reducer(Protocol):
     """Gathers values over the data-parallel ranks; implemented by the trainer's ``Parallel``."""
 

@@ -14,7 +14,6 @@ from megatron_fp8rl.algo.named import AdvantageFn, NamedFunctionError
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
 from megatron_fp8rl.types import Rollout, RolloutGroup, Sample
 
-
 # A record of this many tokens cannot be all zeros, even if a token has one expert only.
 _TOKEN_RICH = 16
 

@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_fp8rl.kernels import float64
+
 BLOCK = 128
 E4M3_MAX = 448.0
 _VLLM_LEAST_AMAX = 1e-4  # lower bound on block amax in vllm.utils.deep_gemm.per_block_cast_to_fp8
@@ -200,17 +202,17 @@ def operand_dtype(dtype: torch.dtype, scales: Scales) -> torch.dtype:
 
 
 def linear(x: Tensor, weight_data: Tensor, weight_scale_inv: Tensor, scales: Scales) -> Tensor:
-    """y = x W^T on FP8 operands: quantizes x, accumulates in float32, rounds y once to x.dtype.
+    """y = x W^T on FP8 operands: quantizes x, accumulates as ``float64.matmul`` does, rounds y once to x.dtype.
 
     x [..., K]; weight_data float8_e4m3fn [N, K] and weight_scale_inv float32 [Nb, Kb] as in :func:`quantize_weight`.
     """
-    weight = dequantize_weight(weight_data, weight_scale_inv).to(operand_dtype(x.dtype, scales))
-    return linear_dequantized(x, weight, scales)
+    return linear_dequantized(x, dequantize_weight(weight_data, weight_scale_inv), scales)
 
 
 def linear_dequantized(x: Tensor, weight: Tensor, scales: Scales) -> Tensor:
-    """:func:`linear` for callers that cache the dequantized weight in ``operand_dtype(x.dtype, scales)``."""
-    return F.linear(round_activation(x, scales, weight.dtype), weight).to(x.dtype)
+    """:func:`linear` for callers that cache the dequantized weight, float32 or float64."""
+    rows = round_activation(x, scales, torch.float64).flatten(0, -2)
+    return float64.matmul(rows, weight.t()).to(x.dtype).view(*x.shape[:-1], -1)
 
 
 def round_activation(x: Tensor, scales: Scales, dtype: torch.dtype) -> Tensor:

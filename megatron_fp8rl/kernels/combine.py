@@ -1,8 +1,8 @@
-"""Combines expert outputs as DeepGEMM engines do: a router-weighted sum, rounded once.
+"""Combines expert outputs as DeepGEMM engines and those on a CPU do: a router-weighted sum, rounded once.
 
 In: expert outputs without router weights, in dispatcher order. Out: one sum per token. Runs on: every trainer rank if
-the engines use ``rollout.moe_backend = deep_gemm``. All other engines round each weighted output to BF16 before adding;
-for those, the experts apply the router weights and ``dispatcher.py`` sums.
+the engines use ``rollout.moe_backend = deep_gemm`` or run on a CPU. All other engines round each weighted output to
+BF16 before adding; for those, the experts apply the router weights and ``dispatcher.py`` sums.
 
 Router weights can only be applied after the all-to-all has gathered a token's rows, so the experts return unweighted
 outputs. Gradients are still those of weighted outputs: backward of the sum copies its gradient to each row of the
@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from megatron_fp8rl.kernels import float64
 
 
 class _WeightedLater(torch.autograd.Function):
@@ -52,19 +54,19 @@ def weighted_in_combine(outputs: Tensor, weights: Tensor) -> Tensor:
     return _WeightedLater.apply(outputs, weights)
 
 
-def combine_experts(outputs: Tensor, weights_TE: Tensor, goes_TE: Tensor, top_k: int) -> Tensor:
+def combine_experts(outputs: Tensor, weights_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> Tensor:
     """outputs [rows, H] -> [T, H]: weighted sum of each token's outputs, in float32, rounded once.
 
     A token's experts are summed in the engine's order: descending weight, ties broken by the lower expert index. Each
     output receives the gradient of its token's sum, unweighted: see :func:`weighted_in_combine`.
     """
-    weights_TK, experts_TK = slots(weights_TE.detach(), goes_TE, top_k)
+    weights_TK, experts_TK = slots(weights_TE.detach(), routing_map_TE, top_k)
     return _Sum.apply(outputs, rows_of(experts_TK), weights_TK)
 
 
-def slots(weights_TE: Tensor, goes_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+def slots(weights_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """(weights float32 [T, K], experts int64 [T, K]) of each token, in descending order of weight."""
-    ordered = weights_TE.float().masked_fill(~goes_TE, -1.0).sort(dim=1, descending=True, stable=True)
+    ordered = weights_TE.float().masked_fill(~routing_map_TE, -1.0).sort(dim=1, descending=True, stable=True)
     return ordered.values[:, :top_k].contiguous(), ordered.indices[:, :top_k].contiguous()
 
 
@@ -81,7 +83,4 @@ def _sum(outputs: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
         from megatron_fp8rl.kernels.triton import batch_invariant
 
         return batch_invariant.weighted_sum(outputs.contiguous(), rows_TK, weights_TK)
-    total = outputs.new_zeros(len(rows_TK), outputs.shape[1], dtype=torch.float32)
-    for rows, weights in zip(rows_TK.unbind(1), weights_TK.unbind(1)):
-        total += outputs[rows].float() * weights[:, None]
-    return total.to(outputs.dtype)
+    return float64.combine(outputs[rows_TK], weights_TK)

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.blockwise import (
     BLOCK,
     Scales,
@@ -86,7 +87,9 @@ def multiply_fp8(x: Fp8, weights: Fp8, layout: ExpertPermutation, dtype: torch.d
     num_rows, num_columns = x.data.shape[0], weights.data.shape[1]
     if not x.data.is_cuda:
         operands = exact_dtype(x, weights, dtype)
-        return _emulated_product(_restored_rows(x, operands), _restored_weights(weights, operands), layout).to(dtype)
+        return _emulated_product(_restored_rows(x, operands).double(), _restored_weights(weights, operands), layout).to(
+            dtype
+        )
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=x.data.device)
     # Hopper kernels take float32 scales unchanged; the last argument requests the same on other GPUs.
     deep_gemm().m_grouped_fp8_gemm_nt_contiguous(tuple(x), tuple(weights), out, layout.experts, disable_ue8m0_cast=True)
@@ -139,9 +142,8 @@ def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: ExpertPermutatio
 def multiply_dense(x: Fp8, weight: Fp8) -> Tensor:
     """y = x W^T in BF16 [P, N], for rowwise x [P, K] and W [N, K] with contiguous scales."""
     if not _is_on_gpu(x):
-        dtype = exact_dtype(x, weight, torch.bfloat16)
         left, right = dequantize_activation(x.data, x.scale), dequantize_weight(weight.data, weight.scale)
-        return torch.mm(left.to(dtype), right.to(dtype).t()).bfloat16()
+        return float64.matmul(left.double(), right.t()).bfloat16()
     out = torch.empty(x.data.shape[0], weight.data.shape[0], dtype=torch.bfloat16, device=x.data.device)
     # Hopper kernels take float32 scales unchanged; the last argument requests the same on other GPUs.
     deep_gemm().fp8_gemm_nt(tuple(x), tuple(weight), out, disable_ue8m0_cast=True)
@@ -190,7 +192,7 @@ def _restored_columns(x: Fp8, layout: ExpertPermutation) -> list[Tensor]:
 
 def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Tensor:
     parts = zip(x_PK.split(layout.host_counts), weights_ENK)
-    return torch.cat([torch.mm(rows, matrix.t()) for rows, matrix in parts])
+    return torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts])
 
 
 def _emulated_gradients(grads: list[Tensor], inputs: list[Tensor], out_ENK: Tensor) -> None:

@@ -31,7 +31,7 @@ from megatron_fp8rl.config import FP8_BLOCK, ConfigError, RunConfig, Violation
 from megatron_fp8rl.precision import kernel_support as support
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_support import Supports
-from megatron_fp8rl.precision.matmul_shapes import experts_of, linears_of
+from megatron_fp8rl.precision.matmul_shapes import deciding_work
 
 End = Literal["trainer", "engine"]
 Field = Literal["linears", "experts"]  # of PrecisionConfig
@@ -61,6 +61,10 @@ class Role:
         """The kernel that the configuration selects, if it belongs to this role; None if the choice is left open."""
         name = attrgetter(self.path)(cfg) if self.path else "auto"
         return name if name in self.kernels else None
+
+    def kernel(self, cfg: RunConfig, hardware: Hardware) -> str:
+        """The kernel that the configuration selects, or that ``auto`` stands for."""
+        return self.named(cfg, hardware) or self.auto(cfg, hardware)[0]
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,11 @@ def _base(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     return ("te", "a GPU multiplies in FP8") if hardware.is_gpu else ("emulated", "a CPU does not multiply in FP8")
 
 
+def is_invariant(cfg: RunConfig, hardware: Hardware) -> bool:
+    """Whether engines are batch-invariant; ``precision.exact`` requires it on a GPU."""
+    return cfg.rollout.batch_invariant or (cfg.precision.exact and hardware.is_gpu)
+
+
 def _faster(name: Field) -> Auto:
     """Linears are judged by the largest, which takes the most time, because all use one kind of kernel; experts by
     their tokens under balanced routing.
@@ -103,9 +112,11 @@ def _faster(name: Field) -> Auto:
         base, why = _base(cfg, hardware)
         if not hardware.is_gpu or (name == "experts" and not cfg.model.is_moe):
             return base, why
+        if cfg.precision.exact:
+            return "deep_gemm", "precision.exact: the engine's products"
         if wrong := TABLE[f"trainer.{name}"].kernels["deep_gemm"].supports(cfg, hardware):
             return base, f"not DeepGEMM: {wrong.problem}"
-        tokens, sides = _work(name, cfg)
+        tokens, sides = deciding_work(name, cfg)
         threshold = DEEP_GEMM_IS_FASTER[name, cfg.precision.trainer]
         if sides and threshold.holds(tokens, *sides):
             return "deep_gemm", f"the faster one at {tokens:,.0f} tokens"
@@ -114,27 +125,14 @@ def _faster(name: Field) -> Auto:
     return auto
 
 
-def _work(name: Field, cfg: RunConfig) -> tuple[float, tuple[int, ...]]:
-    """(tokens of a full microbatch, sides) that the choice depends on; no sides if there is no such matrix."""
-    if name == "experts":
-        experts = experts_of(cfg)
-        assert experts is not None  # checked in _faster
-        return experts.tokens / experts.experts, (experts.hidden, experts.width)
-    shapes = [use.shape for use in linears_of(cfg)]
-    if not shapes:
-        return 0, ()
-    largest = max(shapes, key=lambda shape: shape.num_operations)
-    return largest.tokens, (largest.rows, largest.columns)
-
-
 def _always(kernel: str, why: str) -> Auto:
     return lambda cfg, hardware: (kernel, why)
 
 
 def _norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     kernels, why = _base(cfg, hardware)
-    if kernels == "te" and cfg.rollout.batch_invariant and cfg.precision.params != "fp32":
-        return "batch_invariant", "rollout.batch_invariant"
+    if kernels == "te" and is_invariant(cfg, hardware) and cfg.precision.params != "fp32":
+        return "batch_invariant", "the engine is batch-invariant"
     return kernels, why
 
 
@@ -143,18 +141,22 @@ def _attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
         return "torch", "there is no GPU"
     if "transformer_engine" not in hardware.packages:
         return "torch", "transformer_engine is not installed"
+    if cfg.precision.exact:
+        return "engine", "precision.exact"
     return "cudnn", "the fastest with a backward pass"
 
 
 def _router(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    if hardware.is_gpu and cfg.rollout.batch_invariant:
-        return "batch_invariant", "rollout.batch_invariant"
+    if hardware.is_gpu and is_invariant(cfg, hardware):
+        return "batch_invariant", "the engine is batch-invariant"
     return "torch", "float32 is cheap here"
 
 
 def _combine(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    if hardware.is_gpu and cfg.rollout.moe_backend == "deep_gemm":
-        return "sum", "rollout.moe_backend = deep_gemm weighs where it adds"
+    if hardware.is_gpu and TABLE["engine.experts"].kernel(cfg, hardware) == "deep_gemm":
+        return "sum", "the engine's DeepGEMM applies weights where it adds"
+    if not hardware.is_gpu:
+        return "sum", "an engine on a CPU applies weights where it adds"
     return "experts", "the engine rounds each weighted output"
 
 
@@ -168,8 +170,14 @@ def _engine(on_gpu: str, why: str) -> Auto:
 
 
 def _engine_norms(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    is_invariant = cfg.rollout.batch_invariant
-    return ("batch_invariant", "rollout.batch_invariant") if is_invariant else ("vllm", "vLLM's own")
+    invariant = is_invariant(cfg, hardware)
+    return ("batch_invariant", "rollout.batch_invariant") if invariant else ("vllm", "vLLM's own")
+
+
+def _engine_experts(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
+    if cfg.precision.exact and hardware.is_gpu and cfg.model.is_moe:
+        return "deep_gemm", "precision.exact: batch-invariant, and the trainer multiplies on it, too"
+    return _engine("triton", "holds gate, up and down as they are sent")(cfg, hardware)
 
 
 class _EngineRole(Role):
@@ -185,6 +193,7 @@ _INVARIANT = Kernel("batch-invariant Triton", support.batch_invariant)
 
 TABLE: dict[str, Role] = {
     "formats": Role("number formats", {"given": Kernel("", support.formats)}, _always("given", "")),
+    "exact": Role("bitwise equality", {"given": Kernel("", support.exact)}, _always("given", "")),
     "trainer.params": Role(
         "parameters",
         {"bf16": Kernel("BF16"), "fp32": Kernel("FP32"), "fp8": Kernel("FP8", support.fp8_parameters)},
@@ -248,7 +257,7 @@ TABLE: dict[str, Role] = {
         },
         # They hold gate, up and down in the wire format at every degree of parallelism, and allocate nothing when
         # weights change, so CUDA graphs stay valid.
-        _engine("triton", "holds gate, up and down as they are sent"),
+        _engine_experts,
         "rollout.moe_backend",
     ),
     "engine.norms": Role("norms", {"vllm": Kernel("vLLM"), "batch_invariant": _INVARIANT}, _engine_norms),
@@ -369,7 +378,7 @@ def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list
 
 def _refusals(cfg: RunConfig, hardware: Hardware, end: End | None) -> Iterator[Violation]:
     for key, role in TABLE.items():
-        if end is not None and key != "formats" and not key.startswith(end):
+        if end is not None and key not in ("formats", "exact") and not key.startswith(end):
             continue
         named = role.named(cfg, hardware)
         if role.path is None:

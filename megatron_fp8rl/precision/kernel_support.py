@@ -11,6 +11,7 @@ from operator import attrgetter
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig, Violation
 from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.matmul_shapes import linears_of
 
 Supports = Callable[[RunConfig, Hardware], Violation | None]
 
@@ -164,6 +165,67 @@ def batch_invariant(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return None
 
 
+def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """``precision.exact``: what keeps trainer and engine from computing the same bits, the first reason."""
+    if not cfg.precision.exact:
+        return None
+    for path, allowed, problem in (*_EXACT, *(_EXACT_ON_GPU if hardware.is_gpu else ())):
+        if attrgetter(path)(cfg) not in allowed:
+            shown = " or ".join(map(str, allowed))
+            return _wrong(cfg, path, f"precision.exact: {problem}", f"Set {shown}, or --precision.exact False")
+    precision, model = cfg.precision, cfg.model
+    if precision.trainer != precision.rollout:
+        problem = f"precision.exact: the engine computes in {precision.rollout}, which is another function"
+        return _wrong(cfg, "precision.trainer", problem, f"Set {precision.rollout}, or --precision.exact False")
+    if not hardware.is_gpu:
+        return None
+    if hardware.generation != "hopper":
+        problem = f"precision.exact: the kernels that both ends share are Hopper's, and this is {hardware.generation}"
+        return _wrong(cfg, "precision.exact", problem, "Set False")
+    if precision.bf16_first_layers or precision.bf16_last_layers:
+        path = "precision.bf16_first_layers" if precision.bf16_first_layers else "precision.bf16_last_layers"
+        return _wrong(cfg, path, "precision.exact: cuBLAS sums BF16 products by their shapes", "Set 0")
+    if model.router.score != "softmax" and model.is_moe:
+        problem = "precision.exact: the engine scores this router in a kernel that the trainer does not have"
+        return _wrong(cfg, "model.router.score", problem, "Use --precision.exact False")
+    sides = (*(use.shape for use in linears_of(cfg)),)
+    if odd := next((s for s in sides if s.rows % FP8_BLOCK or s.columns % FP8_BLOCK), None):
+        problem = f"precision.exact: a matrix of {odd.rows} x {odd.columns} is not in whole blocks of {FP8_BLOCK}"
+        return _wrong(cfg, "precision.linears", problem, "Use --precision.exact False")
+    checks = [
+        engine_attention,
+        deep_gemm_linears,
+        *([deep_gemm_experts, engine_deep_gemm_experts] if model.is_moe else []),
+    ]
+    return next((wrong for check in checks if (wrong := check(cfg, hardware))), None)
+
+
+# (field, values, why others are not exact)
+_EXACT: tuple[tuple[str, tuple, str], ...] = (
+    ("rollout.max_staleness", (0,), "samples of older weights differ from the current policy"),
+    ("algo.router_replay", ("off",), "routers of equal ends choose equal experts, so there is nothing to replay"),
+    ("rollout.replay", (None,), "recorded rollouts are of another engine"),
+    ("rollout.top_p", (1.0,), "the engine's log-probabilities are those of the truncated distribution"),
+    ("rollout.top_k", (0,), "the engine's log-probabilities are those of the truncated distribution"),
+    ("rollout.kv_cache_dtype", ("auto",), "the engine attends to rounded keys and values, the trainer does not"),
+    ("rollout.tensor", (1,), "ranks round their partial sums before they are added"),
+    ("parallel.tensor", (1,), "ranks round their partial sums before they are added"),
+    ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),
+    ("precision.params", ("bf16",), "engines hold BF16 and FP8 weights made of BF16"),
+)
+_EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
+    ("precision.rollout", ("blockwise",), "cuBLAS sums BF16 products by their shapes"),
+    ("precision.scales", ("pow2",), "kernels divide by FP32 scales in orders of their own"),
+    ("precision.kernels", ("auto", "te"), "the emulation rounds where the engine does not"),
+    ("precision.linears", ("auto", "deep_gemm"), "the engine multiplies on DeepGEMM"),
+    ("precision.experts", ("auto", "deep_gemm"), "the engine multiplies on DeepGEMM"),
+    ("rollout.linear_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
+    ("rollout.moe_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
+    ("rollout.temperature", (1.0,), "the engine divides logits in a kernel of its own"),
+    ("rollout.attention_backend", ("auto", "FLASH_ATTN"), "the trainer attends with FlashAttention"),
+)
+
+
 def engine_fp32_scales(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's CUTLASS and Triton linears."""
     if cfg.precision.rollout != "bf16" and cfg.precision.scales == "pow2":
@@ -186,7 +248,7 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
     edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
     if precision.rollout == "bf16" or edges:
         return _wrong(cfg, path, "multiplies FP8 alone, and there are experts in BF16", "Set triton")
-    if cfg.rollout.batch_invariant and precision.scales == "fp32":
+    if (cfg.rollout.batch_invariant or precision.exact) and precision.scales == "fp32":
         problem = (
             "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant"
         )

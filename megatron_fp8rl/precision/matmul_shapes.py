@@ -85,6 +85,19 @@ def linears_of(cfg: RunConfig) -> list[Use]:
     return [Use(name, shape, num_layers) for (name, shape), num_layers in found.items()]
 
 
+def deciding_work(name: str, cfg: RunConfig) -> tuple[float, tuple[int, ...]]:
+    """(tokens of a full microbatch, sides) that the choice depends on; no sides if there is no such matrix."""
+    if name == "experts":
+        experts = experts_of(cfg)
+        assert experts is not None  # the model has experts
+        return experts.tokens / experts.experts, (experts.hidden, experts.width)
+    shapes = [use.shape for use in linears_of(cfg)]
+    if not shapes:
+        return 0, ()
+    largest = max(shapes, key=lambda shape: shape.num_operations)
+    return largest.tokens, (largest.rows, largest.columns)
+
+
 def _linears_of_layer(model: ModelConfig, layer: int) -> list[tuple[str, Weight]]:
     """(name within its layer, weight) of the matrices outside routed experts."""
     kind, found = "moe" if model.is_moe_layer(layer) else "dense", []

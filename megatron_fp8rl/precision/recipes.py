@@ -3,7 +3,7 @@
 It is also the reference for ``trainer/model/linear_te.py``, which runs these recipes on Transformer Engine's kernels.
 
 :func:`quantized_linear` is y = x W^T for one matrix or for one matrix per expert. It quantizes the two operands of each
-of its three GEMMs and multiplies the quantized values with float32 accumulation:
+of its three GEMMs and multiplies the quantized values, accumulated in float64 on a CPU:
 
     GEMM                contracts over   operands            blockwise blocks
     y  = x W^T          input features   x, W                x 1x128, W 128x128
@@ -283,10 +283,11 @@ def make_recipe(precision: PrecisionConfig) -> Recipe | None:
 
 
 def _multiply(left: Operand, right: Operand, rows: Rows, dtype: torch.dtype) -> Tensor:
-    """[P, A] and [E, A, B] -> [P, B] in ``dtype``: each expert's rows times its matrix."""
-    out = left.values.new_empty((left.values.shape[0], right.values.shape[2]))
+    """[P, A] and [E, A, B] -> [P, B] in ``dtype``: each expert's rows times its matrix, as ``float64.matmul``."""
+    wide = left.values.dtype if left.values.is_cuda else torch.float64
+    out = torch.empty(left.values.shape[0], right.values.shape[2], dtype=wide, device=left.values.device)
     for part, matrix in zip(rows.slices, right.values):
-        torch.mm(left.values[part], matrix, out=out[part])
+        torch.mm(left.values[part].to(wide), matrix.to(wide), out=out[part])
     if left.scale_E is not None and right.scale_E is not None:
         out.mul_(rows.spread(left.scale_E * right.scale_E))
     return out.to(dtype)

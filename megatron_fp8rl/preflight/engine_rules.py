@@ -85,7 +85,7 @@ def _check_memory_turns(found: Findings) -> None:
 
 def _check_batch_invariance(found: Findings) -> None:
     rollout = found.cfg.rollout
-    if not rollout.batch_invariant:
+    if not (rollout.batch_invariant or found.cfg.precision.exact):
         return
     if rollout.transport == "nccl" or (rollout.transport == "auto" and rollout.placement == "remote"):
         found.refuse(

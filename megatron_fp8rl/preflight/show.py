@@ -160,7 +160,7 @@ def _engine_kernel(choice: KernelChoice, kind: str, in_fp8: bool) -> str:
 
 def reasons(cfg: RunConfig, choice: KernelChoice) -> list[str]:
     """The reason for each role that the model and the formats have."""
-    absent = {"formats"}
+    absent = {"formats", "exact"}
     if not cfg.model.is_moe:
         absent |= {"trainer.experts", "trainer.router", "trainer.combine", "engine.experts"}
     if cfg.precision.trainer == "bf16":

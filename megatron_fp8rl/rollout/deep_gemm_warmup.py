@@ -193,12 +193,12 @@ def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
 
 
 def precompile_from_env(max_tokens: int) -> None:
-    """Call :func:`ensure` with the sizes that :func:`told` put into the environment, if any."""
+    """Call :func:`ensure` with the sizes that :func:`to_env` put into the environment, if any."""
     if words := os.environ.get(LINEARS_VARIABLE, "").split():
         ensure([_size(word) for word in words[1:]], max_tokens, deadline_s=float(words[0]))
 
 
-def told(cfg: RunConfig) -> str:
+def to_env(cfg: RunConfig) -> str:
     """The value for the server's environment. Kernels not compiled in time are compiled by the engine when needed."""
     sizes = (f"{n},{k}" for n, k in linear_sizes(cfg))
     return " ".join([f"{_SHARE_OF_START * cfg.rollout.start_deadline_s:g}", *sizes])

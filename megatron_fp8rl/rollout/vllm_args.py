@@ -19,7 +19,7 @@ from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, PrecisionConfig, RunCo
 from megatron_fp8rl.names.registry import hf_tensors
 from megatron_fp8rl.precision.kernel_choice import EngineKernels, KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, told
+from megatron_fp8rl.rollout.deep_gemm_warmup import LINEARS_VARIABLE, to_env
 from megatron_fp8rl.rollout.vllm_plugin.plugin import SCALES_VARIABLE, WEIGHT_TRANSFER_BACKEND
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
@@ -154,7 +154,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
         }
         if kernel_backends(cfg, kernels.engine).get("linear-backend") == "deep_gemm":
-            environment[LINEARS_VARIABLE] = told(cfg)
+            environment[LINEARS_VARIABLE] = to_env(cfg)
         if kernels.engine.norms == "batch_invariant":
             environment["VLLM_BATCH_INVARIANT"] = "1"
         if "flashinfer" not in kernels.hardware.packages:

@@ -50,6 +50,7 @@ class MicrobatchResult:
     loss: Tensor  # scalar, detached
     entropy_sum: Tensor  # scalar, detached, over loss tokens
     metrics: dict[str, Tensor]
+    logprobs_T: Tensor  # float32 [T], detached; 0 outside the loss mask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +110,13 @@ class Forward:
         """
         routes = [for_update(self.cfg, self.parallel, mb) for mb in batch.microbatches]
         return self._run(chunks, batch.microbatches, routes, partial(self._loss, batch, loss_fn), forward_only=False)
+
+    def logprobs_of(
+        self, results: Sequence[MicrobatchResult], microbatches: Sequence[Microbatch]
+    ) -> tuple[Tensor, ...]:
+        """Collective over the pipeline: the log-probabilities of a pass with gradients, as :meth:`logprobs`."""
+        found = {result.index: result.logprobs_T for result in results}
+        return self._from_last_stage(found, [mb.tokens_T.numel() for mb in microbatches])
 
     def _run(
         self,
@@ -196,7 +204,11 @@ class Forward:
         logprobs_T, entropy_T = (self._whole(item, values) for values in output)
         loss, metrics = loss_fn(item.microbatch, logprobs_T, entropy_T, batch)
         result = MicrobatchResult(
-            index=item.index, loss=loss.detach().clone(), entropy_sum=entropy_T.detach().sum(), metrics=metrics
+            index=item.index,
+            loss=loss.detach().clone(),
+            entropy_sum=entropy_T.detach().sum(),
+            metrics=metrics,
+            logprobs_T=logprobs_T.detach(),
         )
         # Megatron-Core would divide by the token count; this loss is already normalized.
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), result

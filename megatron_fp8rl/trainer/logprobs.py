@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.backend import runs_triton
-from megatron_fp8rl.kernels.log_softmax import exp_sum, log_of_sum
+from megatron_fp8rl.kernels.exact_logprobs import exp_sum, log_of_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ def _chunk_statistics(
     """(log-probability, entropy, logsumexp) of each token over the whole vocabulary, FP32 [n] each."""
     num = hidden_nH.shape[0]
     if shard.num_tokens:
-        logits = torch.mm(hidden_nH, rows_VH.t())
+        logits = float64.matmul(hidden_nH, rows_VH.t())
         max_n = logits.amax(-1).float().div_(shard.temperature)
     else:  # a shard of padding alone contributes nothing, but must join the reductions
         logits, max_n = None, hidden_nH.new_full((num,), -torch.inf, dtype=torch.float32)

@@ -8,7 +8,7 @@ every method is a collective over all of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -95,19 +95,23 @@ class Policy:
         """This rank's parameters and router biases under their global names: everything published and saved."""
         return named_global_tensors(self.models, self.parallel)
 
-    def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
+    def with_old_logprobs(self, batch: TrainBatch, *, are_rollout: bool = False) -> TrainBatch:
         """Collective: add ``old_logprobs_T`` to the batch, and ``ref_logprobs_T`` if there is a reference model.
 
         FP32 [T] on the device of each microbatch's tokens, on every rank of the data-parallel replica, at
         ``rollout.temperature``; 0 outside the loss mask. They are computed from the current weights with the training
-        recipe and change no state: neither weights nor FP8 scaling history. With ``algo.router_replay`` = "old" the
-        batch also gets the experts of this pass, as ``routed_experts_T``.
+        recipe and change no state: neither weights nor FP8 scaling history. With ``are_rollout`` nothing is computed:
+        they are those of the engine, which computes the same function of the same weights. With ``algo.router_replay``
+        = "old" the batch also gets the experts of this pass, as ``routed_experts_T``.
         """
         self.offload.require("params")
-        routes = self._routes(batch.microbatches)
-        old = self._logprobs(batch.microbatches, routes)
-        if self.cfg.algo.router_replay == "old":
-            batch = replace(batch, microbatches=self._with_own_experts(batch.microbatches, routes))
+        if are_rollout:
+            old = tuple(mb.rollout_logprobs_T for mb in batch.microbatches)
+        else:
+            routes = self._routes(batch.microbatches)
+            old = self._logprobs(batch.microbatches, routes)
+            if self.cfg.algo.router_replay == "old":
+                batch = replace(batch, microbatches=self._with_own_experts(batch.microbatches, routes))
         filled = [
             replace(mb, old_logprobs_T=values.to(mb.tokens_T.device))
             for mb, values in zip(batch.microbatches, old, strict=True)
@@ -176,8 +180,13 @@ class Policy:
         self._kv_amax = amax if self._kv_amax is None else torch.maximum(self._kv_amax, amax)
         return logprobs
 
-    def update(self, batch: TrainBatch, loss_fn: LossFn) -> dict[str, float]:
+    def update(
+        self, batch: TrainBatch, loss_fn: LossFn, *, inspect: Callable[[TrainBatch], None] | None = None
+    ) -> dict[str, float]:
         """Collective: run one optimizer update; returns metrics that are equal on all ranks.
+
+        ``inspect``, a collective, is called before the weights change with the batch whose ``old_logprobs_T`` are the
+        log-probabilities of this forward pass; it may raise.
 
         ``train/loss/mean`` is the loss of the global batch, ``train/entropy/mean`` the mean entropy of the policy at
         loss tokens in nats, ``train/grad_norm/max`` the norm before clipping. Metrics of the loss function are reduced
@@ -191,6 +200,10 @@ class Policy:
         self.optimizer.zero_gradients()
         self._scale_auxiliary_loss(batch.microbatches)
         results = self._forward.gradients(self.chunks, batch, loss_fn)
+        if inspect is not None:
+            own = self._forward.logprobs_of(results, batch.microbatches)
+            pairs = zip(batch.microbatches, own, strict=True)
+            inspect(replace(batch, microbatches=tuple(replace(mb, old_logprobs_T=x.cpu()) for mb, x in pairs)))
         metrics = self._reduce(results, batch)
         self._require_finite_loss(metrics["train/loss/mean"], results, batch.microbatches)
         lr = learning_rate(self.cfg.optim, self.step + 1, self.num_updates)

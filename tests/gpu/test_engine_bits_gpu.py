@@ -72,7 +72,7 @@ def test_router_and_choice_are_those_of_the_engine(experts, width):
 
     from megatron_fp8rl.config import RouterConfig
     from megatron_fp8rl.kernels.triton import batch_invariant
-    from megatron_fp8rl.trainer.model.router import _engines_weights, choose_experts
+    from megatron_fp8rl.trainer.model.router import choose_experts, engine_router_weights
 
     num_tokens, top_k = 5000, experts // 4 if experts < 32 else 8
     x, weight = _randn(num_tokens, width, seed=0).bfloat16(), (_randn(experts, width, seed=1) / width**0.5).bfloat16()
@@ -84,7 +84,7 @@ def test_router_and_choice_are_those_of_the_engine(experts, width):
     ours, chosen = choose_experts(logits.float(), top_k, RouterConfig(), None)
     assert torch.equal(chosen, ids.long())
     torch.testing.assert_close(ours, theirs, **ROUTER_WEIGHTS_FLOAT32)
-    assert torch.equal(_engines_weights(logits.float(), ours, chosen, RouterConfig()), theirs)
+    assert torch.equal(engine_router_weights(logits.float(), ours, chosen, RouterConfig()), theirs)
 
 
 def engines_layer(x, logits, w1_ENK, w2_ENK, top_k):
@@ -116,27 +116,27 @@ def engines_layer(x, logits, w1_ENK, w2_ENK, top_k):
     return out, weights, ids
 
 
-def trainers_layer(x, logits, module, top_k, *, weighs):
+def trainers_layer(x, logits, module, top_k, *, applies_router_weights):
     """Router, dispatcher and experts of the trainer on one rank: (sums [T, H], weights [T, E]).
 
-    ``weighs``: each expert weighs its outputs; otherwise they are weighted in the sum, as the engine does.
+    ``applies_router_weights``: each expert weights its outputs; otherwise they are weighted in the sum, as the engine does.
     """
     from megatron.core.transformer.moe.moe_utils import permute, unpermute
 
     from megatron_fp8rl.config import RouterConfig
     from megatron_fp8rl.kernels.combine import combine_experts
-    from megatron_fp8rl.trainer.model.router import _engines_weights, choose_experts
+    from megatron_fp8rl.trainer.model.router import choose_experts, engine_router_weights
 
     weights_TK, experts_TK = choose_experts(logits.float(), top_k, RouterConfig(), None)
-    weights_TK = _engines_weights(logits.float(), weights_TK, experts_TK, RouterConfig())
+    weights_TK = engine_router_weights(logits.float(), weights_TK, experts_TK, RouterConfig())
     weights = torch.zeros_like(logits, dtype=torch.float32).scatter(1, experts_TK, weights_TK)
     if x.requires_grad:
         weights = weights.detach().requires_grad_()
     goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)
     rows, probs, where, *_ = permute(x, goes, probs=weights, num_out_tokens=len(x) * top_k, fused=True)
-    module.weighs = weighs
+    module.applies_router_weights = applies_router_weights
     outputs, _ = module(rows, goes.sum(dim=0).cpu(), probs)
-    if weighs:
+    if applies_router_weights:
         return unpermute(outputs, where, restore_shape=x.shape, routing_map=goes, fused=True), weights
     return combine_experts(outputs, weights, goes, top_k), weights
 
@@ -154,7 +154,7 @@ def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
     logits = batch_invariant.linear(x, (_randn(num_experts, hidden, seed=1) / hidden**0.5).bfloat16())
     theirs, *_ = engines_layer(x, logits, w1, w2, top_k)
     with torch.no_grad():
-        ours, _ = trainers_layer(x, logits, module, top_k, weighs=False)
+        ours, _ = trainers_layer(x, logits, module, top_k, applies_router_weights=False)
     share = (ours == theirs).double().mean().item()
     print(f"\n{kernels}: {share:.5%} are the engine's numbers")
     assert torch.equal(ours, theirs)
@@ -162,8 +162,8 @@ def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
         assert torch.equal(engines_layer(x[:few], logits[:few], w1, w2, top_k)[0], theirs[:few]), few
     x.requires_grad_()
     grad, found = _randn(num_tokens, hidden, seed=3).bfloat16(), []
-    for weighs in (True, False):
-        out, weights = trainers_layer(x, logits, module, top_k, weighs=weighs)
+    for applies_router_weights in (True, False):
+        out, weights = trainers_layer(x, logits, module, top_k, applies_router_weights=applies_router_weights)
         found.append(torch.autograd.grad(out, (x, weights), grad))
     for name, weighted, later in zip(("dx", "dweights"), *found):
         torch.testing.assert_close(later, weighted, rtol=2**-7, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")

@@ -23,7 +23,7 @@ _ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
 def build_experts(
-    num_experts: int, hidden: int, features: int, precision: PrecisionConfig, *, kernels: str = "emulated", weighs: bool = True
+    num_experts: int, hidden: int, features: int, precision: PrecisionConfig, *, kernels: str = "emulated", applies_router_weights: bool = True
 ) -> Experts | GroupedExperts:
     """BF16 experts of one rank: grouped ones for ``precision.experts = "deep_gemm"``. Weights depend on sizes alone."""
     config = TransformerConfig(
@@ -38,10 +38,10 @@ def build_experts(
         linear_fc1=partial(GroupedLinear, parallel_mode="column", spec=spec),
         linear_fc2=partial(GroupedLinear, parallel_mode="row", spec=spec),
     )
-    kind = partial(Experts, weighs=weighs)
+    kind = partial(Experts, applies_router_weights=applies_router_weights)
     if grouped:
         scales = None if recipe is None else recipe.scales
-        kind = partial(GroupedExperts, wgrad=precision.expert_wgrad, scales=scales, weighs=weighs)
+        kind = partial(GroupedExperts, wgrad=precision.expert_wgrad, scales=scales, applies_router_weights=applies_router_weights)
     groups = SimpleNamespace(ep=_ALONE, expt_tp=_ALONE, expt_dp=_ALONE)
     module = kind(num_experts, config, submodules=submodules, pg_collection=groups)
     generator = torch.Generator().manual_seed(1)

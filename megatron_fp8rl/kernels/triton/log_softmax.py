@@ -2,7 +2,7 @@
 
 Each logit is read once for the sums; for the gradient it is read once more and written once. torch would make FP32
 copies of all logits and read and write them a dozen times. The sum of exponentials is the order-independent one of
-``kernels/log_softmax.py``; everything else except input and output is FP32.
+``kernels/exact_logprobs.py``; everything else except input and output is FP32.
 
 Shapes: n = tokens of the chunk, V = vocabulary rows of this rank.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.log_softmax import UNIT
+from megatron_fp8rl.kernels.exact_logprobs import UNIT
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
 
 _BLOCK = 4096  # logits of a token that are read at a time

@@ -8,11 +8,11 @@ a form that cannot be read back, so the engine's weights could not be verified. 
 
 - keep every weight in checkpoint format: FP8 bytes with ``weight_scale_inv``, or BF16;
 - compute with :mod:`megatron_fp8rl.kernels.blockwise`, the functions that the trainer calls: W8A8, activations in 1x128
-  blocks, FP32 accumulation. The dequantized weight is computed once per weight update and kept beside the bytes;
+  blocks. The dequantized weight is computed once per weight update and kept beside the bytes;
 - report the experts chosen by the router, for which vLLM's CPU path returns zeros.
 
-Experts follow vLLM's GPU kernels: softmax of the router logits in FP32 over the chosen experts, SwiGLU in the
-activation dtype between two rounded products, router weights applied after the second product and summed in FP32.
+Products, norms, rotary embedding and the sum of a token's experts are those of :mod:`megatron_fp8rl.kernels.float64`, so
+that the trainer's are bitwise equal; ``cpu_attention.py`` has attention and log-probabilities.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-from vllm.model_executor.layers.fused_moe.cpu_fused_moe import select_experts
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -42,11 +42,15 @@ from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     validate_fp8_block_shape,
 )
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
+from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.parameter import BlockQuantScaleParameter
 
-from megatron_fp8rl.kernels import blockwise
+from megatron_fp8rl.config import RouterConfig
+from megatron_fp8rl.kernels import blockwise, float64
 from megatron_fp8rl.kernels.blockwise import Scales
+from megatron_fp8rl.kernels.routing import choose_experts
+from megatron_fp8rl.rollout.vllm_plugin import cpu_attention
 from megatron_fp8rl.upstream import patches
 
 _BLOCK_SHAPE = [blockwise.BLOCK, blockwise.BLOCK]
@@ -85,6 +89,9 @@ def register(scales: Scales) -> None:
     for method in (UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
         method.process_weights_after_loading = ReadableLinearMethod.process_weights_after_loading
         method.apply = ReadableLinearMethod.apply
+    RMSNorm.forward_cpu = _rms_norm
+    RotaryEmbedding.forward_cpu = _rotate
+    cpu_attention.register()
 
 
 @patches(
@@ -101,7 +108,8 @@ class ReadableLinearMethod(UnquantizedLinearMethod):
         """Do nothing: vLLM would pack the weight here and drop the original."""
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, layer.weight, bias)
+        y = float64.matmul(x.flatten(0, -2), layer.weight.t()).view(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
 
 
 @patches(
@@ -142,10 +150,9 @@ class EmulatedFp8LinearMethod(LinearMethodBase):
         layer.register_parameter("weight_scale_inv", scale)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        operand_dtype = blockwise.operand_dtype(layer.orig_dtype, self.scales)
         # A plain attribute: vLLM's reload and the weight digests only see parameters and buffers.
         weight = blockwise.dequantize_weight(layer.weight.data, layer.weight_scale_inv.data)
-        layer.dequantized_weight = weight.to(operand_dtype)
+        layer.dequantized_weight = weight.double()
 
     def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         y = blockwise.linear_dequantized(x, layer.dequantized_weight, self.scales)
@@ -197,18 +204,17 @@ class EmulatedFp8MoEMethod(Fp8MoEMethod):
         """None: there is no fused kernel that needs the scales."""
 
     def process_weights_after_loading(self, layer: RoutedExperts) -> None:
-        operand_dtype = blockwise.operand_dtype(layer.orig_dtype, self.scales)
         for name in ("w13", "w2"):
             data = getattr(layer, f"{name}_weight").data
             scale = getattr(layer, f"{name}_weight_scale_inv").data
-            experts = [blockwise.dequantize_weight(d, s).to(operand_dtype) for d, s in zip(data, scale, strict=True)]
+            experts = [blockwise.dequantize_weight(d, s).double() for d, s in zip(data, scale, strict=True)]
             setattr(layer, f"{name}_dequantized", torch.stack(experts))
 
     def apply_monolithic(
         self, layer: RoutedExperts, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
         def round_operand(rows: Tensor) -> Tensor:
-            return blockwise.round_activation(rows, self.scales, layer.w13_dequantized.dtype)
+            return blockwise.round_activation(rows, self.scales, torch.float64)
 
         return _mix_experts(layer, x, router_logits, layer.w13_dequantized, layer.w2_dequantized, round_operand)
 
@@ -229,19 +235,15 @@ def _check_supported(layer: RoutedExperts) -> None:
 )
 def _route(layer: RoutedExperts, x: Tensor, router_logits: Tensor) -> tuple[Tensor, Tensor]:
     """(weights float32 [tokens, top_k], expert ids int32 [tokens, top_k]); reports the ids to vLLM's capturer."""
-    weights, expert_ids = select_experts(
-        hidden_states=x,
-        router_logits=router_logits.float(),  # as in vLLM's GPU kernels; BF16 weights would lose 16 bits
-        use_grouped_topk=layer.use_grouped_topk,
-        top_k=layer.top_k,
-        renormalize=layer.renormalize,
-        topk_group=layer.topk_group,
-        num_expert_group=layer.num_expert_group,
-        custom_routing_function=layer.custom_routing_function,
-        scoring_func=layer.scoring_func,
-        routed_scaling_factor=layer.routed_scaling_factor,
-        e_score_correction_bias=layer.e_score_correction_bias,
+    router = RouterConfig(
+        score=layer.scoring_func,
+        num_groups=(layer.num_expert_group or 1) if layer.use_grouped_topk else 1,
+        groups_per_token=(layer.topk_group or 1) if layer.use_grouped_topk else 1,
+        scaling_factor=layer.routed_scaling_factor,
+        normalize=layer.renormalize,
     )
+    weights, expert_ids = choose_experts(router_logits, layer.top_k, router, layer.e_score_correction_bias)
+    expert_ids = expert_ids.int()
     capture = get_forward_context().no_compile_layers[layer.layer_name].router.capture_fn
     if capture is not None:
         capture(expert_ids)
@@ -258,8 +260,8 @@ def _mix_experts(
 ) -> Tensor:
     """Weighted sum of each token's experts, [tokens, hidden] in x.dtype.
 
-    w13 [experts, 2 * ffn, hidden] and w2 [experts, hidden, ffn] multiply activations prepared by ``round_operand``,
-    accumulate in FP32 and round to x.dtype. Tokens are sorted by expert, so that everything but the products runs once.
+    w13 [experts, 2 * ffn, hidden] and w2 [experts, hidden, ffn] multiply activations prepared by ``round_operand`` and
+    round to x.dtype. Tokens are sorted by expert, so that everything but the products runs once.
     """
     weights, expert_ids = _route(layer, x, router_logits)
     num_tokens, top_k = expert_ids.shape
@@ -267,11 +269,8 @@ def _mix_experts(
     counts = expert_ids.flatten().bincount(minlength=w13.shape[0]).tolist()
 
     def multiply(operand: Tensor, matrices: Tensor) -> Tensor:
-        product = operand.new_empty(operand.shape[0], matrices.shape[1])
-        for rows, matrix, out in zip(operand.split(counts), matrices, product.split(counts), strict=True):
-            if rows.shape[0]:
-                torch.mm(rows, matrix.t(), out=out)
-        return product.to(x.dtype)
+        parts = zip(operand.split(counts), matrices, strict=True)
+        return torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts]).to(x.dtype)
 
     operand = x if round_operand is None else round_operand(x)
     gate, up = multiply(operand[order // top_k], w13).chunk(2, dim=-1)
@@ -279,4 +278,39 @@ def _mix_experts(
     result = multiply(hidden if round_operand is None else round_operand(hidden), w2)
     by_token = torch.empty_like(result)
     by_token[order] = result
-    return (by_token.view(num_tokens, top_k, -1) * weights[..., None]).sum(dim=1).to(x.dtype)
+    return float64.combine(by_token.view(num_tokens, top_k, -1), weights)
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="replaces RMSNorm.forward_cpu: vLLM normalizes the residual sum before it rounds it, the trainer after",
+    remove_when="vLLM normalizes the rounded sum on a CPU, as its GPU kernels do",
+)
+def _rms_norm(norm: RMSNorm, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    weight = norm.weight.data if norm.has_weight else torch.ones((), dtype=x.dtype)
+    if residual is None:
+        return float64.rms_norm(x, weight, norm.variance_epsilon)
+    stream = x + residual
+    return float64.rms_norm(stream, weight, norm.variance_epsilon), stream
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="replaces RotaryEmbedding.forward_cpu, whose kernel may fuse a multiplication with an addition",
+    remove_when="vLLM's CPU kernel rounds every product",
+)
+def _rotate(
+    rope: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    if not rope.is_neox_style:
+        return rope.forward_native(positions, query, key)
+    cos, sin = rope.cos_sin_cache[positions.flatten()].float()[:, None].chunk(2, dim=-1)
+
+    def rotated(x: Tensor) -> Tensor:
+        heads = x.view(x.shape[0], -1, rope.head_size)
+        turned = float64.rotate_halves(heads[..., : rope.rotary_dim], cos, sin)
+        return torch.cat([turned, heads[..., rope.rotary_dim :]], dim=-1).view(x.shape)
+
+    return rotated(query), None if key is None else rotated(key)

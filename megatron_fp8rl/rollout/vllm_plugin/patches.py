@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_fp8rl.kernels import log_softmax as exact
+from megatron_fp8rl.kernels import exact_logprobs as exact
 from megatron_fp8rl.upstream import patches
 
 
@@ -55,7 +55,7 @@ def make_residual_norms_batch_invariant() -> None:
     remove_when="vLLM has a hook for the log-probabilities of sampled tokens",
 )
 def make_logprobs_order_independent() -> None:
-    """Compute log-probabilities as the trainer does, in ``kernels/log_softmax.py``. For batch-invariant engines on GPUs."""
+    """Compute log-probabilities as the trainer does, in ``kernels/exact_logprobs.py``. For batch-invariant engines on GPUs."""
     from vllm.model_executor.layers import batch_invariant
     from vllm.v1.worker.gpu.sample import logprob
 

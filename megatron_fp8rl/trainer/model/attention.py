@@ -82,9 +82,8 @@ class PackedAttention(MegatronModule):
         if self.amax is not None:
             self._observe((query, key, value), packed_seq_params)
         num_tokens, dtype = query.shape[0], query.dtype
-        if query.device.type == "cpu":
-            # torch's BF16 attention on CPUs is two to three times slower in backward, and less accurate.
-            query, key, value = query.float(), key.float(), value.float()
+        if query.device.type == "cpu":  # as in the engine: see kernels/float64.py
+            query, key, value = query.double(), key.double(), value.double()
         if self.cp_group.size() > 1:
             key, value = (
                 gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group) for x in (key, value)

@@ -46,14 +46,14 @@ def has_fused_permutation(device: torch.device) -> bool:
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron-Core's dispatcher that can apply router weights in combine."""
 
-    def __init__(self, *args: Any, weighs: bool, **kwargs: Any):
-        """``weighs``: apply router weights in combine; expert outputs arrive unweighted."""
+    def __init__(self, *args: Any, applies_router_weights: bool, **kwargs: Any):
+        """``applies_router_weights``: apply router weights in combine; expert outputs arrive unweighted."""
         super().__init__(*args, **kwargs)
-        self.weighs = weighs
+        self.applies_router_weights = applies_router_weights
 
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
         """outputs [tokens * top-k, hidden], sorted by expert -> sums per token, in the shape of the hidden states."""
-        if not self.weighs:
+        if not self.applies_router_weights:
             return super().combine_postprocess(outputs)
         summed = combine_experts(outputs, self.probs, self.routing_map, self.config.moe_router_topk)
         return summed.view(self.hidden_shape)
@@ -103,7 +103,7 @@ class ExpertLayer(MoELayer):
             self.local_expert_indices,
             config=config,
             pg_collection=pg_collection,
-            weighs=router_weights_in_combine,
+            applies_router_weights=router_weights_in_combine,
         )
         self._recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
 

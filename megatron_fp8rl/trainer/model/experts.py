@@ -66,15 +66,20 @@ _dummies: dict[tuple, Tensor] = {}
 )
 class GroupedExperts(TEGroupedMLP):
     """The experts of this rank. ``scales``: how both linears are quantized; None for BF16. ``wgrad``: operand dtype of
-    wgrad if the linears are FP8. ``weighs``: apply router weights in the experts, not in combine; gradients are the
+    wgrad if the linears are FP8. ``applies_router_weights``: apply router weights in the experts, not in combine; gradients are the
     same (``kernels/combine.py``).
     """
 
     def __init__(
-        self, *args: Any, scales: Scales | None, wgrad: Literal["fp8", "bf16"], weighs: bool = True, **kwargs: Any
+        self,
+        *args: Any,
+        scales: Scales | None,
+        wgrad: Literal["fp8", "bf16"],
+        applies_router_weights: bool = True,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
-        self.scales, self.wgrad, self.weighs = scales, wgrad, weighs
+        self.scales, self.wgrad, self.applies_router_weights = scales, wgrad, applies_router_weights
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host to avoid a device sync; probs
@@ -87,7 +92,7 @@ class GroupedExperts(TEGroupedMLP):
             wgrad_fp8=self.wgrad == "fp8",
             caches=(self.linear_fc1.cache, self.linear_fc2.cache),
             record=torch.is_grad_enabled(),
-            weighs=self.weighs,
+            applies_router_weights=self.applies_router_weights,
         )
         halves = self.linear_fc1.weights, self.linear_fc2.weights
         return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, halves, *_edges(*halves)), None
@@ -102,7 +107,7 @@ class _Call:
     wgrad_fp8: bool
     caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
     record: bool  # whether gradients are needed
-    weighs: bool = True  # whether outputs are multiplied by p; backward is the same
+    applies_router_weights: bool = True  # whether outputs are multiplied by p; backward is the same
 
     def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
         """The formats of a matrix needed for wgrad alone, as arguments for fused_moe.py."""
@@ -158,7 +163,7 @@ class _GroupedExperts(torch.autograd.Function):
             ctx.save_for_backward(probs_T)
         a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
         del x, h_P2F
-        return call.multiply_to_tokens(a, fc2, probs_T if call.weighs else None)
+        return call.multiply_to_tokens(a, fc2, probs_T if call.applies_router_weights else None)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:

@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.blockwise import BLOCK
 from megatron_fp8rl.kernels.combine import weighted_in_combine
 from megatron_fp8rl.names import registry
@@ -51,7 +52,6 @@ from megatron_fp8rl.trainer.model.linear import (
     matrix_of,
     on_deep_gemm,
     on_transformer_engine,
-    rms_norm_in_torch,
 )
 from megatron_fp8rl.trainer.model.mla import LatentAttention, LatentSubmodules
 from megatron_fp8rl.trainer.model.rotary import Rotary, softmax_scale
@@ -75,16 +75,16 @@ class Experts(TEGroupedMLP):
     linear, which is equivalent until that input is rounded to FP8.
     """
 
-    def __init__(self, *args: Any, weighs: bool = True, **kwargs: Any):
-        """``weighs``: apply router weights in the experts, not in combine."""
+    def __init__(self, *args: Any, applies_router_weights: bool = True, **kwargs: Any):
+        """``applies_router_weights``: apply router weights in the experts, not in combine."""
         super().__init__(*args, **kwargs)
-        self.weighs = weighs
+        self.applies_router_weights = applies_router_weights
 
     def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, hidden], sorted by expert; probs [T] -> [T, hidden]."""
         splits = tokens_per_expert.tolist()
         out, _ = self.linear_fc2(_swiglu(self.linear_fc1(hidden, splits)[0]), splits)
-        return _weighted(out, probs) if self.weighs else weighted_in_combine(out, probs), None
+        return _weighted(out, probs) if self.applies_router_weights else weighted_in_combine(out, probs), None
 
 
 def _swiglu(h: Tensor) -> Tensor:
@@ -144,7 +144,8 @@ class LayerFactory:
         """The spec of a linear, by its name within the layer, such as ``mlp.linear_fc1``."""
         recipe, weight = self._of(layer, name)
         if recipe is None:
-            return LinearSpec(history_len=self._history_len)
+            gemm = None if torch.cuda.is_available() else in_torch
+            return LinearSpec(gemm=gemm, history_len=self._history_len)
         shape = registry.slicing.shard_shape(weight, self._model, self._parallel.tp_size)
         block_rows = _block_rows(weight, self._model, self._parallel) if isinstance(recipe, Blockwise) else None
         gemm = _GEMMS[self._kernels.of_matrix(*shape)]
@@ -232,12 +233,18 @@ class LayerFactory:
             linear_fc1=partial(GroupedLinear, parallel_mode="column", spec=fc1),
             linear_fc2=partial(GroupedLinear, parallel_mode="row", spec=fc2),
         )
-        weighs = self._kernels.combine == "experts"
+        applies_router_weights = self._kernels.combine == "experts"
         if self._kernels.experts != "deep_gemm":
-            return partial(Experts, submodules=grouped, weighs=weighs)
+            return partial(Experts, submodules=grouped, applies_router_weights=applies_router_weights)
         scales = None if fc1.recipe is None else fc1.recipe.scales
         wgrad = self._cfg.precision.expert_wgrad
-        return partial(GroupedExperts, submodules=grouped, weighs=weighs, scales=scales, wgrad=wgrad)
+        return partial(
+            GroupedExperts,
+            submodules=grouped,
+            applies_router_weights=applies_router_weights,
+            scales=scales,
+            wgrad=wgrad,
+        )
 
     def layer(self, layer: int) -> ModuleSpec:
         """The spec of one layer, by its index in the whole model."""
@@ -270,7 +277,7 @@ class LayerFactory:
 
 def _norm(kernel: str) -> Norm:
     if kernel == "emulated":
-        return rms_norm_in_torch
+        return float64.rms_norm
     from megatron_fp8rl.trainer.model import norm  # imports Transformer Engine
 
     return norm.batch_invariant_rms_norm if kernel == "batch_invariant" else norm.te_rms_norm

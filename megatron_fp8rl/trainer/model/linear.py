@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.precision.recipes import AmaxHistory, Recipe, quantized_linear
 from megatron_fp8rl.trainer.compat.megatron import ColumnLinearBase, RowLinearBase, own_parameters
 from megatron_fp8rl.trainer.model import linear_deep_gemm
@@ -33,13 +34,8 @@ from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 
-def rms_norm_in_torch(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] over the root mean square of its last axis, rounded to the dtype of x, times weight [H]."""
-    return F.rms_norm(x.float(), weight.shape, eps=eps).to(x.dtype) * weight
-
-
 class RMSNorm(nn.Module):
-    """RMSNorm with FP32 statistics, rounded where the engine rounds.
+    """RMSNorm with statistics in FP32 (on a CPU, float64), rounded where the engine rounds.
 
     On a CPU that is both before and after the multiplication by the weight, as in the published models. vLLM's GPU
     kernels multiply in FP32 and round once, and so do Transformer Engine's.
@@ -48,13 +44,13 @@ class RMSNorm(nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, compute: Norm | None = None,
                  **unused: Any):  # fmt: skip
         super().__init__()
-        self.eps, self.compute = eps, compute or rms_norm_in_torch
+        self.eps, self.compute = eps, compute or float64.rms_norm
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=current_device()))
         # Under sequence parallelism each rank sees only its tokens; this makes Megatron-Core sum the gradient.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        return (self.compute if x.numel() else rms_norm_in_torch)(x, self.weight, self.eps)
+        return (self.compute if x.numel() else float64.rms_norm)(x, self.weight, self.eps)
 
 
 def current_device() -> torch.device:
@@ -100,7 +96,7 @@ class ColumnLinear(QuantizableLinear, ColumnLinearBase):
         self.multiply_by(spec)
 
     def multiplied(self, x: Tensor, weight: Tensor, *, is_whole: bool) -> Tensor | None:
-        return None if self.recipe is None else quantized(self, x if is_whole else self.gathered(x), weight)
+        return None if self.gemm is None else quantized(self, x if is_whole else self.gathered(x), weight)
 
     def gathered(self, x: Tensor) -> Tensor:
         """Collective over tensor-parallel ranks: gather the GEMM input from this rank's [s, b, h]."""
@@ -118,7 +114,7 @@ class RowLinear(QuantizableLinear, RowLinearBase):
         self.multiply_by(spec)
 
     def multiplied(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        return None if self.recipe is None else quantized(self, x, weight)
+        return None if self.gemm is None else quantized(self, x, weight)
 
     def reduced(self, y: Tensor) -> Tensor:
         """Collective over tensor-parallel ranks: all-reduce or, under sequence parallelism, reduce-scatter ``y``."""
@@ -136,7 +132,7 @@ def quantized(linear: QuantizableLinear, x: Tensor, weight: Tensor) -> Tensor:
 def in_torch(
     linear: QuantizableLinear, x_TK: Tensor, weights: Sequence[Tensor], splits: Sequence[int] | None
 ) -> Tensor:
-    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``)."""
+    """A :data:`Gemm`: emulated FP8 (``precision/recipes.py``), or without a recipe BF16, accumulated as in the engine."""
     rows = linear.block_rows
     if rows is not None:
         weights = tuple(weight[rows] for weight in weights)
@@ -190,7 +186,7 @@ class ReplicatedLinear(QuantizableLinear, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., K] -> [..., N]."""
-        return F.linear(x, self.weight) if self.recipe is None else quantized(self, x, self.weight)
+        return F.linear(x, self.weight) if self.gemm is None else quantized(self, x, self.weight)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         return make_sharded_tensors_for_checkpoint(

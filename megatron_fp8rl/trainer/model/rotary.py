@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RopeScaling
+from megatron_fp8rl.kernels import float64
 
 _HOST = torch.device("cpu")
 
@@ -88,10 +89,9 @@ class Rotary:
         before, x, after = x_THD.split(
             [self.first_feature, self.num_features, x_THD.shape[-1] - self.first_feature - self.num_features], dim=-1
         )
-        x = x.float()
-        left, right = (x[..., 0::2], x[..., 1::2]) if self.interleaved else x.chunk(2, dim=-1)
-        turned = torch.cat([left * cos_T1r - right * sin_T1r, right * cos_T1r + left * sin_T1r], dim=-1)
-        turned = turned.to(x_THD.dtype)
+        if self.interleaved:
+            x = torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)
+        turned = float64.rotate_halves(x, cos_T1r, sin_T1r)
         if self.num_features == x_THD.shape[-1]:
             return turned
         return torch.cat([before, turned, after], dim=-1)

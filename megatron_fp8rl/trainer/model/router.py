@@ -18,7 +18,6 @@ Shapes: T = tokens of this rank, E = experts, K = experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megatron_fp8rl.config import RouterConfig
-from megatron_fp8rl.kernels import engine_ops
+from megatron_fp8rl.kernels import engine_ops, float64
+from megatron_fp8rl.kernels.routing import choose_experts
 from megatron_fp8rl.trainer.compat.megatron import ConstantBiasRouter
 from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences
 from megatron_fp8rl.upstream import patches
@@ -40,39 +40,8 @@ from megatron_fp8rl.upstream import patches
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.router_replay import Routes
 
-_SCORED_PER_GROUP = 2  # a group's score is the sum of its two best experts (DeepSeek-V3)
 
-
-def choose_experts(
-    logits_TE: Tensor,
-    top_k: int,
-    router: RouterConfig,
-    bias_E: Tensor | None,
-    replay: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(router weights FP32 [T, K], experts int64 [T, K]); only the weights are differentiable.
-
-    ``bias_E`` is added to the scores only for choosing experts. ``replay`` maps the chosen experts, int64 [T, K], to
-    those that are used; their weights are computed in the same way.
-    """
-    logits_TE = logits_TE.float()
-    scores_TE = logits_TE.sigmoid() if router.score == "sigmoid" else logits_TE.softmax(dim=-1)
-    wanted_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-    if router.num_groups > 1:
-        wanted_TE = wanted_TE.masked_fill(~_in_best_groups(wanted_TE, router), float("-inf"))
-    experts_TK = _best(wanted_TE, top_k)
-    if replay is not None:
-        experts_TK = replay(experts_TK)
-    if router.score == "softmax" and router.normalize:
-        weights_TK = logits_TE.gather(1, experts_TK).softmax(dim=-1)  # same result, without underflow
-    else:
-        weights_TK = scores_TE.gather(1, experts_TK)
-        if router.normalize:
-            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights_TK * router.scaling_factor, experts_TK
-
-
-def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
+def engine_router_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
     """The engine's bits of ``weights_TK``, with the gradient of ours; unchanged if vLLM has no kernel for this router.
 
     Also unchanged for tokens where the kernel chooses different experts, as it may if logits are NaN.
@@ -84,22 +53,6 @@ def _engines_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, 
     same_T1 = (ids_TK == experts_TK).all(dim=1, keepdim=True)
     value = torch.where(same_T1, values_TK * router.scaling_factor, weights_TK.detach())
     return _Replaced.apply(weights_TK, value)
-
-
-def _best(wanted_TE: Tensor, top_k: int) -> Tensor:
-    """int64 [T, K]: the experts with the highest scores; ties are broken as in the engine."""
-    if wanted_TE.is_cuda:  # copy, so that backward does not keep the indices of all experts
-        return wanted_TE.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
-    return wanted_TE.topk(top_k, dim=-1).indices
-
-
-def _in_best_groups(wanted_TE: Tensor, router: RouterConfig) -> Tensor:
-    """bool [T, E]: whether the expert is in one of the token's ``groups_per_token`` best groups."""
-    groups = wanted_TE.unflatten(1, (router.num_groups, -1))
-    group_scores = groups.topk(_SCORED_PER_GROUP, dim=-1).values.sum(dim=-1)
-    best = group_scores.topk(router.groups_per_token, dim=-1).indices
-    chosen = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
-    return chosen.repeat_interleave(groups.shape[-1], dim=1)
 
 
 class _Replaced(torch.autograd.Function):
@@ -136,6 +89,10 @@ class Router(ConstantBiasRouter):
     def gating(self, hidden: Tensor) -> Tensor:
         """hidden [S, B, H] -> logits, FP32 [S, B, E], rounded to the dtype of ``hidden`` if the engine does so."""
         logits = super().gating(hidden)
+        if not hidden.is_cuda:
+            rows = hidden.detach().flatten(0, -2).to(hidden.dtype if self.rounds else torch.float32)
+            value = float64.matmul(rows, self.weight.detach().t()).view(logits.shape)
+            return _Replaced.apply(logits, value.to(logits.dtype))
         if not self.rounds:
             return logits
         if self.match_engine and hidden.is_cuda and hidden.dtype == torch.bfloat16:
@@ -156,7 +113,7 @@ class Router(ConstantBiasRouter):
         replay = None if self.routes is None else partial(self.routes.experts, self.layer_number - 1)
         weights_TK, experts_TK = choose_experts(logits, self.topk, self.router, self.expert_bias, replay)
         if self.match_engine and self.rounds and logits.is_cuda:
-            weights_TK = _engines_weights(logits, weights_TK, experts_TK, self.router)
+            weights_TK = engine_router_weights(logits, weights_TK, experts_TK, self.router)
         weights = torch.zeros_like(logits).scatter(1, experts_TK, weights_TK.to(logits.dtype))
         goes = torch.zeros_like(logits, dtype=torch.bool).scatter(1, experts_TK, True)
         if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():

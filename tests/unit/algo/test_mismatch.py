@@ -8,12 +8,14 @@ import torch
 from algo_cases import packed, random_samples, with_logprobs
 
 from megatron_fp8rl.algo.mismatch import (
+    InexactError,
     LocalReducer,
     LogprobError,
     MismatchAlarm,
     limited,
     log_ratio,
     mismatch_metrics,
+    require_exact,
     weights,
 )
 from megatron_fp8rl.config import AlgoConfig
@@ -120,6 +122,17 @@ def test_equal_policies_have_no_mismatch():
     for key, value in metrics.items():
         is_one = any(name in key for name in ("multiplicative_error", "effective_sample_size", "/ratio/"))
         assert value == (1.0 if is_one else 0.0), key
+
+
+def test_an_exact_run_stops_at_any_difference_and_names_the_worst_sequence():
+    equal, other = (
+        mismatch_metrics([with_logprobs(packed(random_samples(seed=2))[0], old_noise=noise)], CFG, LocalReducer())
+        for noise in (0.0, 1e-9)
+    )
+    require_exact(equal)
+    assert other.metrics["mismatch/abs_logprob_diff/max"] > 0
+    with pytest.raises(InexactError, match=f"precision.exact.*{other.worst[0].label}.*No weight was changed"):
+        require_exact(other)
 
 
 def test_no_loss_tokens_give_no_metrics():

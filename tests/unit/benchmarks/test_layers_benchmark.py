@@ -34,6 +34,7 @@ def test_experts_with_fused_swiglu_are_the_same_function():
     cfg = layers.run_of("small_moe", 1, BF16, tokens=256)
     with single_rank(cfg) as parallel:
         (experts_of_a_layer,) = (m for m in layers.random_chunks(cfg, parallel)[0].modules() if isinstance(m, Experts))
+        experts_of_a_layer.applies_router_weights = True  # as on a GPU
         hidden, probs = torch.randn(64, cfg.model.hidden_size).bfloat16(), torch.rand(64)
         counts = torch.full((16,), 4)
         with torch.no_grad():

@@ -72,8 +72,8 @@ def test_experts_that_weigh_later_have_the_same_gradients(kernels):
     precision = dataclasses.replace(PrecisionConfig(), experts=kernels)
     counts = (5, 0, 130)
     results = []
-    for weighs in (True, False):
-        module = build_experts(3, 128, 128, precision, weighs=weighs)
+    for applies_router_weights in (True, False):
+        module = build_experts(3, 128, 128, precision, applies_router_weights=applies_router_weights)
         results.append((run_experts(module, counts, *(given := draw_tokens(counts, 128))), given[1]))
     (weighted, probs), (later, _) = results
     assert torch.equal((later.pop("y").float() * probs.detach()[:, None]).bfloat16(), weighted.pop("y"))

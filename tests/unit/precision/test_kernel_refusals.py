@@ -16,7 +16,7 @@ from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import rules
 
 FIELDS = {
-    "precision": ("trainer", "rollout", "scales", "gradients", "params", "kernels", "linears", "experts", "attention"),
+    "precision": ("trainer", "rollout", "scales", "gradients", "params", "kernels", "linears", "experts", "attention", "exact"),
     "rollout": ("linear_backend", "moe_backend", "attention_backend", "batch_invariant", "kv_cache_dtype"),
 }
 KERNEL_FIELDS = {f"--{group}.{name}" for group, names in FIELDS.items() for name in names} - {"--rollout.kv_cache_dtype"}
@@ -114,6 +114,50 @@ def test_what_is_installed_changes_no_other_answer(generation):
     for name, cfg in CONFIGS.items():
         everything, nothing = (refusals(cfg, Hardware(generation, p)) for p in (Hardware(generation).packages, frozenset()))
         assert {v.field for v in everything} <= {v.field for v in nothing} | {"--precision.kernels"}, name
+
+
+EXACT = RunConfig(
+    name="exact", precision=PrecisionConfig(exact=True),
+    model=ModelConfig(
+        family="qwen3_moe", num_layers=2, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=128,
+        vocab_size=512, num_experts=4, experts_per_token=2, moe_ffn_hidden_size=256,
+    ),
+)  # fmt: skip
+
+
+def test_exact_selects_the_kernels_that_both_ends_share():
+    from megatron_fp8rl.precision.kernel_choice import choose
+
+    choice = choose(EXACT, Hardware("hopper"))
+    assert (choice.trainer.linears, choice.trainer.experts, choice.trainer.attention) == (
+        "deep_gemm", "deep_gemm", "engine"
+    )  # fmt: skip
+    assert (choice.trainer.norms, choice.trainer.router, choice.trainer.combine) == (
+        "batch_invariant", "batch_invariant", "sum"
+    )  # fmt: skip
+    assert (choice.engine.linears, choice.engine.experts, choice.engine.norms) == (
+        "deep_gemm", "deep_gemm", "batch_invariant"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "path, value, on_gpu_only",
+    [
+        ("rollout.max_staleness", 1, False), ("rollout.top_p", 0.9, False), ("rollout.top_k", 5, False),
+        ("rollout.kv_cache_dtype", "fp8", False), ("rollout.tensor", 2, False), ("parallel.tensor", 2, False),
+        ("parallel.expert_tensor", 2, False), ("precision.trainer", "bf16", False), ("rollout.temperature", 0.7, True),
+        ("precision.scales", "fp32", True), ("precision.bf16_first_layers", 1, True), ("precision.linears", "te", True),
+        ("rollout.moe_backend", "triton", True), ("model.head_dim", 64, True), ("model.moe_ffn_hidden_size", 192, True),
+    ],
+)  # fmt: skip
+def test_exact_refuses_what_cannot_be(path, value, on_gpu_only):
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    section, _, name = path.partition(".")
+    cfg = replace(EXACT, **{section: replace(getattr(EXACT, section), **{name: value})})
+    assert not refusals(replace(cfg, precision=replace(cfg.precision, exact=False)), Hardware("cpu"))
+    assert refusals(cfg, Hardware("hopper"))
+    assert bool(refusals(cfg, Hardware("cpu"))) != on_gpu_only
 
 
 def _tiny(**precision) -> RunConfig:

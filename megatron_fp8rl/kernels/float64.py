@@ -1,0 +1,51 @@
+"""Operations of a forward pass on a CPU: accumulated in float64 and rounded once, so that trainer and engine agree.
+
+On a CPU the order of a sum depends on the shapes: a token decoded alone is multiplied by another kernel than the same
+token in a packed microbatch. In float32 the sums then differ in the last bits, some of them round to other BF16 values,
+and a router may choose another expert. In float64 their difference is 2^-29 times as large, so results that are rounded
+once are equal unless a sum lies that close to the midpoint of two BF16 values. Products of E4M3 blocks with
+power-of-two scales are exact.
+
+On a GPU each operation has its own kernel with a fixed order (``batch_invariant.py``); :func:`matmul` is torch's there.
+
+Shapes: M, K, N = dimensions of a product; T = tokens, H = hidden size, Q = query heads, G = key and value heads, D =
+features of a query or key head, V = of a value head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def matmul(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """[M, N] in the dtype of a; b may be float64 already."""
+    if a_MK.is_cuda:
+        return torch.mm(a_MK, b_KN)
+    return torch.mm(a_MK.double(), b_KN.double()).to(a_MK.dtype)
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, eps: float) -> Tensor:
+    """x [..., H] over the root mean square of its last axis, rounded to the dtype of x, times the weight."""
+    wide = x.double()
+    return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)).to(x.dtype) * weight_H
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The rotary embedding of pairs (i, i + R / 2) of x [..., R] in float32, rounded once to the dtype of x."""
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+
+
+def combine(outputs_TKH: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, H]: the sum of each token's K expert outputs times float32 weights, rounded once to their dtype."""
+    return torch.einsum("tkh,tk->th", outputs_TKH.double(), weights_TK.double()).to(outputs_TKH.dtype)
+
+
+def attend(query_BTQD: Tensor, key_BSGD: Tensor, value_BSGV: Tensor, mask_BTS: Tensor, scale: float) -> Tensor:
+    """[B, T, Q, V] in the dtype of the query: attention of T queries over S keys where the mask is true."""
+    groups = key_BSGD.shape[2]
+    query = query_BTQD.double().unflatten(2, (groups, -1))
+    scores = torch.einsum("btghd,bsgd->bghts", query, key_BSGD.double()).mul_(scale)
+    scores = scores.masked_fill_(~mask_BTS[:, None, None], -torch.inf).softmax(dim=-1)
+    return torch.einsum("bghts,bsgv->btghv", scores, value_BSGV.double()).flatten(2, 3).to(query_BTQD.dtype)

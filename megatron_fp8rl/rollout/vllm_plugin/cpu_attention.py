@@ -1,0 +1,102 @@
+"""The engine's attention and log-probabilities on a CPU, with the trainer's bits.
+
+In: queries, keys and values of a batch of requests, and a paged BF16 KV cache. Out: attention outputs, computed by
+``kernels/float64.py``; log-probabilities by ``kernels/exact_logprobs.py``. Runs in vLLM's workers on a machine without a
+GPU. An FP8 cache keeps vLLM's own kernels.
+
+The memory of a layer's cache is vLLM's, [blocks, G, tokens of a block, 2 D]; here each token holds its key, then its
+value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+from vllm.v1.sample.sampler import Sampler
+
+from megatron_fp8rl.kernels import float64
+from megatron_fp8rl.kernels.exact_logprobs import log_softmax
+from megatron_fp8rl.upstream import patches
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="replaces CPUAttentionBackendImpl.forward and do_kv_cache_update, and log-softmax in the sampler: vLLM's CPU "
+    "kernels add in orders that depend on the batch",
+    remove_when="vLLM has batch-invariant kernels on a CPU",
+)
+def register() -> None:
+    """Replace them in the calling process. Attention with windows, sinks or soft caps stays vLLM's."""
+    update, forward, sample = (
+        CPUAttentionBackendImpl.do_kv_cache_update,
+        CPUAttentionBackendImpl.forward,
+        TopKTopPSampler.forward_cpu,
+    )
+
+    def do_kv_cache_update(
+        self: Any, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        if not _is_plain(self):
+            return update(self, layer, key, value, kv_cache, slot_mapping)
+        num_tokens, size = len(slot_mapping), kv_cache.shape[2]
+        rows = torch.cat([key[:num_tokens], value[:num_tokens]], dim=-1)
+        kv_cache[slot_mapping // size, :, slot_mapping % size] = rows
+
+    def attend(
+        self: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
+        output: Tensor, *others: Any, **more: Any,
+    ) -> Tensor:  # fmt: skip
+        if attn_metadata is None or not _is_plain(self):
+            return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more)
+        _attend_requests(query, kv_cache, attn_metadata, self.scale, output)
+        return output
+
+    def forward_cpu(
+        self: Any, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if self.logprobs_mode != "processed_logprobs":
+            return sample(self, logits, generators, k, p)
+        self.logprobs_mode = "processed_logits"
+        try:
+            sampled, processed = sample(self, logits, generators, k, p)
+        finally:
+            self.logprobs_mode = "processed_logprobs"
+        return sampled, log_softmax(processed)
+
+    CPUAttentionBackendImpl.do_kv_cache_update, CPUAttentionBackendImpl.forward = do_kv_cache_update, attend
+    TopKTopPSampler.forward_cpu, Sampler.compute_logprobs = forward_cpu, staticmethod(log_softmax)
+
+
+def _is_plain(impl: Any) -> bool:
+    plain = impl.sliding_window in (-1, (-1, -1)) and impl.alibi_slopes is None and impl.sinks is None
+    return plain and not impl.logits_soft_cap and not impl.is_fp8_kv_cache
+
+
+def _attend_requests(query: Tensor, kv_cache: Tensor, metadata: Any, scale: float, output: Tensor) -> None:
+    """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt by itself."""
+    starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
+    counts = [end - start for start, end in zip(starts, starts[1:])]
+    out = output.view(len(output), -1, query.shape[-1])
+    decoding = [i for i, count in enumerate(counts) if count == 1]
+    groups = [decoding] if decoding else []
+    groups += [[i] for i, count in enumerate(counts) if count > 1]
+    for requests in groups:
+        num_queries, longest = counts[requests[0]], max(lengths[i] for i in requests)
+        key, value = _cached(kv_cache, metadata.block_table[requests], longest)
+        rows = torch.tensor([starts[i] for i in requests])[:, None] + torch.arange(num_queries)
+        ends = torch.tensor([lengths[i] for i in requests])[:, None] - num_queries + torch.arange(1, num_queries + 1)
+        mask = torch.arange(longest) < ends[..., None]
+        out[rows] = float64.attend(query[rows], key, value, mask, scale)
+
+
+def _cached(kv_cache: Tensor, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """(keys, values) [requests, length, G, D] of the first ``length`` tokens."""
+    size = kv_cache.shape[2]
+    rows = kv_cache[blocks[:, : -(-length // size)].long()]  # [requests, blocks, G, size, 2 D]
+    rows = rows.transpose(2, 3).flatten(1, 2)[:, :length]
+    return rows.chunk(2, dim=-1)
