@@ -78,7 +78,7 @@ def build_policy(cfg: RunConfig, parallel: Any, options: argparse.Namespace) -> 
     """(policy, two batches for delayed scaling to remember), trained briefly in BF16 unless it is trained already."""
     from megatron_fp8rl.trainer.policy import Policy
 
-    bf16 = replace(cfg, precision=replace(cfg.precision, trainer="bf16", attention="auto"))
+    bf16 = replace(cfg, precision=replace(cfg.precision, trainer="bf16", attention="auto", exact=False))
     policy = Policy.build(bf16, parallel)
     num_steps = options.warm_steps if cfg.model.hf_path is None else 0
     size = {"num_sequences": max(1, options.warm_tokens // 64), "length": 64}

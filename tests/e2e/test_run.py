@@ -90,6 +90,23 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     assert len(set(checksums)) == 5, "every update changes the published weights"
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"parallel__world_size": "2", "parallel__expert": "2"}, {"parallel__world_size": "2", "parallel__pipeline": "2"}],
+    ids=["one rank", "experts on two ranks", "two stages"],
+)
+def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path: Path, layout: dict):
+    """Without a pass for old log-probabilities; the second update of a step is not on-policy, and not measured."""
+    more = {"precision__exact": "True", "algo__updates_per_step": "2", "data__sft_steps": "5", "num_steps": "2"}
+    status, output = _finish(_start("train", "tiny_qwen3_moe", tmp_path, **more, **layout))
+    assert status == 0, output[-3000:]
+    for step, line in _lines(tmp_path).items():
+        if step:
+            assert line["mismatch/abs_logprob_diff/max"] == 0 and line["mismatch/ratio/max"] == 1
+            assert line["time/old_logprobs/s"] < 0.01
+            assert line["train/grad_norm/max"] > 0
+
+
 def test_a_run_leaves_a_report_and_a_checkpoint_that_transformers_loads(finished_run: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
