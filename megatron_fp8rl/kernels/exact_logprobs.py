@@ -35,25 +35,21 @@ def exp_sum(shifted_nV: Tensor) -> Tensor:
 
 def token_logprobs(logits_nV: Tensor, token_ids_nk: Tensor) -> Tensor:
     """Log-probabilities of the given tokens, float32 [n, k]; int64 ids, logits BF16 or float32 and possibly -inf."""
-    max_n = logits_nV.amax(-1).float()
-    if runs_triton(logits_nV):
-        from megatron_fp8rl.kernels.triton import log_softmax  # imports Triton
-
-        exp_sums, _ = log_softmax.sums(logits_nV, max_n, token_ids_nk[:, 0], 0, 1.0)
-    else:
-        exp_sums = exp_sum(logits_nV.float() - max_n[:, None])
-    at_tokens_nk = logits_nV.gather(1, token_ids_nk).float()
-    return (at_tokens_nk - max_n[:, None]) - log_of_sum(exp_sums)[:, None]
+    return _normalized(logits_nV.gather(1, token_ids_nk), logits_nV)
 
 
 def log_softmax(logits_nV: Tensor) -> Tensor:
     """Log-probabilities of all tokens, float32 [n, V]; see :func:`token_logprobs`."""
+    return _normalized(logits_nV, logits_nV)
+
+
+def _normalized(chosen_nk: Tensor, logits_nV: Tensor) -> Tensor:
+    """float32 [n, k]: some of the logits of each token as log-probabilities."""
     max_n = logits_nV.amax(-1).float()
-    shifted_nV = logits_nV.float() - max_n[:, None]
     if runs_triton(logits_nV):
         from megatron_fp8rl.kernels.triton import log_softmax as kernels  # imports Triton
 
         exp_sums, _ = kernels.sums(logits_nV, max_n, torch.zeros_like(max_n, dtype=torch.int64), 0, 1.0)
     else:
-        exp_sums = exp_sum(shifted_nV)
-    return shifted_nV.sub_(log_of_sum(exp_sums)[:, None])
+        exp_sums = exp_sum(logits_nV.float() - max_n[:, None])
+    return (chosen_nk.float() - max_n[:, None]).sub_(log_of_sum(exp_sums)[:, None])

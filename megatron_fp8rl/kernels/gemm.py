@@ -37,7 +37,6 @@ from megatron_fp8rl.kernels.blockwise import (
     Scales,
     dequantize_activation,
     dequantize_weight,
-    operand_dtype,
     quantize_weight,
 )
 from megatron_fp8rl.kernels.cuda import launch
@@ -86,10 +85,7 @@ def multiply_fp8(x: Fp8, weights: Fp8, layout: ExpertPermutation, dtype: torch.d
     """y = x W^T per expert, for x [P, K] and W [N, K]: [P, N] in ``dtype``, which must be bfloat16 on a GPU."""
     num_rows, num_columns = x.data.shape[0], weights.data.shape[1]
     if not x.data.is_cuda:
-        operands = exact_dtype(x, weights, dtype)
-        return _emulated_product(_restored_rows(x, operands).double(), _restored_weights(weights, operands), layout).to(
-            dtype
-        )
+        return _emulated_product(_restored_rows(x), _restored_weights(weights), layout).to(dtype)
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=x.data.device)
     # Hopper kernels take float32 scales unchanged; the last argument requests the same on other GPUs.
     deep_gemm().m_grouped_fp8_gemm_nt_contiguous(tuple(x), tuple(weights), out, layout.experts, disable_ue8m0_cast=True)
@@ -142,8 +138,7 @@ def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: ExpertPermutatio
 def multiply_dense(x: Fp8, weight: Fp8) -> Tensor:
     """y = x W^T in BF16 [P, N], for rowwise x [P, K] and W [N, K] with contiguous scales."""
     if not _is_on_gpu(x):
-        left, right = dequantize_activation(x.data, x.scale), dequantize_weight(weight.data, weight.scale)
-        return float64.matmul(left.double(), right.t()).bfloat16()
+        return float64.matmul(_restored_rows(x), dequantize_weight(weight.data, weight.scale).t()).bfloat16()
     out = torch.empty(x.data.shape[0], weight.data.shape[0], dtype=torch.bfloat16, device=x.data.device)
     # Hopper kernels take float32 scales unchanged; the last argument requests the same on other GPUs.
     deep_gemm().fp8_gemm_nt(tuple(x), tuple(weight), out, disable_ue8m0_cast=True)
@@ -168,19 +163,13 @@ def _is_on_gpu(x: Fp8) -> bool:
     return x.data.is_cuda
 
 
-def exact_dtype(x: Fp8, weights: Fp8, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which ``precision/recipes.py`` multiplies: E4M3 times a power of two is exact in BF16."""
-    is_pow2 = all(not (operand.scale.contiguous().view(torch.int32) & 0x7FFFFF).any() for operand in (x, weights))
-    return operand_dtype(dtype, "pow2" if is_pow2 else "fp32")
+def _restored_rows(x: Fp8) -> Tensor:
+    """float64, in which products are exact or nearly so: see ``float64.py``."""
+    return dequantize_activation(x.data, x.scale).double()
 
 
-def _restored_rows(x: Fp8, dtype: torch.dtype) -> Tensor:
-    return dequantize_activation(x.data, x.scale).to(dtype)
-
-
-def _restored_weights(weights: Fp8, dtype: torch.dtype) -> Tensor:
-    parts = [dequantize_weight(data, scale) for data, scale in zip(weights.data, weights.scale)]
-    return torch.stack(parts).to(dtype)
+def _restored_weights(weights: Fp8) -> Tensor:
+    return torch.stack([dequantize_weight(data, scale) for data, scale in zip(weights.data, weights.scale)])
 
 
 def _restored_columns(x: Fp8, layout: ExpertPermutation) -> list[Tensor]:

@@ -248,7 +248,7 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
     edges += any(cfg.model.is_moe_layer(i) for i in range(min(precision.bf16_first_layers, cfg.model.num_layers)))
     if precision.rollout == "bf16" or edges:
         return _wrong(cfg, path, "multiplies FP8 alone, and there are experts in BF16", "Set triton")
-    if (cfg.rollout.batch_invariant or precision.exact) and precision.scales == "fp32":
+    if cfg.rollout.batch_invariant and precision.scales == "fp32":
         problem = (
             "takes Triton's kernels for small batches where scales are not powers of two: it is not batch-invariant"
         )

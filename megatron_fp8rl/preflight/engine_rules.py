@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from megatron_fp8rl.precision.hardware import Generation, Hardware
+from megatron_fp8rl.precision.kernel_choice import is_invariant
 from megatron_fp8rl.preflight.findings import Findings
 
 
-def check_engines(found: Findings, accelerator: str) -> None:
+def check_engines(found: Findings, accelerator: Generation) -> None:
     """Check placement, transport, expert parallelism, sleeping, offloading and batch invariance of the engines."""
     _check_placement(found, accelerator)
     _check_transport(found, accelerator)
     _check_expert_parallel(found)
     _check_memory_turns(found)
-    _check_batch_invariance(found)
+    _check_batch_invariance(found, accelerator)
 
 
 def _check_placement(found: Findings, accelerator: str) -> None:
@@ -83,9 +85,9 @@ def _check_memory_turns(found: Findings) -> None:
         )
 
 
-def _check_batch_invariance(found: Findings) -> None:
+def _check_batch_invariance(found: Findings, accelerator: Generation) -> None:
     rollout = found.cfg.rollout
-    if not (rollout.batch_invariant or found.cfg.precision.exact):
+    if not is_invariant(found.cfg, Hardware(accelerator)):
         return
     if rollout.transport == "nccl" or (rollout.transport == "auto" and rollout.placement == "remote"):
         found.refuse(
