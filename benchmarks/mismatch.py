@@ -14,6 +14,8 @@ rollout, per sampled token, at temperature 1. ``engine`` is blockwise FP8 with a
 prefill" needs no trainer: the engine reads what it has sampled as prompts. An engine that is not batch-invariant
 differs from itself there, and no trainer can come closer to it for certain.
 
+``--warm-steps 0`` takes random weights without an optimizer, for one trainer: a model of full depth beside its engine.
+
 Rows add up in ``--results``, and the table is made of all of them.
 """
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_fp8rl.rollout.fleet import Fleet
+    from megatron_fp8rl.trainer.frozen import FrozenPolicy
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.types import Sample, TrainBatch
@@ -57,6 +60,7 @@ TRAINERS = {recipe: {"trainer": recipe, "linears": "te"} for recipe in ("bf16", 
 TRAINERS["engine"] = TRAINERS["blockwise"] | {"attention": "engine"}
 TRAINERS["deep_gemm"] = {"trainer": "blockwise", "linears": "deep_gemm"}
 TRAINERS["engine, deep_gemm"] = TRAINERS["engine"] | TRAINERS["deep_gemm"]
+TRAINERS["engine, deep_gemm, cache not rounded"] = TRAINERS["engine, deep_gemm"] | {"round_kv": False}
 BUCKET = 256  # positions that are counted together
 PREFILL = "engine's prefill"  # no trainer: the engine's own log-probabilities of its sequences, as prompts
 _SHARE_OF_GPU = 0.12  # has to be free when an engine starts; its cache has a size of its own
@@ -166,7 +170,7 @@ class WarmTrainer:
     """A policy that has learned the language, and what measurements of it share."""
 
     name: str
-    policy: Policy
+    policy: Policy | FrozenPolicy
     language: Language
     history: Sequence[TrainBatch]  # for delayed scaling, and for the scales of an FP8 cache
     options: argparse.Namespace
@@ -174,11 +178,15 @@ class WarmTrainer:
 
     @classmethod
     def train(cls, name: str, parallel: Parallel, options: argparse.Namespace) -> WarmTrainer:
+        from megatron_fp8rl.trainer.frozen import FrozenPolicy
         from megatron_fp8rl.trainer.policy import Policy
 
         cfg = run_config(name, options, None)
-        policy = Policy.build(cfg, parallel)
         language = Language(cfg.model.vocab_size)
+        if not options.warm_steps:
+            cfg = run_config(name, options, next(plan_engines(options)), options.trainer[0])
+            return cls(name, FrozenPolicy.build(cfg, parallel), language, (), options, None)
+        policy = Policy.build(cfg, parallel)
         length = 64 if name.startswith("tiny") else 256
         num_sequences = max(1, options.warm_tokens // length)
         size = {"num_sequences": num_sequences, "length": length}
@@ -195,7 +203,8 @@ class WarmTrainer:
         from megatron_fp8rl.weight_sync.publish import WeightExporter
 
         self.policy.cfg = cfg
-        switch_precision(self.policy, cfg.precision)
+        if self.history:
+            switch_precision(self.policy, cfg.precision)
         exporter = WeightExporter(self.policy, fleet, cfg)
         try:
             if cfg.rollout.kv_cache_dtype == "fp8":
@@ -212,7 +221,8 @@ class WarmTrainer:
 
         (batch,) = pack_for(self.policy.cfg, samples, data_rank=0)
         if trainer != PREFILL:
-            switch_precision(self.policy, engine.precision(trainer), self.history)
+            if self.history:
+                switch_precision(self.policy, engine.precision(trainer), self.history)
             return self.policy.with_old_logprobs(batch)
         (own,) = pack_for(self.policy.cfg, prefilled(fleet, samples), data_rank=0)
         both = zip(batch.microbatches, own.microbatches, strict=True)
@@ -345,6 +355,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=FOLDER / "mismatch.jsonl")
     options = parser.parse_args(argv)
     options.started = time.monotonic()
+    if not options.warm_steps and (len(options.trainer) > 1 or len(list(plan_engines(options))) > 1):
+        parser.error("--warm-steps 0 holds one policy in one precision: name one --trainer, --rollout and --scales")
     if options.at_once < 1:
         parser.error(f"--at-once {options.at_once}: give at least 1")
     if options.quick:

@@ -41,11 +41,35 @@ def small_moe() -> ModelConfig:
     )
 
 
+def qwen3_1_7b() -> ModelConfig:
+    """Qwen/Qwen3-1.7B, whose head is its embedding."""
+    heads = {"num_attention_heads": 16, "num_layers": 28, "tie_embeddings": True}
+    return replace(qwen3.qwen3_8b(), hidden_size=2048, ffn_hidden_size=6144, **heads)
+
+
+def qwen25_7b() -> ModelConfig:
+    """Qwen/Qwen2.5-7B, with biases of queries, keys and values."""
+    return ModelConfig(
+        family="qwen2",
+        num_layers=28,
+        hidden_size=3584,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=152064,
+        ffn_hidden_size=18944,
+        qkv_bias=True,
+        max_position_embeddings=32768,
+    )
+
+
 MODELS = {
     "tiny": lambda: tiny.tiny_qwen3().model,
     "tiny_moe": lambda: tiny.tiny_qwen3_moe().model,
     "small": small,
     "small_moe": small_moe,
+    "qwen3_1_7b": qwen3_1_7b,
+    "qwen25_7b": qwen25_7b,
     "qwen3_8b": qwen3.qwen3_8b,
     "qwen3_30b_a3b": qwen3.qwen3_30b_a3b,
 }

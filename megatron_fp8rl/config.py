@@ -150,6 +150,8 @@ class PrecisionConfig:
     # a difference stops the run. Replaces the pass for old log-probabilities.
     exact: bool = False
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's forward runs the engine's attention kernel
+    # With an FP8 KV cache, the trainer's attention reads queries, keys and values as the cache holds them.
+    round_kv: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

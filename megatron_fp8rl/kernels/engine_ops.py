@@ -12,13 +12,17 @@ from megatron_fp8rl.kernels.compat import vllm_flash_attention, vllm_topk_softma
 
 
 def flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, cu_queries: Tensor, cu_keys: Tensor, max_queries: int, max_keys: int,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, *, cu_queries: Tensor, max_queries: int, max_keys: int, scale: float,
+    cu_keys: Tensor | None = None, num_keys: Tensor | None = None, page_table: Tensor | None = None,
+    cache_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal attention over packed sequences: ([T, H, D] in the dtype of query, float32 [H, T] log-sum-exp).
+    """Causal attention over packed sequences: ([T, H, D] BF16, float32 [H, T] log-sum-exp).
 
-    query [T, H, D], key and value [S, G, D]; ``cu_queries`` and ``cu_keys`` int32 are cumulative sequence lengths. The
-    mask is aligned to the bottom right of each sequence. Raises RuntimeError if vLLM for CUDA is not installed.
+    query [T, H, D], key and value [S, G, D] with ``cu_keys``, or paged, [P, tokens of a page, G, D], with ``num_keys``
+    int32 [n] and ``page_table`` int32 [n, pages]; ``cu_queries`` and ``cu_keys`` int32 [n + 1] are cumulative sequence
+    lengths. The mask is aligned to the bottom right of each sequence. Tensors in E4M3 are multiples of
+    ``cache_scales``, float32 [3], in the order of query, key and value. Raises RuntimeError if vLLM for CUDA is not
+    installed.
     """
     try:
         attend = vllm_flash_attention()
@@ -27,6 +31,10 @@ def flash_attention(
             "precision.attention = engine: vLLM's FlashAttention 3 cannot be imported. Install vLLM for CUDA, or "
             "choose --precision.attention auto"
         ) from error
+    descales = {}
+    if cache_scales is not None:
+        rows = cache_scales.view(3, 1, 1).expand(3, len(cu_queries) - 1, key.shape[-2])
+        descales = dict(zip(("q_descale", "k_descale", "v_descale"), rows, strict=True))
     return attend(
         query,
         key,
@@ -35,11 +43,14 @@ def flash_attention(
         cu_seqlens_q=cu_queries,
         max_seqlen_k=max_keys,
         cu_seqlens_k=cu_keys,
+        seqused_k=num_keys,
+        block_table=page_table,
         softmax_scale=scale,
         causal=True,
         num_splits=1,
         fa_version=3,
         return_softmax_lse=True,
+        **descales,
     )
 
 

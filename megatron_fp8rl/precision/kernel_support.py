@@ -177,6 +177,9 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if precision.trainer != precision.rollout:
         problem = f"precision.exact: the engine computes in {precision.rollout}, which is another function"
         return _wrong(cfg, "precision.trainer", problem, f"Set {precision.rollout}, or --precision.exact False")
+    if cfg.rollout.kv_cache_dtype == "fp8" and not precision.round_kv:
+        problem = "precision.exact: the engine attends to rounded keys and values, the trainer does not"
+        return _wrong(cfg, "precision.round_kv", problem, "Set True, or --precision.exact False")
     if not hardware.is_gpu:
         return None
     if hardware.generation != "hopper":
@@ -207,7 +210,6 @@ _EXACT: tuple[tuple[str, tuple, str], ...] = (
     ("rollout.replay", (None,), "recorded rollouts are of another engine"),
     ("rollout.top_p", (1.0,), "the engine's log-probabilities are those of the truncated distribution"),
     ("rollout.top_k", (0,), "the engine's log-probabilities are those of the truncated distribution"),
-    ("rollout.kv_cache_dtype", ("auto",), "the engine attends to rounded keys and values, the trainer does not"),
     ("rollout.tensor", (1,), "ranks round their partial sums before they are added"),
     ("parallel.tensor", (1,), "ranks round their partial sums before they are added"),
     ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),

@@ -7,7 +7,7 @@ to publish them. Runs on: every trainer rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from megatron_fp8rl.trainer import kv_scales
 from megatron_fp8rl.trainer.forward import Forward
 from megatron_fp8rl.trainer.model.build import build_chunks, load_hf, named_global_tensors
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.types import KVScales, Prompt
+from megatron_fp8rl.types import KVScales, Prompt, TrainBatch
 
 
 @dataclass(kw_only=True)
@@ -31,14 +31,13 @@ class FrozenPolicy:
 
     @classmethod
     def build(cls, cfg: RunConfig, parallel: Parallel) -> FrozenPolicy:
-        """Collective: load ``cfg.model.hf_path``, a Hugging Face or distributed checkpoint.
+        """Collective: load ``cfg.model.hf_path``, a Hugging Face or distributed checkpoint; None keeps random weights.
 
         Raises FileNotFoundError, KeyError or ValueError, like :func:`load_hf`, if it does not match the model.
         """
-        if cfg.model.hf_path is None:
-            raise ValueError("model.hf_path is None: there are no weights to load")
         models = build_chunks(cfg, parallel)
-        load_hf(models, cfg.model.hf_path, cfg, parallel)
+        if cfg.model.hf_path is not None:
+            load_hf(models, cfg.model.hf_path, cfg, parallel)
         for model in models:
             model.requires_grad_(False)
             model.eval()
@@ -48,6 +47,13 @@ class FrozenPolicy:
         """This rank's parameters and router biases under their global names."""
         return named_global_tensors(self.models, self.parallel)
 
+    def with_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Collective: add ``old_logprobs_T``, as :meth:`megatron_fp8rl.trainer.policy.Policy.with_old_logprobs` does."""
+        old = Forward(self.cfg, self.parallel).logprobs(self.models, batch.microbatches)
+        pairs = zip(batch.microbatches, old, strict=True)
+        filled = (replace(mb, old_logprobs_T=values.to(mb.tokens_T.device)) for mb, values in pairs)
+        return replace(batch, microbatches=tuple(filled))
+
     def kv_scales(self, prompts: Sequence[Prompt]) -> KVScales | None:
         """Collective: scales for the engines' FP8 KV cache, measured on ``prompts``; None for BF16 caches."""
         if self.cfg.rollout.kv_cache_dtype != "fp8":
@@ -56,4 +62,7 @@ class FrozenPolicy:
         with kv_scales.measured(self.models, self.cfg.model.num_layers, self.parallel.device) as amax:
             for batch in pack_for(self.cfg, kv_scales.as_samples(prompts), data_rank=self.parallel.dp_rank):
                 forward.logprobs(self.models, batch.microbatches)
-        return kv_scales.scales(kv_scales.over_all_ranks(amax, self.parallel.world_size))
+        scales = kv_scales.scales(kv_scales.over_all_ranks(amax, self.parallel.world_size))
+        if self.cfg.precision.round_kv:
+            kv_scales.hold(self.models, scales, self.parallel.device)
+        return scales

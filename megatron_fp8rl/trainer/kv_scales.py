@@ -6,12 +6,16 @@ keys and values before rounding them to E4M3. Runs on: every trainer rank.
 The trainer runs on the tokens that the engine sampled, with weights that are one update older than those published
 next. It measures amax after rotary embedding, where the engine quantizes; padding is excluded.
 
-    scale = MARGIN * amax / 448
+    scale = the smallest power of two of at least MARGIN * amax / 448
 
-E4M3 is a floating-point format with constant relative precision over 15 binades. A margin of 2 gives up one binade at
-the bottom, where values are 2^-15 of the maximum, and costs nothing else. At the top it leaves headroom for tokens
-larger than any measured; without headroom they would be clipped, with an unbounded error. A scale only affects how the
-cache is written and read, so scales measured on other tokens than those in the cache are valid.
+E4M3 is a floating-point format with constant relative precision over 15 binades. A margin of 2 to 4 gives up one or two
+binades at the bottom, where values are 2^-13 of the maximum, and costs nothing else. At the top it leaves headroom for
+tokens larger than any measured; without headroom they would be clipped, with an unbounded error. Division by a power of
+two is exact, so that trainer and engine round alike (``kernels/kv_rounding.py``). A scale only affects how the cache is
+written and read, so scales measured on other tokens than those in the cache are valid.
+
+The trainer's attention reads queries, keys and values rounded by the scales of the policy that the engines hold
+(:func:`hold`), so that both ends compute the same quantized function.
 
 Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
 """
@@ -41,7 +45,7 @@ def measured(chunks: Sequence[nn.Module], num_layers: int, device: torch.device)
     Covers this rank's layers, heads and tokens; 0 for layers of other pipeline stages. Never synchronizes the device.
     """
     amax = torch.zeros(num_layers, len(_TENSORS), device=device)
-    layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedAttention)]
+    layers = _layers(chunks)
     for layer in layers:
         layer.amax = amax[layer.layer]
     try:
@@ -72,14 +76,24 @@ def scales(amax: list[list[float]]) -> KVScales:
                     "optim.lr and resume from the last checkpoint"
                 )
     rows = torch.tensor(amax) * (MARGIN / _LARGEST_E4M3)  # FP32, as in the engines
-    rows = torch.where(rows > 0, rows, 1.0)  # all zeros: any scale works
+    rows = torch.where(rows > 0, rows.log2().ceil().exp2(), 1.0)  # all zeros: any scale works
     return {layer: tuple(row) for layer, row in enumerate(rows.tolist())}
 
 
+def hold(chunks: Sequence[nn.Module], by_layer: KVScales, device: torch.device) -> None:
+    """Round queries, keys and values of all later forward passes as a cache with these scales holds them."""
+    for layer in _layers(chunks):
+        layer.cache_scales = torch.tensor(by_layer[layer.layer], device=device)
+
+
 def metrics(by_layer: KVScales) -> dict[str, float]:
-    """Amax of keys and of values over all layers, recovered from the scales."""
-    keys, values = (max(row[i] for row in by_layer.values()) * _LARGEST_E4M3 / MARGIN for i in (1, 2))
+    """The largest key and the largest value that any layer's cache can hold."""
+    keys, values = (max(row[i] for row in by_layer.values()) * _LARGEST_E4M3 for i in (1, 2))
     return {"publish/kv_amax_key/max": keys, "publish/kv_amax_value/max": values}
+
+
+def _layers(chunks: Sequence[nn.Module]) -> list[PackedAttention]:
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, PackedAttention)]
 
 
 def as_samples(prompts: Sequence[Prompt]) -> list[Sample]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -132,12 +133,15 @@ class Policy:
     def kv_scales(self) -> KVScales | None:
         """Collective: scales for the engines' FP8 KV cache, measured since the last call; None for BF16 caches.
 
-        :meth:`with_old_logprobs` and :meth:`calibrate_kv` measure them; if neither has run, returns the last scales.
+        :meth:`with_old_logprobs`, :meth:`calibrate_kv` and, in an exact run, :meth:`update` measure them; if none has
+        run, returns the last scales. With ``precision.round_kv`` later forward passes round as this cache does.
         Raises ValueError on all ranks if a query, key or value was not finite.
         """
         if self._kv_amax is not None:
             amax = kv_scales.over_all_ranks(self._kv_amax, self.parallel.world_size)
             self._kv_amax, self._kv_scales = None, kv_scales.scales(amax)
+            if self.cfg.precision.round_kv:
+                kv_scales.hold([*self.chunks, *(self.reference or ())], self._kv_scales, self.parallel.device)
         return self._kv_scales
 
     def router_metrics(self) -> dict[str, float]:
@@ -173,12 +177,18 @@ class Policy:
         self, microbatches: Sequence[Microbatch], routes: Sequence[router_replay.Routes | None] | None = None
     ) -> tuple[Tensor, ...]:
         """Collective: log-probabilities of the current weights; with an FP8 KV cache, also records its amax values."""
-        if self.cfg.rollout.kv_cache_dtype != "fp8" or self.cfg.rollout.replay is not None:
+        with self._kv_measured():
             return self._forward.logprobs(self.chunks, microbatches, routes)
+
+    @contextmanager
+    def _kv_measured(self) -> Iterator[None]:
+        """Record the amax values of an FP8 KV cache in the block's forward passes."""
+        if self.cfg.rollout.kv_cache_dtype != "fp8" or self.cfg.rollout.replay is not None:
+            yield
+            return
         with kv_scales.measured(self.chunks, self.cfg.model.num_layers, self.parallel.device) as amax:
-            logprobs = self._forward.logprobs(self.chunks, microbatches, routes)
+            yield
         self._kv_amax = amax if self._kv_amax is None else torch.maximum(self._kv_amax, amax)
-        return logprobs
 
     def update(
         self, batch: TrainBatch, loss_fn: LossFn, *, inspect: Callable[[TrainBatch], None] | None = None
@@ -199,7 +209,8 @@ class Policy:
             chunk.train()
         self.optimizer.zero_gradients()
         self._scale_auxiliary_loss(batch.microbatches)
-        results = self._forward.gradients(self.chunks, batch, loss_fn)
+        with self._kv_measured() if self.cfg.precision.exact else nullcontext():  # no pass for old log-probabilities
+            results = self._forward.gradients(self.chunks, batch, loss_fn)
         if inspect is not None:
             own = self._forward.logprobs_of(results, batch.microbatches)
             pairs = zip(batch.microbatches, own, strict=True)

@@ -60,28 +60,33 @@ def _save_reference(folder: str) -> torch.Tensor:
 
 def _measure(overrides: dict, folder: str) -> dict:
     """Runs on a rank: scales from log-probabilities, from prompts, and what an update must not change."""
-    from megatron_fp8rl.trainer.kv_scales import MARGIN, as_samples
+    from megatron_fp8rl.trainer import kv_scales
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
     cfg = run_config(model=replace(DENSE, hf_path=folder), **overrides)
-    cfg = replace(cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8"))
+    cfg = replace(cfg, rollout=replace(cfg.rollout, kv_cache_dtype="fp8"), precision=replace(cfg.precision, round_kv=False))
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
     policy = Policy.build(cfg, parallel)
+    amax, over_all_ranks = [], kv_scales.over_all_ranks
+
+    def record(*arguments) -> list[list[float]]:
+        amax.append(over_all_ranks(*arguments))
+        return amax[-1]
+
+    kv_scales.over_all_ranks = record
     before = policy.kv_scales()
-    for batch in pack_for(cfg, as_samples(_prompts()), data_rank=parallel.dp_rank):
+    for batch in pack_for(cfg, kv_scales.as_samples(_prompts()), data_rank=parallel.dp_rank):
         policy.calibrate_kv(batch)
-    prompts = policy.kv_scales()
+    policy.kv_scales()
     batch = policy.with_old_logprobs(make_batch(cfg, parallel.dp_rank, _samples()))
     policy.update(batch, make_loss(cfg))  # its forward passes count for nothing
     sampled, again = policy.kv_scales(), policy.kv_scales()
     parallel.barrier("done")
-    factor = 448.0 / MARGIN
-    return {"before": before, "prompts": prompts, "sampled": sampled, "again": again, "factor": factor}
-
-
-def _table(found: dict, which: str) -> torch.Tensor:
-    return torch.tensor([found[which][layer] for layer in range(DENSE.num_layers)]) * found["factor"]
+    prompts_amax, sampled_amax = map(torch.tensor, amax)
+    return {
+        "before": before, "prompts": prompts_amax, "sampled": sampled_amax, "scales": sampled, "again": again,
+    }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -97,18 +102,26 @@ def one_rank(reference) -> dict:
 
 def test_magnitudes_are_those_of_transformers(reference, one_rank):
     assert one_rank["before"] is None
-    torch.testing.assert_close(_table(one_rank, "sampled"), reference[1], **TRANSFORMERS_FLOAT32)
-    assert one_rank["again"] == one_rank["sampled"]  # nothing ran in between
+    torch.testing.assert_close(one_rank["sampled"], reference[1], **TRANSFORMERS_FLOAT32)
+    assert one_rank["again"] == one_rank["scales"]  # nothing ran in between
+
+
+def test_scales_are_powers_of_two_with_room(one_rank):
+    scales = torch.tensor([one_rank["scales"][layer] for layer in range(DENSE.num_layers)])
+    assert torch.equal(scales.log2(), scales.log2().round())
+    room = scales * 448.0 / one_rank["sampled"]
+    assert (room >= 2).all() and (room < 4).all()
 
 
 def test_calibration_sees_every_token_of_a_prompt(reference, one_rank):
-    torch.testing.assert_close(_table(one_rank, "prompts"), reference[1], **TRANSFORMERS_FLOAT32)
+    torch.testing.assert_close(one_rank["prompts"], reference[1], **TRANSFORMERS_FLOAT32)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_measure_alike(layout, reference, one_rank):
     overrides = LAYOUTS[layout]
     ranks = run_ranks(overrides.get("world_size", 1), _measure, overrides, reference[0])
-    assert all(rank["sampled"] == ranks[0]["sampled"] for rank in ranks)
-    torch.testing.assert_close(_table(ranks[0], "sampled"), _table(one_rank, "sampled"), **LAYOUT_FLOAT32)
-    torch.testing.assert_close(_table(ranks[0], "prompts"), _table(one_rank, "prompts"), **LAYOUT_FLOAT32)
+    assert all(torch.equal(rank["sampled"], ranks[0]["sampled"]) for rank in ranks)
+    assert all(rank["scales"] == one_rank["scales"] for rank in ranks)
+    torch.testing.assert_close(ranks[0]["sampled"], one_rank["sampled"], **LAYOUT_FLOAT32)
+    torch.testing.assert_close(ranks[0]["prompts"], one_rank["prompts"], **LAYOUT_FLOAT32)

@@ -2,7 +2,8 @@
 
 FlashAttention 3 sums keys in blocks of a size that follows from the heads, from whether the mask is causal, and from
 pages. For heads of 97 to 128 features it is 128 in every case. For narrower ones a decoded token has other blocks than
-a sequence: with 64 features the mask of one query is dropped, and blocks are 160 long instead of 128.
+a sequence: with 64 features the mask of one query is dropped, and blocks are 160 long instead of 128. In E4M3 they
+follow from the heads and from pages alone, so the trainer pages its keys, too.
 """
 
 import math
@@ -16,6 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 LENGTHS = (1, 77, 128, 300, 515)
 PAGE_TOKENS = 16  # of vLLM's KV cache
+SCALES = (2.0**-6, 2.0**-7, 2.0**-5)  # of an FP8 cache
 
 
 def _case(num_heads: int, num_groups: int, head_dim: int):
@@ -30,7 +32,7 @@ def _segments():
     return plan_pack(LENGTHS, 1, 0, torch.device("cuda")).segments
 
 
-def _decoded(query, key, value, scale: float) -> torch.Tensor:
+def _decoded(query, key, value, scale: float, descales: dict | None = None) -> torch.Tensor:
     """Every query alone over the pages of the keys before it, all queries as one batch of an engine."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
@@ -38,7 +40,7 @@ def _decoded(query, key, value, scale: float) -> torch.Tensor:
     caches = []
     for x in (key, value):
         pages = [
-            torch.nn.functional.pad(part, (0, 0, 0, 0, 0, pages * PAGE_TOKENS - len(part)))
+            torch.cat([part, part.new_empty(pages * PAGE_TOKENS - len(part), *part.shape[1:])])
             for part, pages in zip(x.split(LENGTHS), num_pages)
         ]
         caches.append(torch.cat(pages).view(-1, PAGE_TOKENS, *x.shape[1:]))
@@ -61,7 +63,24 @@ def _decoded(query, key, value, scale: float) -> torch.Tensor:
         causal=True,
         num_splits=1,
         fa_version=3,
+        **(descales or {}),
     )
+
+
+@pytest.mark.parametrize("heads", [(32, 8, 128), (32, 4, 128), (8, 2, 64)], ids=str)
+def test_sequences_of_an_fp8_cache_have_the_bits_of_decoding(heads):
+    from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
+    from megatron_fp8rl.trainer.model import attention_te
+
+    scales = torch.tensor(SCALES, device="cuda")
+    tensors = [as_cached(x, s) for x, s in zip(_case(*heads), scales)]
+    packed = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, scales, match_engine=True)
+    rows = scales.view(3, 1, 1).expand(3, sum(LENGTHS), heads[1])
+    descales = dict(zip(("q_descale", "k_descale", "v_descale"), rows))
+    decoded = _decoded(*map(to_cache, tensors, scales), heads[2] ** -0.5, descales)
+    in_bf16 = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, match_engine=True)
+    print(f"\n{heads}: probabilities in E4M3 cost {_decibels(packed, in_bf16):.1f} dB")
+    assert torch.equal(packed, decoded)
 
 
 def _decibels(found: torch.Tensor, reference: torch.Tensor) -> float:

@@ -1,8 +1,8 @@
 """The engine's attention and log-probabilities on a CPU, with the trainer's bits.
 
-In: queries, keys and values of a batch of requests, and a paged BF16 KV cache. Out: attention outputs, computed by
+In: queries, keys and values of a batch of requests, and a paged KV cache in BF16 or E4M3. Out: attention outputs, computed by
 ``kernels/float64.py``; log-probabilities by ``kernels/exact_logprobs.py``. Runs in vLLM's workers on a machine without a
-GPU. An FP8 cache keeps vLLM's own kernels.
+GPU. With an FP8 cache, queries, keys and values are rounded as vLLM's GPU kernels round them.
 
 The memory of a layer's cache is vLLM's, [blocks, G, tokens of a block, 2 D]; here each token holds its key, then its
 value.
@@ -20,6 +20,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.exact_logprobs import log_softmax
+from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
 from megatron_fp8rl.upstream import patches
 
 
@@ -44,8 +45,11 @@ def register() -> None:
         if not _is_plain(self):
             return update(self, layer, key, value, kv_cache, slot_mapping)
         num_tokens, size = len(slot_mapping), kv_cache.shape[2]
-        rows = torch.cat([key[:num_tokens], value[:num_tokens]], dim=-1)
-        kv_cache[slot_mapping // size, :, slot_mapping % size] = rows
+        key, value = key[:num_tokens], value[:num_tokens]
+        if self.is_fp8_kv_cache:
+            key, value = to_cache(key, layer._k_scale_float), to_cache(value, layer._v_scale_float)
+            key, value, kv_cache = (x.view(torch.uint8) for x in (key, value, kv_cache))
+        kv_cache[slot_mapping // size, :, slot_mapping % size] = torch.cat([key, value], dim=-1)
 
     def attend(
         self: Any, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Any,
@@ -53,7 +57,11 @@ def register() -> None:
     ) -> Tensor:  # fmt: skip
         if attn_metadata is None or not _is_plain(self):
             return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more)
-        _attend_requests(query, kv_cache, attn_metadata, self.scale, output)
+        scales = None
+        if self.is_fp8_kv_cache:
+            query = as_cached(query, layer._q_scale)
+            scales = layer._k_scale_float, layer._v_scale_float
+        _attend_requests(query, kv_cache, scales, attn_metadata, self.scale, output)
         return output
 
     def forward_cpu(
@@ -74,10 +82,13 @@ def register() -> None:
 
 def _is_plain(impl: Any) -> bool:
     plain = impl.sliding_window in (-1, (-1, -1)) and impl.alibi_slopes is None and impl.sinks is None
-    return plain and not impl.logits_soft_cap and not impl.is_fp8_kv_cache
+    return plain and not impl.logits_soft_cap
 
 
-def _attend_requests(query: Tensor, kv_cache: Tensor, metadata: Any, scale: float, output: Tensor) -> None:
+def _attend_requests(
+    query: Tensor, kv_cache: Tensor, cache_scales: tuple[float, float] | None, metadata: Any, scale: float,
+    output: Tensor,
+) -> None:  # fmt: skip
     """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt by itself."""
     starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     counts = [end - start for start, end in zip(starts, starts[1:])]
@@ -87,16 +98,21 @@ def _attend_requests(query: Tensor, kv_cache: Tensor, metadata: Any, scale: floa
     groups += [[i] for i, count in enumerate(counts) if count > 1]
     for requests in groups:
         num_queries, longest = counts[requests[0]], max(lengths[i] for i in requests)
-        key, value = _cached(kv_cache, metadata.block_table[requests], longest)
+        key, value = _cached(kv_cache, cache_scales, metadata.block_table[requests], longest)
         rows = torch.tensor([starts[i] for i in requests])[:, None] + torch.arange(num_queries)
         ends = torch.tensor([lengths[i] for i in requests])[:, None] - num_queries + torch.arange(1, num_queries + 1)
         mask = torch.arange(longest) < ends[..., None]
         out[rows] = float64.attend(query[rows], key, value, mask, scale)
 
 
-def _cached(kv_cache: Tensor, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """(keys, values) [requests, length, G, D] of the first ``length`` tokens."""
+def _cached(
+    kv_cache: Tensor, scales: tuple[float, float] | None, blocks: Tensor, length: int
+) -> tuple[Tensor, Tensor]:
+    """(keys, values) [requests, length, G, D] of the first ``length`` tokens; of an FP8 cache in float32."""
     size = kv_cache.shape[2]
     rows = kv_cache[blocks[:, : -(-length // size)].long()]  # [requests, blocks, G, size, 2 D]
     rows = rows.transpose(2, 3).flatten(1, 2)[:, :length]
-    return rows.chunk(2, dim=-1)
+    if scales is None:
+        return rows.chunk(2, dim=-1)
+    key, value = rows.view(torch.float8_e4m3fn).float().chunk(2, dim=-1)
+    return key * scales[0], value * scales[1]

@@ -27,6 +27,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_fp8rl.kernels.kv_rounding import as_cached
 from megatron_fp8rl.trainer.model import attention_te
 from megatron_fp8rl.trainer.model.packed_sequences import (
     Batch,
@@ -39,7 +40,8 @@ from megatron_fp8rl.trainer.model.packed_sequences import (
 from megatron_fp8rl.trainer.model.rotary import Rotary, rotary_table
 from megatron_fp8rl.upstream import patches
 
-Attend = Callable[[Tensor, Tensor, Tensor, Segments, float], Tensor]  # query, key, value, segments, softmax scale
+# query, key, value, segments, softmax scale, scales of an FP8 KV cache
+Attend = Callable[[Tensor, Tensor, Tensor, Segments, float, Tensor | None], Tensor]
 
 
 @patches(
@@ -62,6 +64,7 @@ class PackedAttention(MegatronModule):
         self.cp_group = pg_collection.cp
         self.layer = layer_number - 1  # index in the whole model, from 0
         self.amax: Tensor | None = None  # FP32 [3], running max of |q|, |k|, |v| while trainer/kv_scales measures
+        self.cache_scales: Tensor | None = None  # FP32 [3] of the engines' FP8 KV cache; q, k, v are rounded as in it
 
     def forward(
         self,
@@ -81,6 +84,8 @@ class PackedAttention(MegatronModule):
         query, key = self.rotary.rotate(query, cos, sin), self.rotary.rotate(key, cos, sin)
         if self.amax is not None:
             self._observe((query, key, value), packed_seq_params)
+        if self.cache_scales is not None:
+            query, key, value = map(as_cached, (query, key, value), self.cache_scales)
         num_tokens, dtype = query.shape[0], query.dtype
         if query.device.type == "cpu":  # as in the engine: see kernels/float64.py
             query, key, value = query.double(), key.double(), value.double()
@@ -115,7 +120,7 @@ class PackedAttention(MegatronModule):
             if attention_te.supports(query, key, value, segments):
                 if segments.key_rows is not None:
                     key, value = (x.index_select(0, segments.key_rows) for x in (key, value))
-                return self.attend(query, key, value, segments, self.softmax_scale)
+                return self.attend(query, key, value, segments, self.softmax_scale, self.cache_scales)
             if not self.has_fallback:
                 raise ValueError(
                     f"precision.attention = engine: cuDNN has no backward pass for queries {list(query.shape)}, keys "

@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels import engine_ops
-from megatron_fp8rl.trainer.model.packed_sequences import Segments
+from megatron_fp8rl.kernels.kv_rounding import to_cache
+from megatron_fp8rl.trainer.model.packed_sequences import PAGE_TOKENS, Segments
 from megatron_fp8rl.upstream import patches
 
 _LAYOUT = "thd_thd_thd"
@@ -41,13 +42,17 @@ def supports(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> b
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, *, match_engine: bool = False
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None = None,
+    *, match_engine: bool = False,
+) -> Tensor:  # fmt: skip
     """query [T, H, D], key [K, G, D], value [K, G, V], all BF16 or FP16 -> [T, H, V]; see :func:`supports`.
 
     ``match_engine`` uses the engine's kernel in forward; requires V = D and vLLM, and raises RuntimeError without it.
+    ``cache_scales``: FP32 [3] of an FP8 KV cache as which the inputs are rounded already; the engine's kernel then
+    multiplies them, and the probabilities, in E4M3.
     """
-    return _Attention.apply(query.contiguous(), key.contiguous(), value.contiguous(), segments, scale, match_engine)
+    tensors = query.contiguous(), key.contiguous(), value.contiguous()
+    return _Attention.apply(*tensors, segments, scale, cache_scales, match_engine)
 
 
 def _mask_type(is_square: bool) -> str:
@@ -108,10 +113,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, match_engine: bool
-    ) -> Tensor:
-        compute = _like_engine if match_engine else _by_cudnn
-        out, statistics = compute(query, key, value, segments, scale)
+        ctx, query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None,
+        match_engine: bool,
+    ) -> Tensor:  # fmt: skip
+        if match_engine:
+            out, statistics = _like_engine(query, key, value, segments, scale, cache_scales)
+        else:
+            out, statistics = _by_cudnn(query, key, value, segments, scale)
         ctx.save_for_backward(query, key, value, out, *statistics)
         ctx.segments, ctx.scale = segments, scale
         return out
@@ -141,7 +149,7 @@ class _Attention(torch.autograd.Function):
             dqkv_layout=_LAYOUT,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return grad_query, grad_key, grad_value, None, None, None
+        return grad_query, grad_key, grad_value, None, None, None, None
 
 
 def _by_cudnn(
@@ -166,12 +174,20 @@ def _by_cudnn(
 
 
 def _like_engine(
-    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float
+    query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float, cache_scales: Tensor | None
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    out, sums_HT = engine_ops.flash_attention(
-        query, key, value, cu_queries=segments.cu_queries, cu_keys=segments.cu_keys,
-        max_queries=segments.max_queries, max_keys=segments.max_keys, scale=scale,
-    )  # fmt: skip
+    shape = {"cu_queries": segments.cu_queries, "max_queries": segments.max_queries, "max_keys": segments.max_keys}
+    if cache_scales is None:
+        keys = {"cu_keys": segments.cu_keys}
+        out, sums_HT = engine_ops.flash_attention(query, key, value, **shape, **keys, scale=scale)
+    else:
+        # In E4M3 the kernel sums keys in other blocks if they are paged, which in the engine they always are.
+        pages = segments.pages
+        paged = (to_cache(x, s).index_select(0, pages.rows) for x, s in zip((key, value), cache_scales[1:]))
+        key, value = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in paged)
+        keys = {"num_keys": pages.num_keys, "page_table": pages.table, "cache_scales": cache_scales}
+        query_in_e4m3 = to_cache(query, cache_scales[0])
+        out, sums_HT = engine_ops.flash_attention(query_in_e4m3, key, value, **shape, **keys, scale=scale)
     no_dropout = torch.zeros(2, dtype=torch.int64, device=query.device)
     return out, (sums_HT.t().contiguous().unsqueeze(-1), no_dropout)
 

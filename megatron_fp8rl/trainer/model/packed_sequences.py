@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.trainer.router_replay import Routes
 
 CPU = torch.device("cpu")
+PAGE_TOKENS = 16  # of vLLM's KV cache
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
@@ -96,6 +98,15 @@ class Batches:
 
 
 @dataclass(frozen=True)
+class Pages:
+    """The keys of all segments in pages, as in an engine's KV cache; the last page of a segment repeats its last row."""
+
+    rows: Tensor  # int64 [P * PAGE_TOKENS] rows of the keys
+    table: Tensor  # int32 [n, most pages of a segment]
+    num_keys: Tensor  # int32 [n]
+
+
+@dataclass(frozen=True)
 class Segments:
     """Plan of all sequences for a varlen kernel: the last query of a segment sees its last key (bottom right)."""
 
@@ -104,11 +115,29 @@ class Segments:
     max_queries: int
     max_keys: int
     key_rows: Tensor | None  # int64 [K] rows of the gathered tokens; None if keys are in order and as many as queries
+    key_lengths: tuple[int, ...]  # n
 
     @property
     def is_square(self) -> bool:
         """Whether every segment has as many queries as keys."""
         return self.key_rows is None
+
+    @cached_property
+    def pages(self) -> Pages:
+        """For a kernel that reads a paged cache."""
+        num_pages = [-(-n // PAGE_TOKENS) for n in self.key_lengths]
+        rows = [
+            (start + torch.arange(pages * PAGE_TOKENS)).clamp(max=start + n - 1)
+            for start, n, pages in zip(_starts(self.key_lengths), self.key_lengths, num_pages)
+        ]
+        first = torch.tensor(_starts(num_pages)[:-1])
+        table = first[:, None] + torch.arange(max(num_pages)).clamp(max=torch.tensor(num_pages)[:, None] - 1)
+        device = self.cu_keys.device
+        return Pages(
+            rows=upload(torch.cat(rows), device),
+            table=upload(table.int(), device),
+            num_keys=upload(torch.tensor(self.key_lengths, dtype=torch.int32), device),
+        )
 
 
 @dataclass(frozen=True, eq=False)  # compared by identity: a plan is a cache key
@@ -154,7 +183,7 @@ class PackPlan:
     def segments(self) -> Segments:
         """For a varlen kernel."""
         if self.cp_size == 1:
-            queries = keys = self.lengths
+            queries = keys = list(self.lengths)
             key_rows = None
         else:
             chunks = [n // (2 * self.cp_size) for n in self.lengths]
@@ -170,6 +199,7 @@ class PackPlan:
             max_queries=max(queries),
             max_keys=max(keys),
             key_rows=None if key_rows is None else upload(key_rows, self.device),
+            key_lengths=tuple(keys),
         )
 
 
@@ -182,7 +212,7 @@ def plan_pack(lengths: tuple[int, ...], cp_size: int, cp_rank: int, device: torc
     return PackPlan(lengths, cp_size, cp_rank, device, upload(positions_T, device))
 
 
-def _starts(lengths: tuple[int, ...] | list[int]) -> list[int]:
+def _starts(lengths: Sequence[int]) -> list[int]:
     return torch.tensor((0, *lengths)).cumsum(0).tolist()
 
 
