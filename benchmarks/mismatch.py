@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.trainer.frozen import FrozenPolicy
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
-    from megatron_fp8rl.types import Sample, TrainBatch
+    from megatron_fp8rl.types import KVScales, Sample, TrainBatch
 
 LENGTHS = ("prompts", "completions", "prompt_tokens", "completion_tokens", "microbatch")
 KEYS = (
@@ -60,6 +60,7 @@ TRAINERS = {recipe: {"trainer": recipe, "linears": "te"} for recipe in ("bf16", 
 TRAINERS["engine"] = TRAINERS["blockwise"] | {"attention": "engine"}
 TRAINERS["deep_gemm"] = {"trainer": "blockwise", "linears": "deep_gemm"}
 TRAINERS["engine, deep_gemm"] = TRAINERS["engine"] | TRAINERS["deep_gemm"]
+TRAINERS["blockwise, cache not rounded"] = TRAINERS["blockwise"] | {"round_kv": False}
 TRAINERS["engine, deep_gemm, cache not rounded"] = TRAINERS["engine, deep_gemm"] | {"round_kv": False}
 BUCKET = 256  # positions that are counted together
 PREFILL = "engine's prefill"  # no trainer: the engine's own log-probabilities of its sequences, as prompts
@@ -165,7 +166,7 @@ def prefilled(fleet: Fleet, samples: Sequence[Sample]) -> list[Sample]:
     ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class WarmTrainer:
     """A policy that has learned the language, and what measurements of it share."""
 
@@ -175,6 +176,7 @@ class WarmTrainer:
     history: Sequence[TrainBatch]  # for delayed scaling, and for the scales of an FP8 cache
     options: argparse.Namespace
     loss: float | None
+    cache_scales: KVScales | None = None  # of the engine's FP8 KV cache
 
     @classmethod
     def train(cls, name: str, parallel: Parallel, options: argparse.Namespace) -> WarmTrainer:
@@ -209,20 +211,22 @@ class WarmTrainer:
         try:
             if cfg.rollout.kv_cache_dtype == "fp8":
                 self.policy.calibrate_kv(self.history[0])
-                exporter.publish(1, kv_scales=self.policy.kv_scales())
-            else:
-                exporter.publish(1)
+                self.cache_scales = self.policy.kv_scales()
+            exporter.publish(1, kv_scales=self.cache_scales)
         finally:
             exporter.close()
 
     def recomputed(self, trainer: str, engine: Engine, fleet: Fleet, samples: Sequence[Sample]) -> TrainBatch:
         """The samples with ``old_logprobs_T`` under one of TRAINERS, or by the engine itself."""
         from megatron_fp8rl.data.packing import pack_for
+        from megatron_fp8rl.trainer import kv_scales
 
         (batch,) = pack_for(self.policy.cfg, samples, data_rank=0)
         if trainer != PREFILL:
             if self.history:
                 switch_precision(self.policy, engine.precision(trainer), self.history)
+            if self.cache_scales is not None and self.policy.cfg.precision.round_kv:
+                kv_scales.hold(self.policy.models, self.cache_scales, self.policy.parallel.device)
             return self.policy.with_old_logprobs(batch)
         (own,) = pack_for(self.policy.cfg, prefilled(fleet, samples), data_rank=0)
         both = zip(batch.microbatches, own.microbatches, strict=True)
@@ -379,9 +383,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         device = torch.cuda.get_device_name()
     elif not {"tiny", "tiny_moe"}.issuperset(options.model):
         require_gpus(1, "benchmarks.mismatch")
-    if device == "cpu" and "fp8_kv" in options.rollout:
-        print("an FP8 KV cache needs a GPU; leave fp8_kv out of --rollout", file=sys.stderr)
-        return 2
     results = Results(options.results, KEYS)
     for name in options.model:
         measure(name, options, results, {"device": device})

@@ -187,6 +187,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
     megatron_on_cpu.install()
     from megatron_fp8rl import rl_loop, sft_loop
     from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
+    from megatron_fp8rl.diagnose.first_difference import explain
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
 
@@ -212,7 +213,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
         if wants_rl:
-            rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop)
+            rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop, explain)
 
 
 def _longest_wait_s(cfg: RunConfig) -> float:

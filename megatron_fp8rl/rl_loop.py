@@ -9,13 +9,13 @@ is a stream that reads a file, and a larger cluster changes only numbers in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.algo.mismatch import mismatch_metrics, require_exact
+from megatron_fp8rl.algo.mismatch import InexactError, mismatch_metrics, require_exact
 from megatron_fp8rl.algo.named import load_advantage, load_loss
 from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.colocation import ColocatedMemory
@@ -42,16 +42,22 @@ from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.save_hf import save_hf
 
 CHECKPOINTS, FINAL_HF = "checkpoints", "hf"
+Explain = Callable[[Policy, Fleet, Sequence[int]], str]  # why trainer and engine differ on these tokens
 
 
 def run(
-    cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, fleet: Fleet | None, stop: StopRequest | None = None
+    cfg: RunConfig,
+    parallel: Parallel,
+    tokenizer_dir: Path,
+    fleet: Fleet | None,
+    stop: StopRequest | None = None,
+    explain: Explain | None = None,
 ) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
     ``fleet`` exists on rank 0 only and may still be starting. An error on any rank ends the run on all ranks; the
     report is still written. If ``stop`` requests an early end, the run saves a checkpoint after a step and raises
-    RunStopped.
+    RunStopped. ``explain`` adds to the error of an exact run that is not exact.
     """
     stop = stop or StopRequest()
     is_driver = parallel.rank == 0
@@ -60,7 +66,8 @@ def run(
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
         loss = load_loss(cfg.algo, cfg.rollout.max_completion_tokens)
-        learn = partial(_learn, loss=loss, sample=partial(to_samples, advantage_fn=load_advantage(cfg.algo), cfg=cfg))
+        sample = partial(to_samples, advantage_fn=load_advantage(cfg.algo), cfg=cfg)
+        learn = partial(_learn, loss=loss, sample=sample, explain=partial(_explain, explain, fleet))
         scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
         policy = Policy.build(cfg, parallel)
@@ -119,6 +126,7 @@ def _learn(
     *,
     loss: Callable[..., Any],
     sample: Callable[..., list[Sample]],
+    explain: Callable[..., str],
 ) -> bool:
     """Collective: train the policy, at version ``log.step`` - 1, on the groups; False if no sample remains."""
     cfg = policy.cfg
@@ -137,17 +145,31 @@ def _learn(
             log.update(policy.router_metrics())
             log.mismatch(mismatch_metrics(batches, cfg.algo, policy.parallel))
     with span("update"):
-        inspect = partial(_inspect, cfg, policy.parallel, log) if exact else None  # the first update alone is on-policy
+        # The first update alone is on-policy.
+        inspect = partial(_inspect, cfg, policy.parallel, log, partial(explain, policy, samples)) if exact else None
         updates = [policy.update(batch, loss, inspect=inspect if i == 0 else None) for i, batch in enumerate(batches)]
         log.updates(updates, batches)
     return True
 
 
-def _inspect(cfg: RunConfig, parallel: Parallel, log: StepLog, batch: TrainBatch) -> None:
+def _inspect(
+    cfg: RunConfig, parallel: Parallel, log: StepLog, explain: Callable[[str], str], batch: TrainBatch
+) -> None:
     """Collective: measure the mismatch of the training pass itself; raise InexactError unless there is none."""
     report = mismatch_metrics([batch], cfg.algo, parallel)
     log.mismatch(report)
-    require_exact(report)
+    try:
+        require_exact(report)
+    except InexactError as error:
+        raise InexactError(f"{error}. {explain(report.worst[0].label)}") from None
+
+
+def _explain(explain: Explain | None, fleet: Fleet | None, policy: Policy, samples: list[Sample], name: str) -> str:
+    """Collective: what rank 0 finds out about the sample of that name; empty without ``explain``."""
+    found = ""
+    if explain is not None and fleet is not None:
+        found = explain(policy, fleet, next(sample.token_ids for sample in samples if sample.name == name))
+    return policy.parallel.broadcast_object(found)
 
 
 def _publish(

@@ -60,8 +60,8 @@ def require_exact(report: MismatchReport) -> None:
     raise InexactError(
         f"precision.exact: trainer and engine disagree by up to {largest:.3g} nats (mean "
         f"{report.metrics['mismatch/abs_logprob_diff/mean']:.3g}), most in sequence {worst.label!r}: mean "
-        f"{worst.abs_logprob_diff_mean:.3g} over {worst.num_tokens} tokens. No weight was changed. Compare the operations "
-        "of one prompt with benchmarks.probe, or set --precision.exact False"
+        f"{worst.abs_logprob_diff_mean:.3g} over {worst.num_tokens} tokens. No weight was changed. Set "
+        "--precision.exact False to train with the correction of the mismatch instead"
     )
 
 

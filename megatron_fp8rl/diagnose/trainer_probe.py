@@ -34,9 +34,11 @@ class TrainerProbe:
     """One recorded forward pass; ``chunks`` are those of a Policy or of ``build_chunks``."""
 
     def __init__(self, chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel):
-        """Raises ValueError for several ranks or chunks, and for models that cannot be probed."""
-        if parallel.world_size != 1 or len(chunks) != 1:
-            raise ValueError(f"a probe needs one trainer rank, not {parallel.world_size}, and one model chunk")
+        """Raises ValueError where this rank does not hold the whole model, and for models that cannot be probed."""
+        split = [name for name in ("tensor", "pipeline", "context", "expert") if getattr(cfg.parallel, name) > 1]
+        if split or len(chunks) != 1:
+            name = split[0] if split else "virtual_stages"
+            raise ValueError(f"a probe needs a rank that holds the whole model, and parallel.{name} is above 1")
         self.cfg, self.parallel, self.names = cfg, parallel, operation_names(cfg.model)
         self._chunks, self._model = chunks, unwrap(chunks[0])
         self._num_tokens = 0

@@ -107,6 +107,16 @@ def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path:
             assert line["train/grad_norm/max"] > 0
 
 
+def test_an_exact_run_that_is_not_names_the_operation(tmp_path: Path):
+    more = {"precision__exact": "True", "data__sft_steps": "5", "num_steps": "2"}
+    status, output = _finish(_start("train", "tests.helpers.wrong_norm:run", tmp_path, **more))
+    assert status != 0
+    message = " ".join(output.split())
+    assert "InexactError: precision.exact: trainer and engine disagree" in message, output[-3000:]
+    assert "differs first at layer.0.input_norm" in message and "operation of the trainer differs, too" in message
+    assert not (tmp_path / "first_difference.safetensors").exists()
+
+
 def test_a_run_leaves_a_report_and_a_checkpoint_that_transformers_loads(finished_run: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

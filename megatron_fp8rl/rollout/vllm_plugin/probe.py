@@ -4,7 +4,8 @@ In: a prompt sent by a client. Out: a safetensors file with the result of each o
 ``diagnose/operations.py``, in the engine's dtypes. Runs in the engine worker, as part of its extension;
 ``diagnose/engine_probe.py`` drives it.
 
-Hooks fire only when modules are called, so the engine must run eagerly: a CUDA graph replays only kernels.
+Hooks fire only when modules are called, so the engine must not be compiled. CUDA graphs do no harm: without
+torch.compile only decoding is captured.
 """
 
 from __future__ import annotations
@@ -50,14 +51,12 @@ class Probe:
     def start_probe(self, num_tokens: int) -> None:
         """Record the next prefill of ``num_tokens`` tokens.
 
-        Raises RuntimeError if the engine does not run eagerly or has several ranks, and for a model whose modules have
-        other names.
+        Raises RuntimeError if the engine is compiled or has several ranks, and for a model whose modules have other
+        names.
         """
         runner = self.model_runner
-        if not runner.model_config.enforce_eager:
-            raise RuntimeError(
-                "a probe needs rollout.enforce_eager = True: hooks do not fire in CUDA graphs or compiled code"
-            )
+        if runner.vllm_config.compilation_config.mode:
+            raise RuntimeError("a probe needs rollout.torch_compile = False: hooks do not fire in compiled code")
         world_size = runner.vllm_config.parallel_config.world_size
         if world_size != 1:
             raise RuntimeError(f"a probe needs an engine on one worker (rollout.tensor = 1); this one has {world_size}")

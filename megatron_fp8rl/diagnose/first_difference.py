@@ -1,0 +1,58 @@
+"""Where trainer and engine part, in words: what an exact run adds to its error.
+
+In: the policy, the fleet and the sequence that differs most, after a training pass and before its update. Out: one
+sentence that names the first layer and operation whose bits differ, or why they could not be compared. Runs on trainer
+rank 0, while the engines are idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.diagnose.engine_probe import record_prefill
+from megatron_fp8rl.diagnose.operations import Difference, compare, first_different
+from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.trainer.policy import Policy
+
+
+def explain(policy: Policy, fleet: Fleet, token_ids: Sequence[int]) -> str:
+    """One sentence about the first operation that differs for the sequence, [L] tokens. Never raises."""
+    cfg = policy.cfg
+    if reason := _obstacle(cfg):
+        return f"Its operations were not compared: {reason}."
+    path = Path(cfg.run_dir).resolve() / "first_difference.safetensors"
+    tokens = list(token_ids[:-1])  # the engine adds one
+    try:
+        probe = TrainerProbe(policy.chunks, cfg, policy.parallel)
+        trainer = probe.record(tokens)
+        engine = fleet.sync(record_prefill(fleet.clients[0], tokens, path), cfg.rollout.request_deadline_s)
+        rows = compare(engine, trainer, probe.replay(engine), cfg.model)
+    except Exception as error:  # the mismatch is the error to report
+        return f"Its operations could not be compared: {type(error).__name__}: {error}."
+    finally:
+        path.unlink(missing_ok=True)
+    return _sentence(first_different(rows), len(tokens))
+
+
+def _obstacle(cfg: RunConfig) -> str:
+    if cfg.rollout.placement == "remote":
+        return "rollout.placement = remote, and a probe writes a file on the engine's host"
+    if cfg.rollout.sleep_level:
+        return f"the engines sleep (rollout.sleep_level = {cfg.rollout.sleep_level})"
+    return ""
+
+
+def _sentence(first: Difference | None, num_tokens: int) -> str:
+    if first is None:
+        return (
+            f"The engine's prefill of its {num_tokens} tokens agrees with the trainer at every operation: the engine "
+            "decodes by another function than it prefills"
+        )
+    own = "differs, too" if first.own_max else "agrees"
+    return (
+        f"The engine's prefill of its {num_tokens} tokens differs first at {first.name}, by up to {first.total_max:.3g}; "
+        f"on the engine's inputs that operation of the trainer {own}"
+    )
