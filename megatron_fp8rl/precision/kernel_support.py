@@ -224,6 +224,7 @@ _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (
     ("rollout.linear_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
     ("rollout.moe_backend", ("auto", "deep_gemm"), "the trainer multiplies on DeepGEMM"),
     ("rollout.temperature", (1.0,), "the engine divides logits in a kernel of its own"),
+    ("rollout.kv_cache_dtype", ("auto",), "in FP8 the engine's attention decodes by another function than it prefills"),
     ("rollout.attention_backend", ("auto", "FLASH_ATTN"), "the trainer attends with FlashAttention"),
 )
 

@@ -144,7 +144,7 @@ def test_exact_selects_the_kernels_that_both_ends_share():
     "path, value, on_gpu_only",
     [
         ("rollout.max_staleness", 1, False), ("rollout.top_p", 0.9, False), ("rollout.top_k", 5, False),
-        ("rollout.kv_cache_dtype", "fp8", False), ("rollout.tensor", 2, False), ("parallel.tensor", 2, False),
+        ("rollout.kv_cache_dtype", "fp8", True), ("rollout.tensor", 2, False), ("parallel.tensor", 2, False),
         ("parallel.expert_tensor", 2, False), ("precision.trainer", "bf16", False), ("rollout.temperature", 0.7, True),
         ("precision.scales", "fp32", True), ("precision.bf16_first_layers", 1, True), ("precision.linears", "te", True),
         ("rollout.moe_backend", "triton", True), ("model.head_dim", 64, True), ("model.moe_ffn_hidden_size", 192, True),
