@@ -246,22 +246,41 @@ class AlgoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnvironmentConfig:
-    """One source of problems. ``dataset`` is a reasoning-gym generator; ``options`` are its parameters."""
+class RewardConfig:
+    """One reward of a source of rows. A completion's reward is the weighted sum over all rewards of its source."""
 
+    function: str = "exact"  # exact, number, choice, math, format, length, code, judge, or FILE.py:function
+    weight: float = 1.0
+    options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the reward
+    sandbox: bool = False  # run a function of your own without network, disk and other processes; code always is
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """One source of problems: rows of files, an environment class, or a reasoning-gym generator."""
+
+    # A .jsonl (.gz, .zst) or .parquet file, a folder or glob of them, a folder of datasets.save_to_disk, hub:NAME,
+    # env:module:Class, or the name of a reasoning-gym generator.
     dataset: str = "chain_sum"
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # of the generator or class; for hub:NAME of load_dataset
     weight: float = 1.0  # relative share of the prompts
-    template: str = "{question}"  # fields: question and the generator's metadata
+    template: str = "{question}"  # fields: question and the columns of the row, or the generator's metadata
+    system_prompt: str = ""
+    prompt_column: str = ""  # column with the prompt, text or a list of messages; "": found by its name
+    answer_column: str = ""  # column with the reference answer; "": found by its name
+    eval: str = ""  # held-out rows, named like ``dataset``; "" holds out one eighth of a generator's questions, no rows
+    rewards: tuple[RewardConfig, ...] = ()  # of rows; classes and generators score by themselves
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Environments, tokenizer, scoring and the supervised warm start."""
+    """Sources of problems, tokenizer, scoring and the supervised warm start."""
 
     environments: tuple[EnvironmentConfig, ...] = (EnvironmentConfig(),)
+    max_dropped: float = 0.01  # largest fraction of rows that may be too long, empty or impossible to encode
     tokenizer: str = "character"  # "character", or a directory with a Hugging Face tokenizer
     chat_template: bool = False  # render prompts with the tokenizer's chat template
+    chat_template_arguments: dict[str, Any] = field(default_factory=dict)  # such as {"enable_thinking": false}
     num_score_workers: int = 1  # scoring processes of trainer rank 0, or of each score server
     score_servers: int = 0  # score servers started by the agents of a launched job; 0: trainer rank 0 scores
     score_deadline_s: float = 30.0

@@ -60,6 +60,7 @@ class Rollout:
     reward: float
     status: Literal["scored", "truncated", "score_failed"]
     detail: str = ""  # why scoring failed; empty otherwise
+    reward_parts: dict[str, float] = field(default_factory=dict)  # unweighted, by the reward's name; may be empty
     seed: int = 0  # the engine's sampling seed of this completion
 
     @property
