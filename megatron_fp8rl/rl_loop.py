@@ -69,7 +69,7 @@ def run(
         sample = partial(to_samples, advantage_fn=load_advantage(cfg.algo), cfg=cfg)
         learn = partial(_learn, loss=loss, sample=sample, explain=partial(_explain, explain, fleet))
         scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
-        prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)))
+        prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)), log=is_driver)
         policy = Policy.build(cfg, parallel)
         kernels = choose(cfg, here(), "trainer")
         observer.note({**kernels.record(), "trainer kernel, optimizer": adam_name()})
@@ -222,6 +222,8 @@ def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, st
     if not is_due or not cfg.observe.eval_prompts or cfg.rollout.replay is not None:
         return
     held_out = prompts.eval_prompts(cfg.observe.eval_prompts)
+    if not held_out:  # rows without held-out ones
+        return
     log.evaluation(rollouts.sample(held_out, num_completions=cfg.observe.eval_completions))
 
 

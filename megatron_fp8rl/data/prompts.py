@@ -1,28 +1,41 @@
-"""Tokenized prompts of all environments in one stream, and a fixed held-out set. Runs on rank 0.
+"""Tokenized prompts of all sources in one stream, and a fixed held-out set. Runs on rank 0.
 
-Every prompt is a pure function of (seed, position): a run resumes by setting the position, and nothing is stored.
+Every prompt is a pure function of (seed, position): a run resumes by setting the position, and nothing is stored. A
+generator's problem is drawn at random at each position. Rows come once per epoch, in an order that the seed and the epoch
+decide; with several sources, each gets the positions of its weight. A prompt that is too long, empty or impossible to
+encode is left out and uses up its position.
 
-Whether a problem is held out for evaluation depends only on its question, not on the seed: one eighth of all questions
-are, in every run. A warm start with one seed can therefore never have trained on the evaluation problems of a run with
-another seed.
+Of generators, one eighth of all questions is held out for evaluation, whatever the seed: a warm start with one seed can
+never have trained on the evaluation problems of a run with another. Of rows, ``EnvironmentConfig.eval`` names those that
+are held out.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import EnvironmentConfig, RunConfig
+from megatron_fp8rl.data.columns import find_columns
+from megatron_fp8rl.data.dropped import DroppedLog
+from megatron_fp8rl.data.rows import RowError, Rows, open_rows
 from megatron_fp8rl.data.tokenizer import UnknownCharacterError, encode
 from megatron_fp8rl.envs.environment import Problem, build_environment, environments_by_key, render
+from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
 
 _HELD_OUT_ONE_IN = 8
 _NUM_INDICES = 2**31
 _MAX_DRAWS = 1000  # draws to find one problem of the requested side; by chance alone a miss has probability 1e-58
+_BLOCK = 1024  # positions over which sources have their exact shares
 
 
 class PromptTooLongError(ValueError):
@@ -33,8 +46,43 @@ class TooFewProblemsError(ValueError):
     """An environment whose questions all fall on one side of the split between training and evaluation."""
 
 
+DROPPED = (PromptTooLongError, UnknownCharacterError, RowError)  # reasons to leave a prompt out
+
+
+class RowSource:
+    """The rows of one source as problems."""
+
+    def __init__(self, cfg: EnvironmentConfig, dataset: str):
+        """``dataset``: ``cfg.dataset``, or ``cfg.eval``. Raises FileNotFoundError, ColumnError or ValueError."""
+        self.rows: Rows = open_rows(dataset, cfg.options)
+        self.dataset = dataset
+        if not len(self.rows):
+            raise ValueError(f"{dataset} has no rows")
+        first = next((row for row in self._readable(100)), {})
+        self.columns = find_columns(first, prompt=cfg.prompt_column, answer=cfg.answer_column)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def problem(self, index: int) -> Problem:
+        """The problem of a row. Raises RowError if it has none."""
+        return self.columns.problem(self.rows[index])
+
+    def order(self, seed: str, ordinal: int) -> int:
+        """The row of an ordinal: each row once in every ``len(self)`` ordinals."""
+        epoch, place = divmod(ordinal, len(self.rows))
+        return int(_permutation(len(self.rows), f"{seed}/epoch {epoch}")[place])
+
+    def _readable(self, at_most: int) -> Iterator[dict]:
+        for index in range(min(at_most, len(self.rows))):
+            try:
+                yield self.rows[index]
+            except RowError:
+                continue
+
+
 class ProblemSource:
-    """The environments of a configuration, drawn by weight, and the rendering of their problems as prompts."""
+    """The sources of a configuration, drawn by weight, and the rendering of their problems as prompts."""
 
     def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase):
         if len(tokenizer) > cfg.model.vocab_size:
@@ -47,21 +95,39 @@ class ProblemSource:
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.configs = environments_by_key(cfg.data.environments)
-        self.environments = {key: build_environment(env_cfg) for key, env_cfg in self.configs.items()}
+        rows = {key: env_cfg for key, env_cfg in self.configs.items() if has_rows(env_cfg.dataset)}
+        self.rows = {key: RowSource(env_cfg, env_cfg.dataset) for key, env_cfg in rows.items()}
+        self.held_out_rows = {key: RowSource(env_cfg, env_cfg.eval) for key, env_cfg in rows.items() if env_cfg.eval}
+        self.environments = {key: build_environment(self.configs[key]) for key in self.configs if key not in rows}
 
     def draw(self, stream: str, position: int) -> tuple[str, Problem]:
-        """(environment, training problem) at a position of a named stream."""
+        """(source, training problem) at a position of a named stream. Raises RowError for a row without a problem."""
         rng = random.Random(f"{self.cfg.seed}/{stream}/{position}")
-        keys = list(self.configs)
-        key = rng.choices(keys, weights=[self.configs[k].weight for k in keys])[0]
-        for _ in range(_MAX_DRAWS):
-            problem = self.environments[key].make_problem(rng.randrange(_NUM_INDICES))
-            if not is_held_out(problem.question):
-                return key, problem
-        raise TooFewProblemsError(f"environment {key}: {_MAX_DRAWS} draws gave no problem to train on; {_variety(key)}")
+        if not self.rows:
+            key = rng.choices(list(self.configs), weights=[cfg.weight for cfg in self.configs.values()])[0]
+            return key, self._generated(key, rng)
+        key, ordinal = self._turn(stream, position)
+        if key not in self.rows:
+            return key, self._generated(key, rng)
+        source = self.rows[key]
+        row = source.order(f"{self.cfg.seed}/{stream}/{key}", ordinal)
+        try:
+            problem = source.problem(row)
+        except RowError as error:
+            raise RowError(f"row {row} of {key} {error}") from None
+        return key, replace(problem, metadata={**problem.metadata, "row": row})
+
+    def any_problem(self, key: str, rng: random.Random) -> Problem:
+        """A problem of a source at random, from either side of the split."""
+        if key in self.rows:
+            return self.rows[key].problem(rng.randrange(len(self.rows[key])))
+        return self.environments[key].make_problem(rng.randrange(_NUM_INDICES))
 
     def held_out(self, key: str, count: int) -> list[Problem]:
-        """Up to ``count`` different held-out problems of an environment, at least one; the same for every seed."""
+        """Up to ``count`` different held-out problems of a source, the same for every seed; none of rows without
+        ``eval``."""
+        if key in self.rows:
+            return self._held_out_rows(key, count)
         rng = random.Random(f"held out/{key}")
         found: dict[str, Problem] = {}
         misses = 0
@@ -81,21 +147,17 @@ class ProblemSource:
         Raises:
             PromptTooLongError, UnknownCharacterError: with the prompt's id.
         """
-        text = render(self.configs[key].template, problem)
-        use_chat = self.cfg.data.chat_template
-        if use_chat:
-            message = [{"role": "user", "content": text}]
-            text = self.tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+        text = self._text(key, problem)
         try:
             # A chat template writes the special tokens itself.
-            token_ids = encode(self.tokenizer, text, add_special_tokens=not use_chat)
+            token_ids = encode(self.tokenizer, text, add_special_tokens=not self.cfg.data.chat_template)
         except UnknownCharacterError as error:
             raise UnknownCharacterError(f"prompt {prompt_id}: {error}") from None
         limit = self.cfg.rollout.max_prompt_tokens
         if len(token_ids) > limit:
             raise PromptTooLongError(
                 f"prompt {prompt_id} has {len(token_ids)} tokens, more than rollout.max_prompt_tokens = {limit}; raise "
-                f"it, or make the problems of {key} shorter through its options or template: {text!r}"
+                f"it, or make the problems of {key} shorter through its options or template: {text[:300]!r}"
             )
         return Prompt(
             prompt_id=prompt_id,
@@ -106,21 +168,73 @@ class ProblemSource:
             metadata=problem.metadata,
         )
 
+    def _text(self, key: str, problem: Problem) -> str:
+        cfg, data = self.configs[key], self.cfg.data
+        content = render(cfg.template, problem)
+        messages = [*problem.messages[:-1], {"role": "user", "content": content}]
+        if cfg.system_prompt and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": cfg.system_prompt})
+        if data.chat_template:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **data.chat_template_arguments
+            )
+        if len(messages) > 1:
+            raise RowError("has several messages, or a system prompt, and needs data.chat_template = True")
+        return content
+
+    def _generated(self, key: str, rng: random.Random) -> Problem:
+        for _ in range(_MAX_DRAWS):
+            problem = self.environments[key].make_problem(rng.randrange(_NUM_INDICES))
+            if not is_held_out(problem.question):
+                return problem
+        raise TooFewProblemsError(f"environment {key}: {_MAX_DRAWS} draws gave no problem to train on; {_variety(key)}")
+
+    def _turn(self, stream: str, position: int) -> tuple[str, int]:
+        """(source of a position, how many positions before it were that source's)."""
+        block, place = divmod(position, _BLOCK)
+        shares = apportion(_BLOCK, {key: cfg.weight for key, cfg in self.configs.items()})
+        turns = _turns(tuple(shares.values()), f"{self.cfg.seed}/{stream}/block {block}")
+        index = int(turns[place])
+        key = list(shares)[index]
+        return key, block * shares[key] + int((turns[:place] == index).sum())
+
+    def _held_out_rows(self, key: str, count: int) -> list[Problem]:
+        source, found = self.held_out_rows.get(key), []
+        for ordinal in range(0 if source is None else len(source)):
+            if len(found) == count:
+                break
+            try:
+                found.append(source.problem(source.order("held out", ordinal)))
+            except RowError:
+                continue
+        return found
+
 
 class PromptStream:
     """Training prompts in order, starting at ``position``; set ``position`` to resume."""
 
-    def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, position: int = 0):
+    def __init__(self, cfg: RunConfig, tokenizer: PreTrainedTokenizerBase, *, position: int = 0, log: bool = False):
+        """``log``: name what is left out in ``data/dropped.jsonl`` of the run's folder; for one rank."""
         self._source = ProblemSource(cfg, tokenizer)
+        self._dropped = DroppedLog(Path(cfg.run_dir) if log else None, cfg.data.max_dropped)
         self.position = position  # of the next prompt
 
+    @property
+    def num_dropped(self) -> int:
+        """Prompts left out by this stream so far."""
+        return self._dropped.num_dropped
+
     def next_prompts(self, count: int) -> list[Prompt]:
-        """The next ``count`` training prompts; advances the position. Ids read "<environment>/<position>"."""
-        prompts = []
-        for position in range(self.position, self.position + count):
-            key, problem = self._source.draw("train", position)
-            prompts.append(self._source.prompt(f"{key}/{position}", key, problem))
-        self.position += count
+        """The next ``count`` training prompts; advances the position. Ids read "<environment>/<position>".
+
+        Raises TooManyDroppedError if more than ``data.max_dropped`` of many prompts are left out.
+        """
+        prompts: list[Prompt] = []
+        while len(prompts) < count:
+            prompt = self._at(self.position)
+            self.position += 1
+            if prompt is not None:
+                prompts.append(prompt)
         return prompts
 
     def upcoming(self, count: int) -> list[Prompt]:
@@ -131,17 +245,49 @@ class PromptStream:
         return prompts
 
     def eval_prompts(self, count: int) -> list[Prompt]:
-        """Held-out prompts, shared out by weight; never a training question, and the same for every seed.
+        """Held-out prompts, shared out by weight; never a training question of a generator, the same for every seed.
 
-        Fewer than ``count`` if an environment has fewer distinct held-out questions. Ids read "<environment>/eval-<i>".
+        Fewer than ``count`` if a source has fewer distinct held-out questions, or some that cannot be encoded; none if
+        no source has any. Ids read "<environment>/eval-<i>".
         """
-        weights = {key: cfg.weight for key, cfg in self._source.configs.items()}
-        return [
-            self._source.prompt(f"{key}/eval-{i}", key, problem)
-            for key, share in apportion(count, weights).items()
-            if share
-            for i, problem in enumerate(self._source.held_out(key, share))
-        ]
+        source = self._source
+        weights = {key: cfg.weight for key, cfg in source.configs.items() if key not in source.rows}
+        weights |= {key: source.configs[key].weight for key in source.held_out_rows}
+        prompts = []
+        for key, share in apportion(count, weights).items() if weights else ():
+            for i, problem in enumerate(source.held_out(key, share) if share else ()):
+                try:
+                    prompts.append(source.prompt(f"{key}/eval-{i}", key, problem))
+                except DROPPED as error:
+                    self._dropped.add(f"{key}/eval-{i}", str(error))
+        return prompts
+
+    def _at(self, position: int) -> Prompt | None:
+        name = f"position {position}"
+        try:
+            key, problem = self._source.draw("train", position)
+            name = f"row {problem.metadata['row']} of {key}" if "row" in problem.metadata else f"{key}/{position}"
+            prompt = self._source.prompt(f"{key}/{position}", key, problem)
+        except DROPPED as error:
+            row = re.match(r"row \d+ of \S+", str(error))
+            self._dropped.add(row[0] if row else name, str(error))
+            return None
+        self._dropped.num_kept += 1
+        return prompt
+
+
+@functools.lru_cache(maxsize=4)
+def _permutation(size: int, seed: str) -> np.ndarray:
+    return np.random.default_rng(_number(seed)).permutation(np.arange(size, dtype=np.uint32))
+
+
+@functools.lru_cache(maxsize=8)
+def _turns(shares: tuple[int, ...], seed: str) -> np.ndarray:
+    return np.random.default_rng(_number(seed)).permutation(np.repeat(np.arange(len(shares)), shares))
+
+
+def _number(seed: str) -> int:
+    return int.from_bytes(hashlib.blake2b(seed.encode(), digest_size=8).digest())
 
 
 def position_after(prompts: Iterable[Prompt]) -> int:

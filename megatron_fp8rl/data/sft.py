@@ -49,7 +49,7 @@ class SftSource:
         key, problem = self._source.draw("sft", position)
         rng = random.Random(f"{self._cfg.seed}/wrong answers/{position}")
         if rng.random() < self._cfg.data.sft_wrong_answers:
-            other = self._source.environments[key].make_problem(rng.randrange(2**31))
+            other = self._source.any_problem(key, rng)
             problem = replace(problem, answer=other.answer)
         return self._sample(f"{key}/sft-{position}", key, problem)
 

@@ -1,7 +1,8 @@
 """Environment interface, and construction from a configuration.
 
 An environment generates problems by index and scores completions. It is either a reasoning-gym generator, given by
-name, or a class in a user's module, given as ``package.module:Class`` and constructed as ``Class(**options)``.
+name, or a class in a user's module, given as ``env:package.module:Class`` and constructed as ``Class(**options)``. Rows of
+files (``data/rows.py``) are no environment: they are a list, and their rewards are configured beside them.
 
 Problems are generated in the trainer; completions are scored in worker processes (envs/scoring.py) that construct the
 same environment again, so all data that scoring needs must be in ``Prompt.metadata``, as JSON.
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_fp8rl.config import EnvironmentConfig
+from megatron_fp8rl.envs.source_kind import CLASS, kind_of, short_name
 from megatron_fp8rl.types import Prompt
 
 
@@ -31,6 +33,7 @@ class Problem:
     question: str  # decides whether the problem is held out: equal questions are in the same split
     answer: str  # reference answer; empty if there is none
     metadata: dict[str, Any] = field(default_factory=dict)  # JSON-serializable; template fields and input to scoring
+    messages: tuple[dict[str, str], ...] = ()  # role and content; the question is the last of them. Empty: text alone
 
 
 class Environment(Protocol):
@@ -39,8 +42,9 @@ class Environment(Protocol):
     def make_problem(self, index: int) -> Problem:
         """The problem at an index, 0 <= index < 2**31; the same in every process."""
 
-    def score(self, prompt: Prompt, completion_text: str) -> float:
-        """Reward of a completion. May be slow, hang or crash: it runs in a separate process with a deadline."""
+    def score(self, prompt: Prompt, completion_text: str) -> float | dict[str, float]:
+        """Reward of a completion, or its parts by name: their sum, or the part "reward", is the reward. May be slow,
+        hang or crash: it runs in a separate process with a deadline."""
 
 
 def build_environment(cfg: EnvironmentConfig) -> Environment:
@@ -49,11 +53,11 @@ def build_environment(cfg: EnvironmentConfig) -> Environment:
     Raises:
         EnvironmentSpecError: unknown module, class, generator or option.
     """
-    if ":" not in cfg.dataset:
+    if kind_of(cfg.dataset) == "generator":
         from megatron_fp8rl.envs.reasoning_gym import ReasoningGymEnvironment
 
         return ReasoningGymEnvironment(cfg.dataset, cfg.options)
-    module_name, _, class_name = cfg.dataset.partition(":")
+    module_name, _, class_name = cfg.dataset.removeprefix(CLASS).partition(":")
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -69,13 +73,16 @@ def build_environment(cfg: EnvironmentConfig) -> Environment:
 
 
 def environments_by_key(configs: Iterable[EnvironmentConfig]) -> dict[str, EnvironmentConfig]:
-    """Configurations by the names used in prompts, metrics and records: the dataset's name, numbered if repeated."""
+    """Configurations by the names used in prompts, metrics and records: the dataset's name, of a file its stem, numbered
+    if repeated.
+    """
     keyed: dict[str, EnvironmentConfig] = {}
     for cfg in configs:
-        key, count = cfg.dataset, 1
+        name = short_name(cfg.dataset)
+        key, count = name, 1
         while key in keyed:
             count += 1
-            key = f"{cfg.dataset}-{count}"
+            key = f"{name}-{count}"
         keyed[key] = cfg
     return keyed
 

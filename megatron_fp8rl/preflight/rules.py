@@ -267,9 +267,6 @@ def _check_data(found: Findings) -> None:
         if not fields:
             problem = "mentions no field, so that every prompt is the same"
             found.refuse(f"{path}.template", problem, "Use {question}", value=environment.template)
-    names = [environment.dataset for environment in data.environments]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        found.refuse("data.environments", f"{', '.join(twice)} occurs twice", "Merge the two", value=tuple(names))
     if data.tokenizer != "character" and not Path(data.tokenizer).is_dir():
         found.refuse("data.tokenizer", "is not a directory", 'Name a tokenizer\'s directory, or "character"')
     if data.chat_template and data.tokenizer == "character":

@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.data.prompts import PromptStream, PromptTooLongError, TooFewProblemsError, apportion, is_held_out
+from megatron_fp8rl.data.dropped import TooManyDroppedError
+from megatron_fp8rl.data.prompts import PromptStream, TooFewProblemsError, apportion, is_held_out
 from megatron_fp8rl.data.sft import SftSource
-from megatron_fp8rl.data.tokenizer import UnknownCharacterError, character_tokenizer, decode, encode
+from megatron_fp8rl.data.tokenizer import character_tokenizer, decode, encode
 from megatron_fp8rl.envs.environment import EnvironmentSpecError, build_environment
 
 TOKENIZER = character_tokenizer()
@@ -99,9 +100,9 @@ def test_a_single_question_cannot_be_on_both_sides():
 
 def test_bad_prompts_are_named():
     wordy = EnvironmentConfig(template="{question}")
-    with pytest.raises(PromptTooLongError, match=r"prompt chain_sum/0 has \d+ tokens.*max_prompt_tokens = 20"):
+    with pytest.raises(TooManyDroppedError, match=r"of 500 prompts.*has \d+ tokens, more than rollout.max_prompt_tokens = 20"):
         PromptStream(config(wordy), TOKENIZER).next_prompts(1)
-    with pytest.raises(UnknownCharacterError, match=r"prompt chain_sum/0: .*'→'"):
+    with pytest.raises(TooManyDroppedError, match=r"of 500 prompts.*does not know '→'"):
         PromptStream(config(dataclasses.replace(SUMS, template="{expression}→")), TOKENIZER).next_prompts(1)
     with pytest.raises(EnvironmentSpecError, match="no field 'expresion'; did you mean expression"):
         PromptStream(config(dataclasses.replace(SUMS, template="{expresion}")), TOKENIZER).next_prompts(1)

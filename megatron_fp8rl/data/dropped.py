@@ -1,0 +1,43 @@
+"""Prompts that are left out: counted, named once each in ``data/dropped.jsonl``, and too many of them an error."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+_JUDGED_AFTER = 500  # prompts, before their share says anything
+
+
+class TooManyDroppedError(ValueError):
+    """So many prompts cannot be used that something is wrong with the data or the configuration."""
+
+
+class DroppedLog:
+    """``run_dir``: where the file is kept; None keeps none. Entries of an earlier start of the run are not repeated."""
+
+    def __init__(self, run_dir: Path | None, max_share: float):
+        self._path = None if run_dir is None else run_dir / "data" / "dropped.jsonl"
+        self._max_share = max_share
+        self._named: set[str] = set()
+        self.num_kept = self.num_dropped = 0
+        if self._path is not None and self._path.exists():
+            self._named = {json.loads(line)["prompt"] for line in self._path.read_text().splitlines() if line.strip()}
+
+    def add(self, name: str, reason: str) -> None:
+        """Count one prompt. Raises TooManyDroppedError."""
+        self.num_dropped += 1
+        if name not in self._named:
+            self._named.add(name)
+            if self._path is not None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                with self._path.open("a") as file:
+                    file.write(json.dumps({"prompt": name, "reason": reason}) + "\n")
+        seen = self.num_kept + self.num_dropped
+        expected = self._max_share * seen
+        if seen >= _JUDGED_AFTER and self.num_dropped > expected + 3 * math.sqrt(expected):  # by chance: 1 run in 700
+            where = "" if self._path is None else f"; all are named in {self._path}"
+            raise TooManyDroppedError(
+                f"{self.num_dropped} of {seen} prompts cannot be used, more than data.max_dropped = {self._max_share:g}; "
+                f"the last one: {reason}{where}. Mend the data, raise rollout.max_prompt_tokens, or raise data.max_dropped"
+            )

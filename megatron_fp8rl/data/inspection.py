@@ -1,0 +1,153 @@
+"""What the sources of a run hold, before it starts: rows, columns, rendered prompts, lengths, and what is left out.
+
+In: a configuration and its tokenizer. Out: a :class:`SourceReport` for each source. Runs in ``doctor``, ``launch`` and on
+rank 0 before engines start. All rows of small sources are rendered and tokenized, of larger ones an evenly spaced sample.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.columns import Columns
+from megatron_fp8rl.data.dropped import TooManyDroppedError
+from megatron_fp8rl.data.prompts import DROPPED, ProblemSource
+from megatron_fp8rl.data.rows import RowError
+from megatron_fp8rl.types import Prompt
+
+_ALL_UP_TO = 20_000  # rows; of more, this many are looked at:
+_SAMPLE = 2_000
+_GENERATED = 64  # problems of a generator or class
+_COMPARED_UP_TO = 1_000_000  # training rows that are compared with the held-out ones
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceReport:
+    """One source."""
+
+    key: str
+    dataset: str
+    num_rows: int | None  # None: it generates problems
+    num_held_out: int | None
+    columns: Columns | None
+    lengths: tuple[int, ...]  # tokens of the prompts that were looked at and can be used
+    dropped: tuple[tuple[str, str], ...]  # (row, reason)
+    num_equal: int  # held-out questions that are also training questions
+    prompts: tuple[Prompt, ...]  # the first ones
+
+    @property
+    def num_seen(self) -> int:
+        return len(self.lengths) + len(self.dropped)
+
+    def lines(self) -> Iterator[str]:
+        """For people: what was found, a histogram of lengths, and the first prompt."""
+        rows = "generated problems" if self.num_rows is None else f"{self.num_rows:,} rows"
+        held_out = "" if not self.num_held_out else f", {self.num_held_out:,} held out"
+        yield f"{self.key}: {rows}{held_out} ({self.dataset})"
+        if self.columns is not None:
+            yield f"  prompt in {self.columns.prompt!r}, answer in {self.columns.answer!r}"
+        if self.lengths:
+            low, high = min(self.lengths), max(self.lengths)
+            middle = sorted(self.lengths)[len(self.lengths) // 2]
+            yield f"  prompt tokens {low} {_histogram(self.lengths)} {high}, median {middle}, of {self.num_seen:,} looked at"
+        for row, reason in self.dropped[:3]:
+            yield f"  left out: {row}: {reason[:160]}"
+        if len(self.dropped) > 3:
+            yield f"  left out: {len(self.dropped) - 3:,} more of {self.num_seen:,}"
+        if self.num_equal:
+            yield f"  {self.num_equal:,} of the held-out questions are training questions, too"
+        for prompt in self.prompts[:1]:
+            answer = f" -> {prompt.answer[:60]!r}" if prompt.answer else " (no reference answer)"
+            yield f"  first: {prompt.text[-160:]!r}{answer}"
+
+
+def inspect_sources(cfg: RunConfig, tokenizer: PreTrainedTokenizerBase) -> list[SourceReport]:
+    """Look at every source. Raises what opening or rendering one raises, with its field."""
+    source = ProblemSource(cfg, tokenizer)
+    return [_inspect(source, key) for key in source.configs]
+
+
+def require_usable(reports: Sequence[SourceReport], max_dropped: float) -> None:
+    """Raise TooManyDroppedError if a source has more than this fraction of prompts that cannot be used."""
+    for report in reports:
+        if len(report.dropped) > max_dropped * report.num_seen:
+            row, reason = report.dropped[0]
+            raise TooManyDroppedError(
+                f"{report.dataset}: {len(report.dropped):,} of {report.num_seen:,} prompts cannot be used, more than "
+                f"data.max_dropped = {max_dropped:g}. The first one, {row}: {reason}. Mend the data, raise "
+                "rollout.max_prompt_tokens, or raise data.max_dropped"
+            )
+
+
+def _inspect(source: ProblemSource, key: str) -> SourceReport:
+    lengths: list[int] = []
+    dropped: list[tuple[str, str]] = []
+    prompts: list[Prompt] = []
+    for name, index in _looked_at(source, key):
+        try:
+            if key in source.rows:
+                problem = source.rows[key].problem(index)
+            else:
+                problem = source.environments[key].make_problem(index)
+            prompt = source.prompt(name, key, problem)
+        except DROPPED as error:
+            dropped.append((name, str(error)))
+            continue
+        lengths.append(len(prompt.token_ids))
+        if len(prompts) < 8:
+            prompts.append(prompt)
+    rows, held_out = source.rows.get(key), source.held_out_rows.get(key)
+    return SourceReport(
+        key=key,
+        dataset=source.configs[key].dataset,
+        num_rows=None if rows is None else len(rows),
+        num_held_out=None if held_out is None else len(held_out),
+        columns=None if rows is None else rows.columns,
+        lengths=tuple(lengths),
+        dropped=tuple(dropped),
+        num_equal=_num_equal(source, key),
+        prompts=tuple(prompts),
+    )
+
+
+def _looked_at(source: ProblemSource, key: str) -> Iterator[tuple[str, int]]:
+    if key not in source.rows:
+        rng = random.Random(f"inspection/{key}")
+        yield from ((f"problem {index} of {key}", index) for index in (rng.randrange(2**31) for _ in range(_GENERATED)))
+        return
+    num_rows = len(source.rows[key])
+    step = 1 if num_rows <= _ALL_UP_TO else num_rows / _SAMPLE
+    count = num_rows if num_rows <= _ALL_UP_TO else _SAMPLE
+    yield from ((f"row {int(i * step)} of {key}", int(i * step)) for i in range(count))
+
+
+def _num_equal(source: ProblemSource, key: str) -> int:
+    """Held-out questions among the training rows, of which at most a million are compared."""
+    held_out = source.held_out_rows.get(key)
+    if held_out is None:
+        return 0
+
+    def questions(rows, count: int) -> Iterator[int]:
+        for index in range(min(len(rows), count)):
+            try:
+                problem = rows.problem(index)
+            except RowError:
+                continue
+            yield hash((problem.question, tuple(message["content"] for message in problem.messages)))
+
+    wanted = set(questions(held_out, _COMPARED_UP_TO))
+    return len(wanted.intersection(questions(source.rows[key], _COMPARED_UP_TO)))
+
+
+def _histogram(lengths: Sequence[int], num_bars: int = 12) -> str:
+    low, high = min(lengths), max(lengths)
+    counts = [0] * num_bars
+    for length in lengths:
+        counts[min(num_bars - 1, (length - low) * num_bars // max(1, high - low))] += 1
+    most = max(counts)
+    return "".join(_BARS[count * (len(_BARS) - 1) // most] if count else " " for count in counts)

@@ -1,0 +1,206 @@
+"""Rows of files with random access, memory-mapped: a file of ten million rows opens in seconds.
+
+In: the name of a source (``envs/source_kind.py``). Out: a sequence of dicts. Runs on every trainer rank; only rank 0
+reads training rows.
+
+A ``.jsonl`` file stays where it is; an index of its lines is kept in the cache folder, so that one malformed line costs
+one row. Compressed files are unpacked there once. Parquet files and folders of ``datasets.save_to_disk`` are read by the
+datasets library, which maps Arrow files. The cache is ``$MEGATRON_FP8RL_CACHE``, or ``~/.cache/megatron_fp8rl``.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gzip
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from megatron_fp8rl.envs.source_kind import HUB, files_of, is_saved, kind_of
+
+_CHUNK_BYTES = 64 << 20
+
+
+class RowError(ValueError):
+    """A row that cannot be used; the message says why."""
+
+
+class Rows(Protocol):
+    """A fixed list of rows."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """The row of an index from 0. Raises RowError for a row that cannot be read."""
+
+
+def open_rows(dataset: str, options: Mapping[str, Any]) -> Rows:
+    """Open a source of rows. ``options``: arguments of ``datasets.load_dataset`` for ``hub:NAME``; for a folder with
+    several splits ``split``, by default "train".
+
+    Raises FileNotFoundError for a missing file and ValueError for one that is not what its name says.
+    """
+    if kind_of(dataset) == "hub":
+        return _from_hub(dataset.removeprefix(HUB), options)
+    parts: list[Rows] = []
+    parquet: list[str] = []
+    for file in files_of(dataset):
+        if file.name.endswith(".parquet"):
+            parquet.append(str(file))
+        elif is_saved(file):
+            parts.append(_saved(file, options))
+        else:
+            parts.append(JsonLines(_unpacked(file)))
+    if parquet:
+        import datasets
+
+        parts.append(datasets.Dataset.from_parquet(parquet, cache_dir=str(cache_dir() / "arrow")))
+    return parts[0] if len(parts) == 1 else _Joined(parts)
+
+
+def cache_dir() -> Path:
+    """The folder of indices and unpacked files; created."""
+    folder = Path(os.environ.get("MEGATRON_FP8RL_CACHE") or Path.home() / ".cache" / "megatron_fp8rl")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class JsonLines(Sequence):
+    """The lines of a file, one JSON object each; empty lines do not count."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._ends = _line_ends(path)  # int64 [2, rows]: first byte of a row, and the byte behind its last
+        with path.open("rb") as file:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else b""
+
+    def __len__(self) -> int:
+        return self._ends.shape[1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        start, end = self._ends[:, index].tolist()
+        try:
+            row = json.loads(self._bytes[start:end])
+        except ValueError as error:
+            raise RowError(f"is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise RowError(f"is a JSON {type(row).__name__}, not an object")
+        return row
+
+
+class _Joined(Sequence):
+    def __init__(self, parts: Sequence[Rows]):
+        self._parts, self._starts = parts, [0, *accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        part = bisect.bisect_right(self._starts, index) - 1
+        return self._parts[part][index - self._starts[part]]
+
+
+def _from_hub(name: str, options: Mapping[str, Any]) -> Rows:
+    import datasets
+
+    try:
+        return datasets.load_dataset(name, **{"split": "train", **options})
+    except Exception as error:  # of the network, the hub or the options
+        raise ValueError(f"hub:{name}: {type(error).__name__}: {error}") from error
+
+
+def _saved(folder: Path, options: Mapping[str, Any]) -> Rows:
+    import datasets
+
+    found = datasets.load_from_disk(str(folder))
+    if isinstance(found, datasets.Dataset):
+        return found
+    split = options.get("split", "train")
+    if split not in found:
+        raise ValueError(f"{folder} has the splits {', '.join(found)} and no {split!r}; name one by options.split")
+    return found[split]
+
+
+def _line_ends(path: Path) -> np.ndarray:
+    index = cache_dir() / f"{_fingerprint(path)}.lines.npy"
+    if not index.exists():
+        with _written(index) as file:
+            np.save(file, _scan(path))
+    return np.load(index, mmap_mode="r")
+
+
+def _scan(path: Path) -> np.ndarray:
+    """int64 [2, rows]: start and end of every line that is not blank."""
+    ends, offset = [], 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            ends.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset)
+            offset += len(chunk)
+    ends.append(np.array([offset]))  # of a last line without a line break
+    stops = np.concatenate(ends)
+    starts = np.concatenate([[0], stops[:-1] + 1])
+    lines = np.stack([starts, stops])
+    short = np.flatnonzero((stops - starts) < 8)  # may be blank; no row of use is that short
+    with path.open("rb") as file:
+
+        def is_blank(line: int) -> bool:
+            file.seek(starts[line])
+            return not file.read(stops[line] - starts[line]).strip()
+
+        blank = [line for line in short.tolist() if is_blank(line)]
+    return np.delete(lines, blank, axis=1)
+
+
+def _unpacked(path: Path) -> Path:
+    if path.suffix not in (".gz", ".zst"):
+        return path
+    target = cache_dir() / f"{_fingerprint(path)}.jsonl"
+    if not target.exists():
+        try:
+            with _decompressed(path) as source, _written(target) as file:
+                shutil.copyfileobj(source, file, _CHUNK_BYTES)
+        except (OSError, EOFError) as error:
+            raise ValueError(f"{path} cannot be unpacked: {error}") from error
+    return target
+
+
+@contextmanager
+def _decompressed(path: Path) -> Iterator[IO[bytes]]:
+    if path.suffix == ".gz":
+        with gzip.open(path) as source:
+            yield source
+        return
+    import zstandard
+
+    with path.open("rb") as file:
+        try:
+            yield zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        except zstandard.ZstdError as error:
+            raise OSError(str(error)) from error
+
+
+@contextmanager
+def _written(target: Path) -> Iterator[IO[bytes]]:
+    """A file that gets its name when it is complete; another program may write the same."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, delete=False) as file:
+        try:
+            yield file
+        except BaseException:
+            os.unlink(file.name)
+            raise
+    os.replace(file.name, target)
+
+
+def _fingerprint(path: Path) -> str:
+    state = path.stat()
+    return hashlib.blake2b(f"{path.resolve()}/{state.st_size}/{state.st_mtime_ns}".encode(), digest_size=12).hexdigest()

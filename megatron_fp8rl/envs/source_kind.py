@@ -1,0 +1,80 @@
+"""What the name of a source of problems means: rows of files, a data set of the hub, a class, or a generator. Pure."""
+
+from __future__ import annotations
+
+import glob
+import re
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["rows", "hub", "class", "generator"]
+
+HUB, CLASS = "hub:", "env:"
+SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".parquet")
+
+
+def kind_of(dataset: str) -> Kind:
+    """The kind of ``EnvironmentConfig.dataset``. A name with a path's marks is of rows, whether it exists or not."""
+    if dataset.startswith(HUB):
+        return "hub"
+    if dataset.startswith(CLASS):
+        return "class"
+    looks_like_path = dataset.endswith(SUFFIXES) or "/" in dataset or glob.has_magic(dataset)
+    if looks_like_path or Path(dataset).is_dir():
+        return "rows"
+    return "class" if ":" in dataset else "generator"
+
+
+def has_rows(dataset: str) -> bool:
+    """Whether the source is a finite list of rows with rewards of their own configuration."""
+    return kind_of(dataset) in ("rows", "hub")
+
+
+def short_name(dataset: str) -> str:
+    """A name for metrics and prompt ids: of files and hub names the last part without its suffix."""
+    if not has_rows(dataset):
+        return dataset.removeprefix(CLASS)
+    name = Path(dataset.removeprefix(HUB)).name
+    for suffix in SUFFIXES:
+        name = name.removesuffix(suffix)
+    return re.sub(r"[^\w.-]+", "_", name).strip("_") or "rows"
+
+
+def files_of(dataset: str) -> list[Path]:
+    """The files of a source of rows, sorted; a folder written by ``datasets.save_to_disk`` is one.
+
+    Raises FileNotFoundError with near matches.
+    """
+    path = Path(dataset).expanduser()
+    if glob.has_magic(str(path)):
+        found = [Path(name) for name in glob.glob(str(path), recursive=True) if name.endswith(SUFFIXES)]
+    elif path.is_dir():
+        if is_saved(path):
+            return [path]
+        found = [file for file in path.rglob("*") if file.name.endswith(SUFFIXES)]
+    else:
+        found = [path] if path.is_file() and path.name.endswith(SUFFIXES) else []
+    if not found:
+        raise FileNotFoundError(f"{dataset}: {_why_nothing(path)}")
+    return sorted(found)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether ``datasets.save_to_disk`` wrote this folder."""
+    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+
+
+def _why_nothing(path: Path) -> str:
+    kinds = ", ".join(SUFFIXES)
+    if path.is_file():
+        return f"is not one of the kinds of files that are read: {kinds}"
+    if glob.has_magic(str(path)):
+        return f"no file matches that ends in one of {kinds}"
+    if path.is_dir():
+        return f"the folder has no file that ends in one of {kinds}"
+    if not path.parent.is_dir():
+        return f"{path.parent} does not exist"
+    import difflib
+
+    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3, cutoff=0.5)
+    return "no such file or folder" + (f"; did you mean {' or '.join(near)}?" if near else "")

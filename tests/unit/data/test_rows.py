@@ -1,0 +1,226 @@
+"""Rows of files: what other libraries read from the same bytes, the columns of known data sets, order, and bad rows."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.data.columns import ColumnError, find_columns
+from megatron_fp8rl.data.dropped import TooManyDroppedError
+from megatron_fp8rl.data.inspection import inspect_sources, require_usable
+from megatron_fp8rl.data.prompts import PromptStream
+from megatron_fp8rl.data.rows import RowError, open_rows
+from megatron_fp8rl.data.tokenizer import character_tokenizer
+
+TOKENIZER = character_tokenizer()
+ROWS = [{"question": f"{i} + 1 = ", "answer": str(i + 1), "level": i % 3} for i in range(25)]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch) -> None:
+    monkeypatch.setenv("MEGATRON_FP8RL_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def write(path: Path, rows: list[dict] = ROWS) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def config(folder: Path, *sources: EnvironmentConfig, seed: int = 1, **data) -> RunConfig:
+    model = ModelConfig(
+        family="qwen3", num_layers=1, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
+        vocab_size=128,
+    )  # fmt: skip
+    rollout = RolloutConfig(max_prompt_tokens=40, max_completion_tokens=8)
+    data = DataConfig(environments=sources, **data)
+    return RunConfig(name="x", model=model, seed=seed, data=data, rollout=rollout, output_dir=str(folder / "run"))
+
+
+class TestFiles:
+    def test_every_kind_of_file_holds_the_same_rows(self, tmp_path):
+        import datasets
+        import pyarrow
+        import pyarrow.parquet
+        import zstandard
+
+        text = Path(write(tmp_path / "a.jsonl")).read_bytes()
+        (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(text))
+        (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(text))
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "d.parquet")
+        datasets.Dataset.from_list(ROWS).save_to_disk(str(tmp_path / "saved"))
+        for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "saved"):
+            for _ in range(2):  # the second time from the cache
+                rows = open_rows(str(tmp_path / name), {})
+                assert [dict(rows[i]) for i in range(len(rows))] == ROWS, name
+
+    def test_folders_and_globs_join_their_files(self, tmp_path):
+        write(tmp_path / "2.jsonl", ROWS[10:])
+        write(tmp_path / "1.jsonl", ROWS[:10])
+        for name in (tmp_path, tmp_path / "*.jsonl"):
+            rows = open_rows(str(name), {})
+            assert [rows[i] for i in range(len(rows))] == ROWS
+
+    def test_splits_of_a_saved_folder(self, tmp_path):
+        import datasets
+
+        splits = {"train": datasets.Dataset.from_list(ROWS[:20]), "test": datasets.Dataset.from_list(ROWS[20:])}
+        datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "saved"))
+        assert [len(open_rows(str(tmp_path / "saved"), options)) for options in ({}, {"split": "test"})] == [20, 5]
+        with pytest.raises(ValueError, match="the splits train, test and no 'val'"):
+            open_rows(str(tmp_path / "saved"), {"split": "val"})
+
+    def test_a_changed_file_is_read_again(self, tmp_path):
+        path = write(tmp_path / "a.jsonl", ROWS[:3])
+        assert len(open_rows(path, {})) == 3
+        write(tmp_path / "a.jsonl", ROWS)
+        assert len(open_rows(path, {})) == 25
+
+    def test_a_bad_line_costs_one_row(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text('{"question": "1"}\n\n  \n{"question": \n[1]\n{"question": "2"}')
+        rows = open_rows(str(tmp_path / "a.jsonl"), {})
+        assert len(rows) == 4 and rows[0] == {"question": "1"} and rows[3] == {"question": "2"}
+        with pytest.raises(RowError, match="is not JSON"):
+            rows[1]
+        with pytest.raises(RowError, match="is a JSON list"):
+            rows[2]
+
+    def test_a_missing_file_names_its_neighbours(self, tmp_path):
+        write(tmp_path / "train.jsonl")
+        with pytest.raises(FileNotFoundError, match="did you mean train.jsonl"):
+            open_rows(str(tmp_path / "trian.jsonl"), {})
+        (tmp_path / "a.csv").write_text("x")
+        with pytest.raises(FileNotFoundError, match="not one of the kinds"):
+            open_rows(str(tmp_path / "a.csv"), {})
+        with pytest.raises(FileNotFoundError, match="no file matches"):
+            open_rows(str(tmp_path / "*.parquet"), {})
+
+
+ASKED = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+KNOWN = {
+    "GSM8K": ({"question": "q", "answer": "Two.\n#### 2"}, "q", "2"),
+    "DAPO-Math-17k": ({"data_source": "x", "prompt": ASKED, "reward_model": {"ground_truth": "2"}}, "1 + 1?", "2"),
+    "OpenR1-Math": ({"problem": "p", "solution": "long", "answer": "2"}, "p", "2"),
+    "MATH-500": ({"problem": "p", "solution": "long", "answer": "\\frac12", "level": 1}, "p", "\\frac12"),
+    "AIME": ({"ID": "I-1", "Problem": "p", "Solution": "long", "Answer": 204}, "p", "204"),
+    "verl": ({"prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": 2}, "extra_info": {}}, "1 + 1?", "2"),
+    "conversations": ({"conversations": [{"from": "human", "value": "h"}, {"from": "gpt", "value": "g"}]}, "h", "g"),
+    "messages": ({"messages": [*ASKED, {"role": "assistant", "content": "2"}]}, "1 + 1?", "2"),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_columns_of_known_data_are_found(name):
+    row, question, answer = KNOWN[name]
+    problem = find_columns(row).problem(row)
+    assert (problem.question, problem.answer) == (question, answer)
+    if name == "GSM8K":
+        assert problem.metadata["full_answer"] == "Two.\n#### 2"
+    if name in ("verl", "DAPO-Math-17k"):
+        assert [message["role"] for message in problem.messages] == ["system", "user"]
+        assert "reward_model" in problem.metadata
+
+
+def test_columns_that_are_not_found_are_listed():
+    with pytest.raises(ColumnError, match=r"name one by prompt_column \(there are: text, goal\)"):
+        find_columns({"text": "a", "goal": "b"})
+    with pytest.raises(ColumnError, match="prompt_column = 'txt' is no column; did you mean text"):
+        find_columns({"text": "a", "goal": "b"}, prompt="txt")
+    problem = find_columns({"text": "a", "goal": {"x": 2}}, prompt="text", answer="goal.x").problem({"text": "a", "goal": {"x": 2}})
+    assert problem.answer == "2"
+
+
+class TestOrder:
+    def test_each_row_once_per_epoch_and_other_orders_by_seed_and_epoch(self, tmp_path):
+        source = EnvironmentConfig(dataset=write(tmp_path / "train.jsonl"))
+        prompts = PromptStream(config(tmp_path, source), TOKENIZER).next_prompts(75)
+        epochs = [[p.metadata["row"] for p in prompts[i : i + 25]] for i in (0, 25, 50)]
+        assert all(sorted(epoch) == list(range(25)) for epoch in epochs)
+        assert len({tuple(epoch) for epoch in epochs}) == 3
+        other = PromptStream(config(tmp_path, source, seed=2), TOKENIZER).next_prompts(25)
+        assert [p.metadata["row"] for p in other] != epochs[0]
+        assert prompts[0].environment == "train" and prompts[3].prompt_id == "train/3"
+
+    def test_several_sources_keep_their_shares_and_epochs_and_resume_anywhere(self, tmp_path):
+        sources = (
+            EnvironmentConfig(dataset=write(tmp_path / "a.jsonl"), weight=3),
+            EnvironmentConfig(dataset=write(tmp_path / "b.jsonl", ROWS[:7])),
+            EnvironmentConfig(dataset="chain_sum", template="{expression}=", options={"max_digits": 1}),
+        )
+        cfg = config(tmp_path, *sources)
+        whole = PromptStream(cfg, TOKENIZER).next_prompts(1024)
+        by_source = {key: [p for p in whole if p.environment == key] for key in ("a", "b", "chain_sum")}
+        assert [len(prompts) for prompts in by_source.values()] == [614, 205, 205]
+        for key, size in (("a", 25), ("b", 7)):
+            rows = [p.metadata["row"] for p in by_source[key]]
+            assert all(sorted(rows[i : i + size]) == list(range(size)) for i in range(0, len(rows) - size, size))
+        position = random.Random(0).randrange(1000)
+        assert PromptStream(cfg, TOKENIZER, position=position).next_prompts(24) == whole[position : position + 24]
+
+    def test_the_same_file_may_be_named_twice(self, tmp_path):
+        path = write(tmp_path / "a.jsonl")
+        cfg = config(tmp_path, EnvironmentConfig(dataset=path), EnvironmentConfig(dataset=path, template="so: {question}"))
+        assert {p.environment for p in PromptStream(cfg, TOKENIZER).next_prompts(40)} == {"a", "a-2"}
+
+
+class TestHeldOut:
+    def test_rows_hold_out_what_eval_names_and_nothing_else(self, tmp_path):
+        train, test = write(tmp_path / "train.jsonl"), write(tmp_path / "test.jsonl", ROWS[20:])
+        cfg = config(tmp_path, EnvironmentConfig(dataset=train, eval=test))
+        prompts = PromptStream(cfg, TOKENIZER).eval_prompts(10)
+        assert sorted(p.answer for p in prompts) == sorted(row["answer"] for row in ROWS[20:])
+        assert PromptStream(config(tmp_path, EnvironmentConfig(dataset=train), seed=5), TOKENIZER).eval_prompts(10) == []
+        (report,) = inspect_sources(cfg, TOKENIZER)
+        assert (report.num_equal, report.num_held_out, report.num_rows) == (5, 5, 25)
+
+
+class TestDropped:
+    BAD = [*ROWS, {"question": "€ 5"}, {"question": "x" * 60}, {"question": "  "}, {"other": 1}]
+
+    def test_bad_rows_are_left_out_and_named_once(self, tmp_path):
+        cfg = config(tmp_path, EnvironmentConfig(dataset=write(tmp_path / "t.jsonl", self.BAD)), max_dropped=0.5)
+        stream = PromptStream(cfg, TOKENIZER, log=True)
+        rows = [p.metadata["row"] for p in stream.next_prompts(75)]
+        assert counts_of(rows) == {row: 3 for row in range(25)}
+        assert PromptStream(cfg, TOKENIZER, log=True).next_prompts(25)
+        lines = [json.loads(line) for line in (tmp_path / "run/data/dropped.jsonl").read_text().splitlines()]
+        assert {line["prompt"] for line in lines} == {f"row {i} of t" for i in (25, 26, 27, 28)} and len(lines) == 4
+        reasons = " ".join(line["reason"] for line in lines)
+        assert "'€'" in reasons and "more than rollout.max_prompt_tokens = 40" in reasons and "is empty" in reasons
+
+    def test_too_many_stop_before_anything_starts(self, tmp_path):
+        cfg = config(tmp_path, EnvironmentConfig(dataset=write(tmp_path / "t.jsonl", self.BAD)))
+        reports = inspect_sources(cfg, TOKENIZER)
+        with pytest.raises(TooManyDroppedError, match="t.jsonl: 4 of 29 prompts.*max_dropped = 0.01.*row 25 of t"):
+            require_usable(reports, cfg.data.max_dropped)
+        require_usable(reports, 0.2)
+        text = "\n".join(reports[0].lines())
+        assert "25 rows" not in text and "29 rows" in text and "left out: row 25 of t" in text and "prompt tokens" in text
+
+
+class TestMessages:
+    ROW = [{"prompt": ASKED, "answer": "2"}]
+
+    def test_messages_and_a_system_prompt_need_a_chat_template(self, tmp_path):
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}[{{ m['role'][0] }}:{{ m['content'] }}]{% endfor %}{% if think %}T{% endif %}"
+        )
+        path = write(tmp_path / "chat.jsonl", self.ROW)
+        chat = {"chat_template": True, "chat_template_arguments": {"think": True}}
+        source = EnvironmentConfig(dataset=path, template="Q {question}", system_prompt="Never seen.")
+        (prompt,) = PromptStream(config(tmp_path, source, **chat), tokenizer).next_prompts(1)
+        assert prompt.text == "[s:Be brief.][u:Q 1 + 1?]T"
+        plain = EnvironmentConfig(dataset=write(tmp_path / "plain.jsonl"), system_prompt="Add.")
+        (prompt,) = PromptStream(config(tmp_path, plain, **chat), tokenizer).next_prompts(1)
+        assert prompt.text.startswith("[s:Add.][u:")
+        with pytest.raises(TooManyDroppedError, match="needs data.chat_template = True"):
+            require_usable(inspect_sources(config(tmp_path, source), tokenizer), 0.01)
+
+
+def counts_of(values: list[int]) -> dict[int, int]:
+    return {value: values.count(value) for value in values}
