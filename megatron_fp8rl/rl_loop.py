@@ -55,9 +55,9 @@ def run(
 ) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
-    ``fleet`` exists on rank 0 only and may still be starting. An error on any rank ends the run on all ranks; the
-    report is still written. If ``stop`` requests an early end, the run saves a checkpoint after a step and raises
-    RunStopped. ``explain`` adds to the error of an exact run that is not exact.
+    ``fleet`` exists on rank 0 only and may still be starting. An error on any rank ends the run on all ranks. If
+    ``stop`` requests an early end, the run saves a checkpoint after a step and raises RunStopped. ``explain`` adds to
+    the error of an exact run that is not exact.
     """
     stop = stop or StopRequest()
     is_driver = parallel.rank == 0
@@ -65,19 +65,14 @@ def run(
     with ExitStack() as stack:
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
-        loss = load_loss(cfg.algo, cfg.rollout.max_completion_tokens)
-        sample = partial(to_samples, advantage_fn=load_advantage(cfg.algo), cfg=cfg)
-        learn = partial(_learn, loss=loss, sample=sample, explain=partial(_explain, explain, fleet))
+        learn = _learner(cfg, partial(_explain, explain, fleet))
         scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)), log=is_driver)
         policy = Policy.build(cfg, parallel)
-        kernels = choose(cfg, here(), "trainer")
-        observer.note({**kernels.record(), "trainer kernel, optimizer": adam_name()})
+        kernels = _note_kernels(cfg, observer)
         step = _resume(cfg, policy, prompts, checkpoints)
         stop.at_boundary(parallel, step)
-        if fleet is not None:
-            fleet.wait_until_ready()
-            _compare_engine_kernels(kernels, fleet, observer)
+        _wait_for_engines(fleet, kernels, observer)
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = partial(_count_version, rollouts)
@@ -111,8 +106,25 @@ def run(
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
 
 
-def _compare_engine_kernels(kernels: KernelChoice, fleet: Fleet, observer: Observer) -> None:
+def _learner(cfg: RunConfig, explain: Callable[..., str]) -> Callable[..., bool]:
+    """:func:`_learn` with the loss and the advantages of the configuration."""
+    loss = load_loss(cfg.algo, cfg.rollout.max_completion_tokens)
+    sample = partial(to_samples, advantage_fn=load_advantage(cfg.algo), cfg=cfg)
+    return partial(_learn, loss=loss, sample=sample, explain=explain)
+
+
+def _note_kernels(cfg: RunConfig, observer: Observer) -> KernelChoice:
+    """The kernels of both ends; those of the trainer are recorded."""
+    kernels = choose(cfg, here(), "trainer")
+    observer.note({**kernels.record(), "trainer kernel, optimizer": adam_name()})
+    return kernels
+
+
+def _wait_for_engines(fleet: Fleet | None, kernels: KernelChoice, observer: Observer) -> None:
     """Record the kernels that the engines report, and warn about each that is not the chosen one. Rank 0 only."""
+    if fleet is None:
+        return
+    fleet.wait_until_ready()
     in_use = fleet.kernels()
     observer.note({f"engine kernel, {role}": ", ".join(names) for role, names in in_use.items()})
     for disagreement in kernels.disagreements(in_use):

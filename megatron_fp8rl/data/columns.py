@@ -17,7 +17,16 @@ from megatron_fp8rl.envs.environment import Problem, near
 
 # In the order of preference; letters' case does not matter.
 _PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "input", "instruction")
-_ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "final_answer", "target", "label", "solution", "output")
+_ANSWERS = (
+    "answer",
+    "reward_model.ground_truth",
+    "ground_truth",
+    "final_answer",
+    "target",
+    "label",
+    "solution",
+    "output",
+)
 _ROLES = {"human": "user", "gpt": "assistant"}  # names used in "conversations"
 _FINAL_ANSWER = "####"  # GSM8K: the answer stands behind it
 

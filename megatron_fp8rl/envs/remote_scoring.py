@@ -97,7 +97,7 @@ class RemoteScorePool(CompletionScorer):
         while len(lost) < _MAX_LOST:
             server = self._take(since_s)
             if server is None:
-                return 0.0, "score_failed", "the score pool was closed before it was scored"
+                return Score.failed("the score pool was closed before it was scored")
             problem = ""
             try:
                 status, answer = server.ask("POST", "/score", body, self._answer_s)
@@ -113,9 +113,8 @@ class RemoteScorePool(CompletionScorer):
             if not problem:
                 if status != HTTPStatus.OK:
                     raise ScorePoolError(f"{server.place}: prompt {prompt.prompt_id}: {answer.get('error', status)}")
-                reward, verdict, detail = answer["score"]
-                return reward, verdict, detail
-        return 0.0, "score_failed", f"{len(lost)} score servers ended, or did not answer, over it: {', '.join(lost)}"
+                return Score(*answer["score"])
+        return Score.failed(f"{len(lost)} score servers ended, or did not answer, over it: {', '.join(lost)}")
 
     def _take(self, since_s: float) -> _Server | None:
         """Reserve a slot on a server with free capacity; None if the pool is closed.

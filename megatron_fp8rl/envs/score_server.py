@@ -7,7 +7,7 @@ In: the run's configuration, as for ``python -m megatron_fp8rl``, and the index 
 that address. Logs go to this process's own output. Requests of the client, envs/remote_scoring.py:
 
     GET  /health                                  ->  200
-    POST /score   {"prompt": Prompt, "text": str} ->  200 {"score": [reward, status, detail]}
+    POST /score   {"prompt": Prompt, "text": str} ->  200 {"score": [reward, status, detail, parts]}
                                                       401 without the token of the endpoint file
                                                       400 {"error": text} for a malformed request
                                                       500 {"error": text} if the pool cannot score at all

@@ -29,13 +29,25 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig
 from megatron_fp8rl.envs.environment import environments_by_key
 from megatron_fp8rl.types import Prompt
 
-Score = tuple[float, Literal["scored", "score_failed"], str]  # reward, status, why it failed
+
+class Score(NamedTuple):
+    """The verdict on one completion."""
+
+    reward: float
+    status: Literal["scored", "score_failed"]
+    detail: str = ""  # why it failed
+    parts: dict[str, float] = {}  # of the reward, by name
+
+    @classmethod
+    def failed(cls, detail: str) -> Score:
+        return cls(0.0, "score_failed", detail)
+
 
 START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
 _STDERR_TAIL_BYTES = 400
@@ -57,7 +69,7 @@ class CompletionScorer(abc.ABC):
         """Abort the scores in progress and release all resources. Idempotent."""
 
     async def score(self, prompt: Prompt, text: str) -> Score:
-        """(reward, status, detail) of one completion; (0.0, "score_failed", reason) if the scorer fails or times out.
+        """The score of one completion; 0.0 and "score_failed" with the reason if the scorer fails or times out.
 
         The deadline starts when a worker begins to score the completion, not when it is queued.
 
@@ -130,14 +142,15 @@ class ScorePool(CompletionScorer):
             if not self._closed.is_set():
                 worker.close_pipes()
                 worker.start()
-            return 0.0, "score_failed", f"scorer of {prompt.environment} {lost}"
+            return Score.failed(f"scorer of {prompt.environment} {lost}")
         finally:
             self._idle.put(worker)
         if "error" in reply:
-            return 0.0, "score_failed", f"scorer of {prompt.environment} raised {reply['error']}"
-        if not math.isfinite(reply["reward"]):
-            return 0.0, "score_failed", f"scorer of {prompt.environment} returned {reply['reward']}"
-        return reply["reward"], "scored", ""
+            return Score.failed(f"scorer of {prompt.environment} raised {reply['error']}")
+        bad = {name: x for name, x in {**reply["parts"], "reward": reply["reward"]}.items() if not math.isfinite(x)}
+        if bad:
+            return Score.failed(f"scorer of {prompt.environment} returned {bad}")
+        return Score(reply["reward"], "scored", "", reply["parts"])
 
 
 class _WorkerLost(Exception):

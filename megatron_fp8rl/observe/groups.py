@@ -64,6 +64,10 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     by_environment: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         by_environment[rollout.prompt.environment].append(rollout.reward)
+    by_part: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, value in rollout.reward_parts.items():
+            by_part[name].append(value)
     filled = [group for group in groups if group.rollouts]
     return {
         "reward/score/mean": statistics.fmean(rewards),
@@ -78,6 +82,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
             f"reward/score_{key_part(environment)}/mean": statistics.fmean(values)
             for environment, values in sorted(by_environment.items())
         },
+        **{f"reward/part_{key_part(name)}/mean": statistics.fmean(values) for name, values in sorted(by_part.items())},
         "rollout/length/mean": num_tokens / len(lengths),
         "rollout/length/max": max(lengths),
         "rollout/length/min": min(lengths),

@@ -28,6 +28,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("reward/score/min", "Lowest reward of the step."),
         Metric("reward/score/max", "Highest reward of the step."),
         Metric("reward/score_<environment>/mean", "Mean reward of the completions of one environment."),
+        Metric("reward/part_<name>/mean", "Mean of one part of the reward, before its weight."),
         Metric("reward/pass_rate/mean", "Fraction of completions with the full reward of 1."),
         Metric("reward/pass_any/mean", "Fraction of prompts with at least one completion of full reward."),
         Metric("reward/zero_variance/mean", "Fraction of groups whose rewards are all equal; they carry no signal."),

@@ -293,6 +293,15 @@ def draw_environments(axes: Axes, run: RunData) -> bool:
     return True
 
 
+def draw_reward_parts(axes: Axes, run: RunData) -> bool:
+    """The parts of the reward, before their weights."""
+    keys = sorted({key for record in run.records for key in record if key.startswith("reward/part_")})
+    for key, color in zip(keys, CYCLE * len(keys), strict=False):
+        curve(axes, *run.series(key), color=color, label=key.removeprefix("reward/part_").removesuffix("/mean"))
+    finish(axes, "Parts of the reward")
+    return bool(keys)
+
+
 def draw_warm_start(axes: Axes, run: RunData) -> bool:
     """Supervised warm start: negative log-likelihood."""
     key = "loss/nll/mean" if run.warm_start.values("loss/nll/mean") else "train/loss/mean"
@@ -321,6 +330,7 @@ SECTIONS: dict[str, tuple[Draw, ...]] = {
         draw_lengths,
         draw_problem_share,
         draw_environments,
+        draw_reward_parts,
         draw_pass_at_k_by_step,
         draw_warm_start,
         draw_warm_start_pass_rate,

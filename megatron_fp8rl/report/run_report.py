@@ -235,7 +235,8 @@ def _distinct(rollouts: Iterable[Rollout], limit: int) -> list[Rollout]:
 
 def _sample_row(rollout: Rollout) -> str:
     kind = "good" if rollout.reward >= 1 else "bad"
-    status = rollout.status + (f": {rollout.detail}" if rollout.detail else "")
+    parts = "".join(f" {name} {value:.2g}" for name, value in rollout.reward_parts.items())
+    status = rollout.status + (f": {rollout.detail}" if rollout.detail else "") + parts
     cells = (rollout.prompt.text, rollout.completion.text, rollout.prompt.answer)
     return (
         f'<tr><td class="n {kind}">{rollout.reward:.2f}</td>'

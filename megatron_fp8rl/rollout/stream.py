@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from megatron_fp8rl.algo.samples import has_signal
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
+from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.records import read_steps
 from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, Sampling
@@ -62,8 +63,7 @@ class PromptSource(Protocol):
 class Scorer(Protocol):
     """Scores one completion, possibly in another process."""
 
-    def score(self, prompt: Prompt, text: str) -> Awaitable[tuple[float, str, str]]:
-        """(reward, "scored" or "score_failed", reason of a failure)."""
+    def score(self, prompt: Prompt, text: str) -> Awaitable[Score]: ...
 
 
 class Broadcaster(Protocol):
@@ -339,18 +339,20 @@ class RolloutStream:
 
     async def _rollout(self, prompt: Prompt, index: int, completion: Completion, seed: int) -> Rollout:
         if completion.finish_reason == "abort":
-            reward, status, detail = 0.0, "score_failed", "the engine ended the completion early"
+            score = Score.failed("the engine ended the completion early")
         else:
-            reward, status, detail = await self._scorer.score(prompt, completion.text)
+            score = await self._scorer.score(prompt, completion.text)
+        status = score.status
         if status == "scored" and completion.finish_reason == "length":
             status = "truncated"
         return Rollout(
             prompt=prompt,
             index=index,
             completion=completion,
-            reward=reward,
+            reward=score.reward,
             status=status,
-            detail=detail,
+            detail=score.detail,
+            reward_parts=score.parts,
             seed=seed,
         )
 

@@ -11,6 +11,7 @@ from engine_weights import publish, random_weights
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.records import RolloutWriter
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import Groups, RolloutStream, seed_of
@@ -27,8 +28,8 @@ class OneRank:
 class DigitShare:
     """Reward: the share of digits in the text."""
 
-    async def score(self, prompt: Prompt, text: str) -> tuple[float, str, str]:
-        return sum(c.isdigit() for c in text) / max(1, len(text)), "scored", ""
+    async def score(self, prompt: Prompt, text: str) -> Score:
+        return Score(sum(c.isdigit() for c in text) / max(1, len(text)), "scored")
 
 
 def stream_of(fleet: Fleet, **rollout) -> tuple[RunConfig, RolloutStream]:

@@ -10,6 +10,7 @@ value.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from vllm.v1.sample.sampler import Sampler
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.exact_logprobs import log_softmax
 from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
+from megatron_fp8rl.rollout.vllm_plugin.patches import kv_scales_of
 from megatron_fp8rl.upstream import patches
 
 
@@ -47,7 +49,8 @@ def register() -> None:
         num_tokens, size = len(slot_mapping), kv_cache.shape[2]
         key, value = key[:num_tokens], value[:num_tokens]
         if self.is_fp8_kv_cache:
-            key, value = to_cache(key, layer._k_scale_float), to_cache(value, layer._v_scale_float)
+            _, *scales = kv_scales_of(layer)
+            key, value = map(to_cache, (key, value), scales)
             key, value, kv_cache = (x.view(torch.uint8) for x in (key, value, kv_cache))
         kv_cache[slot_mapping // size, :, slot_mapping % size] = torch.cat([key, value], dim=-1)
 
@@ -59,8 +62,8 @@ def register() -> None:
             return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more)
         scales = None
         if self.is_fp8_kv_cache:
-            query = as_cached(query, layer._q_scale)
-            scales = layer._k_scale_float, layer._v_scale_float
+            of_query, *scales = kv_scales_of(layer)
+            query = as_cached(query, torch.tensor(of_query))
         _attend_requests(query, kv_cache, scales, attn_metadata, self.scale, output)
         return output
 
@@ -86,7 +89,7 @@ def _is_plain(impl: Any) -> bool:
 
 
 def _attend_requests(
-    query: Tensor, kv_cache: Tensor, cache_scales: tuple[float, float] | None, metadata: Any, scale: float,
+    query: Tensor, kv_cache: Tensor, cache_scales: Sequence[float] | None, metadata: Any, scale: float,
     output: Tensor,
 ) -> None:  # fmt: skip
     """Fill ``output`` [T, Q, D]: requests that decode one token together, each prompt by itself."""
@@ -105,9 +108,7 @@ def _attend_requests(
         out[rows] = float64.attend(query[rows], key, value, mask, scale)
 
 
-def _cached(
-    kv_cache: Tensor, scales: tuple[float, float] | None, blocks: Tensor, length: int
-) -> tuple[Tensor, Tensor]:
+def _cached(kv_cache: Tensor, scales: Sequence[float] | None, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """(keys, values) [requests, length, G, D] of the first ``length`` tokens; of an FP8 cache in float32."""
     size = kv_cache.shape[2]
     rows = kv_cache[blocks[:, : -(-length // size)].long()]  # [requests, blocks, G, size, 2 D]

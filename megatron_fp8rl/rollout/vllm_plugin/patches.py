@@ -159,6 +159,11 @@ def fill_kv_scales(layer: nn.Module, query_key_value: Sequence[float]) -> list[f
     return torch.stack([layer._q_scale, layer._k_scale, layer._v_scale]).tolist()
 
 
+def kv_scales_of(layer: nn.Module) -> tuple[float, float, float]:
+    """The scales of queries, keys and values that an attention layer holds for a CPU's kernel."""
+    return layer._q_scale_float, layer._k_scale_float, layer._v_scale_float
+
+
 def has_kv_scales(module: nn.Module) -> bool:
     """Whether a module is attention with a KV cache."""
     return hasattr(module, "_k_scale_float") and hasattr(module, "kv_cache_dtype")

@@ -130,7 +130,9 @@ def test_columns_that_are_not_found_are_listed():
         find_columns({"text": "a", "goal": "b"})
     with pytest.raises(ColumnError, match="prompt_column = 'txt' is no column; did you mean text"):
         find_columns({"text": "a", "goal": "b"}, prompt="txt")
-    problem = find_columns({"text": "a", "goal": {"x": 2}}, prompt="text", answer="goal.x").problem({"text": "a", "goal": {"x": 2}})
+    problem = find_columns({"text": "a", "goal": {"x": 2}}, prompt="text", answer="goal.x").problem(
+        {"text": "a", "goal": {"x": 2}}
+    )
     assert problem.answer == "2"
 
 
@@ -163,7 +165,9 @@ class TestOrder:
 
     def test_the_same_file_may_be_named_twice(self, tmp_path):
         path = write(tmp_path / "a.jsonl")
-        cfg = config(tmp_path, EnvironmentConfig(dataset=path), EnvironmentConfig(dataset=path, template="so: {question}"))
+        cfg = config(
+            tmp_path, EnvironmentConfig(dataset=path), EnvironmentConfig(dataset=path, template="so: {question}")
+        )
         assert {p.environment for p in PromptStream(cfg, TOKENIZER).next_prompts(40)} == {"a", "a-2"}
 
 
@@ -173,7 +177,9 @@ class TestHeldOut:
         cfg = config(tmp_path, EnvironmentConfig(dataset=train, eval=test))
         prompts = PromptStream(cfg, TOKENIZER).eval_prompts(10)
         assert sorted(p.answer for p in prompts) == sorted(row["answer"] for row in ROWS[20:])
-        assert PromptStream(config(tmp_path, EnvironmentConfig(dataset=train), seed=5), TOKENIZER).eval_prompts(10) == []
+        assert (
+            PromptStream(config(tmp_path, EnvironmentConfig(dataset=train), seed=5), TOKENIZER).eval_prompts(10) == []
+        )
         (report,) = inspect_sources(cfg, TOKENIZER)
         assert (report.num_equal, report.num_held_out, report.num_rows) == (5, 5, 25)
 
@@ -199,7 +205,9 @@ class TestDropped:
             require_usable(reports, cfg.data.max_dropped)
         require_usable(reports, 0.2)
         text = "\n".join(reports[0].lines())
-        assert "25 rows" not in text and "29 rows" in text and "left out: row 25 of t" in text and "prompt tokens" in text
+        assert (
+            "25 rows" not in text and "29 rows" in text and "left out: row 25 of t" in text and "prompt tokens" in text
+        )
 
 
 class TestMessages:

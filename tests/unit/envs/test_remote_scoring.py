@@ -73,7 +73,7 @@ def test_servers_score_as_a_pool_of_this_host_does(tmp_path):
             found = scores(remote, *texts)
     # Process numbers and the like apart, the reasons are those of the pool behind the server.
     assert found == expected
-    assert [status for _, status, _ in found].count("score_failed") == 5 and found[-1] == (1.5, "scored", "")
+    assert [status for _, status, *_ in found].count("score_failed") == 5 and found[-1] == (1.5, "scored", "", {})
 
 
 def test_completions_go_to_the_server_with_the_fewest_under_way(tmp_path):
@@ -88,7 +88,7 @@ def test_completions_go_to_the_server_with_the_fewest_under_way(tmp_path):
         until(lambda: not any(one.problem for one in pool._servers), "both servers")
         sleeping, beside = scores(pool, "sleep:2", "pid")
         [alone] = scores(pool, "pid")
-        assert sleeping == (0.5, "scored", "") and beside[0] != alone[0], "the first was busy, and then was not"
+        assert sleeping == (0.5, "scored", "", {}) and beside[0] != alone[0], "the first was busy, and then was not"
 
 
 def test_only_the_token_of_the_file_is_let_in(tmp_path):
@@ -137,7 +137,7 @@ def test_a_server_may_come_after_the_completion(tmp_path):
         time.sleep(1.0)
         assert not asked.done()
         with server(tmp_path, 0, scorer):
-            assert asked.result(DEADLINE_S) == (1.5, "scored", "")
+            assert asked.result(DEADLINE_S) == (1.5, "scored", "", {})
 
 
 class Falling(CompletionScorer):
@@ -161,12 +161,12 @@ def test_a_completion_that_ends_servers_fails_alone(tmp_path):
     with judges() as scorer:
         falling = Falling(2, scorer)
         with server(tmp_path, 0, falling) as path, asking(path) as pool:
-            assert scores(pool, "3") == [(1.5, "scored", "")], "two servers may be lost over it"
+            assert scores(pool, "3") == [(1.5, "scored", "", {})], "two servers may be lost over it"
             falling.times = 3
-            [(reward, status, detail)] = scores(pool, "3")
+            [(reward, status, detail, _)] = scores(pool, "3")
             assert (reward, status) == (0.0, "score_failed")
             assert re.match(r"3 score servers ended, or did not answer, over it: score-0 on .*, score-0 on ", detail)
-            assert scores(pool, "3") == [(1.5, "scored", "")]
+            assert scores(pool, "3") == [(1.5, "scored", "", {})]
 
 
 def test_a_server_that_can_score_nothing_is_named_with_its_reason(tmp_path):
@@ -183,9 +183,9 @@ def test_a_silent_server_is_left_after_its_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_scoring, "START_DEADLINE_S", 0.0)
     monkeypatch.setattr(remote_scoring, "_ANSWER_MARGIN_S", 0.0)
     with judges() as scorer, server(tmp_path, 0, Hanging()) as first, server(tmp_path, 1, scorer) as second:
-        assert scores(scorer, "3") == [(1.5, "scored", "")]  # its worker has started: what is timed is the answer alone
+        assert scores(scorer, "3") == [(1.5, "scored", "", {})]  # its worker has started: what is timed is the answer alone
         with asking(first, second) as pool:
-            assert scores(pool, *["3"] * 3) == [(1.5, "scored", "")] * 3
+            assert scores(pool, *["3"] * 3) == [(1.5, "scored", "", {})] * 3
 
 
 class Hanging(CompletionScorer):
@@ -200,7 +200,7 @@ class Hanging(CompletionScorer):
 def test_close_interrupts_and_refuses(tmp_path):
     with judges(deadline_s=60.0) as scorer, server(tmp_path, 0, scorer) as path:
         pool = asking(path)
-        assert scores(pool, "3") == [(1.5, "scored", "")]
+        assert scores(pool, "3") == [(1.5, "scored", "", {})]
         asked = pool.submit(PROMPT, "sleep:50")
         until(lambda: any(one.num_running for one in pool._servers), "the request")
         started_s = time.monotonic()
@@ -253,13 +253,13 @@ def test_a_killed_server_costs_no_score_once_it_is_started_again(tmp_path):
     path, prompt = scorer_path(tmp_path, 0), replace(PROMPT, environment="misbehaving:Judge")
     with asking(path) as pool:
         with process(path, 1):
-            assert scores(pool, "3", prompt=prompt) == [(1.0, "scored", "")]
+            assert scores(pool, "3", prompt=prompt) == [(1.0, "scored", "", {})]
             asked = pool.submit(prompt, "sleep:5")
             until(lambda: any(one.num_running for one in pool._servers), "the request")
             os.kill(Endpoint.read(path).pid, signal.SIGKILL)
         with process(path, 2):
-            assert asked.result(DEADLINE_S) == (0.0, "scored", "")
-            assert scores(pool, "3", prompt=prompt) == [(1.0, "scored", "")]
+            assert asked.result(DEADLINE_S) == (0.0, "scored", "", {})
+            assert scores(pool, "3", prompt=prompt) == [(1.0, "scored", "", {})]
 
 
 @pytest.mark.parametrize("end", ["agent", "asked"])

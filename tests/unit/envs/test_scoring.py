@@ -34,10 +34,10 @@ def score(pool, text):
 
 
 def test_scores_and_keeps_its_worker(pool):
-    assert score(pool, "3") == (1.5, "scored", "")
-    assert score(pool, "4") == (0.5, "scored", "")
+    assert score(pool, "3") == (1.5, "scored", "", {})
+    assert score(pool, "4") == (0.5, "scored", "", {})
     assert score(pool, "pid") == score(pool, "pid")
-    assert score(pool, "x" * 300_000) == (0.5, "scored", "")  # more than a pipe holds
+    assert score(pool, "x" * 300_000) == (0.5, "scored", "", {})  # more than a pipe holds
 
 
 @pytest.mark.parametrize(
@@ -48,22 +48,22 @@ def test_scores_and_keeps_its_worker(pool):
         ("crash", "exit code -6"),
         ("exit", "exit code 7: last words"),
         ("raise:bad luck", "RuntimeError: bad luck"),
-        ("nan", "returned nan"),
+        ("nan", "returned {'reward': nan}"),
     ],
 )
 def test_a_failing_scorer_costs_one_score(pool, text, detail):
     assert score(pool, "3")[1] == "scored"
     started = time.monotonic()
-    reward, status, reason = score(pool, text)
+    reward, status, reason, _ = score(pool, text)
     assert (reward, status) == (0.0, "score_failed")
     assert reason.startswith("scorer of judge") and detail in reason
     assert time.monotonic() - started < 50, "the scorer was not waited for"
-    assert score(pool, "3") == (1.5, "scored", "")
+    assert score(pool, "3") == (1.5, "scored", "", {})
 
 
 def test_what_a_scorer_prints_is_not_a_reply(pool):
-    assert score(pool, "print") == (0.5, "scored", "")
-    assert score(pool, "3") == (1.5, "scored", "")
+    assert score(pool, "print") == (0.5, "scored", "", {})
+    assert score(pool, "3") == (1.5, "scored", "", {})
 
 
 def test_children_of_a_late_scorer_die_with_it(pool, tmp_path):
@@ -77,20 +77,20 @@ def test_batch_keeps_order_and_outlives_failures():
     with ScorePool({"judge": JUDGE}, num_workers=2, deadline_s=DEADLINE_S) as pool:
         texts = ["3", "crash", "4", "sleep:60", *["3"] * 20]
         results = score_all(pool, [(PROMPT, text) for text in texts])
-    assert [status for _, status, _ in results] == [
+    assert [status for _, status, *_ in results] == [
         "scored",
         "score_failed",
         "scored",
         "score_failed",
         *["scored"] * 20,
     ]
-    assert [reward for reward, _, _ in results[4:]] == [1.5] * 20
+    assert [reward for reward, *_ in results[4:]] == [1.5] * 20
 
 
 def test_queued_scores_have_the_whole_deadline(pool):
     """Four scores of 1.2 s on one worker with a deadline of 4 s."""
     results = score_all(pool, [(PROMPT, "sleep:1.2")] * 4)
-    assert [status for _, status, _ in results] == ["scored"] * 4
+    assert [status for _, status, *_ in results] == ["scored"] * 4
 
 
 def test_close_interrupts_and_refuses(pool):
@@ -143,5 +143,5 @@ def test_reasoning_gym_out_of_process_equals_in_process():
     ]
     with ScorePool.build(cfg) as pool:
         results = score_all(pool, [(prompt, text) for text in texts])
-    assert [reward for reward, _, _ in results] == [environment.score(prompt, text) for text in texts]
-    assert [reward for reward, _, _ in results[:4]] == [1.0, 1.0, 1.0, 0.0]
+    assert [reward for reward, *_ in results] == [environment.score(prompt, text) for text in texts]
+    assert [reward for reward, *_ in results[:4]] == [1.0, 1.0, 1.0, 0.0]

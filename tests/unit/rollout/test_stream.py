@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.records import RolloutWriter
 from megatron_fp8rl.rollout.client import Sampling
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
@@ -103,7 +104,7 @@ class Scorer:
 
     async def score(self, prompt, text):
         number, index = map(int, text.split())
-        return (1.0 if self.uniform and number % 2 == 0 else float(index)), "scored", ""
+        return Score(1.0 if self.uniform and number % 2 == 0 else float(index), "scored")
 
 
 class Ranks:

@@ -1,0 +1,107 @@
+"""The rewards of a source of rows, as its configuration names them.
+
+In: ``EnvironmentConfig.rewards``. Out: an object that scores completions, as an environment does. Built in score workers;
+the rows themselves are not opened there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from megatron_fp8rl.config import RewardConfig
+from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, sandboxed
+from megatron_fp8rl.envs.rewards.functions import RewardError
+from megatron_fp8rl.types import Prompt
+
+Reward = Callable[[Prompt, str], Any]  # prompt, completion -> number or dict of numbers
+
+_COMPARISONS = {
+    "exact": answers.exact, "number": answers.number, "choice": answers.choice, "math": answers.math,
+    "format": answers.matches, "length": answers.length,
+}  # fmt: skip
+_OTHERS = {"code": programs.code, "judge": judge.judge}
+BUILT_IN = (*_COMPARISONS, *_OTHERS)
+
+
+class RowRewards:
+    """Scores completions of rows by the weighted sum of several rewards."""
+
+    def __init__(self, configs: Sequence[RewardConfig]):
+        """Raises RewardError, or SandboxError where a sandbox is needed and this machine has none."""
+        self._rewards = [(part_name(cfg), cfg.weight, build(cfg)) for cfg in configs]
+
+    def score(self, prompt: Prompt, completion_text: str) -> dict[str, float]:
+        """The parts by name, and their weighted sum as "reward"."""
+        parts: dict[str, float] = {}
+        total = 0.0
+        for name, weight, reward in self._rewards:
+            value = reward(prompt, completion_text)
+            if isinstance(value, Mapping):
+                own, found = reward_and_parts(value, name)
+                parts |= found
+            else:
+                own = parts[name] = as_number(value, name)
+            total += weight * own
+        return {**parts, "reward": total}
+
+
+def build(cfg: RewardConfig) -> Reward:
+    """One reward as a function. Raises RewardError."""
+    if found := problem(cfg):
+        raise RewardError(found)
+    if cfg.sandbox:
+        return sandboxed.SandboxedReward(cfg)
+    if cfg.function not in BUILT_IN:
+        return functions.load(cfg.function, cfg.options)
+    try:
+        if cfg.function in _COMPARISONS:
+            compare = _COMPARISONS[cfg.function](**cfg.options)
+            return lambda prompt, completion: compare(completion, prompt.answer)
+        return _OTHERS[cfg.function](**cfg.options)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward {cfg.function!r} with options {cfg.options}: {error}") from error
+
+
+def problem(cfg: RewardConfig) -> str:
+    """Why a reward cannot be built, found without running anything of the user's; empty if nothing is wrong."""
+    if cfg.function not in BUILT_IN:
+        if ".py:" in cfg.function:
+            return functions.problem(cfg.function)
+        near = difflib.get_close_matches(cfg.function, BUILT_IN, n=3, cutoff=0.5)
+        hint = (
+            f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(BUILT_IN)}, and FILE.py:function"
+        )
+        return f"no reward is called {cfg.function!r}; {hint}"
+    parameters = inspect.signature({**_COMPARISONS, **_OTHERS}[cfg.function]).parameters
+    unknown = [name for name in cfg.options if name not in parameters]
+    if unknown:
+        return f"{cfg.function} has no option {unknown[0]!r} (options: {', '.join(parameters) or 'none'})"
+    missing = [name for name, one in parameters.items() if one.default is one.empty and name not in cfg.options]
+    return f"{cfg.function} needs the option {missing[0]!r}" if missing else ""
+
+
+def needs_sandbox(cfg: RewardConfig) -> bool:
+    """Whether the reward runs programs in a sandbox."""
+    return cfg.sandbox or cfg.function == "code"
+
+
+def part_name(cfg: RewardConfig) -> str:
+    """The name of a reward in metrics and records."""
+    return cfg.function if cfg.function in BUILT_IN else cfg.function.rpartition(":")[2]
+
+
+def reward_and_parts(value: Mapping[str, Any], name: str) -> tuple[float, dict[str, float]]:
+    """(reward, parts) of a dict: its sum, or its "reward", which is no part then."""
+    parts = {str(key): as_number(part, f"{name}[{key!r}]") for key, part in value.items()}
+    own = parts.pop("reward", None)
+    return (sum(parts.values()) if own is None else own), parts
+
+
+def as_number(value: Any, name: str) -> float:
+    """Raises TypeError for anything that is no number; True and False are none."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} returned {value!r}, which is no number")
+    return float(value)

@@ -1,0 +1,87 @@
+"""A reward function of a user in a sandbox of its own: one process that stays, as a score worker of one reward.
+
+In: requests of the score worker that owns it. Out: the function's value. The process sees no network and no file but the
+folder of the function, read-only; its limits are those of ``envs/sandbox.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megatron_fp8rl.config import RewardConfig
+from megatron_fp8rl.envs import sandbox
+from megatron_fp8rl.envs.rewards.functions import RewardError, parse
+from megatron_fp8rl.types import Prompt
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+# Imports the package by its path: the environment of a sandbox is empty.
+_START = f"import sys; sys.path.insert(0, {str(_PACKAGE.parent)!r}); from megatron_fp8rl.envs.score_worker import main; main()"
+_LIMITS = sandbox.Limits(memory_bytes=4 << 30, num_processes=64, cpu_s=10**6)
+
+
+class SandboxedReward:
+    """Calls the function in a sandbox, which is started again after a completion has ended it."""
+
+    def __init__(self, cfg: RewardConfig):
+        """Raises SandboxError, or RewardError if the function cannot be loaded."""
+        sandbox.require()
+        self._cfg = dataclasses.replace(cfg, function=_absolute(cfg.function), sandbox=False)
+        self._process = self._started()
+
+    def __call__(self, prompt: Prompt, completion: str) -> Any:
+        """Raises RuntimeError with what the function raised, or how its process ended."""
+        if self._process.poll() is not None:
+            self._process = self._started()
+        request = {
+            "prompt": dataclasses.asdict(prompt) | {"environment": "rows"},
+            "text": completion,
+            "deadline_s": 10**6,
+        }
+        reply = self._asked(self._process, request)
+        if "error" in reply:
+            raise RuntimeError(reply["error"])
+        return {**reply["parts"], "reward": reply["reward"]}
+
+    def _started(self) -> subprocess.Popen:
+        folder = str(parse(self._cfg.function)[0].parent)
+        argv = [sys.executable, "-I", "-c", _START]
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        process = subprocess.Popen(
+            sandbox.command(argv, _LIMITS, readable=(str(_PACKAGE), folder)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env={},
+        )
+        source = {"dataset": "rows.jsonl", "rewards": [dataclasses.asdict(self._cfg)]}
+        reply = self._asked(process, {"environments": {"rows": source}})
+        if "error" in reply:
+            raise RewardError(f"in its sandbox {reply['error']}")
+        return process
+
+    def _asked(self, process: subprocess.Popen, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except BrokenPipeError:
+            line = b""
+        if line:
+            return json.loads(line)
+        process.kill()
+        status = process.wait()
+        self._errors.seek(0)
+        return {
+            "error": f"its sandbox ended with status {status}: {self._errors.read()[-300:].decode(errors='replace')}"
+        }
+
+
+def _absolute(spec: str) -> str:
+    path, name = parse(spec)
+    return f"{path.resolve()}:{name}"

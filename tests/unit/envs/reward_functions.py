@@ -1,0 +1,36 @@
+"""Reward functions as users write them, and as they should not."""
+
+import asyncio
+import os
+
+
+def length_share(prompt, completion, limit=10):
+    return min(1.0, len(completion) / limit)
+
+
+def everything(prompt, completion, **row):
+    return {"has_answer": float(row["answer"] in completion), "level": float(row["level"]), "plus": float("+" in prompt)}
+
+
+async def later(completion, answer):
+    await asyncio.sleep(0.01)
+    return float(completion == answer)
+
+
+def in_batches(prompts, completions, **columns):
+    return [float(len(c)) for c in completions]
+
+
+def weighted(completion):
+    return {"reward": 0.25, "style": 1.0}
+
+
+def nothing(completion):
+    return None
+
+
+def surroundings(completion):
+    if completion == "die":
+        os._exit(3)
+    readable = [path for path in ("/home", "/etc/passwd", "/var", "/run") if os.path.exists(path)]
+    return {"readable": float(len(readable)), "variables": float("SECRET" in os.environ)}

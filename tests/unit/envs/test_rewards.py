@@ -1,0 +1,234 @@
+"""Rewards of rows: values against tables made by hand and math-verify, functions of users, programs and judges."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.config import EnvironmentConfig, RewardConfig
+from megatron_fp8rl.envs import sandbox
+from megatron_fp8rl.envs.rewards import answers
+from megatron_fp8rl.envs.rewards.configured import RowRewards, build, problem
+from megatron_fp8rl.envs.rewards.functions import RewardError
+from megatron_fp8rl.envs.scoring import ScorePool
+from megatron_fp8rl.types import Prompt
+
+FUNCTIONS = Path(__file__).with_name("reward_functions.py")
+needs_sandbox = pytest.mark.skipif(bool(sandbox.problem()), reason=sandbox.problem())
+
+
+def prompt(answer: str = "", **row) -> Prompt:
+    return Prompt(prompt_id="t/0", environment="t", token_ids=(), text="1 + 1?", answer=answer, metadata=row)
+
+
+def score(reward: RewardConfig, completion: str, answer: str = "", **row):
+    return build(reward)(prompt(answer, **row), completion)
+
+
+@pytest.mark.parametrize(
+    ("completion", "found"),
+    [
+        ("so <answer> 4 </answer>", "4"), ("<answer>3</answer> no, <answer>4</answer>", "4"), ("It is 4.", "It is 4."),
+        ("<think>a <answer>3</answer></think>\n4", "4"), (r"thus \boxed{\frac{1}{2}} units", r"\frac{1}{2}"),
+        (r"\boxed{3} then \boxed{4", "3"), ("work\n#### 42", "42"),
+    ],
+)  # fmt: skip
+def test_the_answer_of_a_completion(completion, found):
+    assert answers.answer_in(completion) == found
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "right"),
+    [
+        ("The total is $1,200.", "1200", True), ("1200.0 dollars", "1,200", True), ("50 %", "50", True),
+        ("3/4 of them", "0.75", True), ("-7", "7", False), ("5 and then 6", "6", True), ("none", "6", False),
+        ("#### 18", "18", True), ("1.5e3", "1500", True), ("7.", "7", True), ("x = .5", "1/2", True), ("1/0", "1", False),
+    ],
+)  # fmt: skip
+def test_number(completion, reference, right):
+    assert answers.number()(completion, reference) == right
+
+
+def test_number_within_a_tolerance():
+    assert answers.number(tolerance=0.01)("3.14", "3.1416") == 1
+    assert answers.number()("3.14", "3.1416") == 0
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "right"),
+    [
+        ("The answer is (B).", "B", True), ("B", "(B)", True), ("A or C? C.", "C", True), ("A person", "B", False),
+        ("Because D", "D", True), ("", "A", False), ("BAD", "D", False),
+    ],
+)  # fmt: skip
+def test_choice(completion, reference, right):
+    assert answers.choice()(completion, reference) == right
+
+
+@pytest.mark.parametrize(
+    ("completion", "reference", "right"),
+    [
+        (r"so $\frac{1}{2}$", "0.5", True), (r"\boxed{\frac{2}{4}}", r"\frac12", True), (r"$x=3$", "3", True),
+        (r"\boxed{(1,2]}", r"(1, 2]", True), (r"\boxed{\{2, 1\}}", r"\{1,2\}", True), (r"\boxed{2\sqrt{3}}", r"\sqrt{12}", True),
+        (r"\boxed{5}", "6", False), ("<answer>7</answer>", "7", True), ("I do not know", "3", False),
+    ],
+)  # fmt: skip
+def test_math_agrees_with_math_verify(completion, reference, right):
+    import math_verify
+
+    assert answers.math()(completion, reference) == right
+    own = completion.replace("<answer>", "$").replace("</answer>", "$")
+    assert bool(math_verify.verify(math_verify.parse(f"${reference}$"), math_verify.parse(own))) == right
+
+
+def test_exact_format_and_length():
+    assert score(RewardConfig(), " Paris ", "Paris") == 1 and score(RewardConfig(), "paris", "Paris") == 0
+    assert score(RewardConfig(options={"ignore_case": True}), "paris", "Paris") == 1
+    form = RewardConfig(function="format", options={"pattern": r"<think>.*</think>\s*\S+", "whole": True})
+    assert score(form, "<think>a\nb</think> 4") == 1 and score(form, "x <think></think> 4") == 0
+    short = RewardConfig(function="length", options={"free_characters": 4, "limit_characters": 8})
+    assert [score(short, "x" * n) for n in (3, 4, 6, 8, 20)] == [0, 0, -0.5, -1, -1]
+
+
+class TestProblems:
+    def test_names_options_and_files_are_checked_before_anything_runs(self):
+        assert "did you mean number" in problem(RewardConfig(function="numbr"))
+        assert "number has no option 'tol' (options: tolerance)" in problem(
+            RewardConfig(function="number", options={"tol": 1})
+        )
+        assert "format needs the option 'pattern'" in problem(RewardConfig(function="format"))
+        assert "did you mean reward_functions.py" in problem(
+            RewardConfig(function=f"{FUNCTIONS.parent}/reward_function.py:f")
+        )
+        assert "did you mean length_share" in problem(RewardConfig(function=f"{FUNCTIONS}:lenght_share"))
+        assert problem(RewardConfig(function=f"{FUNCTIONS}:later")) == ""
+
+    def test_a_syntax_error_names_the_line(self, tmp_path):
+        (tmp_path / "r.py").write_text("def f(completion):\n    return (\n")
+        assert "r.py, line 2" in problem(RewardConfig(function=f"{tmp_path}/r.py:f"))
+
+    def test_a_file_that_cannot_be_imported(self, tmp_path):
+        (tmp_path / "r.py").write_text("import no_such_thing\ndef f(completion): return 1\n")
+        with pytest.raises(RewardError, match="r.py cannot be imported: ModuleNotFoundError"):
+            build(RewardConfig(function=f"{tmp_path}/r.py:f"))
+
+
+class TestFunctions:
+    def test_a_function_gets_what_it_names(self):
+        assert score(RewardConfig(function=f"{FUNCTIONS}:length_share"), "abcde") == 0.5
+        assert score(RewardConfig(function=f"{FUNCTIONS}:length_share", options={"limit": 20}), "abcde") == 0.25
+        assert score(RewardConfig(function=f"{FUNCTIONS}:later"), "2", "2") == 1.0
+        assert score(RewardConfig(function=f"{FUNCTIONS}:in_batches"), "abc", "2", level=1) == 3.0
+
+    def test_parts_and_weights(self):
+        both = (RewardConfig(function=f"{FUNCTIONS}:everything", weight=0.5), RewardConfig(weight=2.0))
+        found = RowRewards(both).score(prompt("2", level=3), "2")
+        assert found == {"has_answer": 1.0, "level": 3.0, "plus": 1.0, "exact": 1.0, "reward": 0.5 * 5.0 + 2.0}
+        own = RowRewards((RewardConfig(function=f"{FUNCTIONS}:weighted"),)).score(prompt(), "x")
+        assert own == {"style": 1.0, "reward": 0.25}
+
+    def test_what_is_no_number_is_named(self):
+        with pytest.raises(TypeError, match="nothing returned None, which is no number"):
+            RowRewards((RewardConfig(function=f"{FUNCTIONS}:nothing"),)).score(prompt(), "x")
+
+    def test_parts_come_out_of_the_pool_and_failures_cost_one_score(self):
+        rewards = (RewardConfig(), RewardConfig(function=f"{FUNCTIONS}:length_share", weight=0.1))
+        bad = EnvironmentConfig(dataset="b.jsonl", rewards=(RewardConfig(function=f"{FUNCTIONS}:nothing"),))
+        sources = {"t": EnvironmentConfig(dataset="t.jsonl", rewards=rewards), "b": bad}
+        with ScorePool(sources, num_workers=1, deadline_s=20.0) as pool:
+            found = pool.submit(prompt("2"), "2").result(100)
+            assert found.parts == {"exact": 1.0, "length_share": 0.1} and found.reward == pytest.approx(1.01)
+            other = Prompt(prompt_id="b/0", environment="b", token_ids=(), text="", answer="")
+            assert "returned None, which is no number" in pool.submit(other, "x").result(100).detail
+
+
+@needs_sandbox
+class TestPrograms:
+    ASSERTS = ["assert f(2) == 4", "assert f(3) == 9", "assert f(-1) == 1"]
+
+    def test_statements(self):
+        good, half = "x ```python\ndef f(n):\n    return n * n\n```", "```\ndef f(n): return 4 if n == 2 else 1\n```"
+        whole = RewardConfig(function="code")
+        assert score(whole, good, tests=self.ASSERTS) == 1 and score(whole, half, tests=self.ASSERTS) == 0
+        share = RewardConfig(function="code", options={"all_or_nothing": False, "tests": "checks"})
+        assert score(share, half, checks=self.ASSERTS) == pytest.approx(2 / 3)
+        assert score(whole, "no code", tests=self.ASSERTS) == 0
+
+    @pytest.mark.parametrize(
+        "program", ["import os\nos._exit(0)", "import sys\nsys.exit()", "print('0' * 32, 3)\nimport os; os._exit(0)"]
+    )
+    def test_a_program_that_ends_early_has_not_passed(self, program):
+        assert score(RewardConfig(function="code"), f"```python\n{program}\n```", tests=self.ASSERTS) == 0
+
+    def test_cases_of_input_and_output(self):
+        cases = json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]})
+        program = "```python\na, b = map(int, input().split())\nprint(a + b)\n```"
+        assert score(RewardConfig(function="code"), program, input_output=cases) == 1
+        share = RewardConfig(function="code", options={"all_or_nothing": False})
+        assert score(share, program.replace("a + b", "3"), input_output=cases) == 0.5
+
+    def test_a_row_without_tests_is_named(self):
+        with pytest.raises(ValueError, match="t/0 has no tests in"):
+            score(RewardConfig(function="code"), "```\n1\n```")
+
+    def test_a_function_of_a_user_in_a_sandbox(self, monkeypatch):
+        monkeypatch.setenv("SECRET", "x")
+        reward = build(RewardConfig(function=f"{FUNCTIONS}:surroundings", sandbox=True))
+        assert reward(prompt(), "x") == {"readable": 0.0, "variables": 0.0, "reward": 0.0}
+        with pytest.raises(RuntimeError, match="its sandbox ended with status 3"):
+            reward(prompt(), "die")
+        assert reward(prompt(), "x")["readable"] == 0.0  # started again
+
+
+class TestJudge:
+    @contextmanager
+    def served(self, *answers: tuple[int, str]):
+        """An OpenAI-compatible server that gives these (status, content) in turn; yields (url, requests)."""
+        left, seen = list(answers), []
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                seen.append((self.path, self.headers.get("Authorization"), body))
+                status, content = left.pop(0)
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
+
+            def log_message(self, *args):
+                pass
+
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1", seen
+        finally:
+            server.shutdown()
+            server.server_close()
+
+    def test_the_grade_is_a_share_of_the_highest(self, monkeypatch):
+        monkeypatch.setenv("JUDGE_KEY", "very-secret")
+        with self.served((503, ""), (200, "Grade: 7"), (200, "50")) as (url, seen):
+            options = {"url": url, "model": "m", "highest": 10, "key_env": "JUDGE_KEY"}
+            reward = build(RewardConfig(function="judge", options=options))
+            assert reward(prompt("2"), "my answer") == 0.7 and reward(prompt("2"), "x") == 1.0
+        path, key, body = seen[1]
+        assert path == "/v1/chat/completions" and key == "Bearer very-secret" and body["model"] == "m"
+        assert all(word in body["messages"][0]["content"] for word in ("1 + 1?", "my answer", "from 0 to 10"))
+
+    def test_failures_are_named_without_the_key(self, monkeypatch):
+        monkeypatch.setenv("JUDGE_KEY", "very-secret")
+        with self.served((401, "no"), (200, "no idea")) as (url, _):
+            reward = build(RewardConfig(function="judge", options={"url": url, "model": "m", "key_env": "JUDGE_KEY"}))
+            with pytest.raises(ValueError, match="HTTP 401") as caught:
+                reward(prompt(), "x")
+            assert "very-secret" not in str(caught.value)
+            with pytest.raises(ValueError, match="m gave no grade: 'no idea'"):
+                reward(prompt(), "x")
+        with pytest.raises(RewardError, match="NO_SUCH_KEY"):
+            build(RewardConfig(function="judge", options={"url": "u", "model": "m", "key_env": "NO_SUCH_KEY"}))
