@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megatron_fp8rl import cli, evaluate
+from megatron_fp8rl import cli, evaluate, own_job
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.preflight import doctor, show
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions
@@ -74,6 +74,10 @@ def _rl(invocation: cli.Invocation) -> int:
         )
         return 2
     return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=False, wants_rl=True))
+
+
+def _grpo(invocation: cli.Invocation) -> int:
+    return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=True))
 
 
 def _eval(invocation: cli.Invocation) -> int:
@@ -201,6 +205,8 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             stack.callback(write_reports, cfg)  # also after an error
             write_model_dir(cfg)
             if wants_rl and cfg.rollout.replay is None:
+                _look_at_data(cfg)
+            if wants_rl and cfg.rollout.replay is None:
                 # Engine startup takes about as long as the warm start of a small model, so both run concurrently.
                 fleet = stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
                 if cfg.rollout.placement == "colocated" and torch.cuda.is_available():
@@ -216,6 +222,18 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop, explain)
 
 
+def _look_at_data(cfg: RunConfig) -> None:
+    """Print what the sources hold; raise if one cannot be used, before engines start."""
+    from megatron_fp8rl.data.inspection import inspect_sources, require_usable
+    from megatron_fp8rl.data.model_dir import model_dir
+    from megatron_fp8rl.data.tokenizer import load_tokenizer
+
+    reports = inspect_sources(cfg, load_tokenizer(str(model_dir(cfg))))
+    if cfg.observe.display != "none":
+        print("\n".join(line for report in reports for line in report.lines()), flush=True)
+    require_usable(reports, cfg.data.max_dropped)
+
+
 def _longest_wait_s(cfg: RunConfig) -> float:
     """Timeout between trainer ranks: rank 0 may wait for engines to start, to sample and to be updated."""
     rollout = cfg.rollout
@@ -223,6 +241,13 @@ def _longest_wait_s(cfg: RunConfig) -> float:
 
 
 COMMANDS = (
+    cli.Command(
+        name="grpo",
+        summary="reinforcement learning of your own model: --model DIR --data FILE --reward NAME",
+        run=_grpo,
+        options=own_job.GrpoOptions,
+        configure=own_job.configure,
+    ),
     cli.Command(
         name="train", summary="warm start if the configuration has one, then reinforcement learning", run=_train
     ),

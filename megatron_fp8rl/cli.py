@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Annotated, Any
 
+from megatron_fp8rl import own_job
 from megatron_fp8rl.config import ConfigError, RunConfig
 from megatron_fp8rl.preflight import rules
 
@@ -50,6 +51,8 @@ class Command:
     takes_config: bool = True  # False: the command has only its own options; a positional argument sets the first one
     options: type | None = None  # frozen dataclass of the command's own options, all with defaults
     judges_config: bool = False  # True: the command checks the configuration itself
+    # In place of CONFIG: (options, function that applies overrides) -> (configuration, lines that explain it).
+    configure: Callable[[Any, Callable[[RunConfig], RunConfig]], tuple[RunConfig, list[str]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +77,8 @@ def main(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
     if invocation.dry_run:
-        print(to_json(invocation.cfg))
+        configured = by_name[invocation.command].configure is not None
+        print(own_job.as_function(invocation.cfg) if configured else to_json(invocation.cfg))
         return 0
     return by_name[invocation.command].run(invocation)
 
@@ -97,6 +101,8 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
             rest.insert(0, f"--{dataclasses.fields(command.options)[0].name}")
         return Invocation(command=name, cfg=None, options=_parse_words(command, None, rest)[1])
 
+    if command.configure is not None:
+        return _configured(command, rest)
     dry_run = "--dry-run" in rest or "--dry_run" in rest
     rest = [word for word in rest if word not in ("--dry-run", "--dry_run")]
     if rest and not rest[0].startswith("-"):
@@ -113,6 +119,21 @@ def parse(argv: Sequence[str], commands: Mapping[str, Command]) -> Invocation:
     if violations:
         raise ConfigError(violations)
     return Invocation(command=name, config_name=target, cfg=cfg, options=options, overrides=overrides, dry_run=dry_run)
+
+
+def _configured(command: Command, rest: list[str]) -> Invocation:
+    """The invocation of a command that makes its configuration from its own options."""
+    dry_run = "--dry-run" in rest or "--dry_run" in rest
+    rest = [word for word in rest if word not in ("--dry-run", "--dry_run")]
+    program = f"{_PROGRAM} {command.name}"
+    if "-h" in rest or "--help" in rest:
+        _tyro({"options": command.options()}, rest, program, command.summary)
+    parsed, words = _tyro({"options": command.options()}, rest, program, command.summary, return_unknown_args=True)
+    cfg, said = command.configure(parsed.options, lambda cfg: parse_overrides(cfg, words))
+    if violations := rules.check(cfg):
+        raise ConfigError(violations)
+    print("\n".join(f"# {line}" if dry_run else line for text in said for line in text.splitlines()))
+    return Invocation(command=command.name, cfg=cfg, options=parsed.options, overrides=tuple(words), dry_run=dry_run)
 
 
 def parse_overrides(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:

@@ -45,7 +45,7 @@ RANGES = {
         algo.clip_high algo.alarm_abs_logprob_diff algo.alarm_kl_k3 data.score_deadline_s data.sft_lr
     """,
     "[0, 1)": "optim.beta1 optim.beta2",
-    "[0, 1]": "data.sft_wrong_answers",
+    "[0, 1]": "data.sft_wrong_answers data.max_dropped",
     "(0, 1]": """
         model.rotary_fraction rollout.top_p rollout.gpu_memory_utilization data.sft_stop_pass_rate
     """,

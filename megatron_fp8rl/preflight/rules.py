@@ -19,7 +19,10 @@ from functools import cache
 from pathlib import Path
 
 from megatron_fp8rl.algo import named
-from megatron_fp8rl.config import RunConfig, Violation
+from megatron_fp8rl.config import EnvironmentConfig, RunConfig, Violation
+from megatron_fp8rl.envs import sandbox
+from megatron_fp8rl.envs.rewards import configured as rewards
+from megatron_fp8rl.envs.source_kind import files_of, has_rows, kind_of
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import refusals
 from megatron_fp8rl.preflight.engine_rules import check_engines
@@ -258,7 +261,8 @@ def _check_data(found: Findings) -> None:
         if not environment.weight > 0:
             found.refuse(f"{path}.weight", "is not above 0", "Set a positive share", value=environment.weight)
         if not environment.dataset:
-            found.refuse(f"{path}.dataset", "names no generator", "Name one, such as chain_sum", value="''")
+            found.refuse(f"{path}.dataset", "names nothing", "Name a file, or a generator such as chain_sum", value="''")
+        _check_source(found, path, environment)
         try:
             fields = {name for _, name, _, _ in string.Formatter().parse(environment.template) if name is not None}
         except ValueError as error:
@@ -284,6 +288,31 @@ def _check_data(found: Findings) -> None:
             "is measured on held-out problems, of which observe.eval_prompts = 0 asks none",
             "Set --observe.eval_prompts, or None here",
         )
+
+
+def _check_source(found: Findings, path: str, environment: EnvironmentConfig) -> None:
+    """The files of rows, and what scores them."""
+    is_rows = has_rows(environment.dataset)
+    for field in ("dataset", "eval"):
+        name = getattr(environment, field)
+        try:
+            if name and kind_of(name) == "rows":
+                files_of(name)
+        except FileNotFoundError as error:
+            found.refuse(f"{path}.{field}", str(error).removeprefix(f"{name}: "), "Name other files", value=name)
+    if is_rows and not environment.rewards:
+        remedy = f"Set --{path}.rewards to exact, number, choice, math, code or FILE.py:function"
+        found.refuse(f"{path}.rewards", f"nothing scores the answers to {environment.dataset}", remedy, value=())
+    if not is_rows:
+        for field in ("eval", "rewards", "prompt_column", "answer_column"):
+            if value := getattr(environment, field):
+                problem = f"is of rows, and {environment.dataset} makes and scores its own problems"
+                found.refuse(f"{path}.{field}", problem, "Leave it out", value=value)
+    for index, reward in enumerate(environment.rewards):
+        if problem := rewards.problem(reward):
+            found.refuse(f"{path}.rewards.{index}.function", problem, "Mend it", value=reward.function)
+        elif rewards.needs_sandbox(reward) and (reason := sandbox.problem()):
+            found.refuse(f"{path}.rewards.{index}.function", reason, "Or choose another reward", value=reward.function)
 
 
 def _check_storage(found: Findings) -> None:

@@ -1,0 +1,259 @@
+"""The ``grpo`` command: a run from a model's folder, rows of data and a reward, without a line of Python.
+
+In: ``--model DIR --data FILE --reward NAME``. Out: a complete ``RunConfig``. The architecture, the tokenizer and the chat
+template are those of the folder; the layout is the smallest that preflight's memory model finds to fit, with the reason.
+Runs in the process that the user starts; imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from megatron_fp8rl.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    ConfigError,
+    DataConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    ObserveConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    Violation,
+)
+from megatron_fp8rl.envs.source_kind import has_rows, short_name
+from megatron_fp8rl.names.registry import from_hf_config
+from megatron_fp8rl.preflight import layout_search, rules
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, judge
+from megatron_fp8rl.preflight.doctor import headline
+from megatron_fp8rl.preflight.memory import GIB, GpuName
+
+_PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
+_ON_A_CPU = dict(prompts_per_step=8, completions_per_prompt=8, kv_cache_bytes=256 << 20, enforce_eager=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoOptions:
+    """What a run of one's own needs; all fields of a configuration are options as well."""
+
+    model: str = ""  # folder of a Hugging Face model: config.json, tokenizer and weights
+    data: tuple[str, ...] = ()  # files, folders, hub:NAME, env:module:Class, or generators of reasoning-gym
+    reward: tuple[str, ...] = ()  # for rows: exact, number, choice, math, code, ... or FILE.py:function
+    eval: tuple[str, ...] = ()  # held-out rows, in the order of --data
+    gpus: int | None = None  # GPUs of trainer and engines; None: those of this machine; 0: the CPU
+    gpu: GpuName | None = None  # kind of GPU to plan for; None: that of this machine, else h200
+
+
+def configure(options: GrpoOptions, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
+    """(configuration, what was chosen and why). ``override`` applies the user's fields, before and after the choice.
+
+    Raises ConfigError with every mistake in the options.
+    """
+    folder, found = Path(options.model).expanduser(), _problems(options)
+    if found:
+        raise ConfigError(found)
+    try:
+        model = model_in(folder)
+    except (OSError, ValueError) as error:
+        raise ConfigError([Violation("--model", options.model, str(error), "Name another folder")]) from None
+    cfg = override(_base(options, folder, model))
+    if cfg.model.random:
+        cfg = replace(cfg, model=replace(cfg.model, hf_path=None))
+    num_gpus = _local_gpus()[0] if options.gpus is None else options.gpus
+    if not num_gpus:
+        return _on_cpu(cfg, override)
+    return _on_gpus(cfg, options, num_gpus, override)
+
+
+def model_in(folder: Path) -> ModelConfig:
+    """The architecture of a folder, with ``hf_path`` set. Raises ValueError that says what is missing or unsupported."""
+    if not folder.is_dir():
+        near: list[str] = []
+        if folder.parent.is_dir():
+            names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
+            near = difflib.get_close_matches(folder.name, names, n=3, cutoff=0.5)
+        raise ValueError("is no folder" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError("has no config.json")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"config.json is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError("config.json is not a JSON object")
+    return replace(from_hf_config(config, fp8_weights=True), hf_path=str(folder))
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether the tokenizer of a folder renders messages."""
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def as_function(cfg: RunConfig) -> str:
+    """A Python file with one function that returns ``cfg``: what differs from the defaults."""
+    used: set[str] = set()
+    body = _source(cfg, used, indent=1)
+    name = re.sub(r"\W+", "_", cfg.name).strip("_").lower() or "run"
+    name = name if not name[0].isdigit() else f"run_{name}"
+    names = ", ".join(sorted(used))
+    imports = f"from megatron_fp8rl.config import {names}"
+    if len(imports) > 120:
+        imports = "from megatron_fp8rl.config import (\n" + "".join(f"    {one},\n" for one in sorted(used)) + ")"
+    return f"{imports}\n\n\ndef {name}() -> RunConfig:\n    return {body}"
+
+
+def _problems(options: GrpoOptions) -> list[Violation]:
+    found = []
+    if not options.model:
+        remedy = "Name the folder of a Hugging Face model; with --model.random True its weights are not read"
+        found.append(Violation("--model", "", "there is no model to train", remedy))
+    if not options.data:
+        found.append(Violation("--data", "", "there is nothing to learn", "Name a file, such as train.jsonl"))
+    rows = [name for name in options.data if has_rows(name)]
+    if rows and not options.reward:
+        remedy = "Name a reward: exact, number, choice, math, code, or FILE.py:function"
+        found.append(Violation("--reward", "", f"nothing scores the answers to {rows[0]}", remedy))
+    if len(options.eval) > len(rows):
+        problem = f"there are {len(options.eval)} held-out sources and {len(rows)} of rows to train on"
+        found.append(Violation("--eval", options.eval, problem, "Name one for each --data, in the same order"))
+    if options.gpus is not None and options.gpus < 0:
+        found.append(Violation("--gpus", options.gpus, "is below 0", "Give a number of GPUs, or 0 for the CPU"))
+    return found
+
+
+def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
+    prompt = min(_PROMPT_TOKENS, model.max_sequence_tokens // 3)
+    rewards = tuple(RewardConfig(function=name) for name in options.reward)
+    held_out = iter(options.eval)
+    environments = tuple(
+        EnvironmentConfig(dataset=name, rewards=rewards, eval=next(held_out, ""))
+        if has_rows(name)
+        else EnvironmentConfig(dataset=name)
+        for name in options.data
+    )
+    return RunConfig(
+        name=f"{folder.resolve().name}-{'-'.join(short_name(name) for name in options.data)}",
+        model=model,
+        optim=OptimConfig(warmup_steps=10, weight_decay=0.1),
+        rollout=RolloutConfig(
+            prompts_per_step=64,
+            completions_per_prompt=16,
+            max_prompt_tokens=prompt,
+            max_completion_tokens=min(_COMPLETION_TOKENS, model.max_sequence_tokens - prompt),
+            max_tokens_per_microbatch=max(8192, prompt + _COMPLETION_TOKENS),
+            request_deadline_s=1800.0,
+            start_deadline_s=1800.0,
+        ),
+        algo=AlgoConfig(clip_high=0.28),
+        data=DataConfig(
+            environments=environments,
+            tokenizer=str(folder),
+            chat_template=has_chat_template(folder),
+            num_score_workers=4,
+        ),
+        checkpoint=CheckpointConfig(every_steps=20),
+        observe=ObserveConfig(eval_every=20),
+        num_steps=200,
+    )
+
+
+def _on_cpu(cfg: RunConfig, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
+    said = ["no GPU: trainer and engine share the CPU, and FP8 is emulated"]
+    length = cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens
+    small = replace(cfg.rollout, **_ON_A_CPU, max_tokens_per_microbatch=max(length + 16, 4096))
+    cfg = override(replace(cfg, rollout=small, data=replace(cfg.data, num_score_workers=1)))
+    if cfg.precision == PrecisionConfig() and (reason := _reason_against_fp8(cfg)):
+        cfg = replace(cfg, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
+        said.append(f"BF16 at both ends: {reason}")
+    return cfg, said
+
+
+def _reason_against_fp8(cfg: RunConfig) -> str:
+    """Why matrices of this model cannot be FP8; empty if they can."""
+    bf16 = replace(cfg, precision=PrecisionConfig(trainer="bf16", rollout="bf16"))
+    others = {str(violation) for violation in rules.check(bf16)}
+    return next((v.problem for v in rules.check(cfg) if str(v) not in others), "")
+
+
+def _on_gpus(
+    cfg: RunConfig, options: GrpoOptions, num_gpus: int, override: Callable[[RunConfig], RunConfig]
+) -> tuple[RunConfig, list[str]]:
+    memory_gib = _local_gpus()[1]
+    kind = options.gpu or _kind_of(memory_gib)
+    machines = DoctorOptions(
+        gpu=kind,
+        memory_gib=memory_gib if options.gpu is None else None,
+        gpus_per_node=min(num_gpus, 8),
+        num_gpus=num_gpus,
+    )
+    together = replace(cfg.rollout, num_replicas=num_gpus, placement="colocated", sleep_level=2)
+    start = override(replace(cfg, rollout=together, parallel=ParallelConfig(world_size=num_gpus)))
+    found = judge(start, machines)
+    change: layout_search.Change = ()
+    if found.errors or found.num_layout_warnings:
+        outcome = layout_search.search(
+            start, partial(judge, options=machines), machines.hardware, num_gpus, machines.gpus_per_node
+        )
+        change = outcome.change
+    cfg = override(layout_search.apply(start, change))
+    diagnosis = diagnose(cfg, machines)
+    said = [headline(diagnosis)]
+    if change:
+        said.append("nearest layout to data parallel that fits: " + ", ".join(f"{path} {value}" for path, value in change))
+    for estimate in (diagnosis.trainer, diagnosis.engine.estimate if diagnosis.engine else None):
+        if estimate is not None:
+            said.append(
+                f"{estimate.title}: {estimate.total_bytes / GIB:.1f} of {estimate.capacity_bytes / GIB:.1f} GiB per GPU"
+            )
+    errors = [finding for finding in diagnosis.findings if finding.severity == "error" and "memory" in finding.problem]
+    said += [f"error: {finding.subject}: {finding.problem}" for finding in errors]
+    return cfg, said
+
+
+def _local_gpus() -> tuple[int, float]:
+    """(number of GPUs of this machine, GiB of the first)."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        return len(lines), float(lines[0]) / 1024 if lines else 0.0
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return 0, 0.0
+
+
+def _kind_of(memory_gib: float) -> GpuName:
+    return "h200" if not memory_gib or 100 < memory_gib < 160 else "b200" if memory_gib >= 160 else "h100"
+
+
+def _source(value: object, used: set[str], indent: int) -> str:
+    """Python source of a configuration; fields at their defaults are left out."""
+    if dataclasses.is_dataclass(value):
+        used.add(type(value).__name__)
+        pad, lines = "    " * (indent + 1), []
+        for field in dataclasses.fields(value):
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            own = getattr(value, field.name)
+            if own != default:
+                lines.append(f"{pad}{field.name}={_source(own, used, indent + 1)},\n")
+        return f"{type(value).__name__}(\n{''.join(lines)}{'    ' * indent})" if lines else f"{type(value).__name__}()"
+    if isinstance(value, tuple) and any(map(dataclasses.is_dataclass, value)):
+        pad = "    " * (indent + 1)
+        return "(\n" + "".join(f"{pad}{_source(one, used, indent + 1)},\n" for one in value) + "    " * indent + ")"
+    return repr(value)
