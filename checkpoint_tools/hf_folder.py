@@ -182,6 +182,8 @@ def read_entries(path: Path) -> tuple[dict[str, Entry], list[str], set[str]]:
             shards = sorted(set(listed.values()))
             if not all(isinstance(file, str) for file in shards):
                 raise TypeError("weight_map has something else than names of files")
+            if outside := [file for file in shards if Path(file).name != file]:
+                raise ValueError(f"weight_map names {outside[0]!r}, which is not a file of this folder")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(index, f"damaged: {error}. Fetch the file again") from error
         if SINGLE not in shards and (path / SINGLE).exists():

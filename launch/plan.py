@@ -16,6 +16,7 @@ from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout, with_scorers
 from launch.spec import JobSpec, Kind, Role, endpoint_file, nodes_in_words
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.envs.rewards.functions import parse
 from megatron_fp8rl.preflight import layout_search, rules
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
 
@@ -214,7 +215,14 @@ def job_spec(
         max_restarts=cluster.max_restarts,
         save_signal_s=cluster.save_signal_s,
         env=env,
+        own_files=() if request.cfg is None else own_files(request.cfg),
     )
+
+
+def own_files(cfg: RunConfig) -> tuple[str, ...]:
+    """The files of the user's reward functions."""
+    functions_of = (reward.function for source in cfg.data.environments for reward in source.rewards)
+    return tuple(dict.fromkeys(str(parse(name)[0].absolute()) for name in functions_of if ".py:" in name))
 
 
 def task_plan(request: Request, run_dir: str, command: tuple[str, ...], *, name: str, kind: Kind = "command") -> Plan:

@@ -24,11 +24,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from launch.spec import JobSpec, add_job, launch_dir
+from megatron_fp8rl.envs.rewards.functions import COPIES
 
 if TYPE_CHECKING:
     from launch.cluster import Cluster
 
 _ROOT = Path(__file__).parents[1]
+_OWN = "own"  # folder of copies of the user's files
 _PACKAGES = ("launch", "megatron_fp8rl", "model_configs", "checkpoint_tools")
 _COMMAND_DEADLINE_S = 60.0
 _SILENCE_S = 600.0  # without an answer of Slurm, after which a wait ends
@@ -154,7 +156,7 @@ def submit(
         raise SubmitError(f"there is a submission {submission.id!r} already in {folder}: choose another --id")
     job_ids: list[str] = []
     try:
-        copy_code(code_dir)
+        copy_code(code_dir, spec.own_files)
         job_ids = nemo.submit(submission)
         for index, job_id in enumerate(job_ids):  # at once: elements of a sweep read it when they begin
             add_job(spec.run_dir, _record(submission, index, job_id, spec, cluster_name))
@@ -181,7 +183,7 @@ def _submit_there(nemo: ModuleType, submission: Any, spec: JobSpec, cluster_name
     experiment = Path(submission.job_dir(0)).parent
     with tempfile.TemporaryDirectory() as scratch:
         files = Path(scratch)
-        copy_code(files / Path(submission.code_dir).relative_to(there))
+        copy_code(files / Path(submission.code_dir).relative_to(there), spec.own_files)
         for index, script in enumerate(nemo.scripts(submission)):
             job_dir = files / Path(submission.job_dir(index)).relative_to(there)
             job_dir.mkdir(parents=True)
@@ -239,11 +241,13 @@ def _submission(
     submission = nemo.Submission(spec=spec, cluster=cluster, id=id, chain=chain, array=array)
     inherited = spec.env.get("PYTHONPATH")
     path = f"{submission.code_dir}:{inherited}" if inherited else submission.code_dir
-    return dataclasses.replace(submission, spec=dataclasses.replace(spec, env={**spec.env, "PYTHONPATH": path}))
+    env = {**spec.env, "PYTHONPATH": path, COPIES: f"{submission.code_dir}/{_OWN}"}
+    return dataclasses.replace(submission, spec=dataclasses.replace(spec, env=env))
 
 
-def copy_code(folder: Path) -> None:
-    """Keep this code as it is: a job that waits for days, or starts again, must not run what is edited meanwhile."""
+def copy_code(folder: Path, own_files: Sequence[str] = ()) -> None:
+    """Keep this code, and the user's reward functions, as they are: a job that waits for days, or starts again, must not
+    run what is edited meanwhile."""
     folder.mkdir(parents=True)
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
     for package in _PACKAGES:
@@ -251,6 +255,10 @@ def copy_code(folder: Path) -> None:
     for name in ("requirements.toml",):
         if (_ROOT / name).is_file():
             shutil.copy(_ROOT / name, folder / name)
+    for file in own_files:
+        target = folder / _OWN / file.lstrip("/")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
 
 
 def wait(

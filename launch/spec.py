@@ -85,6 +85,7 @@ class JobSpec:
     max_restarts: int = 3  # attempts after the first, whatever ended them
     save_signal_s: int = 300  # seconds before the time limit at which the job is told to save
     env: dict[str, str] = field(default_factory=dict)  # of every role
+    own_files: tuple[str, ...] = ()  # absolute: reward functions of the user, of which a queued job runs copies
 
     def on_node(self, node: int) -> NodePlan:
         """The roles that have a part on a node, in the order of the job."""
@@ -139,6 +140,7 @@ class JobSpec:
     def of(values: dict[str, Any]) -> JobSpec:
         """The job of a decoded dictionary; of an array of jobs, what all of them have."""
         own = {name: value for name, value in values.items() if name not in ("elements", "labels")}
+        own["own_files"] = tuple(own.get("own_files", ()))
         return JobSpec(**{**own, "roles": tuple(_role(role) for role in values["roles"])})
 
 

@@ -223,15 +223,16 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 
 
 def _look_at_data(cfg: RunConfig) -> None:
-    """Print what the sources hold; raise if one cannot be used, before engines start."""
-    from megatron_fp8rl.data.inspection import inspect_sources, require_usable
-    from megatron_fp8rl.data.model_dir import model_dir
-    from megatron_fp8rl.data.tokenizer import load_tokenizer
+    """Print what the sources hold and what rewards say to known answers; raise ValueError if a source cannot be used,
+    before engines start."""
+    from megatron_fp8rl.preflight.sources import look_at_data
 
-    reports = inspect_sources(cfg, load_tokenizer(str(model_dir(cfg))))
+    lines, findings = look_at_data(cfg)
+    lines += [f"{finding.severity.upper()}: {finding.problem}" for finding in findings]
     if cfg.observe.display != "none":
-        print("\n".join(line for report in reports for line in report.lines()), flush=True)
-    require_usable(reports, cfg.data.max_dropped)
+        print("\n".join(lines), flush=True)
+    if errors := [finding.problem for finding in findings if finding.severity == "error"]:
+        raise ValueError("; ".join(errors))
 
 
 def _longest_wait_s(cfg: RunConfig) -> float:

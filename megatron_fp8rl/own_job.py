@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import os
 import re
 import subprocess
 from collections.abc import Callable
@@ -33,7 +34,7 @@ from megatron_fp8rl.config import (
     RunConfig,
     Violation,
 )
-from megatron_fp8rl.envs.source_kind import has_rows, short_name
+from megatron_fp8rl.envs.source_kind import has_rows, kind_of, short_name
 from megatron_fp8rl.names.registry import from_hf_config
 from megatron_fp8rl.preflight import layout_search, rules
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, judge
@@ -94,7 +95,7 @@ def model_in(folder: Path) -> ModelConfig:
         raise ValueError(f"config.json is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError("config.json is not a JSON object")
-    return replace(from_hf_config(config, fp8_weights=True), hf_path=str(folder))
+    return replace(from_hf_config(config, fp8_weights=True), hf_path=str(folder.resolve()))
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -141,10 +142,10 @@ def _problems(options: GrpoOptions) -> list[Violation]:
 
 def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
     prompt = min(_PROMPT_TOKENS, model.max_sequence_tokens // 3)
-    rewards = tuple(RewardConfig(function=name) for name in options.reward)
-    held_out = iter(options.eval)
+    rewards = tuple(RewardConfig(function=_absolute(name) if ".py:" in name else name) for name in options.reward)
+    held_out = map(_absolute, options.eval)
     environments = tuple(
-        EnvironmentConfig(dataset=name, rewards=rewards, eval=next(held_out, ""))
+        EnvironmentConfig(dataset=_absolute(name), rewards=rewards, eval=next(held_out, ""))
         if has_rows(name)
         else EnvironmentConfig(dataset=name)
         for name in options.data
@@ -165,7 +166,7 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
         algo=AlgoConfig(clip_high=0.28),
         data=DataConfig(
             environments=environments,
-            tokenizer=str(folder),
+            tokenizer=str(folder.resolve()),
             chat_template=has_chat_template(folder),
             num_score_workers=4,
         ),
@@ -173,6 +174,11 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
         observe=ObserveConfig(eval_every=20),
         num_steps=200,
     )
+
+
+def _absolute(name: str) -> str:
+    """A path that also holds on other nodes; names of the hub stay."""
+    return name if kind_of(name) == "hub" else os.path.abspath(os.path.expanduser(name))
 
 
 def _on_cpu(cfg: RunConfig, override: Callable[[RunConfig], RunConfig]) -> tuple[RunConfig, list[str]]:
@@ -217,7 +223,9 @@ def _on_gpus(
     diagnosis = diagnose(cfg, machines)
     said = [headline(diagnosis)]
     if change:
-        said.append("nearest layout to data parallel that fits: " + ", ".join(f"{path} {value}" for path, value in change))
+        said.append(
+            "nearest layout to data parallel that fits: " + ", ".join(f"{path} {value}" for path, value in change)
+        )
     for estimate in (diagnosis.trainer, diagnosis.engine.estimate if diagnosis.engine else None):
         if estimate is not None:
             said.append(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -17,6 +17,7 @@ from megatron_fp8rl.data.columns import Columns
 from megatron_fp8rl.data.dropped import TooManyDroppedError
 from megatron_fp8rl.data.prompts import DROPPED, ProblemSource
 from megatron_fp8rl.data.rows import RowError
+from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
 from megatron_fp8rl.types import Prompt
 
 _ALL_UP_TO = 20_000  # rows; of more, this many are looked at:
@@ -82,6 +83,64 @@ def require_usable(reports: Sequence[SourceReport], max_dropped: float) -> None:
                 f"data.max_dropped = {max_dropped:g}. The first one, {row}: {reason}. Mend the data, raise "
                 "rollout.max_prompt_tokens, or raise data.max_dropped"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardCheck:
+    """What the scorer of one source gives to reference answers and to empty ones."""
+
+    key: str
+    reference: tuple[float, ...]  # of the reports' prompts that have a reference answer
+    empty: tuple[float, ...]  # of the same prompts
+    failure: str  # the first score that failed; empty if none did
+
+    def warnings(self) -> list[str]:
+        """What looks wrong, in sentences."""
+        found = []
+        if self.failure:
+            found.append(f"{self.key}: {self.failure}")
+        if self.reference and max(self.reference) <= 0:
+            found.append(f"{self.key}: no reference answer is rewarded; the reward or the answer column is wrong")
+        elif self.reference and min(self.reference) <= 0:
+            share = sum(score <= 0 for score in self.reference) / len(self.reference)
+            found.append(f"{self.key}: {share:.0%} of the reference answers are not rewarded")
+        if self.empty and max(self.empty) > 0 and (not self.reference or max(self.empty) >= max(self.reference)):
+            found.append(f"{self.key}: an empty answer is rewarded by {max(self.empty):g}, as much as a right one")
+        return found
+
+    def line(self) -> str:
+        """For people."""
+        if not self.reference:
+            return f"{self.key}: no reference answer to score"
+        means = (sum(scores) / len(scores) for scores in (self.reference, self.empty))
+        return "{}: reference answers score {:.3g}, empty ones {:.3g} (means of {})".format(
+            self.key, *means, len(self.reference)
+        )
+
+
+def check_rewards(cfg: RunConfig, reports: Sequence[SourceReport]) -> list[RewardCheck]:
+    """Score reference answers and empty ones of the reports' prompts, in a score worker with the run's deadline."""
+    found = []
+    with ScorePool.build(replace(cfg.data, num_score_workers=1)) as pool:
+        for report in reports:
+            prompts = [prompt for prompt in report.prompts if prompt.answer]
+            asked = [(pool.submit(prompt, prompt.answer), pool.submit(prompt, "")) for prompt in prompts]
+            try:
+                scores = [(own.result(), empty.result()) for own, empty in asked]
+            except ScorePoolError as error:
+                found.append(RewardCheck(key=report.key, reference=(), empty=(), failure=str(error)))
+                continue
+            failure = next((score.detail for pair in scores for score in pair if score.status == "score_failed"), "")
+            own, empty = zip(*scores, strict=True) if scores else ((), ())
+            found.append(
+                RewardCheck(
+                    key=report.key,
+                    reference=tuple(score.reward for score in own),
+                    empty=tuple(score.reward for score in empty),
+                    failure=failure,
+                )
+            )
+    return found
 
 
 def _inspect(source: ProblemSource, key: str) -> SourceReport:

@@ -55,7 +55,10 @@ _IGNORED = frozenset(
     task_specific_params tokenizer_class max_window_layers is_encoder_decoder is_decoder cross_attention_hidden_size
     temperature top_k top_p do_sample max_length min_length max_new_tokens num_beams repetition_penalty
     length_penalty typical_p num_beam_groups num_return_sequences _attn_implementation_autoset unsloth_fixed
-    unsloth_version transformers.js_config
+    unsloth_version transformers.js_config output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    bad_words_ids pruned_heads tf_legacy_loss finetuning_task add_cross_attention tie_encoder_decoder
+    exponential_decay_length_penalty begin_suppress_tokens suppress_tokens remove_invalid_values early_stopping
+    encoder_no_repeat_ngram_size no_repeat_ngram_size diversity_penalty
     """.split()
 )
 
@@ -63,6 +66,7 @@ _NEEDED = {
     "hidden_act": "another activation in the feed-forward of trainer and engine",
     "attention_bias": "biases in the family's table and in the trainer's attention",
     "mlp_bias": "biases in the feed-forward rows of the table and in the trainer's feed-forward",
+    "is_causal": "attention in both directions in trainer and engine",
     "use_sliding_window": "attention over a window in some layers of the trainer",
     "layer_types": "layers of several kinds of attention in the trainer",
     "mlp_only_layers": "experts in some layers only, by ModelConfig.first_dense_layers or a list",
@@ -178,7 +182,7 @@ def _build(family: Family, values: dict[str, Any]) -> ModelConfig:
 
 def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -> list[str]:
     """Fields of ``config`` that change the function of the model in a way that is not supported."""
-    fixed = {"hidden_act": "silu", **family.fixed}
+    fixed = {"hidden_act": "silu", "is_causal": True, **family.fixed}
     if family.fields.get("num_key_value_heads") is None:
         fixed["num_key_value_heads"] = config.get("num_attention_heads")
     problems = []
@@ -197,7 +201,7 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
     known = {*fixed, *family.fields, *family.ignored, *rope.KEYS, *_IGNORED}
     known |= {"model_type", "layer_types", "quantization_config"}
     for key, value in config.items():
-        if key not in known and value not in (None, False, 0, "", [], {}):
+        if key not in known:
             problems.append(f"{key} = {value!r} is not known in this family; needed is {_UNKNOWN}")
     return problems
 

@@ -23,6 +23,7 @@ def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(found, dict) or any(isinstance(value, dict) for value in found.values()):
         return {}, [f"rope_parameters = {found!r} is not supported; needed is one rotary embedding for all layers"]
+    problems = _disagreements(config)
     found = dict(found)
     kind = found.pop("rope_type", None) or found.pop("type", "default")
     found.pop("type", None)
@@ -30,7 +31,6 @@ def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     fraction = found.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     fraction = fraction or family.rotary_fraction or 1.0
     values: dict[str, Any] = {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
-    problems = []
     if family.rotary_fraction is None and fraction != 1.0:
         problems.append(
             f"partial_rotary_factor = {fraction} is not supported (supported is 1.0); needed is a family that rotates "
@@ -46,6 +46,29 @@ def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
             "rotary embedding and a kind of RopeScaling"
         )
     return values, problems
+
+
+def _disagreements(config: Mapping[str, Any]) -> list[str]:
+    """What config.json says twice and differently: releases of transformers obey one or the other."""
+    new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    problems = []
+    if isinstance(new, dict) and isinstance(old, dict) and new and old:
+        kinds = [said.get("rope_type", said.get("type", "default")) for said in (new, old)]
+        twice = [name for name in old if name in new and new[name] != old[name]]
+        if kinds[0] != kinds[1] or twice:
+            problems.append(
+                f"rope_scaling = {old!r} disagrees with rope_parameters = {new!r}; needed is one of them, or both alike"
+            )
+    whole = config.get("original_max_position_embeddings")
+    for name, said in (("rope_parameters", new), ("rope_scaling", old)):
+        inner = said.get("original_max_position_embeddings") if isinstance(said, dict) else None
+        if None not in (whole, inner) and whole != inner:
+            problems.append(
+                f"original_max_position_embeddings = {whole!r} disagrees with that of {name}, {inner!r}; needed is one"
+            )
+    if whole is not None and not new and not old:
+        problems.append(f"original_max_position_embeddings = {whole!r} stands without rope_parameters; needed are both")
+    return problems
 
 
 def _read_scaling(kind: str, found: dict[str, Any], config: Mapping[str, Any]) -> tuple[RopeScaling | None, list[str]]:

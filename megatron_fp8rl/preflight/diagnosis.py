@@ -41,6 +41,7 @@ class DoctorOptions:
     gpus_per_node: int = 8
     num_gpus: int | None = None  # available; None: as many as trainer and engines ask for
     routing_imbalance: float = 1.0  # token copies received by the experts of the busiest rank, over the mean
+    data: bool = True  # read the data and score reference answers
     json: bool = False  # one JSON object instead of tables
 
     @property
@@ -163,7 +164,7 @@ def gpus_wanted(cfg: RunConfig) -> int:
 
 def _option_words(options: DoctorOptions) -> list[str]:
     """The options the user set, as words that proposed commands repeat."""
-    named = [(f.name, getattr(options, f.name), f.default) for f in fields(options) if f.name != "json"]
+    named = [(f.name, getattr(options, f.name), f.default) for f in fields(options) if f.name not in ("json", "data")]
     return [word for name, value, default in named if value != default for word in (f"--{name}", str(value))]
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.preflight import precision_table, tiling
+from megatron_fp8rl.preflight import precision_table, rules, tiling
 from megatron_fp8rl.preflight.diagnosis import Diagnosis, DoctorOptions, diagnose
 from megatron_fp8rl.preflight.engine_memory import EngineEstimate
 from megatron_fp8rl.preflight.memory import GIB, Estimate, host_bytes
+from megatron_fp8rl.preflight.sources import look_at_data
 
 WIDTH = 118
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -31,9 +32,14 @@ def run(cfg: RunConfig, options: DoctorOptions, config_name: str, overrides: Seq
         print("\n".join(f"python -m megatron_fp8rl doctor: {problem}" for problem in problems), file=sys.stderr)
         return 2
     diagnosis = diagnose(cfg, options, config_name=config_name, overrides=overrides)
+    lines: list[str] = []
+    if options.data and not rules.check(cfg, accelerator=diagnosis.gpu.generation):
+        lines, found = look_at_data(cfg)
+        diagnosis = dataclasses.replace(diagnosis, findings=(*found, *diagnosis.findings))
     if options.json:
         sys.stdout.write(to_json(diagnosis) + "\n")
     else:
+        print("\n".join([*lines, ""]) if lines else "", end="\n" if lines else "")
         print_report(diagnosis)
     return diagnosis.status
 

@@ -15,6 +15,7 @@ _ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _NUMBER = re.compile(
     r"[-+]?(?:(?:\d{1,3}(?:[,\u00a0\u202f]\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?"
 )
+_LONGEST_BARE_ANSWER = 200  # characters of a completion that may be LaTeX without delimiters
 _CHOICE = r"(?<![A-Za-z0-9])\(?([{letters}])\)?(?![A-Za-z0-9'])"
 
 Compare = Callable[[str, str], float]  # completion, reference answer
@@ -86,8 +87,9 @@ def math(*, precision: int = 6) -> Compare:
         tagged = _ANSWER_TAG.findall(text)
         found = parsed(tagged[-1]) if tagged else parsed(text)
         wanted = parsed(reference if "$" in reference or "\\boxed" in reference else f"${reference}$")
-        if tagged and not found:
-            found = parsed(f"${tagged[-1]}$")
+        bare = tagged[-1] if tagged else text.strip()
+        if not found and len(bare) < _LONGEST_BARE_ANSWER:
+            found = parsed(f"${bare}$")
         return float(math_verify.verify(wanted, found, float_rounding=precision, timeout_seconds=None))
 
     return score

@@ -12,6 +12,7 @@ import asyncio
 import difflib
 import importlib.util
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ class RewardError(ValueError):
     """A reward that cannot be built; the message names the file, the function or the option."""
 
 
+COPIES = "MEGATRON_FP8RL_OWN_FILES"  # environment variable: folder with copies of files, by their absolute paths
+
+
 def parse(spec: str) -> tuple[Path, str]:
-    """(file, function) of ``FILE.py:function``."""
+    """(file, function) of ``FILE.py:function``; in a queued job the copy of the file."""
     file, _, name = spec.rpartition(":")
-    return Path(file).expanduser(), name
+    path = Path(file).expanduser()
+    copy = Path(os.environ.get(COPIES, "")) / str(path.absolute()).lstrip("/")
+    return (copy if os.environ.get(COPIES) and copy.is_file() else path), name
 
 
 def problem(spec: str) -> str:

@@ -307,6 +307,8 @@ def _open_checkpoint(folder: Path) -> Get:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = json.loads(index.read_text())["weight_map"]
+        if outside := sorted(name for name in set(files.values()) if Path(name).name != name):
+            raise ValueError(f"{index} names {outside[0]!r}, which is not a file of its folder")
     elif (folder / "model.safetensors").is_file():
         with safe_open(folder / "model.safetensors", framework="pt") as single:
             files = dict.fromkeys(single.keys(), "model.safetensors")
