@@ -225,9 +225,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 def _look_at_data(cfg: RunConfig) -> None:
     """Print what the sources hold and what rewards say to known answers; raise ValueError if a source cannot be used,
     before engines start."""
-    from megatron_fp8rl.preflight.sources import look_at_data
-
-    lines, findings = look_at_data(cfg)
+    lines, findings = doctor.look_at_data(cfg)
     lines += [f"{finding.severity.upper()}: {finding.problem}" for finding in findings]
     if cfg.observe.display != "none":
         print("\n".join(lines), flush=True)

@@ -156,6 +156,8 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
         model_dir = parallel.broadcast_object(model_dir)
         stream = PromptStream(cfg, load_tokenizer(str(model_dir)))
         prompts = stream.eval_prompts(evaluation.num_problems)
+        if not prompts:
+            raise ValueError("no source has held-out problems; name rows by --data.environments.0.eval")
         published, again = _publish(cfg, parallel, fleet, prompts, stack)
         ready_s = time.monotonic()
         rollouts = RolloutStream(cfg, fleet, stream if parallel.rank == 0 else None, scorers, parallel)

@@ -85,7 +85,7 @@ def model_in(folder: Path) -> ModelConfig:
         if folder.parent.is_dir():
             names = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()]
             near = difflib.get_close_matches(folder.name, names, n=3, cutoff=0.5)
-        raise ValueError("is no folder" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        raise ValueError("is no folder" + (f"; did you mean {' or '.join(near)}" if near else ""))
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError("has no config.json")

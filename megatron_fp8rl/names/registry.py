@@ -33,6 +33,9 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+_SAME_AS = {"kimi_k2": "deepseek_v3"}  # model types that differ in name alone
+
+
 def to_hf_config(model: ModelConfig) -> dict[str, Any]:
     """The content of the Hugging Face config.json of ``model``, without special tokens, which belong to the tokenizer.
 
@@ -49,9 +52,10 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
     supporting it would take.
     """
     name = config.get("model_type")
+    name = _SAME_AS.get(name, name) if isinstance(name, str) else None
     if name not in FAMILIES:
         raise ValueError(
-            f"config.json: model_type {name!r} (architectures {config.get('architectures')}) is not supported; "
+            f"config.json: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not supported; "
             f"supported are {', '.join(sorted(FAMILIES))}. Needed is a file of its own in megatron_fp8rl/names: "
             "see docs/adding_a_model.md"
         )

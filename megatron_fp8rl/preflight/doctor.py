@@ -12,14 +12,15 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import precision_table, rules, tiling
 from megatron_fp8rl.preflight.diagnosis import Diagnosis, DoctorOptions, diagnose
 from megatron_fp8rl.preflight.engine_memory import EngineEstimate
+from megatron_fp8rl.preflight.findings import Finding
 from megatron_fp8rl.preflight.memory import GIB, Estimate, host_bytes
-from megatron_fp8rl.preflight.sources import look_at_data
 
 WIDTH = 118
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -42,6 +43,43 @@ def run(cfg: RunConfig, options: DoctorOptions, config_name: str, overrides: Seq
         print("\n".join([*lines, ""]) if lines else "", end="\n" if lines else "")
         print_report(diagnosis)
     return diagnosis.status
+
+
+def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
+    """(lines for people, findings). Rows are read, prompts rendered, and a few reference and empty answers scored.
+
+    Imports the tokenizer and the generators, so it takes seconds; needs neither torch nor a GPU.
+    """
+    from megatron_fp8rl.data.dropped import TooManyDroppedError
+    from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
+    from megatron_fp8rl.data.tokenizer import load_tokenizer
+
+    if cfg.model.hf_path is None and not cfg.data.sft_steps and cfg.data.tokenizer == "character":
+        return ["data was not read: neither a model nor a tokenizer is named"], []
+    if cfg.data.tokenizer != "character" and not Path(cfg.data.tokenizer).is_dir():
+        return [f"data was not read: there is no tokenizer in {cfg.data.tokenizer}"], []
+    try:
+        reports = inspect_sources(cfg, load_tokenizer(cfg.data.tokenizer))
+    except (ValueError, OSError, ImportError) as error:
+        return [], [_finding("error", "--data.environments", str(error))]
+    lines = [line for report in reports for line in report.lines()]
+    findings = []
+    try:
+        require_usable(reports, cfg.data.max_dropped)
+    except TooManyDroppedError as error:
+        findings.append(_finding("error", "--data.max_dropped", str(error)))
+    for report in reports:
+        if report.num_equal:
+            problem = f"{report.num_equal} held-out questions of {report.key} are training questions, too"
+            findings.append(_finding("warning", "--data.environments", problem))
+    for check in check_rewards(cfg, reports):
+        lines.append(check.line())
+        findings += [_finding("warning", "--data.environments.rewards", text) for text in check.warnings()]
+    return lines, findings
+
+
+def _finding(severity: str, subject: str, problem: str) -> Finding:
+    return Finding(severity=severity, subject=subject, problem=problem)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -299,7 +299,8 @@ def _check_source(found: Findings, path: str, environment: EnvironmentConfig) ->
             if name and kind_of(name) == "rows":
                 files_of(name)
         except FileNotFoundError as error:
-            found.refuse(f"{path}.{field}", str(error).removeprefix(f"{name}: "), "Name other files", value=name)
+            problem = str(error).removeprefix(f"{name}: ").rstrip("?")
+            found.refuse(f"{path}.{field}", problem, "Name other files", value=name)
     if is_rows and not environment.rewards:
         remedy = f"Set --{path}.rewards to exact, number, choice, math, code or FILE.py:function"
         found.refuse(f"{path}.rewards", f"nothing scores the answers to {environment.dataset}", remedy, value=())
@@ -310,7 +311,7 @@ def _check_source(found: Findings, path: str, environment: EnvironmentConfig) ->
                 found.refuse(f"{path}.{field}", problem, "Leave it out", value=value)
     for index, reward in enumerate(environment.rewards):
         if problem := rewards.problem(reward):
-            found.refuse(f"{path}.rewards.{index}.function", problem, "Mend it", value=reward.function)
+            found.refuse(f"{path}.rewards.{index}.function", problem.rstrip("?"), "Mend it", value=reward.function)
         elif rewards.needs_sandbox(reward) and (reason := sandbox.problem()):
             found.refuse(f"{path}.rewards.{index}.function", reason, "Or choose another reward", value=reward.function)
 

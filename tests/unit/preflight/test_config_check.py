@@ -5,7 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, ModelConfig, RouterConfig, RunConfig
+from megatron_fp8rl.config import (
+    ConfigError,
+    EnvironmentConfig,
+    MlaConfig,
+    ModelConfig,
+    RewardConfig,
+    RouterConfig,
+    RunConfig,
+)
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.preflight.rules import check
 
@@ -21,6 +29,7 @@ DENSE = ModelConfig(
 )
 MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256)
 ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
+EXACT = RewardConfig()
 
 
 def make(model: ModelConfig = DENSE, **changes) -> RunConfig:
@@ -149,7 +158,12 @@ def test_five_mistakes_give_five_violations():
         ({"data__chat_template": True}, "--data.chat_template"),
         ({"data__tokenizer": "no/such/folder"}, "--data.tokenizer"),
         ({"data__environments": (EnvironmentConfig(template="plain"),)}, "--data.environments.0.template"),
-        ({"data__environments": (EnvironmentConfig(), EnvironmentConfig())}, "--data.environments"),
+        ({"data__environments": (EnvironmentConfig(dataset="no.jsonl", rewards=(EXACT,)),)}, "--data.environments.0.dataset"),
+        ({"data__environments": (EnvironmentConfig(dataset=__file__, rewards=(EXACT,)),)}, "--data.environments.0.dataset"),
+        ({"data__environments": (EnvironmentConfig(dataset="hub:x/y"),)}, "--data.environments.0.rewards"),
+        ({"data__environments": (EnvironmentConfig(rewards=(EXACT,)),)}, "--data.environments.0.rewards"),
+        ({"data__environments": (EnvironmentConfig(dataset="hub:x/y", eval="hub:x/z", rewards=(RewardConfig(function="maths"),)),)},
+         "--data.environments.0.rewards.0.function"),
         ({"model__hf_path": "no/such/folder"}, "--model.hf_path"),
         ({"model__num_key_value_heads": 3}, "--model.num_key_value_heads"),
         ({"model__family": "qwen3_moe"}, "--model.num_experts"),

@@ -1,0 +1,171 @@
+"""The grpo command as a person uses it: an empty folder, a model and a tokenizer made on the spot, rows, a reward."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 600
+REWARD = """
+def digits(completion, answer):
+    share = sum(c.isdigit() for c in completion) / max(1, len(completion))
+    return {"digits": share, "right": float(completion.strip() == answer)}
+"""
+SHORT = (
+    "--rollout.max_prompt_tokens", "128", "--rollout.max_completion_tokens", "12", "--observe.display", "plain",
+    "--observe.eval_prompts", "4", "--checkpoint.every_steps", "1",
+)  # fmt: skip
+
+
+def _make_model(folder: Path, texts: list[str]) -> None:
+    """A Qwen3 of two layers with a BPE tokenizer and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>", "<pad>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    plain.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<pad>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    config = Qwen3Config(
+        vocab_size=384, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("own")
+    rows = [
+        {"question": f"Tom has {i} apples and buys {j} more. How many?", "answer": str(i + j)}
+        for i in range(8)
+        for j in range(5)
+    ]
+    lines = [json.dumps(row) for row in rows]
+    (folder / "train.jsonl").write_text("\n".join([*lines[:30], "{broken", *lines[30:36]]) + "\n")
+    (folder / "test.jsonl").write_text("\n".join(lines[36:]) + "\n")
+    (folder / "reward.py").write_text(REWARD)
+    _make_model(folder / "model", [row["question"] for row in rows])
+    return folder
+
+
+def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MEGATRON_FP8RL_CACHE": str(folder / "cache")}
+    command = [sys.executable, "-m", "megatron_fp8rl", *words]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def _rows(run_dir: Path) -> dict[int, list[int]]:
+    """The rows of each step."""
+    lines = map(json.loads, (run_dir / "rollouts.jsonl").read_text().splitlines())
+    found: dict[int, list[int]] = {}
+    for line in lines:
+        found.setdefault(line["step"], []).append(line["prompt"]["metadata"]["row"])
+    return found
+
+
+def test_three_steps_stop_and_go_on_without_a_row_twice(folder: Path):
+    own = (
+        "grpo",
+        "--model",
+        "model",
+        "--data",
+        "train.jsonl",
+        "--eval",
+        "test.jsonl",
+        "--reward",
+        "reward.py:digits",
+        *SHORT,
+    )
+    few = ("--data.max_dropped", "0.1")
+    first = _run(folder, *own, *few, "--num_steps", "2")
+    assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
+    for said in ("37 rows, 4 held out", "prompt in 'question', answer in 'answer'", "left out: row 30 of train: is not JSON",
+                 "reference answers score 2, empty ones 0"):  # fmt: skip
+        assert said in first.stdout, (said, first.stdout)
+    run_dir = folder / "runs" / "model-train"
+    again = _run(folder, *own, *few, "--num_steps", "4")
+    assert again.returncode == 0, again.stdout[-3000:] + again.stderr[-3000:]
+    seen = _rows(run_dir)
+    rows = [row for step in sorted(seen) for row in seen[step]]
+    assert sorted(seen) == [1, 2, 3, 4] and len(rows) == 32 and len(set(rows)) == 32 and 30 not in rows
+    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["reward/part_digits/mean"] >= 0 and "reward/part_right/mean" in metrics[-1]
+    assert metrics[-1]["mismatch/abs_logprob_diff/max"] == 0
+    assert (run_dir / "report.html").exists() and (run_dir / "hf" / "config.json").exists()
+    (line,) = (run_dir / "data" / "dropped.jsonl").read_text().splitlines() or [None]
+    assert json.loads(line)["prompt"] == "row 30 of train"
+
+
+def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
+    own = ("grpo", "--model", "model", "--data", "train.jsonl", "--reward", "number", *SHORT)
+    printed = _run(folder, *own, "--dry-run")
+    assert printed.returncode == 0, printed.stderr
+    (folder / "kept.py").write_text(printed.stdout)
+    program = "from kept import *; from megatron_fp8rl.cli import to_json; print(to_json(model_train()))"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    kept = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environ, capture_output=True, text=True)
+    assert kept.returncode == 0, kept.stderr
+    cfg = json.loads(kept.stdout)
+    assert cfg["data"]["environments"][0]["rewards"][0]["function"] == "number" and cfg["data"]["chat_template"] is True
+    assert cfg["rollout"]["max_completion_tokens"] == 12 and cfg["model"]["num_layers"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "--model = '': there is no model to train"),
+        (("--model", "modle", "--data", "train.jsonl", "--reward", "number"), "did you mean model"),
+        (("--model", "model", "--data", "trian.jsonl", "--reward", "number"), "did you mean train.jsonl"),
+        (("--model", "model", "--data", "train.jsonl"), "--reward = '': nothing scores the answers to train.jsonl"),
+        (("--model", "model", "--data", "train.jsonl", "--reward", "numbr"), "did you mean number"),
+        (("--model", "model", "--data", "train.jsonl", "--reward", "reward.py:digit"), "did you mean digits"),
+        (("--model", "model", "--data", "chain_sum", "--gpus", "-1"), "--gpus = -1: is below 0"),
+        (("--model", "model", "--data", "train.jsonl", "--reward", "exact", "--rollout.top_p", "2"), "--rollout.top_p = 2.0"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_before_anything_starts(folder: Path, words, message):
+    found = _run(folder, "grpo", *words)
+    assert found.returncode == 2 and message in found.stderr, found.stderr
+
+
+def test_data_that_cannot_be_used_stops_before_engines_start(folder: Path):
+    own = ("--model", "model", "--data", "train.jsonl", "--reward", "number", *SHORT, "--name", "stopped")
+    found = _run(folder, "grpo", *own)
+    assert found.returncode != 0 and "1 of 37 prompts cannot be used, more than data.max_dropped = 0.01" in found.stderr
+    assert not (folder / "runs" / "stopped" / "logs").exists()
+
+
+def test_gpus_are_planned_for_without_any(folder: Path):
+    own = (
+        "--model",
+        "model",
+        "--data",
+        "train.jsonl",
+        "--reward",
+        "number",
+        "--gpus",
+        "8",
+        "--gpu",
+        "h100",
+        "--dry-run",
+    )
+    printed = _run(folder, "grpo", *own)
+    assert printed.returncode == 0, printed.stderr
+    assert "world_size=8" in printed.stdout and "H100" in printed.stdout and "GiB per GPU" in printed.stdout

@@ -1,0 +1,118 @@
+"""Every key of config.json is honoured, known to be without effect, or refused by name: judged by transformers' logits.
+
+Each key of a family's configuration class is changed, one at a time. If the reader accepts the change and gives the same
+ModelConfig, the logits of transformers' model must not move.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from megatron_fp8rl.names.registry import FAMILIES, from_hf_config
+
+BASE = dict(
+    vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64,
+)  # fmt: skip
+MORE = {
+    "qwen3": dict(head_dim=8),
+    "qwen3_moe": dict(head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": dict(
+        head_dim=8, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=1,
+        topk_group=1, num_nextn_predict_layers=0,
+    ),
+    "deepseek_v3": dict(
+        n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1, n_group=2,
+        topk_group=1, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+        num_key_value_heads=4,
+    ),
+}  # fmt: skip
+EXTRA = {  # said beside what the class knows
+    "is_causal": False,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "original_max_position_embeddings": 16,
+    "no_such_key": None,
+    "another": False,
+    "sliding_window_pattern": 2,
+}
+TOKENS = torch.arange(2, 26)[None]
+
+
+def _logits(config: dict, state: dict | None = None) -> tuple[torch.Tensor, dict]:
+    torch.manual_seed(0)
+    cls = transformers.CONFIG_MAPPING[config["model_type"]]
+    model = transformers.AutoModelForCausalLM.from_config(cls(**config)).float().eval()
+    if state is not None:
+        model.load_state_dict(state)
+    else:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    with torch.no_grad():
+        return model(TOKENS).logits, model.state_dict()
+
+
+def _changed(value):
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [value + 1, 0]
+    if isinstance(value, float):
+        return [value * 2 + 0.25]
+    if value is None:
+        return [True, 4]
+    return []
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_key_that_changes_the_model_is_honoured_or_refused(name):
+    config = {**BASE, **MORE.get(name, {}), "model_type": name}
+    config = json.loads(transformers.CONFIG_MAPPING[name](**config).to_json_string(use_diff=False))
+    own = from_hf_config(config)
+    expected, state = _logits(config)
+    num_judged = 0
+    for key, values in {
+        **{key: _changed(value) for key, value in config.items()},
+        **{k: [v] for k, v in EXTRA.items()},
+    }.items():
+        for value in values:
+            changed = {**config, key: value}
+            try:
+                if from_hf_config(changed) != own:
+                    continue
+            except ValueError as error:
+                named = key if name != "deepseek_v3" or key != "num_attention_heads" else "num_key_value_heads"
+                assert not value or named in str(error), (key, value, str(error))
+                continue
+            try:
+                found, _ = _logits(changed, state)
+            except Exception:  # transformers does not build it either
+                continue
+            num_judged += 1
+            assert torch.allclose(found, expected, atol=1e-5), (
+                f"{name}: {key} = {value!r} is read as nothing and changes logits"
+            )
+    assert num_judged > 10
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling = .* disagrees with rope_parameters"),
+        ({"is_causal": False}, "is_causal = False is not supported"),
+        ({"original_max_position_embeddings": 16}, "original_max_position_embeddings = 16"),
+        ({"anything": False}, "anything = False is not known"),
+        ({"anything": None}, "anything = None is not known"),
+    ],
+)
+def test_what_was_silent_once_is_refused(change, message):
+    config = transformers.CONFIG_MAPPING["qwen2"](**BASE).to_dict() | {"model_type": "qwen2"}
+    if "original_max_position_embeddings" in change:
+        config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 8}
+    with pytest.raises(ValueError, match=message):
+        from_hf_config(config | change)
