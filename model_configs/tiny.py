@@ -82,5 +82,26 @@ def tiny_qwen3() -> RunConfig:
 
 
 def demo() -> RunConfig:
-    """What `make demo` runs: tiny_qwen3_moe into runs/demo."""
-    return replace(tiny_qwen3_moe(), name="demo")
+    """What `make demo` runs: tiny_qwen3_moe sorts four digits, up or down; 20,000 questions, 512 of them held out."""
+    base = tiny_qwen3_moe()
+    digits = "".join("{original_numbers[%d][0]}" % i for i in range(4))
+    sorting = EnvironmentConfig(
+        dataset="number_sorting",
+        options={
+            "min_numbers": 4,
+            "max_numbers": 4,
+            "min_decimals": 0,
+            "max_decimals": 0,
+            "min_value": 0,
+            "max_value": 9,
+        },
+        template="{direction[0]}" + digits + "=",
+    )
+    return replace(
+        base,
+        name="demo",
+        rollout=replace(base.rollout, prompts_per_step=24, max_completion_tokens=40),
+        data=replace(base.data, environments=(sorting,), sft_steps=400),
+        observe=replace(base.observe, eval_prompts=512),
+        num_steps=40,
+    )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.own_model import make_model
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600
 REWARD = """
@@ -21,32 +23,6 @@ SHORT = (
     "--rollout.max_prompt_tokens", "128", "--rollout.max_completion_tokens", "12", "--observe.display", "plain",
     "--observe.eval_prompts", "4", "--checkpoint.every_steps", "1",
 )  # fmt: skip
-
-
-def _make_model(folder: Path, texts: list[str]) -> None:
-    """A Qwen3 of two layers with a BPE tokenizer and a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    plain = Tokenizer(models.BPE())
-    plain.pre_tokenizer, plain.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = ["<|im_start|>", "<|im_end|>", "<pad>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    plain.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=384, special_tokens=special, initial_alphabet=alphabet)
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|im_end|>", pad_token="<pad>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    tokenizer.save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=384, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, tie_word_embeddings=False,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +37,7 @@ def folder(tmp_path_factory) -> Path:
     (folder / "train.jsonl").write_text("\n".join([*lines[:30], "{broken", *lines[30:36]]) + "\n")
     (folder / "test.jsonl").write_text("\n".join(lines[36:]) + "\n")
     (folder / "reward.py").write_text(REWARD)
-    _make_model(folder / "model", [row["question"] for row in rows])
+    make_model(folder / "model", [row["question"] for row in rows])
     return folder
 
 
