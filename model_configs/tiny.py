@@ -100,8 +100,8 @@ def demo() -> RunConfig:
     return replace(
         base,
         name="demo",
-        rollout=replace(base.rollout, prompts_per_step=24, max_completion_tokens=40),
-        data=replace(base.data, environments=(sorting,), sft_steps=400),
+        rollout=replace(base.rollout, prompts_per_step=16, max_completion_tokens=36),
+        data=replace(base.data, environments=(sorting,), sft_steps=360, sft_batch_size=64, sft_lr=3e-3),
         observe=replace(base.observe, eval_prompts=512),
         num_steps=40,
     )
