@@ -66,6 +66,7 @@ _NEEDED = {
     "hidden_act": "another activation in the feed-forward of trainer and engine",
     "attention_bias": "biases in the family's table and in the trainer's attention",
     "mlp_bias": "biases in the feed-forward rows of the table and in the trainer's feed-forward",
+    "use_mrope": "a rotary embedding of several axes",
     "is_causal": "attention in both directions in trainer and engine",
     "use_sliding_window": "attention over a window in some layers of the trainer",
     "layer_types": "layers of several kinds of attention in the trainer",
@@ -182,7 +183,7 @@ def _build(family: Family, values: dict[str, Any]) -> ModelConfig:
 
 def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -> list[str]:
     """Fields of ``config`` that change the function of the model in a way that is not supported."""
-    fixed = {"hidden_act": "silu", "is_causal": True, **family.fixed}
+    fixed = {"hidden_act": "silu", "is_causal": True, "use_mrope": False, **family.fixed}
     if family.fields.get("num_key_value_heads") is None:
         fixed["num_key_value_heads"] = config.get("num_attention_heads")
     problems = []
