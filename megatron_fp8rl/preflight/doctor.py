@@ -50,14 +50,14 @@ def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
 
     Imports the tokenizer and the generators, so it takes seconds; needs neither torch nor a GPU.
     """
-    from megatron_fp8rl.data.dropped import TooManyDroppedError
-    from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
-    from megatron_fp8rl.data.tokenizer import load_tokenizer
-
     if cfg.model.hf_path is None and not cfg.data.sft_steps and cfg.data.tokenizer == "character":
         return ["data was not read: neither a model nor a tokenizer is named"], []
     if cfg.data.tokenizer != "character" and not Path(cfg.data.tokenizer).is_dir():
         return [f"data was not read: there is no tokenizer in {cfg.data.tokenizer}"], []
+    from megatron_fp8rl.data.dropped import TooManyDroppedError
+    from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
+    from megatron_fp8rl.data.tokenizer import load_tokenizer
+
     try:
         reports = inspect_sources(cfg, load_tokenizer(cfg.data.tokenizer))
     except (ValueError, OSError, ImportError) as error:
