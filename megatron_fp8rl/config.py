@@ -279,8 +279,9 @@ class DataConfig:
 
     environments: tuple[EnvironmentConfig, ...] = (EnvironmentConfig(),)
     max_dropped: float = 0.01  # largest fraction of rows that may be too long, empty or impossible to encode
-    tokenizer: str = "character"  # "character", or a directory with a Hugging Face tokenizer
-    chat_template: bool = False  # render prompts with the tokenizer's chat template
+    # "character", or a directory with a Hugging Face tokenizer; a run that starts from model.hf_path uses that folder's.
+    tokenizer: str = "character"
+    chat_template: bool | None = None  # render prompts with the tokenizer's chat template; None: if it has one
     chat_template_arguments: dict[str, Any] = field(default_factory=dict)  # such as {"enable_thinking": false}
     num_score_workers: int = 1  # scoring processes of trainer rank 0, or of each score server
     score_servers: int = 0  # score servers started by the agents of a launched job; 0: trainer rank 0 scores

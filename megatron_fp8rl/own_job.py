@@ -98,16 +98,6 @@ def model_in(folder: Path) -> ModelConfig:
     return replace(from_hf_config(config, fp8_weights=True), hf_path=str(folder.resolve()))
 
 
-def has_chat_template(folder: Path) -> bool:
-    """Whether the tokenizer of a folder renders messages."""
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def as_function(cfg: RunConfig) -> str:
     """A Python file with one function that returns ``cfg``: what differs from the defaults."""
     used: set[str] = set()
@@ -167,7 +157,6 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
         data=DataConfig(
             environments=environments,
             tokenizer=str(folder.resolve()),
-            chat_template=has_chat_template(folder),
             num_score_workers=4,
         ),
         checkpoint=CheckpointConfig(every_steps=20),

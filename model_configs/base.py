@@ -1,7 +1,7 @@
 """What the runs of real models have in common: GRPO on problems that generators make and check.
 
-A run starts from random weights and a character tokenizer until it is told where a checkpoint lies; then also the chat
-template applies: ``--model.hf_path DIR --data.tokenizer DIR --data.chat_template True``.
+A run starts from random weights and a character tokenizer until it is told where a checkpoint lies, whose tokenizer and
+chat template it then uses: ``--model.hf_path DIR``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def grpo(
             num_score_workers=16,
         ),
         checkpoint=CheckpointConfig(every_steps=20),
-        observe=ObserveConfig(eval_every=20, verify_every=10),
+        observe=ObserveConfig(eval_every=20),
         num_steps=400,
     )
 

@@ -90,8 +90,10 @@ class ProblemSource:
                 f"data.tokenizer = {cfg.data.tokenizer!r} has {len(tokenizer)} tokens, model.vocab_size is only "
                 f"{cfg.model.vocab_size}"
             )
-        if cfg.data.chat_template and not tokenizer.chat_template:
+        wanted = cfg.data.chat_template
+        if wanted and not tokenizer.chat_template:
             raise ValueError(f"data.chat_template is set, but tokenizer {cfg.data.tokenizer!r} has no chat template")
+        self._uses_chat = bool(tokenizer.chat_template) if wanted is None else wanted
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.configs = environments_by_key(cfg.data.environments)
@@ -150,7 +152,7 @@ class ProblemSource:
         text = self._text(key, problem)
         try:
             # A chat template writes the special tokens itself.
-            token_ids = encode(self.tokenizer, text, add_special_tokens=not self.cfg.data.chat_template)
+            token_ids = encode(self.tokenizer, text, add_special_tokens=not self._uses_chat)
         except UnknownCharacterError as error:
             raise UnknownCharacterError(f"prompt {prompt_id}: {error}") from None
         limit = self.cfg.rollout.max_prompt_tokens
@@ -174,12 +176,12 @@ class ProblemSource:
         messages = [*problem.messages[:-1], {"role": "user", "content": content}]
         if cfg.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": cfg.system_prompt})
-        if data.chat_template:
+        if self._uses_chat:
             return self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **data.chat_template_arguments
             )
         if len(messages) > 1:
-            raise RowError("has several messages, or a system prompt, and needs data.chat_template = True")
+            raise RowError("has several messages, or a system prompt, and needs a tokenizer with a chat template")
         return content
 
     def _generated(self, key: str, rng: random.Random) -> Problem:

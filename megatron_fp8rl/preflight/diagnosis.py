@@ -287,24 +287,14 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
 
 
 def _of_start(cfg: RunConfig) -> list[Finding]:
-    """The weights and the tokenizer the run starts from."""
+    """The weights that the run starts from."""
     if cfg.model.hf_path is None and not cfg.data.sft_steps:
         return [
             Finding(
                 severity="warning",
                 subject="--model.hf_path",
                 problem="the run starts from random weights",
-                remedy="Name a Hugging Face checkpoint, and its tokenizer: --model.hf_path DIR --data.tokenizer DIR "
-                "--data.chat_template True",
-            )
-        ]
-    if cfg.model.hf_path is not None and cfg.data.tokenizer == "character":
-        return [
-            Finding(
-                severity="warning",
-                subject="--data.tokenizer",
-                problem="trained weights under a tokenizer that splits text into characters",
-                change=(("data.tokenizer", cfg.model.hf_path), ("data.chat_template", True)),
+                remedy="Name a Hugging Face checkpoint: --model.hf_path DIR",
             )
         ]
     return []

@@ -52,14 +52,15 @@ def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
     """
     if cfg.model.hf_path is None and not cfg.data.sft_steps and cfg.data.tokenizer == "character":
         return ["data was not read: neither a model nor a tokenizer is named"], []
-    if cfg.data.tokenizer != "character" and not Path(cfg.data.tokenizer).is_dir():
-        return [f"data was not read: there is no tokenizer in {cfg.data.tokenizer}"], []
+    tokenizer = cfg.model.hf_path or cfg.data.tokenizer
+    if tokenizer != "character" and not Path(tokenizer).is_dir():
+        return [f"data was not read: there is no tokenizer in {tokenizer}"], []
     from megatron_fp8rl.data.dropped import TooManyDroppedError
     from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
     from megatron_fp8rl.data.tokenizer import load_tokenizer
 
     try:
-        reports = inspect_sources(cfg, load_tokenizer(cfg.data.tokenizer))
+        reports = inspect_sources(cfg, load_tokenizer(tokenizer))
     except (ValueError, OSError, ImportError) as error:
         return [], [_finding("error", "--data.environments", str(error))]
     lines = [line for report in reports for line in report.lines()]

@@ -273,7 +273,7 @@ def _check_data(found: Findings) -> None:
             found.refuse(f"{path}.template", problem, "Use {question}", value=environment.template)
     if data.tokenizer != "character" and not Path(data.tokenizer).is_dir():
         found.refuse("data.tokenizer", "is not a directory", 'Name a tokenizer\'s directory, or "character"')
-    if data.chat_template and data.tokenizer == "character":
+    if data.chat_template and data.tokenizer == "character" and found.cfg.model.hf_path is None:
         found.refuse("data.chat_template", "the character tokenizer has no chat template", "Set False")
     is_launched = "LAUNCH_DIR" in os.environ or found.cfg.rollout.placement == "remote"
     if found.in_range("data") and data.score_servers and not is_launched:

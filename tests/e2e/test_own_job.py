@@ -99,7 +99,7 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
     kept = subprocess.run([sys.executable, "-c", program], cwd=folder, env=environ, capture_output=True, text=True)
     assert kept.returncode == 0, kept.stderr
     cfg = json.loads(kept.stdout)
-    assert cfg["data"]["environments"][0]["rewards"][0]["function"] == "number" and cfg["data"]["chat_template"] is True
+    assert cfg["data"]["environments"][0]["rewards"][0]["function"] == "number"
     assert cfg["rollout"]["max_completion_tokens"] == 12 and cfg["model"]["num_layers"] == 2
 
 

@@ -188,3 +188,8 @@ def test_problems_of_the_half_billion_models_fit_their_limits(function):
     assert max(s.num_prompt_tokens for s in samples) <= cfg.rollout.max_prompt_tokens
     # The longest possible answer of ten digits and its end token is among 512.
     assert max(len(s.token_ids) - s.num_prompt_tokens for s in samples) == 10 * 7 + 1
+
+
+def test_every_shipped_run_proves_every_publication():
+    for name, function in cli.config_functions().items():
+        assert function().observe.verify_every == 1, name

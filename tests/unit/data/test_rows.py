@@ -219,15 +219,15 @@ class TestMessages:
             "{% for m in messages %}[{{ m['role'][0] }}:{{ m['content'] }}]{% endfor %}{% if think %}T{% endif %}"
         )
         path = write(tmp_path / "chat.jsonl", self.ROW)
-        chat = {"chat_template": True, "chat_template_arguments": {"think": True}}
+        chat = {"chat_template_arguments": {"think": True}}
         source = EnvironmentConfig(dataset=path, template="Q {question}", system_prompt="Never seen.")
         (prompt,) = PromptStream(config(tmp_path, source, **chat), tokenizer).next_prompts(1)
         assert prompt.text == "[s:Be brief.][u:Q 1 + 1?]T"
         plain = EnvironmentConfig(dataset=write(tmp_path / "plain.jsonl"), system_prompt="Add.")
         (prompt,) = PromptStream(config(tmp_path, plain, **chat), tokenizer).next_prompts(1)
         assert prompt.text.startswith("[s:Add.][u:")
-        with pytest.raises(TooManyDroppedError, match="needs data.chat_template = True"):
-            require_usable(inspect_sources(config(tmp_path, source), tokenizer), 0.01)
+        with pytest.raises(TooManyDroppedError, match="needs a tokenizer with a chat template"):
+            require_usable(inspect_sources(config(tmp_path, source), TOKENIZER), 0.01)
 
 
 def counts_of(values: list[int]) -> dict[int, int]:
