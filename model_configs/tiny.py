@@ -101,7 +101,7 @@ def demo() -> RunConfig:
         base,
         name="demo",
         rollout=replace(base.rollout, prompts_per_step=16, max_completion_tokens=36),
-        data=replace(base.data, environments=(sorting,), sft_steps=360, sft_batch_size=64, sft_lr=3e-3),
+        data=replace(base.data, environments=(sorting,), sft_steps=320, sft_batch_size=64, sft_lr=3e-3),
         observe=replace(base.observe, eval_prompts=512),
-        num_steps=40,
+        num_steps=36,
     )
