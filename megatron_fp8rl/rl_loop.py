@@ -31,7 +31,7 @@ from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.stop import StopRequest
-from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer import checkpoint, router_replay
 from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
@@ -147,6 +147,7 @@ def _learn(
     with span("pack"):
         num_updates = cfg.algo.updates_per_step
         batches = pack_for(cfg, samples, data_rank=policy.parallel.dp_rank, num_updates=num_updates)
+        batches = router_replay.scatter(cfg, policy.parallel, samples, batches)
     if not batches:
         return False
     exact = cfg.precision.exact

@@ -45,8 +45,6 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
         advantages = _advantages(rewards, advantage_fn, cfg.algo)
         for rollout, advantage in zip(rollouts, advantages, strict=True):
             if rollout.completion.token_ids:
-                if cfg.algo.router_replay == "rollout":
-                    _require_experts(rollout, cfg.model)
                 samples.append(_sample(rollout, advantage, version))
     return samples
 
@@ -87,6 +85,14 @@ def overlong_penalty(num_tokens: int, max_completion_tokens: int, cfg: AlgoConfi
     if cfg.overlong_buffer_tokens == 0:
         return float(excess >= 0)
     return min(max(excess / cfg.overlong_buffer_tokens, 0.0), 1.0)
+
+
+def require_experts(groups: Sequence[RolloutGroup], cfg: RunConfig) -> None:
+    """Raise RoutedExpertsError, with the rollout's name, unless every completion has experts that can be replayed."""
+    for group in groups:
+        for rollout in group.rollouts:
+            if rollout.completion.token_ids:
+                _require_experts(rollout, cfg.model)
 
 
 def _require_experts(rollout: Rollout, model: ModelConfig) -> None:

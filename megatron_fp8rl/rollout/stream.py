@@ -26,9 +26,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_fp8rl.algo.samples import has_signal
+from megatron_fp8rl.algo.samples import has_signal, require_experts
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
 from megatron_fp8rl.envs.scoring import Score
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _MAX_REFILLS = 3  # extra rounds of prompts for algo.zero_variance "refill"
-T = TypeVar("T")
 Groups = tuple[RolloutGroup, ...]
 
 _LOOK_S = 0.2  # between checks whether replicas wait for weights
@@ -122,13 +121,14 @@ class RolloutStream:
         return self._position
 
     def next_groups(self) -> Groups:
-        """Collective: the next batch of scored groups, on every rank.
+        """Collective: the next batch of scored groups, on every rank; routed experts stay on rank 0 (they are large, and
+        ``trainer/router_replay.py`` sends each to the ranks that train it).
 
         Call once per publication. Raises, on every rank, the error of rank 0: an engine's death, a passed deadline, a
         scorer that cannot start, the end of a recording.
         """
         with span("rollouts"):
-            return self._sampled(self._next_groups)
+            return self._sampled(self._next_trainable)
 
     def sample(self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None) -> Groups:
         """Collective: scored completions of given prompts, for evaluation, sampled by the engines in their current
@@ -176,22 +176,23 @@ class RolloutStream:
             self.republish()
         return groups
 
-    def _from_rank_0(self, produce: Callable[[], T]) -> T:
-        """Run ``produce`` on rank 0 and broadcast its result, or its error."""
+    def _from_rank_0(self, produce: Callable[[], Groups | None]) -> Groups | None:
+        """Run ``produce`` on rank 0 and broadcast its result without routed experts, or its error."""
         error: Exception | None = None
-        outcome: tuple[T | None, str | None] = (None, None)
+        outcome: tuple[Groups | None, str | None] = (None, None)
         if self._parallel.rank == 0:
             try:
                 outcome = produce(), None
             except Exception as exception:
                 error = exception
                 outcome = None, f"{type(exception).__name__}: {exception}"
-        value, failure = self._parallel.broadcast_object(outcome)
+        groups, failure = outcome
+        value, failure = self._parallel.broadcast_object((_without_experts(groups), failure))
         if error is not None:
             raise error
         if failure is not None:
             raise RolloutError(f"on trainer rank 0: {failure}")
-        return value
+        return groups if self._parallel.rank == 0 else value
 
     # ---- rank 0
 
@@ -209,6 +210,12 @@ class RolloutStream:
             if time.monotonic() > end:
                 sampling.cancel()
                 raise RolloutError("rollouts were not ready in time; look into the engines' logs")
+
+    def _next_trainable(self) -> Groups | None:
+        groups = self._next_groups()
+        if groups is not None and self.cfg.algo.router_replay == "rollout":
+            require_experts(groups, self.cfg)
+        return groups
 
     def _next_groups(self) -> Groups | None:
         if self._recording is not None:
@@ -372,3 +379,14 @@ def seed_of(run_seed: int, prompt: Prompt) -> int:
     """Engine seed of a prompt's first completion, 0 <= seed < 2**40; completion i uses this plus i."""
     digest = hashlib.blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=5).digest()
     return int.from_bytes(digest, "big")
+
+
+def _without_experts(groups: Groups | None) -> Groups | None:
+    """The groups without the experts of their completions."""
+    if groups is None or not any(r.completion.routed_experts is not None for g in groups for r in g.rollouts):
+        return groups
+
+    def bare(rollout: Rollout) -> Rollout:
+        return replace(rollout, completion=replace(rollout.completion, routed_experts=None))
+
+    return tuple(replace(group, rollouts=tuple(map(bare, group.rollouts))) for group in groups)

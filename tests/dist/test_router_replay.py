@@ -154,3 +154,31 @@ def test_agreement_is_the_share_of_equal_sets(layout):
         assert metrics["router/agreement/min"] == metrics["router/agreement_layer_2/mean"] == pytest.approx(share)
         assert metrics["router/agreement/mean"] == pytest.approx((3 + share) / 4)
         assert metrics["router/agreement_layer_0/mean"] == metrics["router/agreement_layer_3/mean"] == 1.0
+
+
+def _scattered(overrides: dict) -> bool:
+    """Runs on a rank: rank 0 alone has the record; every rank ends with the experts of its own microbatches."""
+    from megatron_fp8rl.data.packing import pack_for
+    from megatron_fp8rl.trainer import router_replay
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    cfg = _config("rollout", **overrides)
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    whole = _random_experts()
+    held = whole if parallel.rank == 0 else [replace(sample, routed_experts=None) for sample in whole]
+    batches = pack_for(cfg, held, data_rank=parallel.dp_rank, num_updates=2)
+    found = router_replay.scatter(cfg, parallel, held, batches)
+    expected = pack_for(cfg, whole, data_rank=parallel.dp_rank, num_updates=2)
+    without = router_replay.scatter(cfg, parallel, [replace(s, routed_experts=None) for s in whole], batches)
+    assert all(a is b for a, b in zip(without, batches, strict=True))
+    return all(
+        torch.equal(a.routed_experts_T, b.routed_experts_T)
+        for one, other in zip(found, expected, strict=True)
+        for a, b in zip(one.microbatches, other.microbatches, strict=True)
+    )
+
+
+@pytest.mark.parametrize("layout", ["dp2", "pp2_recompute", "tp2_cp2_ep2"])
+def test_experts_go_to_the_ranks_that_train_them(layout):
+    layout = {name: value for name, value in LAYOUTS[layout].items() if name != "optim"}
+    assert all(run_ranks(layout["world_size"], _scattered, layout))

@@ -150,6 +150,8 @@ def test_a_record_of_experts_that_cannot_be_replayed_is_named():
             routed_experts=experts,
         )  # fmt: skip
         groups = [group((1.0, 18), (0.0, 0), completion=completion)]
+        if cfg.algo.router_replay == "rollout":
+            algo_samples.require_experts(groups, cfg)
         return to_samples(groups, cfg, version=3)
 
     for experts in (good, one_token):

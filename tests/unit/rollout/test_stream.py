@@ -10,8 +10,10 @@ import contextlib
 import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from megatron_fp8rl.algo.samples import RoutedExpertsError
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.records import RolloutWriter
 from megatron_fp8rl.rollout.client import Sampling
@@ -239,6 +241,30 @@ def test_every_rank_gets_the_groups_and_the_failures():
     with pytest.raises(ValueError, match="engine on fire"):
         first.next_groups()
     with pytest.raises(RolloutError, match="on trainer rank 0: ValueError: engine on fire"):
+        second.next_groups()
+
+
+def test_routed_experts_stay_on_rank_0_and_a_missing_record_ends_all_ranks():
+    carried: list = []
+    fleet = Fleet()
+    generate = fleet.clients[0].generate
+
+    async def routed(*args, **kwargs):
+        return [replace(c, routed_experts=np.ones((1, 2, 2), np.uint8)) for c in await generate(*args, **kwargs)]
+
+    for client in fleet.clients:
+        client.generate = routed
+    first, second = build(fleet, ranks=Ranks(0, carried)), build(None, ranks=Ranks(1, carried))
+    here, there = first.next_groups(), second.next_groups()
+    assert all(r.completion.routed_experts is not None for g in here for r in g.rollouts)
+    assert all(r.completion.routed_experts is None for g in there for r in g.rollouts)
+    assert [r.reward for g in here for r in g.rollouts] == [r.reward for g in there for r in g.rollouts]
+
+    replay = {"algo": {"router_replay": "rollout"}}
+    first, second = build(Fleet(), ranks=Ranks(0, carried), **replay), build(None, ranks=Ranks(1, carried), **replay)
+    with pytest.raises(RoutedExpertsError, match="has no routed experts"):
+        first.next_groups()
+    with pytest.raises(RolloutError, match="on trainer rank 0: RoutedExpertsError"):
         second.next_groups()
 
 
