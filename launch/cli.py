@@ -24,6 +24,7 @@ from launch.run_state import error_of, nothing_came, report_name
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
 from megatron_fp8rl.config import ConfigError, Violation
+from megatron_fp8rl.preflight import doctor
 
 _PROGRAM = "python -m launch"
 WATCH = ("status", "logs", "cancel")
@@ -160,6 +161,8 @@ def launch(options: Options, request: Request) -> int:
         problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
         if not options.dry_run and not problems:
             problems += _running(spec, cluster)
+            found, said = _data(options, request)
+            problems, warnings = problems + found, warnings + said
     if options.chain > 1 and (cluster.kind == "local" or plan.array):
         why = "an array has no chains" if plan.array else "a local job is started again by itself"
         problems.append(f"--chain {options.chain}: {why}. Leave it out.")
@@ -181,6 +184,16 @@ def launch(options: Options, request: Request) -> int:
             print(f"{_PROGRAM}: the run's folder {spec.run_dir!r} cannot be made: {error}", file=sys.stderr)
             return 2
     return _local(options, spec) if cluster.kind == "local" else _slurm(options, plan, request)
+
+
+def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
+    """(problems, warnings) of the data of a training job. Behind a tunnel the files are elsewhere, and nobody looks."""
+    if options.job not in ("train", "rl") or request.cfg is None or request.cluster.tunnel is not None:
+        return [], []
+    lines, findings = doctor.look_at_data(request.cfg)
+    print("\n".join(lines))
+    by_severity = [[f.problem for f in findings if f.severity == severity] for severity in ("error", "warning")]
+    return by_severity[0], by_severity[1]
 
 
 def _show_dry_run(options: Options, plan: Plan, request: Request) -> None:

@@ -122,6 +122,9 @@ def _problems(options: GrpoOptions) -> list[Violation]:
     if rows and not options.reward:
         remedy = "Name a reward: exact, number, choice, math, code, or FILE.py:function"
         found.append(Violation("--reward", "", f"nothing scores the answers to {rows[0]}", remedy))
+    if options.reward and options.data and not rows:
+        problem = f"{', '.join(options.data)} scores its own problems"
+        found.append(Violation("--reward", options.reward, problem, "Leave it out"))
     if len(options.eval) > len(rows):
         problem = f"there are {len(options.eval)} held-out sources and {len(rows)} of rows to train on"
         found.append(Violation("--eval", options.eval, problem, "Name one for each --data, in the same order"))

@@ -23,6 +23,7 @@ class Metric(NamedTuple):
 
 GLOSSARY: dict[str, tuple[Metric, ...]] = {
     "Reward": (
+        Metric("data/dropped/sum", "Prompts left out since this start of the run; data/dropped.jsonl names them."),
         Metric("reward/score/mean", "Mean reward of the completions of the step."),
         Metric("reward/score/std", "Standard deviation of the reward over the completions of the step."),
         Metric("reward/score/min", "Lowest reward of the step."),

@@ -55,10 +55,12 @@ def look_at_data(cfg: RunConfig) -> tuple[list[str], list[Finding]]:
     tokenizer = cfg.model.hf_path or cfg.data.tokenizer
     if tokenizer != "character" and not Path(tokenizer).is_dir():
         return [f"data was not read: there is no tokenizer in {tokenizer}"], []
-    from megatron_fp8rl.data.dropped import TooManyDroppedError
-    from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
-    from megatron_fp8rl.data.tokenizer import load_tokenizer
-
+    try:
+        from megatron_fp8rl.data.dropped import TooManyDroppedError
+        from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
+        from megatron_fp8rl.data.tokenizer import load_tokenizer
+    except ImportError as error:  # on a login node
+        return [f"data was not read: {error}"], []
     try:
         reports = inspect_sources(cfg, load_tokenizer(tokenizer))
     except (ValueError, OSError, ImportError) as error:

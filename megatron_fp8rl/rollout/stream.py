@@ -55,6 +55,7 @@ class PromptSource(Protocol):
     """The source of prompts; setting ``position`` resumes it."""
 
     position: Any
+    num_dropped: int  # prompts left out so far
 
     def next_prompts(self, count: int) -> list[Prompt]: ...
 
@@ -164,8 +165,10 @@ class RolloutStream:
             self._start_batches()
 
     def take_metrics(self) -> dict[str, float]:
-        """On rank 0: engine events since the last call."""
-        return {} if self._fleet is None else self._fleet.take_metrics()
+        """On rank 0: engine events since the last call, and the prompts left out since the start."""
+        if self._fleet is None:
+            return {}
+        return {**self._fleet.take_metrics(), "data/dropped/sum": self._prompts.num_dropped}
 
     # ---- every rank
 
