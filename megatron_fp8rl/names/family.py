@@ -124,11 +124,39 @@ def read(family: Family, config: Mapping[str, Any], *, keep_mtp: bool, fp8_weigh
         elif not _is_of_type(name, value):
             problems.append(f"{key} = {value!r} is not {_TYPES[_type_of(name)][1]}")
         values[name] = value
+    problems = problems or _contradictions(family, values)
     if problems:
         raise ValueError(f"config.json of a {family.model_type} model: " + "; ".join(problems))
     if not keep_mtp:
         values.pop("num_mtp_layers", None)
     return _build(family, values | dict(family.implied))
+
+
+def _contradictions(family: Family, values: Mapping[str, Any]) -> list[str]:
+    """Numbers that no model can have together, by their keys."""
+    keys = {name: key for key, name in family.fields.items()}
+    problems = []
+
+    def refuse(name: str, problem: str) -> None:
+        problems.append(f"{keys.get(name, name)} = {values.get(name)!r} {problem}")
+
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size"):
+        if values.get(name) is not None and values[name] < 1:
+            refuse(name, "is below 1")
+    heads, groups = values.get("num_attention_heads"), values.get("num_key_value_heads")
+    if heads and groups and heads % groups:
+        refuse("num_key_value_heads", f"does not divide num_attention_heads = {heads}")
+    experts, chosen = values.get("num_experts") or 0, values.get("experts_per_token") or 0
+    if experts and not 1 <= chosen <= experts:
+        refuse("experts_per_token", f"is not between 1 and {keys['num_experts']} = {experts}")
+    num_groups, used = values.get("router.num_groups") or 1, values.get("router.groups_per_token") or 1
+    if experts and experts % num_groups:
+        refuse("router.num_groups", f"does not divide {keys['num_experts']} = {experts}")
+    if used > num_groups:
+        refuse("router.groups_per_token", f"is above {keys['router.num_groups']} = {num_groups}")
+    if values.get("sliding_window") == 0:
+        refuse("sliding_window", "is a window of no tokens")
+    return problems
 
 
 def _value(key: str, config: Mapping[str, Any], when_absent: Mapping[str, Any]) -> Any:
@@ -189,7 +217,7 @@ def _unsupported(family: Family, config: Mapping[str, Any], fp8_weights: bool) -
     problems = []
     for key, value in fixed.items():
         found = config.get(key)
-        if found is not None and found != value:
+        if found != value and (found is not None or (key == "is_causal" and key in config)):
             problems.append(_refusal(key, found, f"supported is {value!r}"))
     layers = config.get("layer_types") or []
     kinds = {str(kind) for kind in layers} - {"full_attention"} if isinstance(layers, list) else {str(layers)}

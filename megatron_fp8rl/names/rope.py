@@ -27,9 +27,14 @@ def read(config: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], lis
     found = dict(found)
     kind = found.pop("rope_type", None) or found.pop("type", "default")
     found.pop("type", None)
-    theta = found.pop("rope_theta", None) or config.get("rope_theta") or family.rope_theta
+    theta = found.pop("rope_theta", None)
+    theta = config.get("rope_theta") if theta is None else theta
+    theta = family.rope_theta if theta is None else theta
     fraction = found.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     fraction = fraction or family.rotary_fraction or 1.0
+    for name, number in (("rope_theta", theta), ("partial_rotary_factor", fraction)):
+        if isinstance(number, bool) or not isinstance(number, int | float) or not number > 0:
+            return {}, [*problems, f"{name} = {number!r} is not a number above 0"]
     values: dict[str, Any] = {"rope_theta": float(theta), "rotary_fraction": float(fraction)}
     if family.rotary_fraction is None and fraction != 1.0:
         problems.append(
@@ -53,9 +58,12 @@ def _disagreements(config: Mapping[str, Any]) -> list[str]:
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     problems = []
     if isinstance(new, dict) and isinstance(old, dict) and new and old:
-        kinds = [said.get("rope_type", said.get("type", "default")) for said in (new, old)]
-        twice = [name for name in old if name in new and new[name] != old[name]]
-        if kinds[0] != kinds[1] or twice:
+        said = [{**one, "rope_type": one.get("rope_type", one.get("type", "default"))} for one in (new, old)]
+        for one in said:
+            one.pop("type", None)
+            one.setdefault("rope_theta", config.get("rope_theta"))
+            one.setdefault("partial_rotary_factor", config.get("partial_rotary_factor"))
+        if said[0] != said[1]:
             problems.append(
                 f"rope_scaling = {old!r} disagrees with rope_parameters = {new!r}; needed is one of them, or both alike"
             )

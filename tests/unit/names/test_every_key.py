@@ -116,3 +116,27 @@ def test_what_was_silent_once_is_refused(change, message):
         config["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "original_max_position_embeddings": 8}
     with pytest.raises(ValueError, match=message):
         from_hf_config(config | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("qwen2", {"rope_scaling": {"rope_type": "default"}, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+         "rope_scaling = .* disagrees"),
+        ("qwen2", {"is_causal": None}, "is_causal = None"),
+        ("qwen2", {"rope_parameters": None, "rope_theta": 0}, "rope_theta = 0 is not a number above 0"),
+        ("qwen2", {"rope_parameters": None, "rope_theta": "abc"}, "rope_theta = 'abc'"),
+        ("qwen2", {"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide num_attention_heads = 4"),
+        ("qwen2", {"num_hidden_layers": 0}, "num_hidden_layers = 0 is below 1"),
+        ("mistral", {"sliding_window": 0}, "sliding_window = 0 is a window of no tokens"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok = 9 is not between 1 and num_experts = 4"),
+        ("deepseek_v3", {"n_group": 3}, "n_group = 3 does not divide n_routed_experts = 4"),
+        ("deepseek_v3", {"topk_group": 3}, "topk_group = 3 is above n_group = 2"),
+    ],
+)  # fmt: skip
+def test_numbers_that_contradict_each_other_are_refused_by_key(name, change, message):
+    config = {**BASE, **MORE.get(name, {}), "model_type": name}
+    config = json.loads(transformers.CONFIG_MAPPING[name](**config).to_json_string(use_diff=False))
+    from_hf_config(config)
+    with pytest.raises(ValueError, match=message):
+        from_hf_config({key: value for key, value in {**config, **change}.items() if value is not None or key == "is_causal"})
