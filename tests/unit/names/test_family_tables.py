@@ -138,7 +138,7 @@ def test_absent_keys_mean_what_they_mean_to_transformers(case):
             continue
         rest = {k: v for k, v in config.items() if k != key}
         if key == "num_key_value_heads":  # what transformers assumes, 8 or 32, has to divide the heads
-            rest["num_attention_heads"] = 32
+            rest |= {"num_attention_heads": 32, "hidden_size": 64}
         assert registry.from_hf_config(rest) == registry.from_hf_config(AutoConfig.for_model(**rest).to_dict()), key
 
 
