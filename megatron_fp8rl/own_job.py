@@ -1,8 +1,8 @@
 """The ``grpo`` command: a run from a model's folder, rows of data and a reward, without a line of Python.
 
-In: ``--model DIR --data FILE --reward NAME``. Out: a complete ``RunConfig``. The architecture, the tokenizer and the chat
-template are those of the folder; the layout is the smallest that preflight's memory model finds to fit, with the reason.
-Runs in the process that the user starts; imports nothing heavy.
+In: ``--model DIR --data FILE --reward NAME``. Out: a complete ``RunConfig``. The architecture, the tokenizer and the
+chat template are those of the folder; the layout is the smallest that preflight's memory model finds to fit, with the
+reason. Runs in the process that the user starts; imports nothing heavy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The prompt, the answer and the rest of a row, found by the names of its columns. Pure.
 
 In: a row of a file. Out: a :class:`Problem`: its question as text, or a list of messages, the reference answer, and all
-other columns for rewards. Known are the columns of GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, of parquet files in
-verl's style, and of conversations.
+other columns for rewards. Known are the columns of GSM8K, DAPO-Math-17k, OpenR1-Math, MATH-500, AIME, of parquet files
+in verl's style, and of conversations.
 """
 
 from __future__ import annotations

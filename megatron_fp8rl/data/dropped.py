@@ -38,6 +38,6 @@ class DroppedLog:
         if seen >= _JUDGED_AFTER and self.num_dropped > expected + 3 * math.sqrt(expected):  # by chance: 1 run in 700
             where = "" if self._path is None else f"; all are named in {self._path}"
             raise TooManyDroppedError(
-                f"{self.num_dropped} of {seen} prompts cannot be used, more than data.max_dropped = {self._max_share:g}; "
-                f"the last one: {reason}{where}. Mend the data, raise rollout.max_prompt_tokens, or raise data.max_dropped"
+                f"{self.num_dropped} of {seen} prompts cannot be used, more than data.max_dropped = {self._max_share:g}; the "
+                f"last one: {reason}{where}. Mend the data, or raise rollout.max_prompt_tokens or data.max_dropped"
             )

@@ -1,7 +1,8 @@
 """What the sources of a run hold, before it starts: rows, columns, rendered prompts, lengths, and what is left out.
 
-In: a configuration and its tokenizer. Out: a :class:`SourceReport` for each source. Runs in ``doctor``, ``launch`` and on
-rank 0 before engines start. All rows of small sources are rendered and tokenized, of larger ones an evenly spaced sample.
+In: a configuration and its tokenizer. Out: a :class:`SourceReport` for each source. Runs in ``doctor``, ``launch`` and
+on rank 0 before engines start. All rows of small sources are rendered and tokenized, of larger ones an evenly spaced
+sample.
 """
 
 from __future__ import annotations

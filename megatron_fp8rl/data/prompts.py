@@ -1,13 +1,13 @@
 """Tokenized prompts of all sources in one stream, and a fixed held-out set. Runs on rank 0.
 
 Every prompt is a pure function of (seed, position): a run resumes by setting the position, and nothing is stored. A
-generator's problem is drawn at random at each position. Rows come once per epoch, in an order that the seed and the epoch
-decide; with several sources, each gets the positions of its weight. A prompt that is too long, empty or impossible to
-encode is left out and uses up its position.
+generator's problem is drawn at random at each position. Rows come once per epoch, in an order that the seed and the
+epoch decide; with several sources, each gets the positions of its weight. A prompt that is too long, empty or
+impossible to encode is left out and uses up its position.
 
 Of generators, one eighth of all questions is held out for evaluation, whatever the seed: a warm start with one seed can
-never have trained on the evaluation problems of a run with another. Of rows, ``EnvironmentConfig.eval`` names those that
-are held out.
+never have trained on the evaluation problems of a run with another. Of rows, ``EnvironmentConfig.eval`` names those
+that are held out.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ In: the name of a source (``envs/source_kind.py``). Out: a sequence of dicts. Ru
 reads training rows.
 
 A ``.jsonl`` file stays where it is; an index of its lines is kept in the cache folder, so that one malformed line costs
-one row. Compressed files are unpacked there once. Parquet files and folders of ``datasets.save_to_disk`` are read by the
-datasets library, which maps Arrow files. The cache is ``$MEGATRON_FP8RL_CACHE``, or ``~/.cache/megatron_fp8rl``.
+one row. Compressed files are unpacked there once. Parquet files and folders of ``datasets.save_to_disk`` are read by
+the datasets library, which maps Arrow files. The cache is ``$MEGATRON_FP8RL_CACHE``, or ``~/.cache/megatron_fp8rl``.
 """
 
 from __future__ import annotations

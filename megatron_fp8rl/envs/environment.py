@@ -1,8 +1,8 @@
 """Environment interface, and construction from a configuration.
 
 An environment generates problems by index and scores completions. It is either a reasoning-gym generator, given by
-name, or a class in a user's module, given as ``env:package.module:Class`` and constructed as ``Class(**options)``. Rows of
-files (``data/rows.py``) are no environment: they are a list, and their rewards are configured beside them.
+name, or a class in a user's module, given as ``env:package.module:Class`` and constructed as ``Class(**options)``. Rows
+of files (``data/rows.py``) are no environment: they are a list, and their rewards are configured beside them.
 
 Problems are generated in the trainer; completions are scored in worker processes (envs/scoring.py) that construct the
 same environment again, so all data that scoring needs must be in ``Prompt.metadata``, as JSON.

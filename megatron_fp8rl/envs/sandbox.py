@@ -3,9 +3,9 @@
 In: a command line and its limits. Out: its exit status and output. Runs in score workers.
 
 A program sees the system's libraries and this Python, read-only, a temporary folder of limited size, and no process but
-its own; its environment is empty. Memory is limited per process and processes are counted, so that together they bound the
-memory of the whole; CPU seconds, the size of files and of the output are limited as well. Started by root, the program
-gives up root first. Nothing is run without a sandbox: where the machine allows none, :func:`problem` says why.
+its own; its environment is empty. Memory is limited per process and processes are counted, so that together they bound
+the memory of the whole; CPU seconds, the size of files and of the output are limited as well. Started by root, the
+program gives up root first. Nothing is run without a sandbox: where the machine allows none, :func:`problem` says why.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def from_hf_config(config: dict[str, Any], *, keep_mtp: bool = False, fp8_weight
     name = _SAME_AS.get(name, name) if isinstance(name, str) else None
     if name not in FAMILIES:
         raise ValueError(
-            f"config.json: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not supported; "
-            f"supported are {', '.join(sorted(FAMILIES))}. Needed is a file of its own in megatron_fp8rl/names: "
+            f"config.json: model_type {config.get('model_type')!r} (architectures {config.get('architectures')}) is not "
+            f"supported; supported are {', '.join(sorted(FAMILIES))}. Needed is a file of its own in megatron_fp8rl/names: "
             "see docs/adding_a_model.md"
         )
     return family.read(FAMILIES[name], config, keep_mtp=keep_mtp, fp8_weights=fp8_weights)

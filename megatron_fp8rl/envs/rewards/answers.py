@@ -1,7 +1,7 @@
 """Rewards that compare an answer with the reference: exact, number, choice, math; and form: format, length. Pure.
 
-In: the text of a completion and the reference answer of its row. Out: 1.0 or 0.0; length gives a penalty. The answer of a
-completion is, after its reasoning (behind the last ``</think>``), the last ``<answer>`` element, else the last
+In: the text of a completion and the reference answer of its row. Out: 1.0 or 0.0; length gives a penalty. The answer of
+a completion is, after its reasoning (behind the last ``</think>``), the last ``<answer>`` element, else the last
 ``\\boxed{}``, else what stands behind the last ``####``, else the whole text.
 """
 

@@ -1,7 +1,7 @@
 """The rewards of a source of rows, as its configuration names them.
 
-In: ``EnvironmentConfig.rewards``. Out: an object that scores completions, as an environment does. Built in score workers;
-the rows themselves are not opened there.
+In: ``EnvironmentConfig.rewards``. Out: an object that scores completions, as an environment does. Built in score
+workers; the rows themselves are not opened there.
 """
 
 from __future__ import annotations

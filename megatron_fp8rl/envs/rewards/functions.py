@@ -1,8 +1,8 @@
 """Reward functions of a user: ``FILE.py:function(prompt, completion, **row)``.
 
 The file is loaded by its path, so it needs no package and no PYTHONPATH. A function gets what it names: ``prompt``,
-``completion``, ``answer``, and the other columns of the row; with ``**row``, all of them. One that takes ``prompts`` and
-``completions`` is called with lists of one. It returns a number or a dict of numbers, and may be a coroutine.
+``completion``, ``answer``, and the other columns of the row; with ``**row``, all of them. One that takes ``prompts``
+and ``completions`` is called with lists of one. It returns a number or a dict of numbers, and may be a coroutine.
 """
 
 from __future__ import annotations

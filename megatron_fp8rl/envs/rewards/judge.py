@@ -1,7 +1,7 @@
 """The reward ``judge``: a model behind an OpenAI-compatible URL gives the grade.
 
-In: a prompt, a completion and its reference answer. Out: the last number of the model's answer over the highest grade. The
-key is read from an environment variable and appears in no record and no message.
+In: a prompt, a completion and its reference answer. Out: the last number of the model's answer over the highest grade.
+The key is read from an environment variable and appears in no record and no message.
 """
 
 from __future__ import annotations

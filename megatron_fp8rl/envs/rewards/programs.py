@@ -1,8 +1,8 @@
 """The reward ``code``: the last fenced block of a completion against the tests of its row, in a sandbox.
 
-In: a completion and the tests in a column of its row. Out: the fraction of the tests that pass, or 1 for all and 0 else.
-Tests are a list of Python statements (``assert f(2) == 4``), as in MBPP; a text of them; or cases of standard input and
-output, as in APPS: ``{"inputs": [...], "outputs": [...]}`` or a list of ``{"input": ..., "output": ...}``.
+In: a completion and the tests in a column of its row. Out: the fraction of the tests that pass, or 1 for all and 0
+else. Tests are a list of Python statements (``assert f(2) == 4``), as in MBPP; a text of them; or cases of standard
+input and output, as in APPS: ``{"inputs": [...], "outputs": [...]}`` or a list of ``{"input": ..., "output": ...}``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A reward function of a user in a sandbox of its own: one process that stays, as a score worker of one reward.
 
-In: requests of the score worker that owns it. Out: the function's value. The process sees no network and no file but the
-folder of the function, read-only; its limits are those of ``envs/sandbox.py``.
+In: requests of the score worker that owns it. Out: the function's value. The process sees no network and no file but
+the folder of the function, read-only; its limits are those of ``envs/sandbox.py``.
 """
 
 from __future__ import annotations
