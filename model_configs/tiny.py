@@ -102,6 +102,6 @@ def demo() -> RunConfig:
         name="demo",
         rollout=replace(base.rollout, prompts_per_step=16, max_completion_tokens=36),
         data=replace(base.data, environments=(sorting,), sft_steps=320, sft_batch_size=64, sft_lr=3e-3),
-        observe=replace(base.observe, eval_prompts=512),
+        observe=replace(base.observe, eval_prompts=512, eval_every=9),
         num_steps=36,
     )

@@ -56,7 +56,13 @@ def draw_reward(axes: Axes, run: RunData) -> bool:
 
 
 def draw_mismatch(axes: Axes, run: RunData) -> bool:
-    """Disagreement of trainer and engine on the sampled tokens."""
+    """Disagreement of trainer and engine on the sampled tokens; on a linear scale if there is none."""
+    steps, largest = run.series("mismatch/abs_logprob_diff/max")
+    if steps and not any(largest):
+        curve(axes, steps, largest, color=BLUE, label="|old − rollout|, max: 0 on every token")
+        axes.set_ylim(-0.05, 1.0)
+        finish(axes, "Mismatch between trainer and engine", y="nats")
+        return True
     axes.set_yscale("log")
     shown = False
     for key, label, color, line in (
