@@ -2,8 +2,8 @@
 
 FlashAttention 3 sums keys in blocks of a size that follows from the heads, from whether the mask is causal, and from
 pages. For heads of 97 to 128 features it is 128 in every case. For narrower ones a decoded token has other blocks than
-a sequence: with 64 features the mask of one query is dropped, and blocks are 160 long instead of 128. In E4M3 they
-follow from the heads and from pages alone, so the trainer pages its keys, too.
+a sequence: with 64 features the mask of one query is dropped, and blocks are 160 long instead of 128. In E4M3 it is the
+other way round: over the same pages, 64 features have the bits of decoding, and 128 have not (seen on an H200).
 """
 
 import math
@@ -68,7 +68,7 @@ def _decoded(query, key, value, scale: float, descales: dict | None = None) -> t
 
 
 @pytest.mark.parametrize("heads", [(32, 8, 128), (32, 4, 128), (8, 2, 64)], ids=str)
-def test_sequences_of_an_fp8_cache_have_the_bits_of_decoding(heads):
+def test_sequences_of_an_fp8_cache_have_the_bits_of_decoding_for_narrow_heads_alone(heads):
     from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
     from megatron_fp8rl.trainer.model import attention_te
 
@@ -79,8 +79,10 @@ def test_sequences_of_an_fp8_cache_have_the_bits_of_decoding(heads):
     descales = dict(zip(("q_descale", "k_descale", "v_descale"), rows))
     decoded = _decoded(*map(to_cache, tensors, scales), heads[2] ** -0.5, descales)
     in_bf16 = attention_te.attend(*tensors, _segments(), heads[2] ** -0.5, match_engine=True)
-    print(f"\n{heads}: probabilities in E4M3 cost {_decibels(packed, in_bf16):.1f} dB")
-    assert torch.equal(packed, decoded)
+    apart = f"decoding {_decibels(packed, decoded):.1f} dB, probabilities in BF16 {_decibels(packed, in_bf16):.1f} dB"
+    print(f"\n{heads}: {apart}")
+    # Once 128 features are equal, precision.exact can allow an FP8 cache on a GPU.
+    assert torch.equal(packed, decoded) == (heads[2] == 64)
 
 
 def _decibels(found: torch.Tensor, reference: torch.Tensor) -> float:

@@ -181,7 +181,7 @@ def _like_engine(
         keys = {"cu_keys": segments.cu_keys}
         out, sums_HT = engine_ops.flash_attention(query, key, value, **shape, **keys, scale=scale)
     else:
-        # In E4M3 the kernel sums keys in other blocks if they are paged, which in the engine they always are.
+        # Paged as in the engine, whose prefill then has the same bits.
         pages = segments.pages
         paged = (to_cache(x, s).index_select(0, pages.rows) for x, s in zip((key, value), cache_scales[1:]))
         key, value = (x.unflatten(0, (-1, PAGE_TOKENS)) for x in paged)
