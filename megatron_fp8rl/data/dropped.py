@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _JUDGED_AFTER = 500  # prompts, before their share says anything
+
+
+class RowError(ValueError):
+    """A row, or a problem, that cannot be used and is left out; the message says why."""
+
+
+@contextmanager
+def row_errors() -> Iterator[None]:
+    """Whatever the code inside raises, of its own or of a library, is a RowError of the row that it works on."""
+    try:
+        yield
+    except RowError:
+        raise
+    except Exception as error:
+        raise RowError(f"cannot be used: {type(error).__name__}: {error}") from error
 
 
 class TooManyDroppedError(ValueError):
@@ -35,7 +52,8 @@ class DroppedLog:
                     file.write(json.dumps({"prompt": name, "reason": reason}) + "\n")
         seen = self.num_kept + self.num_dropped
         expected = self._max_share * seen
-        if seen >= _JUDGED_AFTER and self.num_dropped > expected + 3 * math.sqrt(expected):  # by chance: 1 run in 700
+        is_hopeless = not self.num_kept or self.num_dropped > expected + 3 * math.sqrt(expected)  # by chance: 1 in 700
+        if seen >= _JUDGED_AFTER and is_hopeless:
             where = "" if self._path is None else f"; all are named in {self._path}"
             raise TooManyDroppedError(
                 f"{self.num_dropped} of {seen} prompts cannot be used, more than data.max_dropped = {self._max_share:g}; the "

@@ -16,9 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.columns import Columns
-from megatron_fp8rl.data.dropped import TooManyDroppedError
-from megatron_fp8rl.data.prompts import DROPPED, ProblemSource
-from megatron_fp8rl.data.rows import RowError
+from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
+from megatron_fp8rl.data.prompts import ProblemSource
 from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
 from megatron_fp8rl.types import Prompt
 
@@ -154,12 +153,8 @@ def _inspect(source: ProblemSource, key: str) -> SourceReport:
     prompts: list[Prompt] = []
     for name, index in _looked_at(source, key):
         try:
-            if key in source.rows:
-                problem = source.rows[key].problem(index)
-            else:
-                problem = source.environments[key].make_problem(index)
-            prompt = source.prompt(name, key, problem)
-        except DROPPED as error:
+            prompt = source.prompt(name, key, source.problem_at(key, index))
+        except RowError as error:
             dropped.append((name, str(error)))
             continue
         lengths.append(len(prompt.token_ids))

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,10 +25,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import EnvironmentConfig, RunConfig
-from megatron_fp8rl.data.columns import find_columns
-from megatron_fp8rl.data.dropped import DroppedLog
-from megatron_fp8rl.data.rows import RowError, Rows, open_rows
-from megatron_fp8rl.data.tokenizer import UnknownCharacterError, encode
+from megatron_fp8rl.data.columns import ColumnError, Columns, find_columns
+from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
+from megatron_fp8rl.data.rows import Rows, open_rows
+from megatron_fp8rl.data.tokenizer import encode
 from megatron_fp8rl.envs.environment import Problem, build_environment, environments_by_key, render
 from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
@@ -36,17 +37,15 @@ _HELD_OUT_ONE_IN = 8
 _NUM_INDICES = 2**31
 _MAX_DRAWS = 1000  # draws to find one problem of the requested side; by chance alone a miss has probability 1e-58
 _BLOCK = 1024  # positions over which sources have their exact shares
+_LOOKED_AT = 100  # rows, of which the first good one tells the columns
 
 
-class PromptTooLongError(ValueError):
+class PromptTooLongError(RowError):
     """A prompt with more tokens than the configuration allows."""
 
 
 class TooFewProblemsError(ValueError):
     """An environment whose questions all fall on one side of the split between training and evaluation."""
-
-
-DROPPED = (PromptTooLongError, UnknownCharacterError, RowError)  # reasons to leave a prompt out
 
 
 class RowSource:
@@ -58,27 +57,32 @@ class RowSource:
         self.dataset = dataset
         if not len(self.rows):
             raise ValueError(f"{dataset} has no rows")
-        first = next((row for row in self._readable(100)), {})
-        self.columns = find_columns(first, prompt=cfg.prompt_column, answer=cfg.answer_column)
+        self.columns = self._find_columns(cfg)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def problem(self, index: int) -> Problem:
         """The problem of a row. Raises RowError if it has none."""
-        return self.columns.problem(self.rows[index])
+        with row_errors():
+            return self.columns.problem(self.rows[index])
 
     def order(self, seed: str, ordinal: int) -> int:
         """The row of an ordinal: each row once in every ``len(self)`` ordinals."""
         epoch, place = divmod(ordinal, len(self.rows))
         return int(_permutation(len(self.rows), f"{seed}/epoch {epoch}")[place])
 
-    def _readable(self, at_most: int) -> Iterator[dict]:
-        for index in range(min(at_most, len(self.rows))):
+    def _find_columns(self, cfg: EnvironmentConfig) -> Columns:
+        """Those of the first row that has them."""
+        failure: ValueError | None = None
+        for index in range(min(_LOOKED_AT, len(self.rows))):
             try:
-                yield self.rows[index]
-            except RowError:
-                continue
+                with row_errors():
+                    row = self.rows[index]
+                return find_columns(row, prompt=cfg.prompt_column, answer=cfg.answer_column)
+            except (RowError, ColumnError) as error:
+                failure = failure or type(error)(f"{self.dataset}: row {index}: {error}")
+        raise failure
 
 
 class ProblemSource:
@@ -120,10 +124,17 @@ class ProblemSource:
         return key, replace(problem, metadata={**problem.metadata, "row": row})
 
     def any_problem(self, key: str, rng: random.Random) -> Problem:
-        """A problem of a source at random, from either side of the split."""
+        """A problem of a source at random, from either side of the split. Raises RowError."""
         if key in self.rows:
             return self.rows[key].problem(rng.randrange(len(self.rows[key])))
-        return self.environments[key].make_problem(rng.randrange(_NUM_INDICES))
+        return self.problem_at(key, rng.randrange(_NUM_INDICES))
+
+    def problem_at(self, key: str, index: int) -> Problem:
+        """The problem of a row, or of a generator's index. Raises RowError if it has none."""
+        if key in self.rows:
+            return self.rows[key].problem(index)
+        with row_errors():
+            return self.environments[key].make_problem(index)
 
     def held_out(self, key: str, count: int) -> list[Problem]:
         """Up to ``count`` different held-out problems of a source, the same for every seed; none of rows without
@@ -134,7 +145,11 @@ class ProblemSource:
         found: dict[str, Problem] = {}
         misses = 0
         while len(found) < count and misses < _MAX_DRAWS:
-            problem = self.environments[key].make_problem(rng.randrange(_NUM_INDICES))
+            try:
+                problem = self.problem_at(key, rng.randrange(_NUM_INDICES))
+            except RowError:
+                misses += 1
+                continue
             is_new = is_held_out(problem.question) and problem.question not in found
             misses = 0 if is_new else misses + 1
             if is_new:
@@ -146,15 +161,14 @@ class ProblemSource:
     def prompt(self, prompt_id: str, key: str, problem: Problem) -> Prompt:
         """Render and tokenize a problem.
 
-        Raises:
-            PromptTooLongError, UnknownCharacterError: with the prompt's id.
+        Raises RowError: it is too long (PromptTooLongError), has unknown characters (UnknownCharacterError), or a
+        template or the tokenizer cannot take it.
         """
-        text = self._text(key, problem)
-        try:
+        with row_errors():
+            text = self._text(key, problem)
             # A chat template writes the special tokens itself.
             token_ids = encode(self.tokenizer, text, add_special_tokens=not self._uses_chat)
-        except UnknownCharacterError as error:
-            raise UnknownCharacterError(f"prompt {prompt_id}: {error}") from None
+            json.dumps([problem.answer, problem.metadata], ensure_ascii=False).encode()  # no half of a surrogate pair
         limit = self.cfg.rollout.max_prompt_tokens
         if len(token_ids) > limit:
             raise PromptTooLongError(
@@ -186,7 +200,7 @@ class ProblemSource:
 
     def _generated(self, key: str, rng: random.Random) -> Problem:
         for _ in range(_MAX_DRAWS):
-            problem = self.environments[key].make_problem(rng.randrange(_NUM_INDICES))
+            problem = self.problem_at(key, rng.randrange(_NUM_INDICES))
             if not is_held_out(problem.question):
                 return problem
         raise TooFewProblemsError(f"environment {key}: {_MAX_DRAWS} draws gave no problem to train on; {_variety(key)}")
@@ -260,7 +274,7 @@ class PromptStream:
             for i, problem in enumerate(source.held_out(key, share) if share else ()):
                 try:
                     prompts.append(source.prompt(f"{key}/eval-{i}", key, problem))
-                except DROPPED as error:
+                except RowError as error:
                     self._dropped.add(f"{key}/eval-{i}", str(error))
         return prompts
 
@@ -270,7 +284,7 @@ class PromptStream:
             key, problem = self._source.draw("train", position)
             name = f"row {problem.metadata['row']} of {key}" if "row" in problem.metadata else f"{key}/{position}"
             prompt = self._source.prompt(f"{key}/{position}", key, problem)
-        except DROPPED as error:
+        except RowError as error:
             row = re.match(r"row \d+ of \S+", str(error))
             self._dropped.add(row[0] if row else name, str(error))
             return None

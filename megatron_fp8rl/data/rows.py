@@ -26,13 +26,10 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from megatron_fp8rl.data.dropped import RowError
 from megatron_fp8rl.envs.source_kind import HUB, files_of, is_saved, kind_of
 
 _CHUNK_BYTES = 64 << 20
-
-
-class RowError(ValueError):
-    """A row that cannot be used; the message says why."""
 
 
 class Rows(Protocol):
@@ -41,7 +38,7 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        """The row of an index from 0. Raises RowError for a row that cannot be read."""
+        """The row of an index from 0. Raises for a row that cannot be read."""
 
 
 def open_rows(dataset: str, options: Mapping[str, Any]) -> Rows:
@@ -60,7 +57,7 @@ def open_rows(dataset: str, options: Mapping[str, Any]) -> Rows:
         elif is_saved(file):
             parts.append(_saved(file, options))
         else:
-            parts.append(JsonLines(_unpacked(file)))
+            parts.append(JsonLines(_lines_of(file)))
     if parquet:
         import datasets
 
@@ -91,7 +88,7 @@ class JsonLines(Sequence):
         start, end = self._ends[:, index].tolist()
         try:
             row = json.loads(self._bytes[start:end])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(f"is not JSON: {error}") from None
         if not isinstance(row, dict):
             raise RowError(f"is a JSON {type(row).__name__}, not an object")
@@ -161,17 +158,29 @@ def _scan(path: Path) -> np.ndarray:
     return np.delete(lines, blank, axis=1)
 
 
-def _unpacked(path: Path) -> Path:
-    if path.suffix not in (".gz", ".zst"):
+def _lines_of(path: Path) -> Path:
+    """A file of JSON lines with the rows of ``path``: itself, or one in the cache."""
+    is_packed = path.suffix in (".gz", ".zst")
+    if not is_packed and not _is_array(path):
         return path
     target = cache_dir() / f"{_fingerprint(path)}.jsonl"
     if not target.exists():
         try:
-            with _decompressed(path) as source, _written(target) as file:
-                shutil.copyfileobj(source, file, _CHUNK_BYTES)
-        except (OSError, EOFError) as error:
-            raise ValueError(f"{path} cannot be unpacked: {error}") from error
+            with _written(target) as file:
+                if is_packed:
+                    with _decompressed(path) as source:
+                        shutil.copyfileobj(source, file, _CHUNK_BYTES)
+                else:
+                    file.writelines(json.dumps(row).encode() + b"\n" for row in json.loads(path.read_bytes()))
+        except (OSError, EOFError, ValueError, RecursionError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
     return target
+
+
+def _is_array(path: Path) -> bool:
+    """Whether a ``.json`` file is one JSON array, and not lines."""
+    with path.open("rb") as file:
+        return path.suffix == ".json" and file.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
 @contextmanager

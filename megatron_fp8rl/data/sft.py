@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.dropped import DroppedLog, RowError
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
 from megatron_fp8rl.data.tokenizer import encode
 from megatron_fp8rl.envs.environment import Problem
@@ -24,25 +26,35 @@ class SftSource:
         self._cfg = cfg
         self._tokenizer = tokenizer
         self._source = ProblemSource(cfg, tokenizer)
+        self._dropped = DroppedLog(None, cfg.data.max_dropped)
 
     def samples(self, step: int) -> list[Sample]:
-        """The batch of a step; the loss covers the answer and the end token.
+        """The batch of a step; the loss covers the answer and the end token. Problems without a reference answer, or
+        with one longer than rollout.max_completion_tokens, are left out.
 
-        Raises:
-            ValueError: a problem without a reference answer, or an answer longer than rollout.max_completion_tokens.
+        Raises TooManyDroppedError, or RowError if none is left.
         """
-        size = self._cfg.data.sft_batch_size
-        return [self._demonstration(position) for position in range(step * size, (step + 1) * size)]
+        size, found, failure = self._cfg.data.sft_batch_size, [], None
+        for position in range(step * size, (step + 1) * size):
+            try:
+                found.append(self._demonstration(position))
+                self._dropped.num_kept += 1
+            except RowError as error:
+                failure = error
+                self._dropped.add(f"position {position}", str(error))
+        if failure is not None and not found:
+            raise failure
+        return found
 
     def held_out(self, count: int) -> list[Sample]:
         """Supervised samples of held-out problems, all correct: at most ``count``, the same for every seed."""
         shares = apportion(count, {key: cfg.weight for key, cfg in self._source.configs.items()})
-        return [
-            self._sample(f"{key}/eval-{i}", key, problem)
-            for key, share in shares.items()
-            if share
-            for i, problem in enumerate(self._source.held_out(key, share))
-        ]
+        found = []
+        for key, share in shares.items():
+            for i, problem in enumerate(self._source.held_out(key, share) if share else ()):
+                with suppress(RowError):
+                    found.append(self._sample(f"{key}/eval-{i}", key, problem))
+        return found
 
     def _demonstration(self, position: int) -> Sample:
         """A training sample; a fraction ``data.sft_wrong_answers`` of them has the answer of another problem."""
@@ -56,11 +68,11 @@ class SftSource:
     def _sample(self, name: str, key: str, problem: Problem) -> Sample:
         prompt = self._source.prompt(name, key, problem)
         if not problem.answer:
-            raise ValueError(f"problem {name} has no reference answer to learn from; set data.sft_steps to 0")
+            raise RowError(f"problem {name} has no reference answer to learn from; set data.sft_steps to 0")
         answer = (*encode(self._tokenizer, problem.answer, add_special_tokens=False), self._tokenizer.eos_token_id)
         limit = self._cfg.rollout.max_completion_tokens
         if len(answer) > limit:
-            raise ValueError(
+            raise RowError(
                 f"the answer of {name} has {len(answer)} tokens with its end token, more than "
                 f"rollout.max_completion_tokens = {limit}: {problem.answer!r}"
             )

@@ -13,12 +13,14 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from megatron_fp8rl.data.dropped import RowError
+
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"  # ids 0 to 3 of the character tokenizer
 PRINTABLE_ASCII = "\n" + "".join(chr(code) for code in range(32, 127))
 _VOCAB_MULTIPLE = 128  # divisible by FP8 blocks and by any tensor-parallel degree up to 128
 
 
-class UnknownCharacterError(ValueError):
+class UnknownCharacterError(RowError):
     """A text with a character that the tokenizer cannot represent."""
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.data.columns import ColumnError, find_columns
-from megatron_fp8rl.data.dropped import TooManyDroppedError
+from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.inspection import inspect_sources, require_usable
 from megatron_fp8rl.data.prompts import PromptStream
-from megatron_fp8rl.data.rows import RowError, open_rows
+from megatron_fp8rl.data.rows import open_rows
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -232,3 +232,81 @@ class TestMessages:
 
 def counts_of(values: list[int]) -> dict[int, int]:
     return {value: values.count(value) for value in values}
+
+
+class TestABadRowIsLeftOut:
+    """Whatever a row holds, it costs itself, in the warm start, too."""
+
+    BAD = (
+        '{"question": "half a pair \\ud800", "answer": "1"}',
+        '{"question": "fine", "answer": "\\udfff"}',
+        '{"question": 17, "answer": "1"}',
+        '{"question": {"a": 1}, "answer": "1"}',
+        '{"question": [{"role": "user"}], "answer": "1"}',
+        '{"question": null}',
+        '{"answer": "no question"}',
+        '{"question": "no level", "answer": "1"}',
+        '{"question": ""}',
+        "[" * 5000,
+        '{"question": "\x00' + "1" * 50 + '"}',
+        "NaN",
+        "{}",
+    )
+
+    def stream(self, tmp_path, **data) -> PromptStream:
+        good = [json.dumps({"question": f"{i} = ", "answer": str(i), "level": i}) for i in range(30)]
+        (tmp_path / "a.jsonl").write_text("\n".join([*self.BAD, *good]))
+        source = EnvironmentConfig(dataset=str(tmp_path / "a.jsonl"), template="{level}: {question}")
+        return config(tmp_path, source, max_dropped=0.5, **data)
+
+    def test_in_training(self, tmp_path):
+        cfg = self.stream(tmp_path)
+        prompts = PromptStream(cfg, TOKENIZER, log=True)
+        names = {prompt.metadata["row"] for prompt in prompts.next_prompts(30)}
+        assert names == set(range(len(self.BAD), len(self.BAD) + 30)) and prompts.num_dropped <= len(self.BAD)
+        (report,) = inspect_sources(cfg, TOKENIZER)
+        assert len(report.dropped) == len(self.BAD) and all(reason for _, reason in report.dropped)
+
+    def test_in_the_warm_start(self, tmp_path):
+        from megatron_fp8rl.data.sft import SftSource
+
+        samples = SftSource(self.stream(tmp_path, sft_batch_size=43), TOKENIZER).samples(0)
+        assert len(samples) == 30
+
+    def test_by_a_chat_template_that_refuses_its_messages(self, tmp_path):
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = (
+            "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system messages') }}{% endif %}"
+            "{{ m.content }}{% endfor %}"
+        )
+        user = {"role": "user", "content": "1"}
+        rows = [{"prompt": [user]}] * 9 + [{"prompt": [{"role": "system", "content": "s"}, user]}]
+        source = EnvironmentConfig(dataset=write(tmp_path / "a.jsonl", rows))
+        (report,) = inspect_sources(config(tmp_path, source), tokenizer)
+        assert [name for name, _ in report.dropped] == ["row 9 of a"] and "no system messages" in report.dropped[0][1]
+
+    def test_by_a_generator_that_fails(self, tmp_path):
+        source = EnvironmentConfig(dataset="env:tests.unit.envs.misbehaving:Fragile")
+        prompts = PromptStream(config(tmp_path, source, max_dropped=0.9), TOKENIZER)
+        assert len(prompts.next_prompts(20)) == 20 and prompts.num_dropped
+
+    def test_columns_are_those_of_the_first_row_that_has_them(self, tmp_path):
+        path = tmp_path / "a.jsonl"
+        path.write_text('not JSON\n{"meta": 1}\n{"question": "1", "answer": "2"}\n')
+        (report,) = inspect_sources(config(tmp_path, EnvironmentConfig(dataset=str(path))), TOKENIZER)
+        assert report.columns.prompt == "question" and len(report.dropped) == 2
+        path.write_text("not JSON\n[1]\n")
+        with pytest.raises(RowError, match="row 0: is not JSON"):
+            inspect_sources(config(tmp_path, EnvironmentConfig(dataset=str(path))), TOKENIZER)
+
+
+def test_a_json_file_may_be_one_array(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(ROWS, indent=2))
+    rows = open_rows(str(path), {})
+    assert [rows[i] for i in range(len(rows))] == ROWS
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    assert open_rows(str(path), {})[3] == ROWS[3]
+    path.write_text("[1, 2")
+    with pytest.raises(ValueError, match="cannot be read"):
+        open_rows(str(path), {})

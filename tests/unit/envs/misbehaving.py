@@ -55,3 +55,12 @@ def judged() -> RunConfig:
     """The configuration of a job with one score server."""
     judge = EnvironmentConfig(dataset="misbehaving:Judge")
     return replace(cli.load_config("tiny_qwen3_moe"), data=DataConfig(environments=(judge,), score_servers=1))
+
+
+class Fragile(Judge):
+    """Fails for every third problem."""
+
+    def make_problem(self, index: int) -> Problem:
+        if index % 3 == 0:
+            raise KeyError(index)
+        return super().make_problem(index)
