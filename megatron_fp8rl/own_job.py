@@ -204,8 +204,8 @@ def _on_gpus(
     )
     together = replace(cfg.rollout, num_replicas=num_gpus, placement="colocated", sleep_level=2)
     start = override(replace(cfg, rollout=together, parallel=ParallelConfig(world_size=num_gpus)))
-    found = judge(start, machines)
-    change: layout_search.Change = ()
+    change = layout_search.in_place(start, lambda cfg: judge(override(cfg), machines))
+    found = judge(override(layout_search.apply(start, change)), machines)
     if found.errors or found.num_layout_warnings:
         outcome = layout_search.search(
             start, partial(judge, options=machines), machines.hardware, num_gpus, machines.gpus_per_node
@@ -215,9 +215,8 @@ def _on_gpus(
     diagnosis = diagnose(cfg, machines)
     said = [headline(diagnosis)]
     if change:
-        said.append(
-            "nearest layout to data parallel that fits: " + ", ".join(f"{path} {value}" for path, value in change)
-        )
+        chosen = ", ".join(f"{path} {value}" for path, value in change)
+        said.append(f"nearest to data parallel that fits and moves least between trainer and engines: {chosen}")
     for estimate in (diagnosis.trainer, diagnosis.engine.estimate if diagnosis.engine else None):
         if estimate is not None:
             said.append(

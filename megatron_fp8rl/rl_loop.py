@@ -15,6 +15,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megatron_fp8rl.algo.mismatch import InexactError, mismatch_metrics, require_exact
 from megatron_fp8rl.algo.named import load_advantage, load_loss
 from megatron_fp8rl.algo.samples import to_samples
@@ -90,7 +92,7 @@ def run(
                 publish(step, log)
                 evaluate(step, log)
         while step < cfg.num_steps:
-            stop.at_boundary(parallel, step, partial(_save_on_request, save, colocated))
+            stop.at_boundary(parallel, step, partial(_save_on_request, save, rollouts, colocated))
             step += 1
             with observer.step(step) as log:
                 groups = rollouts.next_groups()
@@ -246,6 +248,8 @@ def _resume(cfg: RunConfig, policy: Policy, prompts: PromptStream, checkpoints: 
     if newest is None:
         return 0
     step, extra = checkpoint.restore(newest, policy)
+    if policy.parallel.device.type == "cuda":
+        torch.cuda.empty_cache()  # reading holds parts of the state twice, and engines share this GPU
     prompts.position = extra["prompt_position"]
     return step
 
@@ -268,7 +272,10 @@ def _save(
         return checkpoint.save(checkpoints, step, policy, {"prompt_position": position})
 
 
-def _save_on_request(save: Callable[..., Path | None], colocated: ColocatedMemory, step: int) -> Path | None:
-    """Collective: save the checkpoint of a run that ends early, after its last weight update."""
+def _save_on_request(
+    save: Callable[..., Path | None], rollouts: RolloutStream, colocated: ColocatedMemory, step: int
+) -> Path | None:
+    """Collective: save the checkpoint of a run that ends early. Engines already sample for the next step."""
+    rollouts.abandon()
     colocated.train()
     return save(step, is_asked=True)

@@ -45,6 +45,7 @@ _MAX_REFILLS = 3  # extra rounds of prompts for algo.zero_variance "refill"
 Groups = tuple[RolloutGroup, ...]
 
 _LOOK_S = 0.2  # between checks whether replicas wait for weights
+_IDLE_POLL_S = 0.02
 
 
 class RolloutError(RuntimeError):
@@ -163,6 +164,20 @@ class RolloutStream:
         self.version = version
         if self._first_version is not None and self._recording is None and self._parallel.rank == 0:
             self._start_batches()
+
+    def abandon(self) -> None:
+        """On rank 0: give up the batches in progress, so that engines may sleep; :attr:`position` stays before them."""
+        if self._fleet is None or not self._batches:
+            return
+        for batch in self._batches:
+            batch.groups.cancel()
+        self._batches.clear()
+
+        async def until_idle() -> None:
+            while any(client.num_running for client in self._fleet.clients):
+                await asyncio.sleep(_IDLE_POLL_S)
+
+        self._fleet.sync(until_idle(), self.cfg.rollout.update_deadline_s)
 
     def take_metrics(self) -> dict[str, float]:
         """On rank 0: engine events since the last call, and the prompts left out since the start."""

@@ -101,6 +101,8 @@ def test_a_dry_run_prints_the_function_that_gives_the_same_run(folder: Path):
     cfg = json.loads(kept.stdout)
     assert cfg["data"]["environments"][0]["rewards"][0]["function"] == "number"
     assert cfg["rollout"]["max_completion_tokens"] == 12 and cfg["model"]["num_layers"] == 2
+    fresh = _run(folder, *own, "--model.random", "True", "--dry-run")
+    assert fresh.returncode == 0 and "random=True" in fresh.stdout and "hf_path" not in fresh.stdout, fresh.stderr
 
 
 @pytest.mark.parametrize(

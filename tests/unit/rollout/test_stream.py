@@ -53,9 +53,11 @@ class Client:
         self.num_running += n
         self.prompts.append(prompt[0])
         first = self.version
-        await asyncio.sleep(0)
-        await self.gate.wait()
-        self.num_running -= n
+        try:
+            await asyncio.sleep(0)
+            await self.gate.wait()
+        finally:
+            self.num_running -= n
         return [
             Completion(
                 token_ids=(i,),
@@ -286,3 +288,18 @@ def test_a_replay_goes_on_in_the_prompts_where_the_recorded_run_was(tmp_path):
         found.append(replayed.position)
         replayed.after_update(step)
     assert found == positions == [4, 8, 12]
+
+
+def test_a_run_that_ends_early_gives_up_what_it_has_begun():
+    fleet = Fleet(2)
+    stream = build(fleet)
+    stream.next_groups()
+    position = stream.position
+    for client in fleet.clients:
+        fleet.call(client.gate.clear)
+    publish(fleet, stream, 1)
+    fleet.turn()
+    assert sum(client.num_running for client in fleet.clients) == 4  # the next step has begun
+    stream.abandon()
+    assert not any(client.num_running for client in fleet.clients) and stream.position == position
+    stream.abandon()  # nothing is left to give up
