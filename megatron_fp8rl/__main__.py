@@ -192,6 +192,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
     from megatron_fp8rl import rl_loop, sft_loop
     from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
     from megatron_fp8rl.diagnose.first_difference import explain
+    from megatron_fp8rl.rollout import reward_server
     from megatron_fp8rl.rollout.fleet import Fleet
     from megatron_fp8rl.trainer.parallel import Parallel
 
@@ -206,7 +207,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             write_model_dir(cfg)
             if wants_rl and cfg.rollout.replay is None:
                 _look_at_data(cfg)
-            if wants_rl and cfg.rollout.replay is None:
+                stack.enter_context(reward_server.serving(cfg))
                 # Engine startup takes about as long as the warm start of a small model, so both run concurrently.
                 fleet = stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
                 if cfg.rollout.placement == "colocated" and torch.cuda.is_available():

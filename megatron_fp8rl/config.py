@@ -250,7 +250,7 @@ class AlgoConfig:
 class RewardConfig:
     """One reward of a source of rows. A completion's reward is the weighted sum over all rewards of its source."""
 
-    function: str = "exact"  # exact, number, choice, math, format, length, code, judge, or FILE.py:function
+    function: str = "exact"  # exact, number, choice, math, format, length, code, judge, model, or FILE.py:function
     weight: float = 1.0
     options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the reward
     sandbox: bool = False  # run a function of your own without network, disk and other processes; code always is

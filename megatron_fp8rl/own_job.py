@@ -51,7 +51,7 @@ class GrpoOptions:
 
     model: str = ""  # folder of a Hugging Face model: config.json, tokenizer and weights
     data: tuple[str, ...] = ()  # files, folders, hub:NAME, env:module:Class, or generators of reasoning-gym
-    reward: tuple[str, ...] = ()  # for rows: exact, number, choice, math, code, ... or FILE.py:function
+    reward: tuple[str, ...] = ()  # for rows: exact, number, choice, math, code, ..., model:DIR, or FILE.py:function
     eval: tuple[str, ...] = ()  # held-out rows, in the order of --data
     gpus: int | None = None  # GPUs of trainer and engines; None: those of this machine; 0: the CPU
     gpu: GpuName | None = None  # kind of GPU to plan for; None: that of this machine, else h200
@@ -135,7 +135,7 @@ def _problems(options: GrpoOptions) -> list[Violation]:
 
 def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
     prompt = min(_PROMPT_TOKENS, model.max_sequence_tokens // 3)
-    rewards = tuple(RewardConfig(function=_absolute(name) if ".py:" in name else name) for name in options.reward)
+    rewards = tuple(map(_reward, options.reward))
     held_out = map(_absolute, options.eval)
     environments = tuple(
         EnvironmentConfig(dataset=_absolute(name), rewards=rewards, eval=next(held_out, ""))
@@ -166,6 +166,14 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
         observe=ObserveConfig(eval_every=20),
         num_steps=200,
     )
+
+
+def _reward(name: str) -> RewardConfig:
+    kind, _, where = name.partition(":")
+    if kind == "model" and where:
+        option = {"url": where} if "://" in where else {"folder": os.path.abspath(os.path.expanduser(where))}
+        return RewardConfig(function="model", options=option)
+    return RewardConfig(function=_absolute(name) if ".py:" in name else name)
 
 
 def _absolute(name: str) -> str:

@@ -34,6 +34,7 @@ class Prompt:
     text: str
     answer: str  # reference answer, used for the supervised warm start and shown in reports
     metadata: dict[str, Any] = field(default_factory=dict)  # JSON-serializable; the environment's input for scoring
+    messages: tuple[dict[str, str], ...] = ()  # role and content, which a chat template rendered as ``text``
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

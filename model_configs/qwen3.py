@@ -66,9 +66,7 @@ def grpo_qwen3_8b() -> RunConfig:
 
 def grpo_qwen3_8b_colocated() -> RunConfig:
     """Qwen3-8B on 8 H200, which train (TP2) and sample (one engine on each) in turns."""
-    return base.colocated(
-        grpo_qwen3_8b(), "grpo_qwen3_8b_colocated", parallel=ParallelConfig(world_size=8, tensor=2)
-    )
+    return base.colocated(grpo_qwen3_8b(), "grpo_qwen3_8b_colocated", parallel=ParallelConfig(world_size=8, tensor=2))
 
 
 def grpo_qwen3_30b_a3b() -> RunConfig:

@@ -18,7 +18,10 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.columns import Columns
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.prompts import ProblemSource
+from megatron_fp8rl.envs.environment import environments_by_key
+from megatron_fp8rl.envs.rewards.scalar import is_served
 from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
+from megatron_fp8rl.envs.source_kind import has_rows
 from megatron_fp8rl.types import Prompt
 
 _ALL_UP_TO = 20_000  # rows; of more, this many are looked at:
@@ -123,10 +126,16 @@ class RewardCheck:
 
 
 def check_rewards(cfg: RunConfig, reports: Sequence[SourceReport]) -> list[RewardCheck]:
-    """Score reference answers and empty ones of the reports' prompts, in a score worker with the run's deadline."""
+    """Score reference answers and empty ones of the reports' prompts, in a score worker with the run's deadline. The
+    reward models that the run serves do not answer yet, and sources with no other reward are left out."""
     found = []
-    with ScorePool.build(replace(cfg.data, num_score_workers=1)) as pool:
+    keyed = environments_by_key(cfg.data.environments)
+    now = {key: replace(one, rewards=tuple(r for r in one.rewards if not is_served(r))) for key, one in keyed.items()}
+    now = {key: one for key, one in now.items() if one.rewards or not has_rows(one.dataset)}
+    with ScorePool(now, num_workers=1, deadline_s=cfg.data.score_deadline_s) as pool:
         for report in reports:
+            if report.key not in now:
+                continue
             prompts = [prompt for prompt in report.prompts if prompt.answer]
             asked = [(pool.submit(prompt, prompt.answer), pool.submit(prompt, "")) for prompt in prompts]
             try:

@@ -165,7 +165,8 @@ class ProblemSource:
         template or the tokenizer cannot take it.
         """
         with row_errors():
-            text = self._text(key, problem)
+            messages = self._messages(key, problem)
+            text = self._text(messages)
             # A chat template writes the special tokens itself.
             token_ids = encode(self.tokenizer, text, add_special_tokens=not self._uses_chat)
             json.dumps([problem.answer, problem.metadata], ensure_ascii=False).encode()  # no half of a surrogate pair
@@ -182,21 +183,24 @@ class ProblemSource:
             text=text,
             answer=problem.answer,
             metadata=problem.metadata,
+            messages=tuple(messages) if self._uses_chat else (),
         )
 
-    def _text(self, key: str, problem: Problem) -> str:
-        cfg, data = self.configs[key], self.cfg.data
-        content = render(cfg.template, problem)
-        messages = [*problem.messages[:-1], {"role": "user", "content": content}]
+    def _messages(self, key: str, problem: Problem) -> list[dict[str, str]]:
+        cfg = self.configs[key]
+        messages = [*problem.messages[:-1], {"role": "user", "content": render(cfg.template, problem)}]
         if cfg.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": cfg.system_prompt})
+        return messages
+
+    def _text(self, messages: list[dict[str, str]]) -> str:
         if self._uses_chat:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **data.chat_template_arguments
+                messages, add_generation_prompt=True, tokenize=False, **self.cfg.data.chat_template_arguments
             )
         if len(messages) > 1:
             raise RowError("has several messages, or a system prompt, and needs a tokenizer with a chat template")
-        return content
+        return messages[0]["content"]
 
     def _generated(self, key: str, rng: random.Random) -> Problem:
         for _ in range(_MAX_DRAWS):

@@ -35,6 +35,7 @@ from types import FrameType
 from typing import Any
 
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.envs.rewards.scalar import SERVERS, servers_of
 from megatron_fp8rl.envs.scoring import CompletionScorer, ScorePool, ScorePoolError
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import own_address
@@ -59,6 +60,7 @@ def main(cfg: RunConfig, *, server: int, endpoint: Path) -> int:
     for sign in (signal.SIGTERM, signal.SIGINT):
         signal.signal(sign, _leave)
     name, token = scorer_name(server), auth.new_token()
+    os.environ[SERVERS] = servers_of(cfg.run_dir)  # score workers inherit it
     with ScorePool.build(cfg.data) as pool, serving(pool, own_address(), token) as url:
         announced = Endpoint.announce(endpoint, name=name, url=url, pid=os.getpid(), token=token)
         try:

@@ -138,7 +138,9 @@ def _fields(value: Any) -> dict[str, Any]:
 
 
 def _decode(record: dict[str, Any]) -> RolloutGroup:
-    prompt = Prompt(**{**record["prompt"], "token_ids": tuple(record["prompt"]["token_ids"])})
+    fields = record["prompt"]
+    sequences = {name: tuple(fields[name]) for name in ("token_ids", "messages") if name in fields}
+    prompt = Prompt(**{**fields, **sequences})
     return RolloutGroup(prompt=prompt, rollouts=tuple(_decode_rollout(r, prompt) for r in record["rollouts"]))
 
 

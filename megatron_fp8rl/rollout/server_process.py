@@ -64,18 +64,22 @@ def start_server(
         return process, f"http://{host}:{sock.getsockname()[1]}"
 
 
-def _environment(cfg: RunConfig, token: str, gpus: str | None, kernels: KernelChoice) -> dict[str, str]:
+def inherited() -> dict[str, str]:
+    """This process's environment for a server: without what is the trainer's alone, with this package importable."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in (*_TORCHRUN_VARIABLES, *_TRAINER_VARIABLES) and not name.startswith(_TORCHRUN_PREFIXES)
     }
-    package_root = str(Path(megatron_fp8rl.__file__).parents[1])
+    package_root, given = str(Path(megatron_fp8rl.__file__).parents[1]), environment.get("PYTHONPATH")
+    environment["PYTHONPATH"] = package_root if not given else f"{package_root}{os.pathsep}{given}"
+    return environment
+
+
+def _environment(cfg: RunConfig, token: str, gpus: str | None, kernels: KernelChoice) -> dict[str, str]:
+    environment = inherited() | {TOKEN_VARIABLE: token}
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
-    inherited = environment.get("PYTHONPATH")
-    environment["PYTHONPATH"] = package_root if not inherited else f"{package_root}{os.pathsep}{inherited}"
-    environment[TOKEN_VARIABLE] = token
     return environment | vllm_args.engine_environment(cfg, kernels)
 
 

@@ -45,7 +45,6 @@ _MAX_REFILLS = 3  # extra rounds of prompts for algo.zero_variance "refill"
 Groups = tuple[RolloutGroup, ...]
 
 _LOOK_S = 0.2  # between checks whether replicas wait for weights
-_IDLE_POLL_S = 0.02
 
 
 class RolloutError(RuntimeError):
@@ -139,7 +138,6 @@ class RolloutStream:
         ``prompts`` are used on rank 0 only. ``temperature`` None means that of training. Seeds depend only on the
         prompts, so two evaluations differ only by the policy.
         """
-
         asked: list[Future[Groups]] = []
 
         def produce() -> Groups | None:
@@ -167,17 +165,11 @@ class RolloutStream:
 
     def abandon(self) -> None:
         """On rank 0: give up the batches in progress, so that engines may sleep; :attr:`position` stays before them."""
-        if self._fleet is None or not self._batches:
-            return
-        for batch in self._batches:
-            batch.groups.cancel()
-        self._batches.clear()
-
-        async def until_idle() -> None:
-            while any(client.num_running for client in self._fleet.clients):
-                await asyncio.sleep(_IDLE_POLL_S)
-
-        self._fleet.sync(until_idle(), self.cfg.rollout.update_deadline_s)
+        while self._batches:
+            self._batches.popleft().groups.cancel()
+        end = time.monotonic() + self.cfg.rollout.update_deadline_s
+        while self._fleet and any(client.num_running for client in self._fleet.clients) and time.monotonic() < end:
+            time.sleep(_LOOK_S / 10)
 
     def take_metrics(self) -> dict[str, float]:
         """On rank 0: engine events since the last call, and the prompts left out since the start."""

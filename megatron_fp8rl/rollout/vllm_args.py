@@ -24,6 +24,13 @@ from megatron_fp8rl.rollout.vllm_plugin.plugin import SCALES_VARIABLE, WEIGHT_TR
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 _CPU_KV_LIMIT_BYTES = 4 << 30
+CPU_ENVIRONMENT = {
+    # vLLM compiles its sampler even in eager mode; that takes half a minute.
+    "TORCHDYNAMO_DISABLE": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Binding asserts a NUMA node per worker.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
 
 
 def modules_not_converted(model: ModelConfig, precision: PrecisionConfig) -> list[str]:
@@ -162,15 +169,11 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
     if cpu:
         num_workers = cfg.rollout.num_replicas * cfg.rollout.tensor
         environment |= {
-            # vLLM compiles its sampler even in eager mode; that takes half a minute.
-            "TORCHDYNAMO_DISABLE": "1",
+            **CPU_ENVIRONMENT,
             # Half of the cores: OpenMP threads that share a core with the trainer's wait for each other.
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // (2 * num_workers))),
-            "OMP_WAIT_POLICY": "PASSIVE",
             # vLLM has no kernel for latent attention on a CPU; with this setting it projects keys and values up first.
             "VLLM_MLA_DISABLE": "1",
-            # Binding asserts a NUMA node per worker.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # Allows the "uni" executor with the asynchronous front end.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.rollout.tensor == 1 else "1",
         }

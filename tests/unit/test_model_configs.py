@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,8 @@ from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight import rules
-from megatron_fp8rl.preflight.diagnosis import diagnose
-from model_configs import deepseek, llama, mixtral, qwen3, small
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
+from model_configs import deepseek, dense, glm, llama, mixtral, qwen3, small
 
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
 
@@ -68,6 +69,35 @@ DEEPSEEK_V3 = {
     "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
                      "original_max_position_embeddings": 4096, "type": "yarn"},
 }  # fmt: skip
+QWEN3_0_6B = QWEN3_8B | {
+    "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16,
+    "tie_word_embeddings": True, "max_window_layers": 28,
+}  # fmt: skip
+QWEN3_1_7B = QWEN3_0_6B | {"hidden_size": 2048, "intermediate_size": 6144}
+QWEN3_4B = QWEN3_8B | {"hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+QWEN3_14B = QWEN3_8B | {
+    "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40,
+    "max_window_layers": 40,
+}  # fmt: skip
+QWEN3_32B = QWEN3_14B | {
+    "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64, "max_window_layers": 64,
+}  # fmt: skip
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944,
+    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "hidden_act": "silu",
+    "tie_word_embeddings": False, "use_sliding_window": False, "sliding_window": 131072, "max_window_layers": 28,
+    "initializer_range": 0.02, "use_mrope": False,
+}  # fmt: skip
+GLM_45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "hidden_size": 4096, "intermediate_size": 10944,
+    "moe_intermediate_size": 1408, "num_hidden_layers": 46, "num_attention_heads": 96, "num_key_value_heads": 8,
+    "head_dim": 128, "vocab_size": 151552, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 1, "use_qk_norm": False, "attention_bias": True, "partial_rotary_factor": 0.5,
+    "rope_theta": 1000000, "rope_scaling": None, "rms_norm_eps": 1e-05, "max_position_embeddings": 131072,
+    "hidden_act": "silu", "tie_word_embeddings": False, "initializer_range": 0.02,
+}  # fmt: skip
 
 # Parameters: the totals that the hub shows for the safetensors files where it shows them to the unit (Llama, Qwen,
 # Mixtral); what model cards and reports round to ("30.5B in total and 3.3B activated", "235B ... 22B", "46.7B ...
@@ -78,6 +108,15 @@ MODELS = {
     "qwen3_30b_a3b": (qwen3.qwen3_30b_a3b, QWEN3_30B_A3B, 30_532_122_624, "30.5", "3.35"),
     "qwen3_235b_a22b": (qwen3.qwen3_235b_a22b, QWEN3_235B_A22B, 235_093_634_560, "235.1", "22.2"),
     "mixtral_8x7b": (mixtral.mixtral_8x7b, MIXTRAL_8X7B, 46_702_792_704, "46.7", "12.9"),
+    # With tied embeddings the files of 0.6B and 1.7B hold the head a second time; these are the parameters.
+    "qwen3_0_6b": (dense.qwen3_0_6b, QWEN3_0_6B, 596_049_920, "0.6", "0.6"),
+    "qwen3_1_7b": (dense.qwen3_1_7b, QWEN3_1_7B, 1_720_574_976, "1.7", "1.7"),
+    "qwen3_4b": (dense.qwen3_4b, QWEN3_4B, 4_022_468_096, "4.02", "4.02"),
+    "qwen3_14b": (dense.qwen3_14b, QWEN3_14B, 14_768_307_200, "14.8", "14.8"),
+    "qwen3_32b": (dense.qwen3_32b, QWEN3_32B, 32_762_123_264, "32.8", "32.8"),
+    "qwen25_7b": (dense.qwen25_7b, QWEN25_7B, 7_615_616_512, "7.62", "7.62"),
+    # The card says 106 B and 12 B; the unit count is arithmetic over the published dimensions.
+    "glm_45_air": (glm.glm_45_air, GLM_45_AIR, 106_852_251_264, "106.9", "13"),
     # The report's 671 B are without the prediction layer; the unit count is arithmetic over the published dimensions.
     "deepseek_v3": (deepseek.deepseek_v3, DEEPSEEK_V3, 671_026_419_200, "671.0", "37.6"),
 }
@@ -126,29 +165,17 @@ def test_runs_have_no_mistakes(name, accelerator):
     assert rules.check(cfg, accelerator=accelerator) == []
 
 
-GPUS = {
-    "grpo_llama31_8b": 8,
-    "grpo_qwen3_8b": 8,
-    "grpo_qwen3_8b_colocated": 8,
-    "grpo_qwen3_30b_a3b": 8,
-    "grpo_qwen3_30b_a3b_16gpu": 16,
-    "grpo_qwen3_30b_a3b_colocated": 8,
-    "grpo_mixtral_8x7b": 16,
-    "grpo_qwen3_235b_a22b": 64,
-    "grpo_deepseek_v3": 256,
-}
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_runs_fit_the_gpus_that_they_name(name):
     function = cli.config_functions()[name]
-    found = diagnose(function())
-    assert found.num_gpus == GPUS[name]
-    assert f"on {GPUS[name]} H200" in function.__doc__
+    num_gpus, kind = re.search(r"on (\d+) (H\d+)", function.__doc__).groups()
+    found = diagnose(function(), DoctorOptions(gpu=kind.lower()))
+    assert found.num_gpus == int(num_gpus)
     assert [f for f in found.findings if f.severity == "error"] == []
-    # The only thing missing is a checkpoint to start from; packages depend on the machine that tests.
+    # The only thing missing is a checkpoint to start from. An FP8 cache is always warned of; packages depend on the machine that tests.
     warnings = {f.subject for f in found.findings if f.severity == "warning"}
-    assert warnings - {p.name for p in found.packages} - {"python"} == {"--model.hf_path"}
+    known = {p.name for p in found.packages} | {"python", "--rollout.kv_cache_dtype"}
+    assert warnings - known == {"--model.hf_path"}
     assert found.trainer.share < 0.92 and found.engine.full_sequences >= 32
 
 

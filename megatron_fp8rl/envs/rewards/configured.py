@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megatron_fp8rl.config import RewardConfig
-from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, sandboxed
+from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, sandboxed, scalar
 from megatron_fp8rl.envs.rewards.functions import RewardError
 from megatron_fp8rl.types import Prompt
 
@@ -22,7 +22,7 @@ _COMPARISONS = {
     "exact": answers.exact, "number": answers.number, "choice": answers.choice, "math": answers.math,
     "format": answers.matches, "length": answers.length,
 }  # fmt: skip
-_OTHERS = {"code": programs.code, "judge": judge.judge}
+_OTHERS = {"code": programs.code, "judge": judge.judge, "model": scalar.model}
 BUILT_IN = (*_COMPARISONS, *_OTHERS)
 
 
@@ -80,7 +80,9 @@ def problem(cfg: RewardConfig) -> str:
     if unknown:
         return f"{cfg.function} has no option {unknown[0]!r} (options: {', '.join(parameters) or 'none'})"
     missing = [name for name, one in parameters.items() if one.default is one.empty and name not in cfg.options]
-    return f"{cfg.function} needs the option {missing[0]!r}" if missing else ""
+    if missing:
+        return f"{cfg.function} needs the option {missing[0]!r}"
+    return scalar.problem(cfg.options) if cfg.function == "model" else ""
 
 
 def needs_sandbox(cfg: RewardConfig) -> bool:

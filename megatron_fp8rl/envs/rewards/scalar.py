@@ -1,0 +1,139 @@
+"""The reward ``model``: the number that a reward model gives to a conversation.
+
+In: the messages of a prompt and a completion. Out: the model's only output, before any activation, times ``scale``. The
+model is served by vLLM: by one of this run's own, started from ``folder`` (``rollout/reward_server.py``), or by any other
+at ``url``. It applies its own tokenizer and chat template.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_fp8rl.config import EnvironmentConfig, RewardConfig
+from megatron_fp8rl.net import auth
+from megatron_fp8rl.net.endpoint import Endpoint
+from megatron_fp8rl.types import Prompt
+
+SERVERS = "MEGATRON_FP8RL_REWARD_SERVERS"  # environment variable: folder with the endpoint files of this run's servers
+_WAIT_S = 0.5
+
+
+def model(
+    *, folder: str = "", url: str = "", name: str = "", key_env: str = "", precision: Literal["bf16", "fp8"] = "bf16",
+    gpus: str = "", memory_share: float = 0.85, max_tokens: int | None = None, reasoning: bool = False,
+    scale: float = 1.0, deadline_s: float = 20.0,
+) -> Callable[[Prompt, str], float]:  # fmt: skip
+    """One of ``folder``, a Hugging Face model with one label, and ``url``, as in ``http://host:8000``.
+
+    With ``folder``: ``precision`` "fp8" lets vLLM quantize it; ``gpus`` are those of its server, by default the first
+    that neither trainer nor engines use, of which it takes ``memory_share``; ``max_tokens`` is the longest conversation.
+    With ``url``: ``name`` of the model there, ``key_env`` the variable with the key. ``reasoning``: whether the model also
+    sees what a completion says up to ``</think>``. ``deadline_s`` holds for an answer, while a server starts again, too.
+
+    Raises ValueError if the variable is not set.
+    """
+    if key_env and not os.environ.get(key_env):
+        raise ValueError(f"key_env = {key_env!r}: this environment variable is not set where completions are scored")
+
+    def score(prompt: Prompt, completion: str) -> float:
+        said = completion if reasoning else completion.rpartition("</think>")[2].lstrip()
+        asked = prompt.messages or ({"role": "user", "content": prompt.text},)
+        body: dict[str, Any] = {
+            "messages": [*asked, {"role": "assistant", "content": said}],
+            "add_generation_prompt": False,
+            "use_activation": False,
+        }
+        if name:
+            body["model"] = name
+
+        def target() -> tuple[str, str]:
+            if url:
+                return url, os.environ.get(key_env, "") if key_env else ""
+            endpoint = Endpoint.read(endpoint_file(folder, precision))
+            if endpoint is None:
+                raise ConnectionError(f"the server of {folder} has no endpoint file; is it starting?")
+            return endpoint.url, endpoint.token
+
+        return scale * _output(_asked(target, body, deadline_s), url or folder)
+
+    return score
+
+
+def problem(options: Mapping[str, Any]) -> str:
+    """What is wrong with the options, as far as files tell; empty if nothing is."""
+    folder, url = options.get("folder", ""), options.get("url", "")
+    if bool(folder) == bool(url):
+        return "the reward 'model' needs one of the options folder and url"
+    if options.get("precision", "bf16") not in ("bf16", "fp8"):
+        return f"precision = {options['precision']!r} of the reward 'model' is neither bf16 nor fp8"
+    if not folder:
+        return ""
+    try:
+        config = json.loads(Path(folder).expanduser().joinpath("config.json").read_text())
+    except (OSError, ValueError) as error:
+        return f"folder = {folder!r} of the reward 'model' holds no config.json that can be read ({error})"
+    names = config.get("architectures") or []
+    num_labels = len(config.get("id2label") or {0: "", 1: ""}) if "num_labels" not in config else config["num_labels"]
+    if not any("Classification" in one or "Reward" in one for one in names):
+        return f"{folder} is a {', '.join(names) or 'model without architectures'} and gives no score"
+    return "" if num_labels == 1 else f"{folder} has {num_labels} labels; a reward model has one"
+
+
+def served(environments: Mapping[str, EnvironmentConfig] | tuple[EnvironmentConfig, ...]) -> list[RewardConfig]:
+    """The rewards whose models this run serves, each model and precision once."""
+    configs = environments.values() if isinstance(environments, Mapping) else environments
+    found = [reward for cfg in configs for reward in cfg.rewards if is_served(reward)]
+    return list({(r.options["folder"], r.options.get("precision", "bf16")): r for r in found}.values())
+
+
+def is_served(reward: RewardConfig) -> bool:
+    """Whether the reward is that of a model which the run serves."""
+    return reward.function == "model" and bool(reward.options.get("folder"))
+
+
+def servers_of(run_dir: str) -> str:
+    """The value of :data:`SERVERS` for a run."""
+    return str(Path(run_dir, "reward_models").resolve())
+
+
+def endpoint_file(folder: str, precision: str) -> Path:
+    """Where the server of a model announces itself; its folder is :data:`SERVERS`."""
+    path = Path(folder).expanduser().resolve()
+    digest = hashlib.blake2b(f"{path}/{precision}".encode(), digest_size=4).hexdigest()
+    return Path(os.environ.get(SERVERS, ".")) / f"{path.name}-{precision}-{digest}.json"
+
+
+def _asked(target: Callable[[], tuple[str, str]], body: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+    end = time.monotonic() + deadline_s
+    while True:
+        where = ""
+        try:
+            where, token = target()
+            headers = {"Content-Type": "application/json", **auth.headers(token)}
+            request = urllib.request.Request(f"{where.rstrip('/')}/classify", json.dumps(body).encode(), headers)
+            with urllib.request.urlopen(request, timeout=max(0.1, end - time.monotonic())) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise ValueError(f"{where}: HTTP {error.code}: {error.read(300).decode(errors='replace')}") from None
+        except OSError as error:
+            if time.monotonic() + _WAIT_S > end:
+                raise ValueError(f"{where}: {type(error).__name__}: {error}") from None
+        time.sleep(_WAIT_S)
+
+
+def _output(answer: dict[str, Any], where: str) -> float:
+    try:
+        values = answer["data"][0]["probs"]
+    except (LookupError, TypeError):
+        raise ValueError(f"{where} did not answer as a model that classifies: {str(answer)[:200]}") from None
+    if len(values) != 1:
+        raise ValueError(f"{where} gave {len(values)} numbers; a reward model gives one")
+    return float(values[0])

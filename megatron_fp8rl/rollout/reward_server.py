@@ -1,0 +1,181 @@
+"""The vLLM servers of a run's reward models.
+
+In: the rewards ``model`` with a folder. Out: one server for each model, on GPUs of its own, and its endpoint file, which
+score workers read (``envs/rewards/scalar.py``). Runs beside trainer rank 0. A server that ends is started again; its
+completions wait for it within their deadlines.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_fp8rl.config import ConfigError, RewardConfig, RunConfig, Violation
+from megatron_fp8rl.envs.rewards import scalar
+from megatron_fp8rl.net import auth
+from megatron_fp8rl.net.address import own_address
+from megatron_fp8rl.net.endpoint import Endpoint
+from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.rollout import placement, vllm_args
+from megatron_fp8rl.rollout.replicas import last_lines
+from megatron_fp8rl.rollout.server_process import inherited, stop
+
+_POLL_S = 0.25
+
+
+class RewardServerError(RuntimeError):
+    """The server of a reward model did not start; the message ends with its log."""
+
+
+@contextmanager
+def serving(cfg: RunConfig) -> Iterator[None]:
+    """Serve the run's reward models for the block, which begins when all answer.
+
+    Raises ConfigError if there is no GPU for one, and RewardServerError if one does not start.
+    """
+    rewards = scalar.served(cfg.data.environments)
+    os.environ[scalar.SERVERS] = scalar.servers_of(cfg.run_dir)  # score workers inherit it
+    if not rewards:
+        yield
+        return
+    gpus = _gpus(cfg, rewards) if here().is_gpu else [None] * len(rewards)
+    servers = [_Server(cfg, reward, gpu) for reward, gpu in zip(rewards, gpus, strict=True)]
+    try:
+        for server in servers:
+            server.wait_until_ready()
+        yield
+    finally:
+        for server in servers:
+            server.close()
+
+
+class _Server:
+    """One server, and the thread that keeps it."""
+
+    def __init__(self, cfg: RunConfig, reward: RewardConfig, gpus: str | None):
+        self._cfg, self._gpus = cfg, gpus
+        self._options = {"precision": "bf16", "memory_share": 0.85, "max_tokens": None, **reward.options}
+        self._path = scalar.endpoint_file(self._options["folder"], self._options["precision"])
+        self._log = Path(cfg.run_dir, "logs", f"{self._path.stem}.log")
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        self._path.unlink(missing_ok=True)
+        self._closed = threading.Event()
+        self._starts()
+        self._keeper = threading.Thread(target=self._keep, name=self._path.stem, daemon=True)
+
+    def wait_until_ready(self) -> None:
+        """Return when the server answers; from then on it is kept. Raises RewardServerError."""
+        self._announce_when_ready()
+        if Endpoint.read(self._path) is None:
+            raise RewardServerError(
+                f"the server of the reward model {self._options['folder']} did not start within "
+                f"rollout.start_deadline_s = {self._cfg.rollout.start_deadline_s:g} s; {self._log} ends with\n"
+                f"{last_lines(self._log)}"
+            )
+        self._keeper.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._keeper.is_alive():
+            self._keeper.join(10.0)
+        stop([self._process])
+        self._path.unlink(missing_ok=True)
+
+    def _starts(self) -> None:
+        self._token = auth.new_token()
+        is_gpu = self._gpus is not None
+        environment = inherited() | {auth.TOKEN_VARIABLE: self._token, "VLLM_NO_USAGE_STATS": "1"}
+        if is_gpu:
+            environment["CUDA_VISIBLE_DEVICES"] = self._gpus
+        else:
+            environment |= vllm_args.CPU_ENVIRONMENT | {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        host = own_address() if self._cfg.data.score_servers else "127.0.0.1"
+        with socket.socket() as sock, self._log.open("ab") as log:
+            sock.bind((host, 0))
+            self._url = f"http://{host}:{sock.getsockname()[1]}"
+            self._process = subprocess.Popen(
+                vllm_args.server_command(_arguments(self._options, is_gpu), listen_fd=sock.fileno()),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(sock.fileno(),),
+                env=environment,
+                start_new_session=True,
+            )
+
+    def _announce_when_ready(self) -> None:
+        end = time.monotonic() + self._cfg.rollout.start_deadline_s
+        while self._process.poll() is None and not self._closed.is_set() and time.monotonic() < end:
+            if _answers(self._url, self._token):
+                name = self._path.stem
+                Endpoint.announce(self._path, name=name, url=self._url, pid=self._process.pid, token=self._token)
+                return
+            time.sleep(_POLL_S)
+
+    def _keep(self) -> None:
+        for _ in range(self._cfg.rollout.max_replica_restarts):
+            while self._process.poll() is None:
+                if self._closed.wait(_POLL_S):
+                    return
+            if self._closed.is_set():
+                return
+            self._path.unlink(missing_ok=True)
+            stop([self._process])
+            self._starts()
+            self._announce_when_ready()
+
+
+def _arguments(options: dict[str, Any], is_gpu: bool) -> dict[str, Any]:
+    """vLLM's command-line options, as :func:`vllm_args.engine_arguments` gives those of an engine."""
+    arguments: dict[str, Any] = {
+        "model": str(Path(options["folder"]).expanduser().resolve()),
+        "runner": "pooling",
+        "convert": "classify",
+        "pooler-config": {"use_activation": False},
+        "dtype": "bfloat16",
+        "quantization": "fp8" if options["precision"] == "fp8" else None,
+        "max-model-len": options["max_tokens"],
+        "disable-uvicorn-access-log": True,
+        "disable-log-stats": True,
+        "disable-fastapi-docs": True,
+    }
+    if is_gpu:
+        return arguments | {"gpu-memory-utilization": options["memory_share"]}
+    return arguments | {
+        "enforce-eager": True,
+        "kv-cache-memory-bytes": 256 << 20,
+        "distributed-executor-backend": "uni",
+    }
+
+
+def _gpus(cfg: RunConfig, rewards: Sequence[RewardConfig]) -> list[str]:
+    """``CUDA_VISIBLE_DEVICES`` of each server. Raises ConfigError if there is no further GPU."""
+    visible, rollout = placement.visible_gpus(), cfg.rollout
+    num_used = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
+    num_used += rollout.num_replicas * rollout.tensor if rollout.placement == "separate" else 0
+    free, found = iter(visible[num_used:]), []
+    for reward in rewards:
+        gpu = reward.options.get("gpus") or next(free, None)
+        if gpu is None:
+            problem = f"its server needs a GPU, and trainer and engines use all {len(visible)} of this host"
+            remedy = "Set options.gpus and options.memory_share to share one, or options.url to use another server"
+            raise ConfigError([Violation("data.environments.rewards.options.gpus", "", problem, remedy)])
+        found.append(str(gpu))
+    return found
+
+
+def _answers(url: str, token: str) -> bool:
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5.0)
+    with suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/health", headers=auth.headers(token))
+        return connection.getresponse().status == http.client.OK
+    return False

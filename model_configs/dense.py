@@ -1,0 +1,101 @@
+"""Dense models that people train, on one GPU and on one node. Dimensions are those of the published config.json files.
+
+Trainer and engines share the GPUs in turns: small models stay where they are, larger ones wait in host memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig
+from model_configs import base
+from model_configs.qwen3 import qwen3_8b
+
+
+def qwen3_0_6b() -> ModelConfig:
+    """Qwen/Qwen3-0.6B."""
+    return replace(qwen3_1_7b(), hidden_size=1024, ffn_hidden_size=3072)
+
+
+def qwen3_1_7b() -> ModelConfig:
+    """Qwen/Qwen3-1.7B."""
+    return replace(
+        qwen3_8b(), num_layers=28, hidden_size=2048, num_attention_heads=16, ffn_hidden_size=6144, tie_embeddings=True
+    )
+
+
+def qwen3_4b() -> ModelConfig:
+    """Qwen/Qwen3-4B."""
+    return replace(qwen3_8b(), hidden_size=2560, ffn_hidden_size=9728, tie_embeddings=True)
+
+
+def qwen3_14b() -> ModelConfig:
+    """Qwen/Qwen3-14B."""
+    return replace(qwen3_8b(), num_layers=40, hidden_size=5120, num_attention_heads=40, ffn_hidden_size=17408)
+
+
+def qwen3_32b() -> ModelConfig:
+    """Qwen/Qwen3-32B."""
+    return replace(qwen3_8b(), num_layers=64, hidden_size=5120, num_attention_heads=64, ffn_hidden_size=25600)
+
+
+def qwen25_7b() -> ModelConfig:
+    """Qwen/Qwen2.5-7B."""
+    return ModelConfig(
+        family="qwen2",
+        num_layers=28,
+        hidden_size=3584,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        head_dim=128,
+        vocab_size=152064,
+        ffn_hidden_size=18944,
+        qkv_bias=True,
+        max_position_embeddings=131072,
+    )
+
+
+def _shared(name: str, model: ModelConfig, parallel: ParallelConfig, optim: OptimConfig) -> RunConfig:
+    """GPUs that train and sample (one engine on each) in turns."""
+    cfg = base.grpo(name, model, parallel=parallel, rollout=base.rollout(replicas=1), optim=optim)
+    return base.colocated(cfg, name, parallel=parallel)
+
+
+def grpo_qwen3_0_6b() -> RunConfig:
+    """Qwen3-0.6B on 1 H100."""
+    return _shared("grpo_qwen3_0_6b", qwen3_0_6b(), ParallelConfig(world_size=1), base.optim("none"))
+
+
+def grpo_qwen3_1_7b() -> RunConfig:
+    """Qwen3-1.7B on 1 H100."""
+    return _shared("grpo_qwen3_1_7b", qwen3_1_7b(), ParallelConfig(world_size=1), base.optim("none"))
+
+
+def grpo_qwen3_4b_h200() -> RunConfig:
+    """Qwen3-4B on 1 H200."""
+    return _shared("grpo_qwen3_4b_h200", qwen3_4b(), ParallelConfig(world_size=1), base.optim("none"))
+
+
+def grpo_qwen3_4b() -> RunConfig:
+    """Qwen3-4B on 8 H100."""
+    return _shared("grpo_qwen3_4b", qwen3_4b(), ParallelConfig(world_size=8), base.optim("none"))
+
+
+def grpo_qwen25_7b() -> RunConfig:
+    """Qwen2.5-7B on 8 H100 (PP2)."""
+    return _shared("grpo_qwen25_7b", qwen25_7b(), ParallelConfig(world_size=8, pipeline=2), base.optim("none"))
+
+
+def grpo_qwen3_8b_h100() -> RunConfig:
+    """Qwen3-8B on 8 H100 (PP2)."""
+    return _shared("grpo_qwen3_8b_h100", qwen3_8b(), ParallelConfig(world_size=8, pipeline=2), base.optim("selective"))
+
+
+def grpo_qwen3_14b() -> RunConfig:
+    """Qwen3-14B on 8 H100 (PP4)."""
+    return _shared("grpo_qwen3_14b", qwen3_14b(), ParallelConfig(world_size=8, pipeline=4), base.optim("full"))
+
+
+def grpo_qwen3_32b() -> RunConfig:
+    """Qwen3-32B on 8 H200 (PP4)."""
+    return _shared("grpo_qwen3_32b", qwen3_32b(), ParallelConfig(world_size=8, pipeline=4), base.optim("full"))

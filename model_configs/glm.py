@@ -1,0 +1,52 @@
+"""GLM-4.5-Air. Dimensions are those of the published config.json."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RouterConfig, RunConfig
+from model_configs import base
+
+
+def glm_45_air() -> ModelConfig:
+    """zai-org/GLM-4.5-Air without its prediction layer. An expert is 1408 wide, eleven FP8 blocks: it does not divide."""
+    return ModelConfig(
+        family="glm4_moe",
+        num_layers=46,
+        hidden_size=4096,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151552,
+        ffn_hidden_size=10944,
+        num_experts=128,
+        experts_per_token=8,
+        moe_ffn_hidden_size=1408,
+        num_shared_experts=1,
+        first_dense_layers=1,
+        router=RouterConfig(score="sigmoid", correction_bias=True),
+        qkv_bias=True,
+        qk_norm=False,
+        rotary_fraction=0.5,
+        norm_eps=1e-5,
+        max_position_embeddings=131072,
+    )
+
+
+def grpo_glm_45_air() -> RunConfig:
+    """GLM-4.5-Air on 32 H200: trainer on 24 (PP3, EP8), one engine with an FP8 KV cache on each of the other 8.
+
+    The first layer is BF16: its feed-forward part, 10944 wide, is no multiple of the FP8 tile. Answers have 3k tokens.
+    """
+    cfg = base.grpo(
+        "grpo_glm_45_air",
+        glm_45_air(),
+        parallel=ParallelConfig(world_size=24, pipeline=3, expert=8),
+        rollout=base.rollout(replicas=8, prompts=128),
+        optim=base.optim("full"),
+    )
+    return replace(
+        cfg,
+        precision=PrecisionConfig(bf16_first_layers=1),
+        rollout=replace(cfg.rollout, kv_cache_dtype="fp8", max_completion_tokens=3072),
+    )
