@@ -1,4 +1,5 @@
 # make demo    first run: creates .venv, installs, trains the tiny mixture of experts into runs/demo
+# make demo-math  writes a jsonl of word problems and a tokenizer, and trains on them by the grpo command, with --reward math
 # make test    runs the tests; FP8RL_SLURM_TESTS=1 adds those on a real Slurm, which it installs by apt as root
 #              JOBS=1 runs them one after the other
 # make install only creates .venv; EXTRAS="test launch" adds extras
@@ -10,7 +11,7 @@ ARGS ?=
 JOBS ?= 3
 EXTRAS ?=
 
-.PHONY: help install demo test
+.PHONY: help install demo demo-math test
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -21,6 +22,15 @@ install:
 demo:
 	@sh tools/bootstrap.sh
 	@$(PYTHON) -m megatron_fp8rl demo --output_dir runs/demo $(ARGS)
+
+demo-math:
+	@sh tools/bootstrap.sh
+	@$(PYTHON) tools/demo_math.py runs/demo_math
+	@$(PYTHON) -m megatron_fp8rl grpo --model runs/demo_math/model --model.random True --data runs/demo_math/train.jsonl \
+	    --eval runs/demo_math/test.jsonl --reward math --name demo_math --num_steps 24 --optim.lr 8e-4 --optim.warmup_steps 5 \
+	    --data.sft_steps 400 --data.sft_batch_size 128 --data.sft_lr 3e-3 --data.sft_wrong_answers 0.4 \
+	    --rollout.prompts_per_step 16 --rollout.completions_per_prompt 16 --rollout.max_prompt_tokens 64 \
+	    --rollout.max_completion_tokens 8 --observe.eval_prompts 101 --observe.eval_every 8 $(ARGS)
 
 test:
 	@sh tools/bootstrap.sh test launch

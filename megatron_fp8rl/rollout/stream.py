@@ -9,9 +9,8 @@ batch is sampled when it is requested; with k, up to k further batches are sampl
 of a returned batch is older than k versions. Batches are returned in order regardless of their lengths, so there is no
 bias towards short answers.
 
-With ``max_staleness = 0`` the rollouts of a run depend only on its configuration: prompts come in order, and each
-completion is sampled from a seed derived from the run's seed and its prompt. It therefore does not matter which replica
-samples: the unfinished requests of a replica that dies are sent to the others and start over.
+With ``max_staleness = 0`` the rollouts of a run depend only on its configuration: prompts come in order, and the seed
+of a completion follows from the run's and its prompt. The unfinished requests of a replica that dies go to the others.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
 _log = logging.getLogger(__name__)
-_MAX_REFILLS = 3  # extra rounds of prompts for algo.zero_variance "refill"
 Groups = tuple[RolloutGroup, ...]
 
+_MAX_REFILLS = 3  # extra rounds of prompts for algo.zero_variance "refill"
 _LOOK_S = 0.2  # between checks whether replicas wait for weights
 
 
@@ -153,7 +152,7 @@ class RolloutStream:
 
     def before_update(self) -> None:
         """Call before a publication. Raises RolloutError if completions of a synchronous run are still being sampled."""
-        running = 0 if self._fleet is None else sum(client.num_running for client in self._fleet.clients)
+        running = sum(client.num_running for client in self._fleet.clients) if self._fleet else 0
         if running and self.cfg.rollout.max_staleness == 0:
             raise RolloutError(f"{running} completions are being sampled during an update; wait for next_groups first")
 
@@ -168,7 +167,7 @@ class RolloutStream:
         while self._batches:
             self._batches.popleft().groups.cancel()
         end = time.monotonic() + self.cfg.rollout.update_deadline_s
-        while self._fleet and any(client.num_running for client in self._fleet.clients) and time.monotonic() < end:
+        while self._fleet and any(c.num_running for c in self._fleet.clients) and time.monotonic() < end:
             time.sleep(_LOOK_S / 10)
 
     def take_metrics(self) -> dict[str, float]:
@@ -387,8 +386,7 @@ class RolloutStream:
 
 def seed_of(run_seed: int, prompt: Prompt) -> int:
     """Engine seed of a prompt's first completion, 0 <= seed < 2**40; completion i uses this plus i."""
-    digest = hashlib.blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=5).digest()
-    return int.from_bytes(digest, "big")
+    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=5).digest(), "big")
 
 
 def _without_experts(groups: Groups | None) -> Groups | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
 from model_configs import deepseek, dense, glm, llama, mixtral, qwen3, small
 
+ROOT = Path(__file__).parents[2]
 SMALL = [small.small_qwen3, small.small_qwen3_8_layers, small.small_qwen3_moe, small.small_qwen3_moe_4_layers]
 
 # Fields of the config.json files that the publishers keep beside the weights (Hugging Face: meta-llama/Llama-3.1-8B,
@@ -220,3 +223,12 @@ def test_problems_of_the_half_billion_models_fit_their_limits(function):
 def test_every_shipped_run_proves_every_publication():
     for name, function in cli.config_functions().items():
         assert function().observe.verify_every == 1, name
+
+
+def test_the_page_of_models_shows_the_configurations():
+    spec = importlib.util.spec_from_file_location("models_table", ROOT / "tools" / "models_table.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = tool.PAGE.read_text()
+    assert tool.page(text) == text, "run python tools/models_table.py --write"
+    assert set(tool.RAN) <= set(RUNS)
