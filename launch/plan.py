@@ -58,6 +58,9 @@ def plan_training(request: Request) -> Plan:
     if request.job == "rl" and cfg.model.hf_path is None:
         remedy = "Name a checkpoint, or use --job train"
         problems.append(f"--model.hf_path = None: rl starts from trained weights. {remedy}.")
+    if request.job == "train" and not (cfg.model.hf_path or cfg.data.sft_steps or cfg.model.random):
+        remedy = "Name a checkpoint, set --data.sft_steps, or train random weights by --model.random True"
+        problems.append(f"--model.hf_path = None: {request.config_name} has no weights to start from. {remedy}.")
     layout, found = None, ()
     if not cluster.violations():
         layout, found = _lay_out(request, needs_engines)

@@ -58,6 +58,14 @@ class ReplicaOptions:
 
 def _train(invocation: cli.Invocation) -> int:
     """Warm start if configured, then reinforcement learning."""
+    model = invocation.cfg.model
+    if model.hf_path is None and not invocation.cfg.data.sft_steps and not model.random:
+        print(
+            f"{invocation.config_name} has no weights to start from: set --model.hf_path to a Hugging Face checkpoint, "
+            "--data.sft_steps for a warm start, or --model.random True to train random weights",
+            file=sys.stderr,
+        )
+        return 2
     return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=True))
 
 

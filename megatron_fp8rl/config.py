@@ -92,7 +92,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     max_position_embeddings: int = 4096
     hf_path: str | None = None  # Hugging Face checkpoint to start from; None: random initialization
-    random: bool = False  # the grpo command: start from random weights, not from those of the folder
+    random: bool = False  # start from random weights; the grpo command: not from those of the folder
     initializer_range: float = 0.02
 
     def __post_init__(self):

@@ -147,3 +147,8 @@ def test_gpus_are_planned_for_without_any(folder: Path):
     printed = _run(folder, "grpo", *own)
     assert printed.returncode == 0, printed.stderr
     assert "world_size=8" in printed.stdout and "H100" in printed.stdout and "GiB per GPU" in printed.stdout
+
+
+def test_random_weights_are_trained_only_when_asked_for(folder: Path):
+    found = _run(folder, "train", "grpo_qwen3_1_7b", "--parallel.world_size", "1")
+    assert found.returncode == 2 and "grpo_qwen3_1_7b has no weights to start from" in found.stderr, found.stderr

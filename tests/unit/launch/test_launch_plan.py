@@ -103,7 +103,10 @@ def test_no_slot_is_given_twice_and_no_node_is_idle(ranks, replicas, tensor, nod
 
 
 def test_roles_of_a_separate_run():
-    planned = plan_training(request("grpo_qwen3_8b", "--rollout.transport", "auto", nodes=2))
+    words = ("--rollout.transport", "auto")
+    (problem,) = plan_training(request("grpo_qwen3_8b", *words, nodes=2)).problems
+    assert "--model.hf_path = None: grpo_qwen3_8b has no weights to start from" in problem
+    planned = plan_training(request("grpo_qwen3_8b", *words, "--model.random", "True", nodes=2))
     spec = planned.spec
     assert spec is not None, planned.problems
     assert spec.run_dir.startswith("/shared/")
@@ -187,7 +190,7 @@ def test_a_mistake_that_doctor_sees_too_is_named_once():
 
 def test_colocated_engines_over_nodes_are_started_by_agents_on_the_trainers_gpus():
     words = ("--parallel.world_size", "16", "--rollout.num_replicas", "16", "--rollout.transport", "auto")
-    planned = plan_training(request("grpo_qwen3_8b_colocated", *words))
+    planned = plan_training(request("grpo_qwen3_8b_colocated", *words, "--model.random", "True"))
     assert planned.spec is not None, planned.problems
     assert planned.spec.nodes == 2 and planned.spec.role("trainer").nodes == (0, 1)
     last = planned.spec.role("rollout-15")

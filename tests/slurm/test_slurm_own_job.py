@@ -1,0 +1,48 @@
+"""A user's own model, data and reward through a real Slurm: the page's way, by a kept dry run and `launch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+from slurm_cluster import ROOT, SlurmCluster, last_job, lines_of, logs_of
+from test_slurm_refusals import cluster_file, run_dir
+
+from tests.helpers.own_model import make_model
+
+REWARD = "def digits(completion, answer):\n    return {'right': float(answer in completion), 'at_launch': 1.0}\n"
+SHORT = (
+    "--num_steps", "2", "--rollout.prompts_per_step", "4", "--rollout.completions_per_prompt", "2",
+    "--rollout.max_prompt_tokens", "64", "--rollout.max_completion_tokens", "8", "--checkpoint.export_hf", "False",
+    "--observe.eval_prompts", "0",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_what_a_user_brings_travels_with_the_job(slurm_session: SlurmCluster):
+    folder = slurm_session.shared / f"own job {time.time_ns()}"
+    folder.mkdir(parents=True)
+    rows = [{"question": f"Tom has {i} apples and buys 2 more. How many?", "answer": str(i + 2)} for i in range(40)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "reward.py").write_text(REWARD)
+    make_model(folder / "model", [row["question"] for row in rows])
+    own = ("--model", "model", "--data", "train.jsonl", "--reward", "reward.py:digits", *SHORT, "--dry-run")
+    command = [sys.executable, "-m", "megatron_fp8rl", "grpo", *own]
+    environ = slurm_session.environment | {"PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=300)
+    assert printed.returncode == 0, printed.stderr
+    (folder / "my_run.py").write_text(printed.stdout)
+    path = os.pathsep.join([str(ROOT), str(folder)])
+    words = ("my_run:model_train", "--cluster", cluster_file(folder), "--name", "mine")
+    launched = slurm_session.launch(*words, cwd=folder, PYTHONPATH=path)
+    assert launched.status == 0, launched.output
+    (folder / "reward.py").write_text("raise RuntimeError('an edit after the job was queued')\n")
+    run = run_dir(folder, "mine")
+    assert slurm_session.wait(last_job(run), deadline_s=420.0) == "COMPLETED", logs_of(run)
+    steps = [line for line in lines_of(run / "metrics.jsonl") if line["step"] > 0]
+    assert len(steps) == 2 and all(step["reward/part_at_launch/mean"] == 1.0 for step in steps)
+    assert all(step["mismatch/abs_logprob_diff/max"] == 0 for step in steps)
