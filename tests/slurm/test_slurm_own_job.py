@@ -14,7 +14,7 @@ from test_slurm_refusals import cluster_file, run_dir
 
 from tests.helpers.own_model import make_model
 
-REWARD = "def digits(completion, answer):\n    return {'right': float(answer in completion), 'at_launch': 1.0}\n"
+REWARD = "def digits(completion, answer):\n    return {'letters': len(set(completion)) / 10, 'at_launch': 1.0}\n"
 SHORT = (
     "--num_steps", "2", "--rollout.prompts_per_step", "4", "--rollout.completions_per_prompt", "2",
     "--rollout.max_prompt_tokens", "64", "--rollout.max_completion_tokens", "8", "--checkpoint.export_hf", "False",
