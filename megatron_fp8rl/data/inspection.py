@@ -19,6 +19,7 @@ from megatron_fp8rl.data.columns import Columns
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
 from megatron_fp8rl.data.prompts import ProblemSource
 from megatron_fp8rl.envs.environment import environments_by_key
+from megatron_fp8rl.envs.rewards.configured import needs_answers
 from megatron_fp8rl.envs.rewards.scalar import is_served
 from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
 from megatron_fp8rl.envs.source_kind import has_rows
@@ -100,12 +101,15 @@ class RewardCheck:
     reference: tuple[float, ...]  # of the reports' prompts that have a reference answer
     empty: tuple[float, ...]  # of the same prompts
     failure: str  # the first score that failed; empty if none did
+    compares: bool = False  # a reward compares with reference answers
 
     def warnings(self) -> list[str]:
         """What looks wrong, in sentences."""
         found = []
         if self.failure:
             found.append(f"{self.key}: {self.failure}")
+        if not self.reference and self.compares and not self.failure:
+            found.append(f"{self.key}: its reward compares with reference answers, and the first rows have none")
         if self.reference and max(self.reference) <= 0:
             found.append(f"{self.key}: no reference answer is rewarded; the reward or the answer column is wrong")
         elif self.reference and min(self.reference) <= 0:
@@ -151,6 +155,7 @@ def check_rewards(cfg: RunConfig, reports: Sequence[SourceReport]) -> list[Rewar
                     reference=tuple(score.reward for score in own),
                     empty=tuple(score.reward for score in empty),
                     failure=failure,
+                    compares=any(map(needs_answers, keyed[report.key].rewards)),
                 )
             )
     return found

@@ -20,7 +20,7 @@ def kind_of(dataset: str) -> Kind:
     if dataset.startswith(CLASS):
         return "class"
     looks_like_path = dataset.endswith(SUFFIXES) or "/" in dataset or glob.has_magic(dataset)
-    if looks_like_path or Path(dataset).is_dir():
+    if looks_like_path or Path(dataset).exists():
         return "rows"
     return "class" if ":" in dataset else "generator"
 

@@ -85,6 +85,11 @@ def problem(cfg: RewardConfig) -> str:
     return scalar.problem(cfg.options) if cfg.function == "model" else ""
 
 
+def needs_answers(cfg: RewardConfig) -> bool:
+    """Whether the reward compares with the reference answer of the row."""
+    return cfg.function in ("exact", "number", "choice", "math")
+
+
 def needs_sandbox(cfg: RewardConfig) -> bool:
     """Whether the reward runs programs in a sandbox."""
     return cfg.sandbox or cfg.function == "code"

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, ModelConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.data.columns import ColumnError, find_columns
 from megatron_fp8rl.data.dropped import RowError, TooManyDroppedError
-from megatron_fp8rl.data.inspection import inspect_sources, require_usable
+from megatron_fp8rl.data.inspection import check_rewards, inspect_sources, require_usable
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.rows import open_rows
 from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.envs.source_kind import files_of, kind_of
 
 TOKENIZER = character_tokenizer()
 ROWS = [{"question": f"{i} + 1 = ", "answer": str(i + 1), "level": i % 3} for i in range(25)]
@@ -310,3 +311,20 @@ def test_a_json_file_may_be_one_array(tmp_path):
     path.write_text("[1, 2")
     with pytest.raises(ValueError, match="cannot be read"):
         open_rows(str(path), {})
+
+
+def test_a_reward_that_compares_warns_of_rows_without_answers(tmp_path):
+    source = EnvironmentConfig(
+        dataset=write(tmp_path / "a.jsonl", [{"question": "1"}] * 9), rewards=(RewardConfig(function="number"),)
+    )
+    cfg = config(tmp_path, source)
+    (check,) = check_rewards(cfg, inspect_sources(cfg, TOKENIZER))
+    assert check.warnings() == ["a: its reward compares with reference answers, and the first rows have none"]
+
+
+def test_a_file_of_another_kind_is_named_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.csv").write_text("a,b")
+    assert kind_of("a.csv") == "rows" and kind_of("chain_sum") == "generator"
+    with pytest.raises(FileNotFoundError, match="not one of the kinds of files that are read"):
+        files_of("a.csv")
