@@ -279,6 +279,8 @@ def _wrong_with(name: str, entries: dict[str, Entry], shape: tuple[int, ...]) ->
             return [f"{name}{SCALE}: missing; {name} is FP8 and means nothing without its scales"]
         if scale.shape != blocks:
             return [f"{name}{SCALE}: shape {scale.shape}, but blocks of {FP8_BLOCK} need {blocks}"]
+        if scale.dtype not in (*_PLAIN, torch.float8_e8m0fnu):
+            return [f"{name}{SCALE}: type {scale.dtype}; scales are read as BF16, FP16, FP32 or E8M0"]
         return []
     if entry.dtype not in _PLAIN:
         return [f"{name}: type {entry.dtype}; read are BF16, FP16, FP32 and block FP8 (E4M3)"]

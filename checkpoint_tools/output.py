@@ -67,7 +67,7 @@ def output_folder(path: str | Path, decides: Mapping[str, Any], *, overwrite: bo
     when another program is writing it, when it cannot be written, and when the disk is too small or becomes full: what
     is done stays then, and the same command goes on from there.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))  # where a link points, beside which there is room, too
     _require_free(path, decides, overwrite)
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -106,6 +106,8 @@ def _require_free(path: Path, decides: Mapping[str, Any], overwrite: bool) -> No
     source = Path(decides["source"][0])
     if path.resolve() in (source, *source.parents):
         raise CheckpointError(path, f"is, or holds, the source {source}; choose another name")
+    if source in path.parents:
+        raise CheckpointError(path, f"lies inside the source {source}; choose another folder")
     if not path.exists():
         return
     if not overwrite:

@@ -46,6 +46,35 @@ def test_a_source_is_not_overwritten(target, source, capsys):
     assert sorted(path.name for path in source.iterdir()) == before
 
 
+def test_a_target_inside_the_source_is_refused(source, capsys):
+    said = refused(capsys, "hf_to_megatron", source, source / "out")
+    assert f"lies inside the source {source}; choose another folder" in said
+
+
+def test_a_target_may_be_a_link_and_be_overwritten_again(source, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "real")
+    for words in ((), ("--overwrite",), ("--overwrite",)):
+        command = ["hf_to_megatron", str(source), str(tmp_path / "link"), "--workers", "1", *words]
+        assert program.main(command) == 0
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "disk" / "real").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "hf", "link"]
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["real"]
+
+
+def test_scales_of_another_type_are_refused(tmp_path, capsys):
+    import torch
+
+    name = "model.layers.0.self_attn.o_proj.weight"
+    tensors = random_tensors(MODEL)
+    blocks = tuple(-(-n // 128) for n in tensors[name].shape)
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    tensors[f"{name}_scale_inv"] = torch.full(blocks, 127, dtype=torch.int32)
+    folder = write_folder(tmp_path / "odd", tensors, registry.to_hf_config(MODEL))
+    said = refused(capsys, "hf_to_megatron", folder, tmp_path / "out")
+    assert f"{name}_scale_inv: type torch.int32; scales are read as BF16, FP16, FP32 or E8M0" in said
+
+
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch], ids=["folder", "file"])
 def test_what_the_tools_did_not_make_is_not_overwritten(make, source, tmp_path, capsys):
     target = tmp_path / "home"
