@@ -5,7 +5,10 @@ Started and supervised by envs/scoring.py.
 Reads one JSON object per line from standard input and answers each with one line:
 
     {"environments": {key: EnvironmentConfig}}          ->  {"ready": true} | {"error": text}
-    {"prompt": Prompt, "text": str, "deadline_s": s}    ->  {"reward": number, "parts": {name: number}} | {"error": text}
+    {"prompts": [Prompt], "texts": [str], "deadline_s": s}
+                                 ->  {"scores": [{"reward": number, "parts": {name: number}}]} | {"error": text}
+
+The prompts of a request are of one environment.
 
 Exits at the end of standard input. Imports neither torch nor transformers, so that startup takes only as long as its
 environments need.
@@ -41,8 +44,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
                     environments[key] = _built(fields)
                 reply = {"ready": True}
             else:
-                reward, parts = _score(environments, request)
-                reply = {"reward": reward, "parts": parts}
+                reply = {"scores": _scores(environments, request)}
         except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
@@ -56,21 +58,26 @@ def _built(fields: dict[str, Any]) -> Environment | RowRewards:
     return RowRewards(cfg.rewards) if has_rows(cfg.dataset) else build_environment(cfg)
 
 
-def _score(
-    environments: dict[str, Environment | RowRewards], request: dict[str, Any]
-) -> tuple[float, dict[str, float]]:
-    fields = request["prompt"]
-    prompt = Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])})
+def _scores(environments: dict[str, Environment | RowRewards], request: dict[str, Any]) -> list[dict[str, Any]]:
+    prompts = [Prompt(**{**fields, "token_ids": tuple(fields["token_ids"])}) for fields in request["prompts"]]
+    name = prompts[0].environment
+    scorer = environments[name]
     # The pool kills a worker that misses the deadline. If the pool is gone by then, the kernel kills it, even while an
     # extension module holds the GIL and no Python code can run.
     signal.setitimer(signal.ITIMER_REAL, request["deadline_s"] + _ALARM_MARGIN_S)
     try:
-        value = environments[prompt.environment].score(prompt, request["text"])
-        if isinstance(value, Mapping):
-            return reward_and_parts(value, prompt.environment)
-        return as_number(value, prompt.environment), {}
+        if isinstance(scorer, RowRewards):
+            values = scorer.score_many(prompts, request["texts"])
+        else:
+            values = [scorer.score(*one) for one in zip(prompts, request["texts"], strict=True)]
+        return [_reply(value, name) for value in values]
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _reply(value: Any, name: str) -> dict[str, Any]:
+    reward, parts = reward_and_parts(value, name) if isinstance(value, Mapping) else (as_number(value, name), {})
+    return {"reward": reward, "parts": parts}
 
 
 def main() -> None:

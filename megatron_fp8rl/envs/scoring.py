@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+import collections
 import contextlib
 import dataclasses
 import json
@@ -27,12 +28,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, Self
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig
 from megatron_fp8rl.envs.environment import environments_by_key
+from megatron_fp8rl.envs.rewards.configured import takes_batches
 from megatron_fp8rl.types import Prompt
 
 
@@ -49,6 +51,7 @@ class Score(NamedTuple):
         return cls(0.0, "score_failed", detail)
 
 
+MAX_BATCH = 64  # completions in one call of a reward function that takes several
 START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
 _STDERR_TAIL_BYTES = 400
 
@@ -91,6 +94,9 @@ class ScorePool(CompletionScorer):
 
     ``environments`` are keyed by ``Prompt.environment``. Workers start immediately, in the background; a worker that
     crashes or times out is killed with all its children and restarted.
+
+    If a reward function of a source takes several completions, a worker gets those that wait, MAX_BATCH at most, in one
+    call with one deadline. A call that fails is repeated one by one, so that a bad completion costs only its own score.
     """
 
     def __init__(self, environments: Mapping[str, EnvironmentConfig], *, num_workers: int, deadline_s: float):
@@ -100,8 +106,11 @@ class ScorePool(CompletionScorer):
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
+        self._batched = {key for key, cfg in self._environments.items() if takes_batches(cfg.rewards)}
+        self._waiting: collections.deque[_Waiting] = collections.deque()
         self._threads = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="score")
         self._closed = threading.Event()
+        self._lock = threading.Lock()  # of _waiting
 
     @classmethod
     def build(cls, cfg: DataConfig) -> ScorePool:
@@ -113,12 +122,19 @@ class ScorePool(CompletionScorer):
     def submit(self, prompt: Prompt, text: str) -> Future[Score]:
         if self._closed.is_set():
             raise ScorePoolError("the score pool is closed")
-        return self._threads.submit(self._score, prompt, text)
+        waiting = _Waiting(prompt, text, Future())
+        with self._lock:
+            self._waiting.append(waiting)
+        self._threads.submit(self._score_next)
+        return waiting.score
 
     def close(self) -> None:
         """Kill the workers, even in the middle of a score. Idempotent."""
         self._closed.set()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            for one in self._waiting:
+                one.score.cancel()
         for worker in self._workers:
             worker.kill()  # unblocks its thread
         self._threads.shutdown(wait=True)
@@ -126,13 +142,44 @@ class ScorePool(CompletionScorer):
             worker.kill()  # in case its thread was restarting it
             worker.close_pipes()
 
-    def _score(self, prompt: Prompt, text: str) -> Score:
+    def _score_next(self) -> None:
+        """Thread: score what has waited longest, with what else fits in one call."""
+        batch = [one for one in self._take() if one.score.set_running_or_notify_cancel()]
+        try:
+            scores = self._score([one.prompt for one in batch], [one.text for one in batch]) if batch else []
+            if len(batch) > 1 and any(score.status != "scored" for score in scores):
+                scores = [self._score([one.prompt], [one.text])[0] for one in batch]
+        except Exception as error:
+            for one in batch:
+                one.score.set_exception(error)
+        else:
+            for one, score in zip(batch, scores, strict=True):
+                one.score.set_result(score)
+
+    def _take(self) -> list[_Waiting]:
+        """Remove and return the next batch; empty if another thread has taken it."""
+        with self._lock:
+            batch: list[_Waiting] = []
+            others: list[_Waiting] = []
+            while self._waiting and len(batch) < MAX_BATCH:
+                one = self._waiting.popleft()
+                is_next = not batch or one.prompt.environment == batch[0].prompt.environment
+                (batch if is_next else others).append(one)
+                if batch[0].prompt.environment not in self._batched:
+                    break
+            self._waiting.extendleft(reversed(others))
+        return batch
+
+    def _score(self, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[Score]:
+        """The scores of completions of one environment, from one call."""
+        prompt = prompts[0]
         if prompt.environment not in self._environments:
             known = ", ".join(self._environments)
             raise ScorePoolError(
                 f"prompt {prompt.prompt_id}: no environment {prompt.environment!r} (there are: {known})"
             )
-        request = {"prompt": dataclasses.asdict(prompt), "text": text, "deadline_s": self._deadline_s}
+        fields = [dataclasses.asdict(one) for one in prompts]
+        request = {"prompts": fields, "texts": list(texts), "deadline_s": self._deadline_s}
         worker = self._idle.get()  # never blocks: there are as many workers as threads
         try:
             worker.ensure_started()
@@ -142,15 +189,27 @@ class ScorePool(CompletionScorer):
             if not self._closed.is_set():
                 worker.close_pipes()
                 worker.start()
-            return Score.failed(f"scorer of {prompt.environment} {lost}")
+            return [Score.failed(f"scorer of {prompt.environment} {lost}")] * len(prompts)
         finally:
             self._idle.put(worker)
         if "error" in reply:
-            return Score.failed(f"scorer of {prompt.environment} raised {reply['error']}")
-        bad = {name: x for name, x in {**reply["parts"], "reward": reply["reward"]}.items() if not math.isfinite(x)}
-        if bad:
-            return Score.failed(f"scorer of {prompt.environment} returned {bad}")
-        return Score(reply["reward"], "scored", "", reply["parts"])
+            return [Score.failed(f"scorer of {prompt.environment} raised {reply['error']}")] * len(prompts)
+        return [_verdict(one, prompt.environment) for one in reply["scores"]]
+
+
+class _Waiting(NamedTuple):
+    """A completion to be scored."""
+
+    prompt: Prompt
+    text: str
+    score: Future[Score]
+
+
+def _verdict(reply: Mapping[str, Any], environment: str) -> Score:
+    values = {**reply["parts"], "reward": reply["reward"]}
+    if bad := {name: value for name, value in values.items() if not math.isfinite(value)}:
+        return Score.failed(f"scorer of {environment} returned {bad}")
+    return Score(reply["reward"], "scored", "", reply["parts"])
 
 
 class _WorkerLost(Exception):

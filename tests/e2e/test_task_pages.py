@@ -58,8 +58,8 @@ def test_every_reward_of_the_page_exists_and_every_reward_is_on_it(tmp_path, mon
     source: EnvironmentConfig = names["source"]
     assert [problem(reward) for reward in source.rewards] == ["", "", ""]
     prompt = Prompt(prompt_id="a/0", environment="a", token_ids=(), text="?", answer="4", metadata={"level": "hard"})
-    assert build(RewardConfig(function="mine.py:graded"))(prompt, "it is 4") == {"right": 1.0, "hard": 1.0}
-    assert build(RewardConfig(function="mine.py:asked"))(prompt, "x") == 1.0
+    assert build(RewardConfig(function="mine.py:graded"))([prompt], ["it is 4"])[0] == {"right": 1.0, "hard": 1.0}
+    assert build(RewardConfig(function="mine.py:asked"))([prompt], ["x"]) == [1.0]
 
 
 @pytest.mark.parametrize("name", ["prompt", "answer"])

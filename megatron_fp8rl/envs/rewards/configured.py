@@ -16,7 +16,7 @@ from megatron_fp8rl.envs.rewards import answers, functions, judge, programs, san
 from megatron_fp8rl.envs.rewards.functions import RewardError
 from megatron_fp8rl.types import Prompt
 
-Reward = Callable[[Prompt, str], Any]  # prompt, completion -> number or dict of numbers
+Reward = Callable[[Sequence[Prompt], Sequence[str]], list[Any]]  # a number or dict of numbers of each completion
 
 _COMPARISONS = {
     "exact": answers.exact, "number": answers.number, "choice": answers.choice, "math": answers.math,
@@ -35,17 +35,20 @@ class RowRewards:
 
     def score(self, prompt: Prompt, completion_text: str) -> dict[str, float]:
         """The parts by name, and their weighted sum as "reward"."""
-        parts: dict[str, float] = {}
-        total = 0.0
+        return self.score_many([prompt], [completion_text])[0]
+
+    def score_many(self, prompts: Sequence[Prompt], completion_texts: Sequence[str]) -> list[dict[str, float]]:
+        """``score`` of several completions; a reward that takes batches is called once."""
+        scores: list[dict[str, float]] = [{"reward": 0.0} for _ in prompts]
         for name, weight, reward in self._rewards:
-            value = reward(prompt, completion_text)
-            if isinstance(value, Mapping):
-                own, found = reward_and_parts(value, name)
-                parts |= found
-            else:
-                own = parts[name] = as_number(value, name)
-            total += weight * own
-        return {**parts, "reward": total}
+            for score, value in zip(scores, reward(prompts, completion_texts), strict=True):
+                if isinstance(value, Mapping):
+                    own, found = reward_and_parts(value, name)
+                else:
+                    own = as_number(value, name)
+                    found = {name: own}
+                score |= found | {"reward": score["reward"] + weight * own}
+        return scores
 
 
 def build(cfg: RewardConfig) -> Reward:
@@ -53,16 +56,20 @@ def build(cfg: RewardConfig) -> Reward:
     if found := problem(cfg):
         raise RewardError(found)
     if cfg.sandbox:
-        return sandboxed.SandboxedReward(cfg)
+        return _each(sandboxed.SandboxedReward(cfg))
     if cfg.function not in BUILT_IN:
         return functions.load(cfg.function, cfg.options)
     try:
         if cfg.function in _COMPARISONS:
             compare = _COMPARISONS[cfg.function](**cfg.options)
-            return lambda prompt, completion: compare(completion, prompt.answer)
-        return _OTHERS[cfg.function](**cfg.options)
+            return _each(lambda prompt, completion: compare(completion, prompt.answer))
+        return _each(_OTHERS[cfg.function](**cfg.options))
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {cfg.function!r} with options {cfg.options}: {error}") from error
+
+
+def _each(reward: Callable[[Prompt, str], Any]) -> Reward:
+    return lambda prompts, completions: [reward(*one) for one in zip(prompts, completions, strict=True)]
 
 
 def problem(cfg: RewardConfig) -> str:
@@ -88,6 +95,13 @@ def problem(cfg: RewardConfig) -> str:
 def needs_answers(cfg: RewardConfig) -> bool:
     """Whether the reward compares with the reference answer of the row."""
     return cfg.function in ("exact", "number", "choice", "math")
+
+
+def takes_batches(configs: Sequence[RewardConfig]) -> bool:
+    """Whether one of the rewards scores several completions in one call."""
+    return any(
+        not cfg.sandbox and cfg.function not in BUILT_IN and functions.takes_batches(cfg.function) for cfg in configs
+    )
 
 
 def needs_sandbox(cfg: RewardConfig) -> bool:

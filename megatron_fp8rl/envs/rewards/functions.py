@@ -1,8 +1,9 @@
 """Reward functions of a user: ``FILE.py:function(prompt, completion, **row)``.
 
 The file is loaded by its path, so it needs no package and no PYTHONPATH. A function gets what it names: ``prompt``,
-``completion``, ``answer``, and the other columns of the row; with ``**row``, all of them. One that takes ``prompts``
-and ``completions`` is called with lists of one. It returns a number or a dict of numbers, and may be a coroutine.
+``completion``, ``answer``, and the other columns of the row; with ``**row``, all of them. It returns a number or a dict
+of numbers, and may be a coroutine. One that takes ``completions`` is called for several at once: ``prompts``,
+``completions``, ``answer`` and the columns are lists of one length, and it returns a list.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import difflib
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,19 @@ def problem(spec: str) -> str:
     return f"{path} has no function {name!r}{hint}"
 
 
-def load(spec: str, options: Mapping[str, Any]) -> Callable[[Prompt, str], Any]:
-    """The function as ``(prompt, completion) -> number or dict``. ``options`` are further arguments.
+def takes_batches(spec: str) -> bool:
+    """Whether the function scores several completions in one call, found without running the file."""
+    path, name = parse(spec)
+    try:
+        nodes = ast.parse(path.read_text()).body
+    except (OSError, SyntaxError, ValueError):
+        return False  # reported by problem()
+    found = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name]
+    return any(argument.arg == "completions" for one in found for argument in (*one.args.args, *one.args.kwonlyargs))
+
+
+def load(spec: str, options: Mapping[str, Any]) -> Callable[[Sequence[Prompt], Sequence[str]], list[Any]]:
+    """The function as ``(prompts, completions) -> a number or dict of each``. ``options`` are further arguments.
 
     Raises RewardError.
     """
@@ -74,22 +86,30 @@ def load(spec: str, options: Mapping[str, Any]) -> Callable[[Prompt, str], Any]:
     function = getattr(module, name)
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    is_batch = "completions" in parameters
 
-    def call(prompt: Prompt, completion: str) -> Any:
-        row = {**prompt.metadata, **options, "answer": prompt.answer}
-        row |= {"prompt": prompt.text, "completion": completion, "prompts": [prompt.text], "completions": [completion]}
-        if takes_all:
-            hidden = ("prompt", "completion") if is_batch else ("prompts", "completions")
-            given = {key: value for key, value in row.items() if key not in hidden}
-        else:
-            given = {key: row[key] for key in parameters if key in row}
-        value = function(**given)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-        return value[0] if is_batch else value
+    def called(row: dict[str, Any]) -> Any:
+        value = function(**(row if takes_all else {key: row[key] for key in parameters if key in row}))
+        return asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
 
-    return call
+    def one_by_one(prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Any]:
+        return [
+            called(
+                prompt.metadata | options | {"answer": prompt.answer, "prompt": prompt.text, "completion": completion}
+            )
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+
+    def at_once(prompts: Sequence[Prompt], completions: Sequence[str]) -> list[Any]:
+        columns = dict.fromkeys(key for prompt in prompts for key in prompt.metadata)
+        row: dict[str, Any] = {key: [prompt.metadata.get(key) for prompt in prompts] for key in columns}
+        row |= options
+        row |= {"answer": [prompt.answer for prompt in prompts], "prompts": [prompt.text for prompt in prompts]}
+        values = list(called(row | {"completions": list(completions)}))
+        if len(values) != len(completions):
+            raise RewardError(f"{spec} returned {len(values)} rewards of {len(completions)} completions")
+        return values
+
+    return at_once if "completions" in parameters else one_by_one
 
 
 async def _awaited(value: Any) -> Any:

@@ -39,14 +39,15 @@ class SandboxedReward:
         if self._process.poll() is not None:
             self._process = self._started()
         request = {
-            "prompt": dataclasses.asdict(prompt) | {"environment": "rows"},
-            "text": completion,
+            "prompts": [dataclasses.asdict(prompt) | {"environment": "rows"}],
+            "texts": [completion],
             "deadline_s": 10**6,
         }
         reply = self._asked(self._process, request)
         if "error" in reply:
             raise RuntimeError(reply["error"])
-        return {**reply["parts"], "reward": reply["reward"]}
+        (score,) = reply["scores"]
+        return {**score["parts"], "reward": score["reward"]}
 
     def _started(self) -> subprocess.Popen:
         folder = str(parse(self._cfg.function)[0].parent)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import time
 
 
 def length_share(prompt, completion, limit=10):
@@ -19,6 +20,20 @@ async def later(completion, answer):
 
 def in_batches(prompts, completions, **columns):
     return [float(len(c)) for c in completions]
+
+
+def of_a_batch(prompts, completions, answer, wait_s=0.0):
+    time.sleep(wait_s)
+    if "stop" in completions:
+        os._exit(3)
+    return [
+        {"right": float(completion == right), "calls": float(len(completions))}
+        for completion, right in zip(completions, answer, strict=True)
+    ]
+
+
+def too_few(completions):
+    return [1.0]
 
 
 def weighted(completion):

@@ -27,7 +27,7 @@ def prompt(answer: str = "", **row) -> Prompt:
 
 
 def score(reward: RewardConfig, completion: str, answer: str = "", **row):
-    return build(reward)(prompt(answer, **row), completion)
+    return build(reward)([prompt(answer, **row)], [completion])[0]
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,37 @@ class TestFunctions:
             other = Prompt(prompt_id="b/0", environment="b", token_ids=(), text="", answer="")
             assert "returned None, which is no number" in pool.submit(other, "x").result(100).detail
 
+    def test_what_waits_is_scored_in_one_call(self):
+        source = EnvironmentConfig(
+            dataset="t.jsonl",
+            rewards=(RewardConfig(function=f"{FUNCTIONS}:of_a_batch", options={"wait_s": 0.3}), RewardConfig()),
+        )
+        with ScorePool({"t": source}, num_workers=1, deadline_s=20.0) as pool:
+            scores = [pool.submit(prompt(str(i)), str(i % 5)) for i in range(40)]
+            found = [score.result(100) for score in scores]
+        assert [one.parts["right"] for one in found] == [float(i < 5) for i in range(40)]
+        assert [one.reward - one.parts["calls"] for one in found] == [2.0 * (i < 5) for i in range(40)]
+        assert max(one.parts["calls"] for one in found) >= 20
+
+    @pytest.mark.parametrize(("function", "detail"), [("of_a_batch", "exit code 3"), ("too_few", "1 rewards of")])
+    def test_a_call_that_fails_costs_one_completion_its_score(self, function, detail):
+        reward = RewardConfig(function=f"{FUNCTIONS}:{function}")
+        with ScorePool(
+            {"t": EnvironmentConfig(dataset="t.jsonl", rewards=(reward,))}, num_workers=1, deadline_s=20.0
+        ) as pool:
+            texts = ["1", "2", "stop", "4", "5"]
+            found = [score.result(100) for score in [pool.submit(prompt("4"), text) for text in texts]]
+        if function == "too_few":  # with one completion it is right
+            assert [one.status for one in found] == ["scored"] * 5
+        else:
+            assert [one.status == "scored" for one in found] == [text != "stop" for text in texts]
+            assert detail in found[2].detail and found[3].parts["right"] == 1.0
+
+    def test_a_function_with_too_few_rewards_is_named(self):
+        many = RowRewards((RewardConfig(function=f"{FUNCTIONS}:too_few"),))
+        with pytest.raises(RewardError, match="too_few returned 1 rewards of 2 completions"):
+            many.score_many([prompt(), prompt()], ["a", "b"])
+
 
 @needs_sandbox
 class TestPrograms:
@@ -179,10 +210,10 @@ class TestPrograms:
     def test_a_function_of_a_user_in_a_sandbox(self, monkeypatch):
         monkeypatch.setenv("SECRET", "x")
         reward = build(RewardConfig(function=f"{FUNCTIONS}:surroundings", sandbox=True))
-        assert reward(prompt(), "x") == {"readable": 0.0, "variables": 0.0, "reward": 0.0}
+        assert reward([prompt()], ["x"])[0] == {"readable": 0.0, "variables": 0.0, "reward": 0.0}
         with pytest.raises(RuntimeError, match="its sandbox ended with status 3"):
-            reward(prompt(), "die")
-        assert reward(prompt(), "x")["readable"] == 0.0  # started again
+            reward([prompt()], ["die"])[0]
+        assert reward([prompt()], ["x"])[0]["readable"] == 0.0  # started again
 
 
 class TestJudge:
@@ -216,7 +247,7 @@ class TestJudge:
         with self.served((503, ""), (200, "Grade: 7"), (200, "50")) as (url, seen):
             options = {"url": url, "model": "m", "highest": 10, "key_env": "JUDGE_KEY"}
             reward = build(RewardConfig(function="judge", options=options))
-            assert reward(prompt("2"), "my answer") == 0.7 and reward(prompt("2"), "x") == 1.0
+            assert reward([prompt("2")], ["my answer"])[0] == 0.7 and reward([prompt("2")], ["x"])[0] == 1.0
         path, key, body = seen[1]
         assert path == "/v1/chat/completions" and key == "Bearer very-secret" and body["model"] == "m"
         assert all(word in body["messages"][0]["content"] for word in ("1 + 1?", "my answer", "from 0 to 10"))
@@ -226,9 +257,9 @@ class TestJudge:
         with self.served((401, "no"), (200, "no idea")) as (url, _):
             reward = build(RewardConfig(function="judge", options={"url": url, "model": "m", "key_env": "JUDGE_KEY"}))
             with pytest.raises(ValueError, match="HTTP 401") as caught:
-                reward(prompt(), "x")
+                reward([prompt()], ["x"])[0]
             assert "very-secret" not in str(caught.value)
             with pytest.raises(ValueError, match="m gave no grade: 'no idea'"):
-                reward(prompt(), "x")
+                reward([prompt()], ["x"])[0]
         with pytest.raises(RewardError, match="NO_SUCH_KEY"):
             build(RewardConfig(function="judge", options={"url": "u", "model": "m", "key_env": "NO_SUCH_KEY"}))
