@@ -24,19 +24,18 @@ import argparse
 import contextlib
 import datetime
 import itertools
-import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import record
-from benchmarks.grpo_rows import KEYS, draw, num_steps_of, numbers, section, step_line, warm_start_name
-from benchmarks.process_tree import ProcessTree
+from benchmarks.grpo_rows import KEYS, draw, num_steps_of, numbers, section, warm_start_name
 from benchmarks.results import FOLDER, Results, Row, device_name, failure_in, locked, num_gpus, run_logged
+from benchmarks.whole_runs import follow
 from megatron_fp8rl.cli import config_functions
 from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.stop import SAVED
@@ -52,8 +51,6 @@ PRECISIONS = {
         "--precision.linears", "deep_gemm", "--rollout.batch_invariant", "True",
     ),
 }  # fmt: skip
-STOP_S = 30.0  # before the end of the budget: a step, a checkpoint, a report and the end of the engines
-_KILL_S = 5.0  # before the end of the budget
 _LOG_LINES = 15  # of a failed run
 
 
@@ -155,7 +152,9 @@ def run_all(options: argparse.Namespace, results: Results) -> None:
         left_s = options.budget_s - (time.monotonic() - started)
         print(f"{time.monotonic() - started:5.0f} s  {run.config} {run.name} starts", flush=True)
         try:
-            status = follow(run, options, left_s)
+            status = follow(
+                run.name, command(run, options), run.run_dir, log_of(run), wanted_steps(run, options), left_s
+            )
         finally:  # also when this program is asked to end
             keep(run, options, results)
         report_end(run, options, status, left_s)
@@ -216,45 +215,8 @@ def keep(run: Run, options: argparse.Namespace, results: Results) -> None:
     )
 
 
-def follow(run: Run, options: argparse.Namespace, left_s: float) -> int | None:
-    """Start a run and print its steps as they come; its exit status, None when it had to be killed.
-
-    ``left_s``: of the budget. No process of the run outlives the call.
-    """
-    log = log_of(run)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    began, is_asked, status = time.monotonic(), False, None
-    say = _teller(run, wanted_steps(run, options), began)
-    with log.open("wb") as file:
-        tree = ProcessTree.start(command(run, options), file, os.environ)
-        try:
-            while status is None and (passed_s := time.monotonic() - began) < left_s - _KILL_S:
-                if not is_asked and passed_s > left_s - STOP_S:
-                    print(f"{passed_s:5.0f} s of {run.name}: it is asked to stop", flush=True)
-                    tree.ask_command()
-                    is_asked = True
-                status = tree.wait(1.0)
-                say()
-        finally:
-            tree.end(_KILL_S)
-    return status
-
-
 def log_of(run: Run) -> Path:
     return run.run_dir.with_suffix(".log")
-
-
-def _teller(run: Run, num_steps: int, began: float) -> Callable[[], None]:
-    """A function that prints what the run has written since it was last called."""
-    said = {(step["step"], step.get("time/step/s")) for step in run.data.records}  # before an interruption
-
-    def say() -> None:
-        for step in run.data.records:
-            if (key := (step["step"], step.get("time/step/s"))) not in said:
-                said.add(key)
-                print(f"{time.monotonic() - began:5.0f} s of {run.name}: {step_line(step, num_steps)}", flush=True)
-
-    return say
 
 
 def report_end(run: Run, options: argparse.Namespace, status: int | None, left_s: float) -> None:

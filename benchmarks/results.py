@@ -176,5 +176,5 @@ def on_ranks(world_size: int, module: str, *words: str) -> tuple[list[str], dict
 def failure_in(log_path: Path, deadline_s: float) -> str:
     """The first error that a log names, in one line."""
     lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
-    causes = [line.strip() for line in lines if re.search(r"\w(Error|Exception|Mismatch): ", line)]
+    causes = [line.strip() for line in lines if re.search(r"\w(Error|Exception|Mismatch): |mistakes? in the conf", line)]
     return causes[0][-300:] if causes else f"no result within {deadline_s:.0f} s; see {log_path}"

@@ -8,18 +8,25 @@ Each command imports the heavy packages it needs, so that help, dry runs and usa
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_fp8rl import cli, evaluate, own_job
 from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight import doctor, show
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions
 from megatron_fp8rl.stop import StopRequest, run_ranks
+
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.fleet import Fleet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,38 +197,28 @@ def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
 
 def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
     """Collective: run this rank's part of the requested programs."""
-    import contextlib
-
-    import torch
-
-    from megatron_fp8rl.trainer.compat import megatron_on_cpu
-
-    megatron_on_cpu.install()
-    from megatron_fp8rl import rl_loop, sft_loop
-    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
-    from megatron_fp8rl.diagnose.first_difference import explain
-    from megatron_fp8rl.rollout import reward_server
-    from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.trainer.parallel import Parallel
-
+    add_seconds("start_command", time.time() - float(os.environ.get(STARTED, time.time())))
     stop = StopRequest.install()  # before starting anything that a signal to the whole job could kill
     with contextlib.ExitStack() as stack:
         stack.enter_context(stop.errors_noted())
+        fleet = _start_engines(cfg, stack, wants_rl) if os.environ.get("RANK", "0") == "0" else None
+        with span("start_imports"):  # while engines start
+            import torch
+
+            from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+            megatron_on_cpu.install()
+            from megatron_fp8rl import rl_loop, sft_loop
+            from megatron_fp8rl.data.model_dir import model_dir
+            from megatron_fp8rl.diagnose.first_difference import explain
+            from megatron_fp8rl.trainer.parallel import Parallel
         parallel = Parallel.init(cfg.parallel, deadline_s=_longest_wait_s(cfg))
         stack.callback(parallel.close)
-        fleet = None
-        if parallel.rank == 0:
-            stack.callback(write_reports, cfg)  # also after an error
-            write_model_dir(cfg)
-            if wants_rl and cfg.rollout.replay is None:
-                _look_at_data(cfg)
-                stack.enter_context(reward_server.serving(cfg))
-                # Engine startup takes about as long as the warm start of a small model, so both run concurrently.
-                fleet = stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
-                if cfg.rollout.placement == "colocated" and torch.cuda.is_available():
-                    # An engine measures free memory while it starts; the trainer allocates afterwards.
-                    fleet.wait_until_ready()
-                    fleet.sleep()
+        if fleet is not None and cfg.rollout.placement == "colocated" and torch.cuda.is_available():
+            # An engine measures free memory while it starts; the trainer allocates afterwards.
+            with span("start_engines"):
+                fleet.wait_until_ready()
+                fleet.sleep()
         parallel.barrier("model folder")
         tokenizer_dir = model_dir(cfg)
         if wants_sft and cfg.data.sft_steps and cfg.model.hf_path is None:
@@ -229,6 +226,22 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
         if wants_rl:
             rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop, explain)
+
+
+def _start_engines(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fleet | None:
+    """Rank 0: look at the data, then start what samples and scores, without waiting for it."""
+    from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
+    from megatron_fp8rl.rollout import reward_server
+    from megatron_fp8rl.rollout.fleet import Fleet
+
+    stack.callback(write_reports, cfg)  # also after an error
+    write_model_dir(cfg)
+    if not wants_rl or cfg.rollout.replay is not None:
+        return None
+    with span("start_data"):
+        _look_at_data(cfg)
+    stack.enter_context(reward_server.serving(cfg))
+    return stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
 
 
 def _look_at_data(cfg: RunConfig) -> None:
@@ -315,6 +328,8 @@ COMMANDS = (
 
 def main() -> int:
     """Entry point of the console script."""
+    if "RANK" not in os.environ or STARTED not in os.environ:  # a rank has it from the process that launched it
+        os.environ[STARTED] = str(time.time())
     return cli.main(COMMANDS)
 
 

@@ -225,13 +225,17 @@ def _on_gpus(
     if change:
         chosen = ", ".join(f"{path} {value}" for path, value in change)
         said.append(f"nearest to data parallel that fits and moves least between trainer and engines: {chosen}")
+    subjects = {"one GPU of both"}
     for estimate in (diagnosis.trainer, diagnosis.engine.estimate if diagnosis.engine else None):
         if estimate is not None:
+            subjects.add(estimate.title)
             said.append(
                 f"{estimate.title}: {estimate.total_bytes / GIB:.1f} of {estimate.capacity_bytes / GIB:.1f} GiB per GPU"
             )
-    errors = [finding for finding in diagnosis.findings if finding.severity == "error" and "memory" in finding.problem]
-    said += [f"error: {finding.subject}: {finding.problem}" for finding in errors]
+    if errors := [one for one in diagnosis.findings if one.severity == "error" and one.subject in subjects]:
+        remedy = "Use more or larger GPUs, shorter completions, or fewer layers; no layout that was tried fits"
+        problems = "; ".join(f"{finding.subject}: {finding.problem}" for finding in errors)
+        raise ConfigError([Violation("--gpus", num_gpus, f"{problems} ({kind.upper()})", remedy)])
     return cfg, said
 
 

@@ -70,11 +70,13 @@ def run(
         learn = _learner(cfg, partial(_explain, explain, fleet))
         scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)), log=is_driver)
-        policy = Policy.build(cfg, parallel)
-        kernels = _note_kernels(cfg, observer)
-        step = _resume(cfg, policy, prompts, checkpoints)
+        with span("start_model"):
+            policy = Policy.build(cfg, parallel)
+            kernels = _note_kernels(cfg, observer)
+            step = _resume(cfg, policy, prompts, checkpoints)
         stop.at_boundary(parallel, step)
-        _wait_for_engines(fleet, kernels, observer)
+        with span("start_engines"):
+            _wait_for_engines(fleet, kernels, observer)
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = partial(_count_version, rollouts)

@@ -182,11 +182,19 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("time/calibrate_kv/s", "Seconds of calibrating the FP8 KV cache scales on the first prompts."),
         Metric("time/checkpoint/s", "Seconds of writing a checkpoint."),
         Metric("time/evaluate/s", "Seconds of evaluation on held-out problems."),
+        Metric("time/start/s", "Seconds from the command to the first line of metrics; parts of it follow."),
+        Metric("time/start_command/s", "Seconds until each trainer rank runs: reading the command, launching ranks."),
+        Metric("time/start_data/s", "Seconds of reading the data and trying the rewards on it."),
+        Metric("time/start_imports/s", "Seconds of importing the trainer, while engines start."),
+        Metric("time/start_engines/s", "Seconds that the trainer waited for engines to start."),
+        Metric("time/start_model/s", "Seconds of building the policy and reading its weights."),
         Metric("time/<span>/s", "Seconds of any other span, inner spans included."),
     ),
 }
 
 # Consecutive spans of the loop, in order; they never overlap, so a plot may stack them up to time/step/s.
+START_PHASES = ("start_command", "start_data", "start_imports", "start_engines", "start_model", "calibrate_kv", "publish",
+                "colocated", "evaluate")  # fmt: skip  # of the line of step 0, in order
 PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate", "colocated")
 
 _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+/(?:mean|std|min|max|sum|s)")

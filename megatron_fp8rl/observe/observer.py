@@ -33,7 +33,7 @@ from megatron_fp8rl.observe.display import Display, make_display
 from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
 from megatron_fp8rl.observe.records import RolloutWriter, truncate_from
-from megatron_fp8rl.observe.spans import take_seconds
+from megatron_fp8rl.observe.spans import STARTED, add_seconds, take_seconds
 from megatron_fp8rl.observe.versions import collect_versions
 from megatron_fp8rl.types import PublishReport, RolloutGroup, Sample, TrainBatch
 
@@ -83,7 +83,9 @@ class Observer:
             write_json(self.run_dir / "versions.json", {**collect_versions(), "started_unix_s": time()})
             if self.cfg.observe.wandb_project is not None:
                 self._wandb = _start_wandb(self.cfg, self.run_dir)
-        take_seconds()  # discard spans from before the run
+        for name, seconds in take_seconds().items():  # of the warm start, if there was one, nothing is kept
+            if name.startswith("start_"):
+                add_seconds(name, seconds)
         self._display.start()
         return self
 
@@ -115,9 +117,11 @@ class Observer:
         """
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} after step {self._last_step}: steps must increase")
+        log = self._open_step = StepLog(self, step)
         if self._last_step is None and self.is_writer:
             self._open_files(step)
-        log = self._open_step = StepLog(self, step)
+            if STARTED in os.environ:
+                log.metrics["time/start/s"] = time() - float(os.environ[STARTED])
         start = perf_counter()
         yield log
         log.metrics["time/step/s"] = perf_counter() - start

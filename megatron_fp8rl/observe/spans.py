@@ -14,6 +14,7 @@ import threading
 from time import perf_counter
 from types import TracebackType
 
+STARTED = "MEGATRON_FP8RL_STARTED"  # environment variable: when the command was called, in seconds of the Unix epoch
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _checked_names: set[str] = set()
 _seconds: dict[str, float] = {}

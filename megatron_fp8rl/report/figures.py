@@ -11,7 +11,7 @@ from collections.abc import Callable
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron_fp8rl.observe.metrics import PHASES
+from megatron_fp8rl.observe.metrics import PHASES, START_PHASES
 from megatron_fp8rl.report.evaluation_figures import draw_pass_at_k_by_step
 from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.report.style import BLUE, CYCLE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, curve, finish, new_figure
@@ -208,6 +208,27 @@ def draw_problem_share(axes: Axes, run: RunData) -> bool:
     return bool(axes.lines)
 
 
+def draw_start(axes: Axes, run: RunData) -> bool:
+    """From the command to the first trained token: the parts of the start in order, then the phases of step 1."""
+    steps = {record["step"]: record for record in run.records}
+    if 0 not in steps or 1 not in steps or "time/start/s" not in steps[0]:
+        return False
+    parts = [(phase, steps[0].get(f"time/{phase}/s", 0.0)) for phase in START_PHASES]
+    first = next((phase for phase in ("rollouts", "generate") if f"time/{phase}/s" in steps[1]), "rollouts")
+    parts += [(f"step 1: {phase}", steps[1].get(f"time/{phase}/s", 0.0)) for phase in (first, "old_logprobs", "update")]
+    parts = [(name.removeprefix("start_"), seconds) for name, seconds in parts if seconds >= 0.1]
+    at = 0.0
+    for row, (name, seconds) in enumerate(parts):
+        axes.barh(row, seconds, left=at, color=ORANGE if name.startswith("step") else BLUE, height=0.7)
+        at += seconds
+        axes.annotate(f" {seconds:.1f} s", (at, row), va="center", fontsize=8)
+    axes.set_yticks(range(len(parts)), [name for name, _ in parts])
+    axes.invert_yaxis()
+    axes.set_xlim(0, at * 1.12)
+    finish(axes, f"Start: {at:.0f} s from the command to the first update", x="seconds", legend=False)
+    return True
+
+
 def draw_phase_times(axes: Axes, run: RunData) -> bool:
     """Seconds of every phase, stacked up to the whole step."""
     records = [record for record in run.records if "time/step/s" in record and record["step"] > 0]
@@ -343,7 +364,7 @@ SECTIONS: dict[str, tuple[Draw, ...]] = {
     ),
     "Agreement of trainer and engine": (draw_mismatch, draw_positions, draw_weight_health, draw_weight_range),
     "Optimization": (draw_loss, draw_grad_norm, draw_kl, draw_clipping),
-    "Time": (draw_phase_times, draw_tokens_per_s, draw_publish),
+    "Time": (draw_start, draw_phase_times, draw_tokens_per_s, draw_publish),
 }
 OVERVIEW: tuple[Draw, ...] = (
     draw_reward, draw_mismatch, draw_phase_times, draw_entropy, draw_weight_range, draw_positions

@@ -1,0 +1,258 @@
+"""Whole steps of real models, phase by phase: FP8 next to BF16, with everything else alike, on one machine in one go.
+
+    python -m benchmarks.ledger --shape 8b_separate --arm bf16 fp8 fp8_kv exact
+    python -m benchmarks.ledger --model DIR --data FILE --reward math --arm bf16 fp8     a job of your own
+    python -m benchmarks.ledger --plan --gpu h200                                       what each shape would run
+    python -m benchmarks.ledger --table                                                 the section again, of all rows
+
+Every arm is a process of ``python -m megatron_fp8rl grpo`` as a user calls it, so its layout is the one that the command
+chooses; every publication is proven. Shapes have the published dimensions, random weights, and rows and rewards made
+here. The arms take turns, ``--rounds`` times; a row is one run, and its figures are those of the steps after the second.
+A run is killed after ``--steps``, before it writes a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks import record
+from benchmarks.ledger_rows import KEYS, LEFT_OUT, Job, row_of, section, stamp
+from benchmarks.power import PowerMeter
+from benchmarks.results import FOLDER, Results, failure_in
+from benchmarks.whole_runs import follow
+from megatron_fp8rl import cli, own_job
+from megatron_fp8rl.config import ConfigError, ModelConfig
+from megatron_fp8rl.data.model_dir import write_model_dir
+from megatron_fp8rl.preflight import rules
+from model_configs import dense, qwen3, small, tiny
+
+ARMS = {
+    "bf16": ("--precision.trainer", "bf16", "--precision.rollout", "bf16"),
+    "fp8": (),
+    "fp8_kv": ("--rollout.kv_cache_dtype", "fp8"),
+    "exact": ("--precision.exact", "True"),
+}
+_SEPARATE = ("--rollout.placement", "separate", "--rollout.gpu_memory_utilization", "0.85")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One model on so many GPUs, and the batch of a step."""
+
+    model: ModelConfig
+    gpus: int
+    prompts: int = 16
+    completions: int = 16
+    words: tuple[str, ...] = ()  # fields of every arm
+
+    def with_layers(self, layers: int) -> Shape:
+        return replace(self, model=replace(self.model, num_layers=layers))
+
+
+def _separate(trainers: int, engines: int, *words: str) -> tuple[str, ...]:
+    return (
+        *_SEPARATE, "--parallel.world_size", f"{trainers}", "--rollout.num_replicas", "1", "--rollout.tensor",
+        f"{engines}", *words,
+    )  # fmt: skip
+
+
+_8B, _30B = Shape(qwen3.qwen3_8b(), 2, 8), Shape(qwen3.qwen3_30b_a3b(), 2)
+SHAPES = {
+    "0.6b": Shape(dense.qwen3_0_6b(), 1),
+    "1.7b": Shape(dense.qwen3_1_7b(), 1),
+    "4b": Shape(dense.qwen3_4b(), 1),
+    "8b_separate": replace(_8B, words=_separate(1, 1)).with_layers(20),
+    "8b_colocated": _8B,
+    "30b_a3b_separate": replace(_30B, words=_separate(1, 1)).with_layers(8),
+    "30b_a3b_colocated": replace(_30B, words=("--parallel.expert", "2")).with_layers(12),
+    "30b_a3b_four": replace(_30B, gpus=4, words=_separate(2, 2, "--parallel.expert", "2")).with_layers(20),
+    "8b_eight": replace(_8B, gpus=8, prompts=32),
+    "30b_a3b_eight": replace(_30B, gpus=8, prompts=32),
+    "tiny": Shape(tiny.tiny_qwen3().model, 0, 2, 4),
+}
+
+
+def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
+    """The command of one run. Raises ConfigError for a mistake of the user, and for a shape that does not fit."""
+    limits = ["--rollout.max_completion_tokens", str(options.completion_tokens)] if options.completion_tokens else []
+    words = [*limits, *ARMS[arm], *options.overrides]
+    if options.model:
+        own = own_job.GrpoOptions(
+            model=options.model,
+            data=tuple(options.data),
+            reward=tuple(options.reward),
+            gpus=options.gpus,
+            gpu=options.gpu,
+        )
+        return _job(name, arm, own, words, options)
+    shape = SHAPES[name]
+    if options.layers:
+        shape = shape.with_layers(options.layers)
+    model, rows, reward = inputs(options.folder, name, shape)
+    own = own_job.GrpoOptions(
+        model=str(model), data=(str(rows),), reward=(f"{reward}:spread",), gpus=shape.gpus, gpu=options.gpu
+    )
+    length = 16 if name == "tiny" else 1024
+    prompt = min(512, shape.model.max_position_embeddings // 2)
+    batch = [
+        "--rollout.prompts_per_step",
+        f"{shape.prompts}",
+        "--rollout.completions_per_prompt",
+        f"{shape.completions}",
+    ]
+    lengths = ["--rollout.max_prompt_tokens", f"{prompt}", "--rollout.max_completion_tokens", f"{length}"]
+    random = ["--model.random", "True", "--data.tokenizer", "character"]
+    return _job(name, arm, own, [*random, *batch, *lengths, *shape.words, *words], options)
+
+
+def _job(name: str, arm: str, own: own_job.GrpoOptions, words: list[str], options: argparse.Namespace) -> Job:
+    words = [
+        *words, "--num_steps", "1000", "--name", f"{name}-{arm}", "--observe.eval_prompts", "0",
+        "--observe.display", "plain", "--checkpoint.every_steps", "0", "--checkpoint.export_hf", "False",
+        "--output_dir", str((options.folder / name / arm).resolve()),
+    ]  # fmt: skip
+    cfg, _ = own_job.configure(own, lambda cfg: cli.parse_overrides(cfg, words))
+    if violations := rules.check(cfg):
+        raise ConfigError(violations)
+    given = [f"--model={own.model}", "--data", *own.data, "--reward", *own.reward]
+    given += ["--gpus", f"{own.gpus}"] if own.gpus is not None else []
+    return Job(name, arm, cfg, tuple([sys.executable, "-m", "megatron_fp8rl", "grpo", *given, *words]))
+
+
+def inputs(folder: Path, name: str, shape: Shape) -> tuple[Path, Path, Path]:
+    """(folder with config.json and tokenizer, rows, file with the reward) of a shape; made once."""
+    here = (folder / name).resolve()
+    here.mkdir(parents=True, exist_ok=True)
+    cfg = replace(small.small_qwen3(), model=shape.model, data=replace(small.small_qwen3().data, tokenizer="character"))
+    model = write_model_dir(cfg, here / f"model-{shape.model.num_layers}")
+    rows, reward = here / "rows.jsonl", here / "spread.py"
+    numbers = ", ".join(str(n) for n in range(10, 10 + min(512, shape.model.max_position_embeddings // 2) // 6))
+    rows.write_text("".join(f'{{"question": "Sum of {i}, {numbers}?", "answer": "{i}"}}\n' for i in range(4096)))
+    # Random weights solve nothing: a reward that differs from completion to completion, so that gradients are not zero.
+    reward.write_text("import zlib\n\n\ndef spread(completion):\n    return zlib.crc32(completion.encode()) / 2**32\n")
+    return model, rows, reward
+
+
+def layers_that_fit(options: argparse.Namespace, name: str, arm: str) -> int:
+    """The largest depth of a shape that preflight finds to fit; 0 if none does."""
+    fits, too_many = 0, options.layers or SHAPES[name].model.num_layers
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        try:
+            job_of(argparse.Namespace(**{**vars(options), "layers": middle}), name, arm)
+            fits = middle
+        except ConfigError:
+            too_many = middle
+    return fits
+
+
+def plan(options: argparse.Namespace) -> list[Job]:
+    """The runs, each arm once in every round. Exits with 2 for a shape that does not fit, naming a depth that does."""
+    jobs = []
+    for name in ["own"] if options.model else options.shape:
+        of_shape = []
+        for arm in options.arm:
+            try:
+                of_shape.append(job_of(options, name, arm))
+            except ConfigError as error:
+                fits = 0 if options.model else layers_that_fit(options, name, arm)
+                print(f"{name}, {arm}: {error}{f'. --layers {fits} fits' if fits else ''}", file=sys.stderr)
+                raise SystemExit(2) from None
+        jobs += of_shape * options.rounds
+    return jobs
+
+
+def run_all(options: argparse.Namespace, results: Results) -> int:
+    """Run the plan as far as the budget goes; the number of runs that failed."""
+    began, failed, letter = time.monotonic(), 0, stamp(results.rows())
+    for job in plan(options):
+        left_s = options.budget_s - (time.monotonic() - began)
+        if left_s < options.run_s:
+            print(f"SKIPPED {job.name} {job.arm}: {left_s:.0f} s are left")
+            continue
+        run_dir, log = Path(job.cfg.run_dir), options.folder / job.name / f"{job.arm}.log"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        print(f"{time.monotonic() - began:5.0f} s  {job.name} {job.arm} starts", flush=True)
+        with PowerMeter() as power:
+            limit_s = min(left_s, options.run_limit_s)
+            follow(
+                f"{job.name} {job.arm}",
+                job.command,
+                run_dir,
+                log,
+                options.steps,
+                limit_s,
+                note=power.mark,
+                until=options.steps,
+            )
+        row = row_of(job, power, options.steps)
+        if row is not None:
+            results.add(row | letter)
+        if row is None or row["steps"] < options.steps - LEFT_OUT:
+            failed += 1
+            print(f"FAILED {job.name} {job.arm}: {failure_in(log, limit_s)}", flush=True)
+    return failed
+
+
+def show(job: Job) -> None:
+    """Print what a run would be."""
+    cfg = job.cfg
+    print(
+        f"{job.name} {job.arm}: {cfg.model.num_layers} layers, {cfg.parallel.world_size} trainer ranks, "
+        f"{cfg.rollout.placement}, sleep {cfg.rollout.sleep_level}, offload {cfg.optim.offload or 'nothing'}, "
+        f"recompute {cfg.optim.recompute}, {cfg.rollout.max_tokens_per_microbatch:,} tokens a microbatch"
+    )
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger", description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["0.6b"])
+    parser.add_argument("--arm", nargs="+", choices=ARMS, default=["bf16", "fp8"])
+    parser.add_argument("--layers", type=int, default=0, help="of the shapes; 0: as they are")
+    parser.add_argument("--completion-tokens", type=int, default=0, help="at most; 0: 1,024, or the job's own")
+    parser.add_argument("--model", default="", help="folder of a model, instead of a shape")
+    parser.add_argument("--data", nargs="+", default=[])
+    parser.add_argument("--reward", nargs="+", default=[])
+    parser.add_argument("--gpus", type=int, default=None, help="of --model; default: those of this machine")
+    parser.add_argument("--gpu", choices=["h100", "h200", "b200"], default=None, help="with --plan: the kind")
+    parser.add_argument("--steps", type=int, default=LEFT_OUT + 5, help=f"of a run; the first {LEFT_OUT} do not count")
+    parser.add_argument("--rounds", type=int, default=1, help="runs of each arm, in turns")
+    parser.add_argument("--plan", action="store_true", help="show what would run, and start nothing")
+    parser.add_argument("--table", action="store_true", help="the section of all rows; run nothing")
+    parser.add_argument("--budget-s", type=float, default=3600.0, help="for all runs of this invocation")
+    parser.add_argument("--run-s", type=float, default=120.0, help="start no run with less than this left")
+    parser.add_argument("--run-limit-s", type=float, default=1800.0, help="for one run")
+    parser.add_argument("--folder", type=Path, default=FOLDER / "ledger")
+    parser.add_argument("overrides", nargs="*", help="after --: fields of every run, e.g. -- --optim.recompute none")
+    options = parser.parse_args(argv)
+    if options.steps <= LEFT_OUT:
+        parser.error(f"--steps {options.steps}: the first {LEFT_OUT} do not count; give at least {LEFT_OUT + 1}")
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parse(argv)
+    is_default = options.folder == FOLDER / "ledger"
+    results = Results(FOLDER / "ledger.jsonl" if is_default else options.folder / "ledger.jsonl", KEYS)
+    try:
+        if options.plan:
+            for job in plan(options):
+                show(job)
+            return 0
+        failed = 0 if options.table else run_all(options, results)
+    finally:
+        if not options.plan and (rows := results.rows()):
+            document = record.MEASURED if is_default else options.folder / "measured.md"
+            with record.turn(document):
+                record.replace("ledger", section(rows), path=document)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

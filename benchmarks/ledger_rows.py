@@ -1,0 +1,217 @@
+"""One run of the ledger as a row, and the table that rows make.
+
+In: a run's folder. Out: a row with medians and ranges over its steps after the first LEFT_OUT; Markdown of all rows.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import string
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.power import PowerMeter
+from benchmarks.results import Row, device_name, num_gpus
+from benchmarks.rollout_speed import read_log
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.observe.metrics import PHASES, START_PHASES
+from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.report.run_data import RunData
+
+KEYS = ("run", "shape", "layers", "arm", "completion_tokens", "fields", "device", "round")
+LEFT_OUT = 2  # steps at the start: kernels compile and allocators grow
+# Dense FLOP/s of tensor cores from the vendor's data sheets, by a word of the name that the driver reports.
+_PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "A100": 312e12}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run."""
+
+    name: str  # of the shape; "own" for a user's model
+    arm: str
+    cfg: RunConfig
+    command: tuple[str, ...]
+
+
+def flops(model: ModelConfig, lengths: Sequence[float]) -> float:
+    """Operations of one forward pass over sequences of these lengths: two for each weight that a token meets, and
+    causal attention. As in the appendix of the PaLM paper; recomputation is not counted."""
+    counted = parameters.count(model)
+    inputs = 0 if model.tie_embeddings else counted.embedding // 2  # looked up, not multiplied
+    of_matrices = 2.0 * (counted.active - inputs) * sum(lengths)
+    width = model.num_attention_heads * model.head_dim
+    return of_matrices + 2.0 * model.num_layers * width * sum(length**2 for length in lengths)
+
+
+def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
+    """What a run measured up to its step ``last``; None if it has no step that counts."""
+    run = RunData(Path(job.cfg.run_dir))
+    steps = [one for one in run.records if LEFT_OUT < one["step"] <= last]
+    if not steps:
+        return None
+    cfg, rollout = job.cfg, job.cfg.rollout
+    gpus = cfg.parallel.world_size
+    gpus += 0 if rollout.placement == "colocated" else rollout.num_replicas * rollout.tensor
+    log = run.run_dir / "logs" / "rollout-0.log"
+    engine = read_log(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else {}
+    phases = {phase: spread([one.get(f"time/{phase}/s", 0.0) for one in steps]) for phase in PHASES}
+    phases = {phase: seconds for phase, seconds in phases.items() if seconds[0]}
+    sampled = _median(steps, "rollout/num_tokens/sum")
+    # Prompts are in every pass; their length is the same in all steps of a shape.
+    length = _median(steps, "rollout/length/mean") + _median(steps, "prompt/length/mean", 0.0)
+    count = _median(steps, "rollout/num_completions/sum")
+    forward = flops(cfg.model, [length] * int(count))
+    peak = next((value for word, value in _PEAK_FLOPS.items() if word in device_name()), None)
+    update_s, step_s = phases["update"][0], spread([one["time/step/s"] for one in steps])
+    per_gpu = 3 * forward / update_s / cfg.parallel.world_size
+    first, second = ([one.get("time/update/s") for one in run.records if one["step"] == n] for n in (1, 2))
+    return {
+        "shape": job.name,
+        "layers": cfg.model.num_layers,
+        "arm": job.arm,
+        "model": {name: getattr(cfg.model, name) for name in ("family", "hidden_size", "num_experts", "vocab_size")},
+        "billions": parameters.count(cfg.model).total / 1e9,
+        "gpus": gpus,
+        "completion_tokens": rollout.max_completion_tokens,
+        "sequences": count,
+        "sampled_tokens": sampled,
+        "step_s": step_s,
+        "phases_s": phases,
+        "steps": len(steps),
+        "tokens_per_s_gpu": sampled / step_s[0] / max(gpus, 1),
+        "update_tflops_gpu": per_gpu / 1e12,
+        "mfu_bf16": per_gpu / peak if peak else None,  # of the dense rate of BF16; the rate of FP8 is twice that
+        "power": power.between(LEFT_OUT, steps[-1]["step"]),
+        "memory_gib": {
+            f"{phase}_{kind}": max(one.get(f"memory/{phase}_{kind}/max", 0.0) for one in steps) / 2**30
+            for phase, kind in (("train", "allocated"), ("train", "device"), ("rollout", "device"))
+        },
+        "start_s": _start(run),
+        "first_updates_s": [*first, *second],
+        "mismatch": {
+            "mean": run.mean("mismatch/abs_logprob_diff/mean"),
+            "max": max(run.values("mismatch/abs_logprob_diff/max"), default=None),
+        },
+        "publish_s": _median(steps, "publish/total/s"),
+        "proven_tensors": _median(steps, "publish/num_tensors/sum"),
+        "kv_tokens": engine.get("kv_tokens"),
+        "kernels": engine.get("kernels", []),
+        "layout": {
+            "trainer": {name: value for name, value in vars(cfg.parallel).items() if value not in (1, False, None)},
+            "placement": rollout.placement,
+            "sleep": rollout.sleep_level,
+            "offload": cfg.optim.offload,
+            "recompute": cfg.optim.recompute,
+            "microbatch": rollout.max_tokens_per_microbatch,
+        },
+    }
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """[median, smallest, largest]."""
+    return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
+
+
+def _median(steps: Sequence[Row], key: str, default: float | None = None) -> float:
+    found = [one[key] for one in steps if one.get(key) is not None]
+    if not found and default is not None:
+        return default
+    return statistics.median(found)
+
+
+def _start(run: RunData) -> dict[str, float]:
+    """Seconds from the command to the line of step 0, by part."""
+    zero: dict[str, Any] = next((one for one in run.records if one["step"] == 0), {})
+    parts = {phase: zero.get(f"time/{phase}/s") for phase in START_PHASES}
+    return {phase.removeprefix("start_"): round(seconds, 2) for phase, seconds in parts.items() if seconds}
+
+
+def stamp(rows: Sequence[Row]) -> Row:
+    """What all rows of one invocation have in common; ``run`` is a letter that no earlier one has."""
+    used = {row["run"] for row in rows}
+    letters = (prefix + letter for prefix in ("", *string.ascii_uppercase) for letter in string.ascii_uppercase)
+    return {
+        "run": next(letter for letter in letters if letter not in used),
+        "device": device_name(),
+        "num_gpus": num_gpus(),
+        "machine": record.machine(),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _commit(),
+        "command": record.command(),
+    }
+
+
+def _commit() -> str:
+    try:
+        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=20)
+    except OSError:
+        return ""
+    return found.stdout.strip()
+
+
+def section(rows: Sequence[Row]) -> str:
+    """Markdown: one line for each arm of each run; a ratio only within one run of the benchmark."""
+    lines = []
+    for (run, shape, layers, length), arms in _by_arm(rows).items():
+        base = arms.get("bf16")
+        base_s = base and statistics.median(row["step_s"][0] for row in base)
+        for arm, found in arms.items():
+            step = statistics.median(row["step_s"][0] for row in found)
+            one = found[0]
+            seconds = {
+                phase: statistics.median(row["phases_s"].get(phase, [0.0])[0] for row in found)
+                for phase in ("rollouts", "old_logprobs", "update", "publish", "colocated")
+            }
+            lows, highs = [row["step_s"][1] for row in found], [row["step_s"][2] for row in found]
+            lines.append({
+                "run": run,
+                "shape": f"{shape}, {layers} layers, {one['billions']:.1f} B, {one['gpus']} GPUs, "
+                         f"{one['sequences']:.0f} x {length:,}",
+                "arm": arm,
+                **{phase.replace("_", " "): round(value, 2) for phase, value in seconds.items()},
+                "step": round(step, 2),
+                "range": f"{min(lows):.2f} to {max(highs):.2f}",
+                "bf16 : arm": round(base_s / step, 2) if base_s and arm != "bf16" else None,
+                "tokens/s/GPU": round(statistics.median(row["tokens_per_s_gpu"] for row in found)),
+                "update, share of dense BF16 rate": _percent([row["mfu_bf16"] for row in found]),
+                "W": _rounded([row["power"].get("watts") for row in found]),
+                "GiB": _rounded([row["power"].get("gib") for row in found]),
+                "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in found)),
+                "mean d": f"{one['mismatch']['mean']:.1e}" if one["mismatch"]["mean"] is not None else None,
+            })  # fmt: skip
+    runs = {row["run"]: row for row in rows}
+    foot = [
+        f"{name}: {row['date']}, commit {row['commit']}, {row['machine']}: `{row['command']}`"
+        for name, row in runs.items()
+    ]
+    notes = (
+        "Seconds; medians over the steps after the second, of all rounds. Random weights of the published shape; every "
+        "publication is proven. mean d: mean difference of log-probabilities of trainer and engine, in nats."
+    )
+    return "\n\n".join(
+        ["## Whole steps: the ledger", record.table(lines), notes, "\n".join(f"- {line}" for line in foot)]
+    )
+
+
+def _by_arm(rows: Sequence[Row]) -> dict[tuple, dict[str, list[Row]]]:
+    groups: dict[tuple, dict[str, list[Row]]] = {}
+    for row in rows:
+        key = row["run"], row["shape"], row["layers"], row["completion_tokens"]
+        groups.setdefault(key, {}).setdefault(row["arm"], []).append(row)
+    return groups
+
+
+def _rounded(values: Sequence[float | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known)) if known else None
+
+
+def _percent(values: Sequence[float | None]) -> str | None:
+    known = [value for value in values if value is not None]
+    return f"{statistics.median(known):.0%}" if known else None
