@@ -56,10 +56,8 @@ class Shape:
 
 
 def _separate(trainers: int, engines: int, *words: str) -> tuple[str, ...]:
-    return (
-        *_SEPARATE, "--parallel.world_size", f"{trainers}", "--rollout.num_replicas", "1", "--rollout.tensor",
-        f"{engines}", *words,
-    )  # fmt: skip
+    """Trainer ranks and engines on GPUs of their own."""
+    return (*_SEPARATE, "--parallel.world_size", f"{trainers}", "--rollout.num_replicas", f"{engines}", *words)
 
 
 _8B, _30B = Shape(qwen3.qwen3_8b(), 2, 8), Shape(qwen3.qwen3_30b_a3b(), 2)

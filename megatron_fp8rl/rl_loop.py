@@ -155,15 +155,16 @@ def _learn(
     if not batches:
         return False
     exact = cfg.precision.exact
+    in_update = exact or not policy.needs_old_pass
     with span("old_logprobs"):
-        batches = [policy.with_old_logprobs(batch, are_rollout=exact) for batch in batches]
-    if not exact:
+        batches = [policy.with_old_logprobs(batch, are_rollout=exact, are_of_update=in_update) for batch in batches]
+    if not in_update:
         with span("mismatch"):
             log.update(policy.router_metrics())
             log.mismatch(mismatch_metrics(batches, cfg.algo, policy.parallel))
     with span("update"):
         # The first update alone is on-policy.
-        inspect = partial(_inspect, cfg, policy.parallel, log, partial(explain, policy, samples)) if exact else None
+        inspect = partial(_inspect, cfg, policy.parallel, log, partial(explain, policy, samples)) if in_update else None
         updates = [policy.update(batch, loss, inspect=inspect if i == 0 else None) for i, batch in enumerate(batches)]
         log.updates(updates, batches)
     return True
@@ -172,9 +173,11 @@ def _learn(
 def _inspect(
     cfg: RunConfig, parallel: Parallel, log: StepLog, explain: Callable[[str], str], batch: TrainBatch
 ) -> None:
-    """Collective: measure the mismatch of the training pass itself; raise InexactError unless there is none."""
+    """Collective: measure the mismatch of the training pass itself; in an exact run raise InexactError if there is any."""
     report = mismatch_metrics([batch], cfg.algo, parallel)
     log.mismatch(report)
+    if not cfg.precision.exact:
+        return
     try:
         require_exact(report)
     except InexactError as error:

@@ -1,14 +1,14 @@
-"""Compile DeepGEMM's kernels for an engine's FP8 linears in many processes before the engine starts.
+"""Compile DeepGEMM's kernels for the FP8 linears of engine and trainer, in many processes, while a server imports.
 
 DeepGEMM compiles one kernel per tile size of a matrix, and picks a different tile size for nearly every other number of
 tokens: 50 to 75 kernels of four seconds each for one model. Without this warm-up an engine would compile them one by
-one during its first steps. Each process here multiplies zeros at its share of the sizes; the compiled kernels stay in
-DeepGEMM's cache folder.
+one during its first steps, and the trainer its own in the first update. A process imports once and forks many, each of
+which multiplies zeros at its share of the sizes; the compiled kernels stay in DeepGEMM's cache folder.
 
 In: the sizes of one rank's linears and the largest number of tokens in a step. Out: files in that folder, and a marker
-that lists the finished sizes, so that the next start does nothing. Runs in a replica's server before it starts the
-engine; of the replicas that share a folder, one compiles and the others wait. A kernel that fails here is compiled by
-the engine when needed.
+that lists the finished sizes, so that the next start does nothing. A replica's server starts it and waits for it before
+the engine measures its memory; of the replicas that share a folder, one compiles and the others wait. A kernel that
+fails here is compiled when it is needed.
 
     python -m megatron_fp8rl.rollout.deep_gemm_warmup --sizes 6144,4096 4096,4096 --max-tokens 8192
 """
@@ -19,13 +19,17 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import importlib
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.kernels.deep_gemm import compiled_folder, deep_gemm, package
@@ -34,15 +38,47 @@ from megatron_fp8rl.names.registry import weights
 from megatron_fp8rl.precision.layer_table import LayerTable
 
 _MODULE = "megatron_fp8rl.rollout.deep_gemm_warmup"  # __name__ differs when run as a program
-LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # compile deadline in seconds, and sizes, passed to the engine's server
+LINEARS_VARIABLE = "MEGATRON_FP8RL_LINEARS"  # words of this program, passed to the engine's server
 DEADLINE_S = 900.0  # when no engine waits
 _SHARE_OF_START = 0.4  # share of an engine's start deadline available for compiling
-_MAX_PROCESSES = 16
+_MAX_PROCESSES = 32
 _SHARE = 6  # neighboring token counts, which often share a kernel
 _POLL_S = 0.5
 _FUSED = {matrix: fused for fused, matrices in ENGINE_FUSIONS.items() for matrix in matrices}
 
 Size = tuple[int, int]  # rows N and columns K of a weight
+Item = tuple[Literal["y", "dw"], int, int, int]  # product or weight gradient; N, K, tokens
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be compiled: linears of an engine for all token counts, those of the trainer for one."""
+
+    sizes: tuple[Size, ...]
+    max_tokens: int
+    trained: tuple[Size, ...] = ()
+    trained_tokens: int = 0
+
+    def names(self) -> dict[str, Size]:
+        """Sizes by the names under which the folder's marker lists them."""
+        found = {f"{n}x{k} to {self.max_tokens}": (n, k) for n, k in self.sizes}
+        return found | {f"{n}x{k} trained on {self.trained_tokens}": (n, k) for n, k in self.trained}
+
+    def without(self, done: Sequence[str]) -> Work:
+        """The part whose names are not among these."""
+        left = {name: size for name, size in self.names().items() if name not in done}
+        return replace(
+            self,
+            sizes=tuple(size for name, size in left.items() if " to " in name),
+            trained=tuple(size for name, size in left.items() if " trained " in name),
+        )
+
+    def words(self) -> list[str]:
+        """The options of this program."""
+        words = ["--sizes", *(f"{n},{k}" for n, k in self.sizes), f"--max-tokens={self.max_tokens}"]
+        if self.trained:
+            words += ["--trained", *(f"{n},{k}" for n, k in self.trained), f"--trained-tokens={self.trained_tokens}"]
+        return words
 
 
 def linear_sizes(cfg: RunConfig) -> list[Size]:
@@ -66,6 +102,22 @@ def linear_sizes(cfg: RunConfig) -> list[Size]:
     return sorted({size for size in found.values() if not any(n % FP8_BLOCK for n in size)})
 
 
+def trainer_sizes(cfg: RunConfig) -> list[Size]:
+    """[N, K] of every FP8 linear of one trainer rank; routed experts are not linears."""
+    table, ranks = LayerTable.build(cfg.model, cfg.precision), cfg.parallel.tensor
+    found = set()
+    for weight in weights(cfg.model).values():
+        if weight.is_expert or len(weight.shape) != 2 or not all(table.trainer_fp8(name) for name, _ in weight.parts):
+            continue
+        rows, columns = weight.shape
+        if weight.cut == "columns":
+            columns //= ranks
+        elif weight.cut == "rows" or weight.join == "qkv":
+            rows //= ranks
+        found.add((rows, columns))
+    return sorted(size for size in found if not any(n % FP8_BLOCK for n in size))
+
+
 def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[int]:
     """Token counts at which DeepGEMM may change its tiles: small ones, and those that fill the GPU."""
     found = {1, 2, 4, *range(8, 257, 8), *range(256, max_tokens + 1, 128)}
@@ -75,46 +127,46 @@ def token_counts(max_tokens: int, num_rows: int, num_processors: int) -> list[in
     return sorted(count for count in found if 1 <= count <= max_tokens)
 
 
-def shares(
-    sizes: Sequence[Size], max_tokens: int, num_processors: int, num_shares: int
-) -> list[list[tuple[int, int, int]]]:
-    """The (N, K, tokens) assigned to each process."""
-    work = [(n, k, count) for n, k in sizes for count in token_counts(max_tokens, n, num_processors)]
-    pieces = [work[first : first + _SHARE] for first in range(0, len(work), _SHARE)]
+def shares(work: Work, num_processors: int, num_shares: int) -> list[list[Item]]:
+    """The items assigned to each process."""
+    items: list[Item] = [
+        ("y", n, k, count) for n, k in work.sizes for count in token_counts(work.max_tokens, n, num_processors)
+    ]
+    for n, k in work.trained:
+        items += [(kind, *of, work.trained_tokens) for kind, of in (("dw", (n, k)), ("y", (k, n)), ("y", (n, k)))]
+    pieces = [items[first : first + _SHARE] for first in range(0, len(items), _SHARE)]
     return [[item for piece in pieces[i::num_shares] for item in piece] for i in range(num_shares)]
 
 
 def ensure(
-    sizes: Sequence[Size],
-    max_tokens: int,
+    work: Work,
     *,
     folder: Path | None = None,
     identity: str | None = None,
-    command: Callable[[Sequence[str]], list[str]] | None = None,
+    compile_share: Callable[[Work, int, int], None] | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> bool:
     """Compile what DeepGEMM's folder lacks; return whether all processes succeeded. Waits for other compiling
     processes.
 
-    ``folder``, ``identity`` of the GPU and the compiler, and the ``command`` of a process are parameters for tests.
+    ``folder``, ``identity`` of the GPU and the compiler, and ``compile_share``, which does the share i of n of the work,
+    are parameters for tests.
     """
     folder = folder or Path(compiled_folder())
     identity = identity or _identity()
-    command = command or (lambda words: [sys.executable, "-m", _MODULE, *words])
     end = time.monotonic() + deadline_s
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder / "fp8rl.lock", end):
         done = folder / "fp8rl.json"
         known = json.loads(done.read_text()) if done.exists() else {}
-        names = {f"{n}x{k} to {max_tokens}": (n, k) for n, k in sizes}
-        missing = [name for name in names if name not in known.get(identity, ())]
-        if not missing:
+        missing = work.without(known.get(identity, ()))
+        if not missing.names():
             return True
         began = time.monotonic()
-        print(f"compiling DeepGEMM's kernels of {', '.join(missing)} tokens, once for {folder}", flush=True)
-        if not _run_all([names[name] for name in missing], max_tokens, command, end):
+        print(f"compiling DeepGEMM's kernels of {', '.join(missing.names())} tokens, once for {folder}", flush=True)
+        if not _run_all(missing, compile_share or _compile_share, end):
             return False
-        known[identity] = sorted({*known.get(identity, ()), *missing})
+        known[identity] = sorted({*known.get(identity, ()), *missing.names()})
         partial = done.with_suffix(f".{os.getpid()}")
         partial.write_text(json.dumps(known, indent=1))
         partial.replace(done)
@@ -122,24 +174,28 @@ def ensure(
     return True
 
 
-def _run_all(sizes: Sequence[Size], max_tokens: int, command: Callable[[Sequence[str]], list[str]], end: float) -> bool:
-    """Start a process for each share and wait for all of them."""
+def _run_all(work: Work, compile_share: Callable[[Work, int, int], None], end: float) -> bool:
+    """Fork a process for each share and wait for all of them."""
+    import torch
+
+    with contextlib.suppress(ImportError):
+        importlib.import_module(package() or "")  # once, for all
     number = min(_MAX_PROCESSES, os.cpu_count() or 1)
-    words = ["--sizes", *(f"{n},{k}" for n, k in sizes), f"--max-tokens={max_tokens}", f"--of={number}"]
-    running = [subprocess.Popen(command([*words, f"--share={i}"]), stdin=subprocess.DEVNULL) for i in range(number)]
-    try:
-        while any(process.poll() is None for process in running) and time.monotonic() < end:
-            time.sleep(_POLL_S)
-        failed = [i for i, process in enumerate(running) if process.poll() != 0]
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+    # A forked process cannot use CUDA if its parent has.
+    start = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+    running = [start.Process(target=compile_share, args=(work, i, number), daemon=True) for i in range(number)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(max(0.0, end - time.monotonic()))
+    failed = [process for process in running if process.exitcode != 0]
+    for process in failed:
+        process.kill()
+        process.join()
     if failed:
         print(
             f"warning: {len(failed)} of {number} processes that compile DeepGEMM's kernels failed or were too slow; the "
-            "engine compiles the rest when it first needs them",
+            "rest is compiled when it is first needed",
             file=sys.stderr, flush=True,
         )  # fmt: skip
     return not failed
@@ -174,34 +230,57 @@ def _identity() -> str:
     return f"{said[0] if said else 'GPU'}, {hashlib.sha256(Path(origin).read_bytes()).hexdigest()[:12]}"
 
 
-def _multiply(work: Sequence[tuple[int, int, int]]) -> None:
+def _compile_share(work: Work, share: int, num_shares: int) -> None:
     """Multiply zeros at each size: DeepGEMM compiles the missing kernels."""
     import torch
 
-    weight, held = None, None
-    for n, k, tokens in work:
-        if held != (n, k):
-            weight, held = None, (n, k)
-            data = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device="cuda")
-            weight = data, torch.ones(n // FP8_BLOCK, k // FP8_BLOCK, device="cuda")
-        x = torch.zeros(tokens, k, dtype=torch.float8_e4m3fn, device="cuda")
-        # Scale columns begin at multiples of 16 bytes, as in vLLM's quantizer.
-        scale = torch.ones(k // FP8_BLOCK, -(-tokens // 4) * 4, device="cuda").t()[:tokens]
-        out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
-        deep_gemm().fp8_gemm_nt((x, scale), weight, out, disable_ue8m0_cast=True)
+    torch.set_num_threads(1)
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for kind, n, k, tokens in shares(work, processors, num_shares)[share]:
+        if kind == "y":
+            _product(n, k, tokens)
+        else:
+            _weight_gradient(n, k, tokens)
     torch.cuda.synchronize()
 
 
-def precompile_from_env(max_tokens: int) -> None:
-    """Call :func:`ensure` with the sizes that :func:`to_env` put into the environment, if any."""
+def _product(n: int, k: int, tokens: int) -> None:
+    import torch
+
+    data = torch.zeros(n, k, dtype=torch.float8_e4m3fn, device="cuda")
+    weight = data, torch.ones(n // FP8_BLOCK, k // FP8_BLOCK, device="cuda")
+    x = torch.zeros(tokens, k, dtype=torch.float8_e4m3fn, device="cuda")
+    # Scale columns begin at multiples of 16 bytes, as in vLLM's quantizer.
+    scale = torch.ones(k // FP8_BLOCK, -(-tokens // 4) * 4, device="cuda").t()[:tokens]
+    out = torch.empty(tokens, n, dtype=torch.bfloat16, device="cuda")
+    deep_gemm().fp8_gemm_nt((x, scale), weight, out, disable_ue8m0_cast=True)
+
+
+def _weight_gradient(n: int, k: int, tokens: int) -> None:
+    import torch
+
+    from megatron_fp8rl.kernels.gemm import Fp8, add_dense_weight_gradient
+
+    def zeros(rows: int) -> Fp8:
+        data = torch.zeros(rows, tokens, dtype=torch.float8_e4m3fn, device="cuda")
+        return Fp8(data, torch.ones(tokens // FP8_BLOCK, rows, device="cuda").t())
+
+    add_dense_weight_gradient(zeros(n), zeros(k), torch.zeros(n, k, device="cuda"))
+
+
+def start_from_env() -> subprocess.Popen[bytes] | None:
+    """Start this program with the words that :func:`to_env` put into the environment; None without them."""
     if words := os.environ.get(LINEARS_VARIABLE, "").split():
-        ensure([_size(word) for word in words[1:]], max_tokens, deadline_s=float(words[0]))
+        return subprocess.Popen([sys.executable, "-m", _MODULE, *words], stdin=subprocess.DEVNULL)
+    return None
 
 
-def to_env(cfg: RunConfig) -> str:
-    """The value for the server's environment. Kernels not compiled in time are compiled by the engine when needed."""
-    sizes = (f"{n},{k}" for n, k in linear_sizes(cfg))
-    return " ".join([f"{_SHARE_OF_START * cfg.rollout.start_deadline_s:g}", *sizes])
+def to_env(cfg: RunConfig, max_tokens: int, *, with_trainer: bool) -> str:
+    """The value for the server's environment. Kernels not compiled in time are compiled when they are needed."""
+    tokens = -(-cfg.rollout.max_tokens_per_microbatch // FP8_BLOCK) * FP8_BLOCK
+    trained = tuple(trainer_sizes(cfg)) if with_trainer else ()
+    work = Work(tuple(linear_sizes(cfg)), max_tokens, trained, tokens if trained else 0)
+    return " ".join([f"--deadline-s={_SHARE_OF_START * cfg.rollout.start_deadline_s:g}", *work.words()])
 
 
 def _size(text: str) -> Size:
@@ -213,18 +292,14 @@ def main(argv: Sequence[str]) -> int:
     options = argparse.ArgumentParser(
         prog="megatron_fp8rl.rollout.deep_gemm_warmup", description=__doc__.splitlines()[0]
     )
-    options.add_argument("--sizes", nargs="+", type=_size, required=True, metavar="N,K")
+    options.add_argument("--sizes", nargs="*", type=_size, required=True, metavar="N,K")
     options.add_argument("--max-tokens", type=int, required=True)
-    options.add_argument("--of", type=int, default=1, help="shares; with --share")
-    options.add_argument("--share", type=int, help="compile one share here; without it, all in processes")
+    options.add_argument("--trained", nargs="+", type=_size, default=[], metavar="N,K", help="linears of the trainer")
+    options.add_argument("--trained-tokens", type=int, default=0, help="of a microbatch")
+    options.add_argument("--deadline-s", type=float, default=DEADLINE_S)
     known = options.parse_args(argv)
-    if known.share is None:
-        return 0 if ensure(known.sizes, known.max_tokens) else 1
-    import torch
-
-    processors = torch.cuda.get_device_properties(0).multi_processor_count
-    _multiply(shares(known.sizes, known.max_tokens, processors, known.of)[known.share])
-    return 0
+    work = Work(tuple(known.sizes), known.max_tokens, tuple(known.trained), known.trained_tokens)
+    return 0 if ensure(work, deadline_s=known.deadline_s) else 1
 
 
 if __name__ == "__main__":

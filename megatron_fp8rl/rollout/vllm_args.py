@@ -80,7 +80,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         "tensor-parallel-size": rollout.tensor,
         "max-model-len": _max_model_len(cfg),
         "max-num-seqs": rollout.max_num_sequences,
-        "max-num-batched-tokens": max(8192, _max_model_len(cfg), rollout.max_num_sequences),
+        "max-num-batched-tokens": _max_batched_tokens(cfg),
         "kv-cache-dtype": rollout.kv_cache_dtype,
         # The distribution that was sampled from: after temperature, top-p and top-k. vLLM's default is before them.
         "logprobs-mode": "processed_logprobs",
@@ -161,7 +161,9 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             "VLLM_USE_V2_MODEL_RUNNER": "0" if cfg.rollout.record_routed_experts else "1",
         }
         if kernel_backends(cfg, kernels.engine).get("linear-backend") == "deep_gemm":
-            environment[LINEARS_VARIABLE] = to_env(cfg)
+            # Trainer ranks on other nodes have folders of their own.
+            is_shared = kernels.trainer.linears == "deep_gemm" and cfg.rollout.placement != "remote"
+            environment[LINEARS_VARIABLE] = to_env(cfg, _max_batched_tokens(cfg), with_trainer=is_shared)
         if kernels.engine.norms == "batch_invariant":
             environment["VLLM_BATCH_INVARIANT"] = "1"
         if "flashinfer" not in kernels.hardware.packages:
@@ -192,6 +194,10 @@ def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
         elif value is not False and value is not None:
             command += [f"--{name}", str(value)]
     return command
+
+
+def _max_batched_tokens(cfg: RunConfig) -> int:
+    return max(8192, _max_model_len(cfg), cfg.rollout.max_num_sequences)
 
 
 def _max_model_len(cfg: RunConfig) -> int:

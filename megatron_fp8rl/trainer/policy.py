@@ -96,25 +96,43 @@ class Policy:
         """This rank's parameters and router biases under their global names: everything published and saved."""
         return named_global_tensors(self.models, self.parallel)
 
-    def with_old_logprobs(self, batch: TrainBatch, *, are_rollout: bool = False) -> TrainBatch:
+    @property
+    def needs_old_pass(self) -> bool:
+        """Whether old log-probabilities need a forward pass of their own before the updates.
+
+        A step of one update has them from that update's forward pass, which the loss then takes as both old and
+        trainer. Recorded experts are compared, or replaced, in a pass of its own; a loss of the user's may read
+        ``old_logprobs_T``.
+        """
+        algo, rollout = self.cfg.algo, self.cfg.rollout
+        has_experts = self.cfg.model.is_moe and (rollout.record_routed_experts or rollout.replay is not None)
+        return algo.updates_per_step > 1 or has_experts or ":" in algo.loss
+
+    def with_old_logprobs(
+        self, batch: TrainBatch, *, are_rollout: bool = False, are_of_update: bool = False
+    ) -> TrainBatch:
         """Collective: add ``old_logprobs_T`` to the batch, and ``ref_logprobs_T`` if there is a reference model.
 
         FP32 [T] on the device of each microbatch's tokens, on every rank of the data-parallel replica, at
         ``rollout.temperature``; 0 outside the loss mask. They are computed from the current weights with the training
         recipe and change no state: neither weights nor FP8 scaling history. With ``are_rollout`` nothing is computed:
-        they are those of the engine, which computes the same function of the same weights. With ``algo.router_replay``
-        = "old" the batch also gets the experts of this pass, as ``routed_experts_T``.
+        they are those of the engine, which computes the same function of the same weights. With ``are_of_update`` they
+        stay None: the update that follows has them. With ``algo.router_replay`` = "old" the batch also gets the experts
+        of this pass, as ``routed_experts_T``.
         """
         self.offload.require("params")
+        old: Sequence[Tensor | None]
         if are_rollout:
             old = tuple(mb.rollout_logprobs_T for mb in batch.microbatches)
+        elif are_of_update:
+            old = (None,) * len(batch.microbatches)
         else:
             routes = self._routes(batch.microbatches)
             old = self._logprobs(batch.microbatches, routes)
             if self.cfg.algo.router_replay == "old":
                 batch = replace(batch, microbatches=self._with_own_experts(batch.microbatches, routes))
         filled = [
-            replace(mb, old_logprobs_T=values.to(mb.tokens_T.device))
+            replace(mb, old_logprobs_T=None if values is None else values.to(mb.tokens_T.device))
             for mb, values in zip(batch.microbatches, old, strict=True)
         ]
         if self.reference is not None:
@@ -133,8 +151,8 @@ class Policy:
     def kv_scales(self) -> KVScales | None:
         """Collective: scales for the engines' FP8 KV cache, measured since the last call; None for BF16 caches.
 
-        :meth:`with_old_logprobs`, :meth:`calibrate_kv` and, in an exact run, :meth:`update` measure them; if none has
-        run, returns the last scales. With ``precision.round_kv`` later forward passes round as this cache does.
+        :meth:`with_old_logprobs`, :meth:`calibrate_kv` and, where it has no pass before it, :meth:`update` measure them;
+        if none has run, returns the last scales. With ``precision.round_kv`` later forward passes round as this cache does.
         Raises ValueError on all ranks if a query, key or value was not finite.
         """
         if self._kv_amax is not None:
@@ -209,7 +227,7 @@ class Policy:
             chunk.train()
         self.optimizer.zero_gradients()
         self._scale_auxiliary_loss(batch.microbatches)
-        with self._kv_measured() if self.cfg.precision.exact else nullcontext():  # no pass for old log-probabilities
+        with nullcontext() if inspect is None else self._kv_measured():  # no pass for old log-probabilities
             results = self._forward.gradients(self.chunks, batch, loss_fn)
         if inspect is not None:
             own = self._forward.logprobs_of(results, batch.microbatches)

@@ -111,7 +111,7 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
     why="run_headless spawns a further node's workers, which a local class does not survive, and ends with status 0",
     remove_when="run_headless forks, and tells that a worker has ended",
 )
-def work(args: argparse.Namespace) -> NoReturn:
+def work(config: VllmConfig) -> NoReturn:
     """Start this node's workers of an engine that spans nodes. Exits with status 1 when one of them has ended.
 
     vLLM's ``run_headless`` would spawn them, which our kernels' configuration, a local class, does not survive, and
@@ -120,12 +120,12 @@ def work(args: argparse.Namespace) -> NoReturn:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    executor = MultiprocExecutor(_engine_config(args), monitor_workers=False)
+    executor = MultiprocExecutor(config, monitor_workers=False)
     executor.start_worker_monitor(inline=True)
     sys.exit(1)
 
 
-async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
+async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socket) -> None:
     """Start the engine and answer requests until a signal ends the server."""
     from vllm import envs
     from vllm.entrypoints.launcher import serve_http
@@ -150,7 +150,7 @@ async def serve(args: argparse.Namespace, sock: socket.socket) -> None:
             super().shutdown(timeout)
 
     engine = Engine.from_vllm_config(
-        _engine_config(args),
+        config,
         usage_context=UsageContext.OPENAI_API_SERVER,
         disable_log_stats=args.disable_log_stats,
     )
@@ -188,6 +188,10 @@ def main(argv: list[str]) -> None:
 
     import torch
 
+    from megatron_fp8rl.rollout import deep_gemm_warmup
+
+    compiling = deep_gemm_warmup.start_from_env()  # while this process imports vLLM
+
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a pool of OpenMP threads does not survive a fork
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(num_threads))
@@ -198,7 +202,6 @@ def main(argv: list[str]) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.utils.system_utils import set_ulimit
 
-    from megatron_fp8rl.rollout import deep_gemm_warmup
     from megatron_fp8rl.rollout.vllm_plugin import plugin
 
     plugin.register()
@@ -208,10 +211,12 @@ def main(argv: list[str]) -> None:
     validate_api_server_args(args)
     set_ulimit()
     gc.enable()
-    deep_gemm_warmup.precompile_from_env(args.max_num_batched_tokens)
+    config = _engine_config(args)
+    if compiling is not None:
+        compiling.wait()  # it has a deadline; what it holds of the GPU must be free before the engine measures memory
     if args.headless:
-        work(args)
-    uvloop.run(serve(args, sock))
+        work(config)
+    uvloop.run(serve(args, config, sock))
 
 
 if __name__ == "__main__":

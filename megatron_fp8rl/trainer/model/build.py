@@ -283,7 +283,11 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 
 @torch.no_grad()
 def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
-    """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for those that add to the residual stream (GPT-2)."""
+    """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for those that add to the residual stream (GPT-2).
+
+    A matrix has the same values in every parallel layout, not on a CPU and a GPU.
+    """
+    device = parallel.device
     residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)
 
     def draw(name: str) -> Tensor:
@@ -292,10 +296,10 @@ def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parall
             return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
         # A tied output layer must draw the same values as the embedding.
         canonical = registry.weight(name, cfg.model).name
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))
+        generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))
         adds_to_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
         std = residual_std if adds_to_residual else cfg.model.initializer_range
-        return torch.randn(shape, generator=generator).mul_(std)
+        return torch.randn(shape, generator=generator, device=device).mul_(std)
 
     _fill(chunks, draw, cfg.model, parallel)
 

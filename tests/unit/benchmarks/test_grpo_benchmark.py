@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import grpo, grpo_rows, record
+from benchmarks import grpo, grpo_rows, record, whole_runs
 from benchmarks.results import Results
 from megatron_fp8rl.cli import parse_overrides
 from megatron_fp8rl.preflight import rules
@@ -170,7 +170,7 @@ def pretended(tmp_path, monkeypatch):
     (tmp_path / "small_qwen3" / "warm_start" / "hf").mkdir(parents=True)
     words = lambda run, options: [sys.executable, str(tmp_path / "run.py"), str(run.run_dir), mode["run"]]  # noqa: E731
     monkeypatch.setattr(grpo, "command", words)
-    monkeypatch.setattr(grpo, "STOP_S", 8.0)
+    monkeypatch.setattr(whole_runs, "STOP_S", 8.0)
     run = grpo.Run("small_qwen3", "bf16", "colocated", 1, tmp_path)
 
     def call(how, budget_s):
@@ -200,8 +200,8 @@ def test_a_run_cut_by_the_budget_leaves_its_row_and_is_gone_on_with(pretended, t
 
 
 def test_a_run_that_does_not_stop_is_killed_and_leaves_its_row(pretended, monkeypatch, capsys):
-    monkeypatch.setattr(grpo, "_KILL_S", 1.0)
-    monkeypatch.setattr(grpo, "STOP_S", 4.0)  # the run is deaf from its start on
+    monkeypatch.setattr(whole_runs, "_KILL_S", 1.0)
+    monkeypatch.setattr(whole_runs, "STOP_S", 4.0)  # the run is deaf from its start on
     row = pretended("deaf", 8)
     assert 1 <= row["steps"] < 20 and not row["is_done"]
     assert "steps, not saved; 0 s are left" in capsys.readouterr().out
@@ -270,7 +270,7 @@ def _run_all(folder, precision):
             _finished(folder, precision, [0.5], seed=1)
         return True
 
-    def follow(run, options, left_s):
+    def follow(name, command, run_dir, log, num_steps, left_s):
         return 0 if pretend(["rl"], None, left_s) else 1
 
     grpo.run_logged, grpo.follow = pretend, follow

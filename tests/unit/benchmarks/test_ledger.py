@@ -1,0 +1,103 @@
+"""The ledger: rows of whole runs against figures computed by hand, shapes that do not fit, and one run on a CPU."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import ledger, ledger_rows
+from benchmarks.power import PowerMeter
+from megatron_fp8rl.config import ConfigError
+from model_configs import dense, qwen3
+
+
+def test_flops_are_those_of_the_matrices_and_of_causal_attention():
+    model = qwen3.qwen3_8b()
+    matrices = 36 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 12288) + 151936 * 4096
+    one = ledger_rows.flops(model, [1000.0])
+    assert one == pytest.approx(2 * matrices * 1000 + 2 * 36 * 4096 * 1000**2, rel=1e-4)  # norms are counted, too
+    assert ledger_rows.flops(model, [1000.0, 1000.0]) == pytest.approx(2 * one)
+    experts = ledger_rows.flops(qwen3.qwen3_30b_a3b(), [1.0])
+    assert 2 * 2.9e9 < experts < 2 * 3.2e9  # three billion active parameters, the embedding not multiplied
+    tied = ledger_rows.flops(dense.qwen3_0_6b(), [1.0])
+    assert 2 * 0.59e9 < tied < 2 * 0.61e9
+
+
+def job(tmp_path, arm="fp8", **fields):
+    options = ledger.parse(["--shape", "tiny", "--arm", arm, "--folder", str(tmp_path)])
+    found = ledger.job_of(options, "tiny", arm)
+    return replace(found, cfg=replace(found.cfg, output_dir=str(tmp_path / arm), **fields))
+
+
+def written(tmp_path, arm: str, seconds: list[float]) -> ledger_rows.Job:
+    """A run whose steps took so long."""
+    one = job(tmp_path, arm)
+    (tmp_path / arm).mkdir()
+    zero = {"step": 0, "time/start_engines/s": 20.0, "time/publish/s": 1.0, "time/step/s": 1.0}
+    steps = [
+        {"step": i + 1, "time/step/s": s, "time/update/s": s / 2, "time/rollouts/s": s / 4, "publish/total/s": 0.1,
+         "publish/num_tensors/sum": 25, "rollout/num_tokens/sum": 128.0, "rollout/length/mean": 16.0,
+         "rollout/num_completions/sum": 8.0, "mismatch/abs_logprob_diff/mean": 0.01}
+        for i, s in enumerate(seconds)
+    ]  # fmt: skip
+    lines = "".join(json.dumps(line) + "\n" for line in [zero, *steps])
+    (tmp_path / arm / "metrics.jsonl").write_text(lines)
+    return one
+
+
+def test_a_row_leaves_out_the_first_steps_and_those_after_the_last(tmp_path):
+    one = written(tmp_path, "fp8", [90.0, 50.0, 4.0, 6.0, 5.0, 99.0])
+    row = ledger_rows.row_of(one, PowerMeter(), 5)
+    assert row["step_s"] == [5.0, 4.0, 6.0] and row["steps"] == 3 and row["phases_s"]["update"] == [2.5, 2.0, 3.0]
+    assert row["start_s"] == {"engines": 20.0, "publish": 1.0} and row["first_updates_s"] == [45.0, 25.0]
+    assert row["tokens_per_s_gpu"] == pytest.approx(128 / 5) and row["sequences"] == 8
+    per_token = 3 * ledger_rows.flops(one.cfg.model, [16.0] * 8)
+    assert row["update_tflops_gpu"] == pytest.approx(per_token / 2.5 / 1e12)
+    assert ledger_rows.row_of(one, PowerMeter(), 2) is None
+
+
+def test_ratios_are_formed_within_one_run_alone(tmp_path):
+    rows = []
+    for run, arm, second in (("A", "bf16", 6.0), ("A", "fp8", 4.0), ("B", "fp8", 3.0)):
+        folder = tmp_path / f"{run}{arm}"
+        folder.mkdir()
+        found = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, second]), PowerMeter(), 3)
+        rows.append(found | ledger_rows.stamp([]) | {"run": run})
+    text = ledger_rows.section(rows)
+    (of_a,) = [line for line in text.splitlines() if line.startswith("| A") and "| fp8 |" in line]
+    (of_b,) = [line for line in text.splitlines() if line.startswith("| B")]
+    assert "| 1.5 |" in of_a and "| 2 |" not in of_b
+    assert text.count("commit") == 2
+    assert ledger_rows.stamp(rows)["run"] == "C"
+
+
+def test_a_shape_that_does_not_fit_is_refused_with_a_depth_that_does(tmp_path, capsys):
+    words = ["--plan", "--gpu", "h100", "--shape", "8b_separate", "--arm", "bf16", "--folder", str(tmp_path)]
+    with pytest.raises(SystemExit, match="2"):
+        ledger.main(words)
+    said = capsys.readouterr().err
+    assert "8b_separate, bf16" in said and "of 79.1 GiB (H100)" in said
+    fits = int(said.rsplit("--layers ", 1)[1].split()[0])
+    assert 4 < fits < 20
+    assert ledger.main([*words, "--layers", str(fits)]) == 0
+    assert f"8b_separate bf16: {fits} layers, 1 trainer ranks, separate" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        ledger.main([*words, "--layers", str(fits + 1)])
+
+
+@pytest.mark.parametrize("name", sorted(set(ledger.SHAPES) - {"30b_a3b_eight"}))
+def test_every_shape_can_be_planned_for_h200(name, tmp_path):
+    options = ledger.parse(["--gpu", "h200", "--folder", str(tmp_path)])
+    for arm in ledger.ARMS:
+        found = ledger.job_of(options, name, arm)
+        assert found.cfg.num_steps > options.steps and found.cfg.checkpoint.every_steps == 0
+        assert found.cfg.precision.exact == (arm == "exact")
+        assert (found.cfg.rollout.kv_cache_dtype == "fp8") == (arm == "fp8_kv")
+
+
+def test_a_mistake_of_the_user_is_named(tmp_path):
+    options = ledger.parse(["--model", str(tmp_path / "none"), "--data", "x.jsonl", "--reward", "math"])
+    with pytest.raises(ConfigError, match="is no folder"):
+        ledger.job_of(options, "own", "fp8")
