@@ -6,6 +6,7 @@ In: a run's folder. Out: a row with medians and ranges over its steps after the 
 from __future__ import annotations
 
 import datetime
+import os
 import statistics
 import string
 import subprocess
@@ -141,18 +142,34 @@ def stamp(rows: Sequence[Row]) -> Row:
         "device": device_name(),
         "num_gpus": num_gpus(),
         "machine": record.machine(),
+        "host": _host(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
         "command": record.command(),
     }
 
 
-def _commit() -> str:
+def _host() -> str:
+    """Cores and their model: the same GPUs are slower on a slower host."""
     try:
-        found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=20)
+        text = Path("/proc/cpuinfo").read_text()
     except OSError:
-        return ""
-    return found.stdout.strip()
+        text = ""
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    return f"{os.cpu_count()} cores" + (f" of {names[0]}" if names else "")
+
+
+def _commit() -> str:
+    """The commit of this tree, with "changed" if the tree differs from it; empty where there is no repository."""
+
+    def git(*words: str) -> str:
+        try:
+            return subprocess.run(["git", *words], capture_output=True, text=True, timeout=60).stdout.strip()
+        except (OSError, subprocess.SubprocessError):
+            return ""
+
+    commit = git("rev-parse", "--short", "HEAD")
+    return f"{commit}, changed" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
 
 
 def section(rows: Sequence[Row]) -> str:
@@ -187,7 +204,8 @@ def section(rows: Sequence[Row]) -> str:
             })  # fmt: skip
     runs = {row["run"]: row for row in rows}
     foot = [
-        f"{name}: {row['date']}, commit {row['commit']}, {row['machine']}: `{row['command']}`"
+        f"{name}: {row['date']}, commit {row['commit']}, {row['machine']}, host {row.get('host', 'unknown')}: "
+        f"`{row['command']}`"
         for name, row in runs.items()
     ]
     notes = (

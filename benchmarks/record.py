@@ -23,6 +23,7 @@ from benchmarks.results import locked
 MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
 
 BUDGET_OPTION = "--budget-s"
+_NOT_MEASURED = (BUDGET_OPTION, "--folder")  # options that say when it stopped and where its files lie
 _VERSIONS = {
     "torch": "PyTorch",
     "triton": "Triton",
@@ -114,8 +115,9 @@ def machine() -> str:
 def command() -> str:
     """The command line that runs this again, without the folders of this machine."""
     words = [f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
-    if BUDGET_OPTION in words:  # says when it stopped, not what it measured
-        del words[(at := words.index(BUDGET_OPTION)) : at + 2]
+    for option in _NOT_MEASURED:
+        if option in words:
+            del words[(at := words.index(option)) : at + 2]
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     launcher = f"python -m torch.distributed.run --nproc-per-node {world_size}" if world_size > 1 else "python"
     return f"{launcher} -m {shlex.join(words)}"
