@@ -81,6 +81,13 @@ class HfFolder:
     def files(self) -> list[Path]:
         return sorted({entry.file for entry in self.entries.values()})
 
+    @property
+    def own_code(self) -> list[str]:
+        """Files and classes of code in the folder, which no command runs."""
+        classes = self.config.get("auto_map") or {}
+        named = sorted({str(value) for value in classes.values()}) if isinstance(classes, dict) else [str(classes)]
+        return [*named, *sorted(file.name for file in self.path.glob("*.py"))]
+
     def is_fp8(self, name: str) -> bool:
         return self.entries[name].dtype == torch.float8_e4m3fn
 

@@ -98,7 +98,9 @@ def convert(source: HfFolder, target: Path, options: Options) -> tuple[list[Tran
         raise CheckpointError(source.path, problems) from error
     if not any(t.is_fp8 for t in planned.transfers):
         raise CheckpointError(source.path, "no matrix would be FP8; lower --bf16_first_layers or --bf16_last_layers")
-    wire = {t.name: (getattr(torch, t.dtype), t.shape) for transfer in planned.transfers for t in transfer.wire_tensors()}
+    wire = {
+        t.name: (getattr(torch, t.dtype), t.shape) for transfer in planned.transfers for t in transfer.wire_tensors()
+    }
     sizes = {t.name: sum(_size(wire[name]) for name in _outputs(t)) for t in planned.transfers}
     buckets, total = fill_buckets(sizes.items()), sum(sizes.values())
     decides = {

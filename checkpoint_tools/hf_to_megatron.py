@@ -57,6 +57,9 @@ def run(options: Options) -> int:
         said.left_out(source.left_out)
         said.checked(source, check_files(source.files, options))
         said.volume = convert(source, options.target, options, dtype=options.dtype)
+        if mixed := _mixed(source):
+            more = ", ..." if len(mixed) > 1 else ""
+            said.notes.append(f"types: parts of {len(mixed)} tensors differ and come back in the widest ({mixed[0]}{more})")
         said.num_tensors = len(registry.hf_tensors(source.model))
         said.has_tokenizer = has_tokenizer(side_files(source.path))
     return 0
@@ -99,6 +102,14 @@ def _dtypes(source: HfFolder, dtype: DType) -> dict[str, torch.dtype]:
         if dtype != "keep":
             found[key] = torch.float32 if weight.dtype == "float32" else getattr(torch, dtype)
     return found
+
+
+def _mixed(source: HfFolder) -> list[str]:
+    """Keys of tensors that are stacked of parts of several types."""
+    types: dict[str, set[torch.dtype]] = {}
+    for weight in registry.weights(source.model).values():
+        types.setdefault(place(weight, source.model).key, set()).update(source.dtype(name) for name, _ in weight.parts)
+    return [key for key, found in types.items() if len(found) > 1]
 
 
 def _num_bytes(weight: Weight, dtype: torch.dtype) -> int:

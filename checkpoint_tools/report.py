@@ -31,6 +31,10 @@ class Converted:
 
     def checked(self, source: HfFolder, num_published: int) -> None:
         """Say against what the bytes of the source were compared: digests.json, the Hub's digests, or nothing."""
+        if source.own_code:
+            self.notes.append(
+                f"not used: code that config.json or the folder brings along ({', '.join(source.own_code)})"
+            )
         if source.recorded:
             self.notes.append(f"source: every tensor has the digest that {digests.FILE} records")
         elif num_published:

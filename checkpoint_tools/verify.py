@@ -10,6 +10,7 @@ then the trainer's from the conversion, on the same random tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -73,6 +74,12 @@ def run(options: Options) -> int:
         print(f"logits: not compared: {reason}")
         return 0
     difference, spread = compare_logits(source, converted, options.num_tokens, options.seed)
+    if not math.isfinite(difference):
+        print(
+            f"logits of {options.num_tokens} random tokens in FP32 are not finite: weights of {source.path} are NaN or "
+            f"infinity, which both checkpoints hold alike; hf_to_megatron names them"
+        )
+        return 1
     bound = options.tolerance * max(1.0, spread)
     verdict = "within" if difference <= bound else "NOT within"
     print(

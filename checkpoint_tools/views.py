@@ -35,6 +35,7 @@ class TensorInfo:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    is_dequantized: bool = False  # no file has this type
 
     @property
     def num_rows(self) -> int:
@@ -64,7 +65,9 @@ class HfView:
     @property
     def tensors(self) -> dict[str, TensorInfo]:
         return {
-            name: TensorInfo(torch.float32 if self._is_quantized(name) else entry.dtype, entry.shape)
+            name: TensorInfo(torch.float32, entry.shape, is_dequantized=True)
+            if self._is_quantized(name)
+            else TensorInfo(entry.dtype, entry.shape)
             for name, entry in self.entries.items()
             if not (self.dequantize and name.endswith(SCALE))
         }

@@ -101,7 +101,7 @@ class PackedAttention(MegatronModule):
         if self.window is not None and max(lengths) > self.window:
             raise ValueError(
                 f"a packed sequence has {max(lengths)} tokens, but sliding-window attention (model.sliding_window = "
-                f"{self.window}) supports only sequences that fit into the window; use shorter sequences"
+                f"{self.window}) supports only sequences that fit into the window; use shorter sequences (of verify: --num_tokens)"
             )
         return plan_pack(lengths, self.cp_group.size(), self.cp_group.rank(), device)
 

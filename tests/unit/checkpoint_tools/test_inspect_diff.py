@@ -18,7 +18,7 @@ from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.keys import place
 from checkpoint_tools.views import HfView, MegatronView, open_view
 from megatron_fp8rl.config import ModelConfig
-from megatron_fp8rl.kernels.blockwise import quantize_weight
+from megatron_fp8rl.kernels.blockwise import dequantize_weight, quantize_weight
 from megatron_fp8rl.names import registry
 from model_configs.tiny import tiny_qwen3_moe
 
@@ -242,6 +242,19 @@ def test_fp8_is_compared_by_what_it_stands_for_on_request(tmp_path, hf, tensors)
     # E4M3 has 3 bits of mantissa: half a unit in the last place of the largest number, which scales put below 448.
     for name, difference in values.items():
         assert 0 < difference.max_abs <= 2.0**-4 * float(tensors[name].abs().max())
+
+
+def test_fp8_and_what_it_stands_for_are_equal(tmp_path, tensors):
+    stored = quantized(tensors)
+    fp8 = write_hf(tmp_path / "fp8", stored)
+    meant = {name: x for name, x in stored.items() if not name.endswith("_scale_inv")}
+    for name in [name for name in stored if name.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        meant[weight] = dequantize_weight(stored[weight], stored[name])
+        assert torch.equal(meant[weight], meant[weight].bfloat16().float())  # powers of two: nothing is rounded
+        meant[weight] = meant[weight].bfloat16()
+    plain = write_hf(tmp_path / "bf16", meant)
+    assert diff.compare(open_view(plain), open_view(fp8, dequantize=True)).is_equal
 
 
 @pytest.mark.parametrize("other", ["same", "changed"])

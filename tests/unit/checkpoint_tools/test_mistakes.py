@@ -120,7 +120,9 @@ def test_a_stored_head_is_left_out_only_if_it_is_the_embedding(equal, tmp_path):
     head = tensors["model.embed_tokens.weight"].clone()
     if not equal:
         head[-1, -1] += 1
-    source = HfFolder.open(write_folder(tmp_path / "hf", tensors | {"lm_head.weight": head}, registry.to_hf_config(tied)))
+    source = HfFolder.open(
+        write_folder(tmp_path / "hf", tensors | {"lm_head.weight": head}, registry.to_hf_config(tied))
+    )
     if equal:
         hf_to_megatron.convert(source, tmp_path / "megatron", HERE)
         return
@@ -136,6 +138,29 @@ def test_numbers_that_are_not_finite_are_kept_and_said(tmp_path, capsys):
         assert program.main([*map(str, words), "--workers", "1"]) == 0
         assert f"{words[0]}: warning: 1 tensors hold NaN or infinity: {name}\n" in capsys.readouterr().err
     assert torch.equal(read_tensors(tmp_path / "back")[name].view(torch.int16), tensors[name].view(torch.int16))
+
+
+def test_logits_of_numbers_that_are_not_finite_are_called_so(tmp_path, capsys):
+    tensors = random_tensors(MODEL)
+    tensors["model.layers.1.self_attn.k_proj.weight"][3, 5] = float("nan")
+    source = write_folder(tmp_path / "hf", tensors, registry.to_hf_config(MODEL))
+    assert program.main(["hf_to_megatron", str(source), str(tmp_path / "m"), "--workers", "1"]) == 0
+    assert program.main(["verify", str(source), str(tmp_path / "m"), "--workers", "1", "--num_tokens", "8"]) == 1
+    said = capsys.readouterr().out
+    assert "equal digests" in said and "are not finite" in said and "which both checkpoints hold alike" in said
+
+
+def test_code_and_mixed_types_of_a_source_are_said(tmp_path, capsys):
+    tensors = random_tensors(MODEL)
+    gate = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    tensors[gate] = tensors[gate].float()
+    config = registry.to_hf_config(MODEL) | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    source = write_folder(tmp_path / "hf", tensors, config)
+    (source / "modeling_own.py").write_text("raise SystemExit('this ran')\n")
+    assert program.main(["hf_to_megatron", str(source), str(tmp_path / "m"), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "not used: code that config.json or the folder brings along (modeling_own.Own, modeling_own.py)" in said
+    assert "types: parts of 1 tensors differ and come back in the widest (decoder.layers." in said
 
 
 def test_large_numbers_are_not_taken_for_infinity(tmp_path, capsys):
