@@ -168,10 +168,10 @@ def _replica(invocation: cli.Invocation) -> int:
     return _refused_or(partial(replica.main, invocation.cfg, replica.Part(**vars(invocation.options))))
 
 
-def _refused_or(program: Callable[[], int]) -> int:
+def _refused_or(program: Callable[[], int | None]) -> int:
     """Run a program and return its status; on a ConfigError, print the error and return 2."""
     try:
-        return program()
+        return program() or 0
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -191,8 +191,7 @@ def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     if not torch.cuda.is_available():
         # Set before importing Megatron-Core and vLLM, so that their compiled functions need no compiler on a CPU.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    program()
-    return 0
+    return _refused_or(program)
 
 
 def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
@@ -230,10 +229,12 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 
 def _start_engines(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fleet | None:
     """Rank 0: look at the data, then start what samples and scores, without waiting for it."""
+    from megatron_fp8rl.data import run_folder
     from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
     from megatron_fp8rl.rollout import reward_server
     from megatron_fp8rl.rollout.fleet import Fleet
 
+    stack.enter_context(run_folder.held(cfg))
     stack.callback(write_reports, cfg)  # also after an error
     write_model_dir(cfg)
     if not wants_rl or cfg.rollout.replay is not None:

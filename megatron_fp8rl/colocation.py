@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.spans import span
@@ -73,10 +72,9 @@ class ColocatedMemory:
     def take_metrics(self) -> dict[str, float]:
         """Peak GPU memory of each phase since the last call, in bytes, maximum over all ranks; empty without a GPU."""
         peaks, self._peaks = self._peaks, {}
-        if self._policy.parallel.world_size == 1 or self._policy.parallel.device.type != "cuda":
+        if self._policy.parallel.device.type != "cuda":
             return peaks
-        gathered: list[dict[str, float]] = [{}] * self._policy.parallel.world_size
-        dist.all_gather_object(gathered, peaks, group=self._policy.parallel.control_group)
+        gathered = self._policy.parallel.gather_from_all(peaks)
         return {
             key: max(rank.get(key, 0.0) for rank in gathered) for key in dict.fromkeys(k for r in gathered for k in r)
         }

@@ -73,7 +73,7 @@ def run(
         with span("start_model"):
             policy = Policy.build(cfg, parallel)
             kernels = _note_kernels(cfg, observer)
-            step = _resume(cfg, policy, prompts, checkpoints)
+            step, record = _resume(policy, prompts, checkpoints, observer)
         stop.at_boundary(parallel, step)
         with span("start_engines"):
             _wait_for_engines(fleet, kernels, observer)
@@ -89,7 +89,7 @@ def run(
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
         if step < cfg.num_steps:
-            with observer.prelude(step) as log:
+            with observer.prelude(step, record) as log:
                 _calibrate_kv(cfg, policy, prompts, colocated)
                 publish(step, log)
                 evaluate(step, log)
@@ -102,7 +102,7 @@ def run(
                 log.groups(groups)
                 if not learn(policy, groups, log):
                     observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from")
-                save(step)
+                save(step, log)
                 publish(step, log)
                 evaluate(step, log)
         if cfg.checkpoint.export_hf:
@@ -247,20 +247,27 @@ def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, st
     log.evaluation(rollouts.sample(held_out, num_completions=cfg.observe.eval_completions))
 
 
-def _resume(cfg: RunConfig, policy: Policy, prompts: PromptStream, checkpoints: Path) -> int:
-    """Collective: restore the newest checkpoint and return its step; 0 for a new run."""
-    newest = policy.parallel.broadcast_object(checkpoint.latest(checkpoints)) if cfg.checkpoint.resume else None
-    if newest is None:
-        return 0
-    step, extra = checkpoint.restore(newest, policy)
+def _resume(policy: Policy, prompts: PromptStream, checkpoints: Path, observer: Observer) -> tuple[int, dict[str, Any]]:
+    """Collective: restore the newest checkpoint; returns (its step, the step's record until then), 0 for a new run."""
+    found = checkpoint.resume(checkpoints, policy, observer.message)
+    if found is None:
+        return 0, {}
+    step, extra = found
     if policy.parallel.device.type == "cuda":
         torch.cuda.empty_cache()  # reading holds parts of the state twice, and engines share this GPU
     prompts.position = extra["prompt_position"]
-    return step
+    return step, extra.get("record", {})
 
 
 def _save(
-    cfg: RunConfig, policy: Policy, rollouts: RolloutStream, checkpoints: Path, step: int, *, is_asked: bool = False
+    cfg: RunConfig,
+    policy: Policy,
+    rollouts: RolloutStream,
+    checkpoints: Path,
+    step: int,
+    log: StepLog | None = None,
+    *,
+    is_asked: bool = False,
 ) -> Path | None:
     """Collective: write a checkpoint every ``checkpoint.every_steps`` steps, after the last step, and on request.
 
@@ -274,7 +281,9 @@ def _save(
         return None
     with span("checkpoint"):
         position = policy.parallel.broadcast_object(rollouts.position)
-        return checkpoint.save(checkpoints, step, policy, {"prompt_position": position})
+        # A run killed between here and the step's line in metrics.jsonl writes the line when it goes on.
+        record = policy.parallel.broadcast_object(log.record() if log is not None else {})
+        return checkpoint.save(checkpoints, step, policy, {"prompt_position": position, "record": record})
 
 
 def _save_on_request(

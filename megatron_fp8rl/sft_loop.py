@@ -62,7 +62,8 @@ def run(cfg: RunConfig, parallel: Parallel, tokenizer_dir: Path, stop: StopReque
         Observer(cfg, parallel.rank == 0, path.parent, title=f"{cfg.name}: warm start") as observer,
         stop.errors_noted(),
     ):
-        step = _resume(cfg, policy, checkpoints)
+        found = checkpoint.resume(checkpoints, policy, observer.message)
+        step = 0 if found is None else found[0]
         if step:
             with observer.prelude(step):
                 pass
@@ -111,12 +112,6 @@ def _forget(checkpoints: Path, parallel: Parallel) -> None:
     """Delete the checkpoints of a finished warm start: they are larger than its result."""
     if parallel.rank == 0:
         shutil.rmtree(checkpoints, ignore_errors=True)
-
-
-def _resume(cfg: RunConfig, policy: Policy, checkpoints: Path) -> int:
-    """Collective: restore the newest checkpoint and return its step; 0 for a new warm start."""
-    newest = policy.parallel.broadcast_object(checkpoint.latest(checkpoints)) if cfg.checkpoint.resume else None
-    return 0 if newest is None else checkpoint.restore(newest, policy)[0]
 
 
 def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:

@@ -1,9 +1,10 @@
-"""Finds the complete checkpoints of a run by the names and sizes of files, without reading weights.
+"""Finds the complete checkpoints of a run, and damage in them, without loading weights.
 
 In: the folder of a run's checkpoints. Out: the complete ones. Runs in any process; no torch, no Megatron-Core.
 
-    step_00000040/       complete, otherwise it would not have this name; state.json lists the sizes of its files
-    .partial_00000080/   being written, or left by a run that was killed
+    step_00000040/            complete, otherwise it would not have this name; state.json lists sizes and CRC-32 of files
+    .partial_00000080/        being written, or left by a run that was killed
+    damaged_step_00000040/    was complete, and is not what was written; kept for whoever wants to know why
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 STATE_FILE = "state.json"
 PARTIAL_PREFIX = ".partial_"
+DAMAGED_PREFIX = "damaged_"
+_NUM_THREADS = 4  # zlib computes without Python's lock
+_CHUNK_BYTES = 8 << 20
 _COMPLETE = re.compile(r"step_(\d{8,})(?:_r(\d+))?")
 
 
@@ -47,6 +54,46 @@ def latest(folder: str | Path) -> Path | None:
         if missing_part(path) is None:
             return path
     return None
+
+
+def digests_of(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """CRC-32 of files by their names in ``folder``, as hexadecimal text; reads several at a time."""
+    names = list(names)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return dict(zip(names, threads.map(_digest, [folder / name for name in names]), strict=True))
+
+
+def _digest(path: Path) -> str:
+    value = 0
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
+    return f"{value:08x}"
+
+
+def damaged_files(path: Path, share: int = 0, num_shares: int = 1) -> list[str]:
+    """Files of a complete checkpoint whose bytes are not those that were written, among this share of them.
+
+    Files without a digest, as older checkpoints and converted ones have them, are not read. Raises OSError with the path
+    of a file that cannot be read.
+    """
+    known = json.loads((path / STATE_FILE).read_text()).get("digests", {})
+    names = sorted(known)[share::num_shares]
+    return [name for name, found in digests_of(path, names).items() if found != known[name]]
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint, so that nothing takes it for one; return the new path."""
+    aside, attempt = path.with_name(DAMAGED_PREFIX + path.name), 1
+    while aside.exists():
+        aside, attempt = path.with_name(f"{DAMAGED_PREFIX}{path.name}_{attempt}"), attempt + 1
+    path.rename(aside)
+    return aside
+
+
+def damaged(folder: Path) -> list[Path]:
+    """Checkpoints that were set aside."""
+    return sorted(folder.glob(f"{DAMAGED_PREFIX}*")) if folder.is_dir() else []
 
 
 def sync_to_disk(path: Path) -> None:

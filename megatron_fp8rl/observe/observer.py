@@ -32,7 +32,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.display import Display, make_display
 from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
-from megatron_fp8rl.observe.records import RolloutWriter, truncate_from
+from megatron_fp8rl.observe.records import RolloutWriter, last_step, truncate_from
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, take_seconds
 from megatron_fp8rl.observe.versions import collect_versions
 from megatron_fp8rl.types import PublishReport, RolloutGroup, Sample, TrainBatch
@@ -135,11 +135,12 @@ class Observer:
         self._open_step = None
 
     @contextmanager
-    def prelude(self, step: int) -> Iterator[StepLog]:
+    def prelude(self, step: int, record: Mapping[str, Any] | None = None) -> Iterator[StepLog]:
         """Work before the first update: publish, evaluate. ``step`` is where training continues.
 
         A new run (``step`` 0) writes it as the line of step 0. A resumed run keeps the existing line of the step and
-        truncates the records after it.
+        cuts the records after it; if it was killed before it wrote that line, the line is made of the checkpoint's
+        ``record`` (:meth:`StepLog.record`) and of this work.
         """
         if step == 0:
             with self.step(0) as log:
@@ -150,6 +151,10 @@ class Observer:
         log = self._open_step = StepLog(self, step)
         yield log
         take_seconds()
+        if record and self.is_writer and last_step(self.run_dir / "metrics.jsonl") < step:
+            log.metrics = {**record["metrics"], **log.metrics}
+            log.details = {**record["details"], **log.details}
+            self._write_step(log)
         self._last_step = step
         self._open_step = None
 
@@ -178,7 +183,7 @@ class Observer:
     def _open_files(self, step: int) -> None:
         for name in _STEP_FILES:
             if cut := truncate_from(self.run_dir / name, step):
-                _log.info("%s: dropped %d bytes recorded from step %d on", self.run_dir / name, cut, step)
+                _log.info("%s: moved aside %d bytes recorded from step %d on", self.run_dir / name, cut, step)
         for name in ("metrics.jsonl", "details.jsonl"):
             self._files[name] = (self.run_dir / name).open("a", encoding="utf-8")
         if self.cfg.observe.record_rollouts:
@@ -228,6 +233,11 @@ class StepLog:
         self.metrics: dict[str, float] = {}
         self.details: dict[str, Any] = {}
         self._observer = observer
+
+    def record(self) -> dict[str, Any]:
+        """What has been collected so far, as JSON: {"metrics": ..., "details": ...}."""
+        finite = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
+        return json.loads(json.dumps({"metrics": finite, "details": self.details}, default=str))
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Add metrics: numbers or one-element tensors. Raises UnknownMetricError."""

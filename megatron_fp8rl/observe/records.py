@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ import numpy as np
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 
 _log = logging.getLogger(__name__)
+_TAIL_BYTES = 4 << 20  # holds the last line of metrics.jsonl
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')  # lines start with the step, so finding one needs no JSON parsing
 
 
@@ -72,7 +74,8 @@ def read_steps(path: Path | str) -> Iterator[tuple[int, tuple[RolloutGroup, ...]
 def truncate_from(path: Path, step: int) -> int:
     """Truncate a JSON-lines file before its first line of ``step`` or later; return the number of bytes removed.
 
-    Lines begin with ``{"step": n`` and steps never decrease. An incomplete last line is removed whatever its step.
+    Lines begin with ``{"step": n`` and steps never decrease. An incomplete last line is removed whatever its step. What
+    is removed is appended to a file beside it first, such as ``metrics.cut.jsonl``.
     """
     if not path.exists():
         return 0
@@ -85,8 +88,24 @@ def truncate_from(path: Path, step: int) -> int:
             keep += len(line)
     cut = path.stat().st_size - keep
     if cut:
+        with path.open("rb") as file, path.with_suffix(".cut.jsonl").open("ab") as aside:
+            file.seek(keep)
+            shutil.copyfileobj(file, aside)
+            aside.flush()
+            os.fsync(aside.fileno())
         os.truncate(path, keep)
     return cut
+
+
+def last_step(path: Path) -> int:
+    """The step of the last complete line of a JSON-lines file; -1 if there is none."""
+    step = -1
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        for line in file:
+            if (match := _STEP.match(line)) and line.endswith(b"\n"):
+                step = int(match[1])
+    return step
 
 
 def read_json_lines(path: Path | str) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from megatron_fp8rl.algo import named
 from megatron_fp8rl.config import EnvironmentConfig, RunConfig, Violation
+from megatron_fp8rl.data import run_folder
 from megatron_fp8rl.envs import sandbox
 from megatron_fp8rl.envs.rewards import configured as rewards
 from megatron_fp8rl.envs.source_kind import files_of, has_rows, kind_of
@@ -69,7 +70,7 @@ def local_accelerator() -> Generation:
 
 def _check_run(found: Findings) -> None:
     cfg = found.cfg
-    if not cfg.name or "/" in cfg.name or cfg.name != cfg.name.strip():
+    if cfg.name in ("", ".", "..") or "/" in cfg.name or cfg.name != cfg.name.strip():
         found.refuse("name", "cannot name a folder", "Use a plain word without slashes")
     found.in_range("")
 
@@ -328,6 +329,8 @@ def _check_storage(found: Findings) -> None:
         existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
         if not existing.is_dir() or not os.access(existing, os.W_OK):
             found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
+        else:
+            found.violations += run_folder.violations(cfg)
     found.in_range("checkpoint", "observe")
     if cfg.observe.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         found.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")

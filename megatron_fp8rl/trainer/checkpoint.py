@@ -5,11 +5,12 @@ parallel layout. Runs on: every trainer rank; rank 0 alone commits a checkpoint.
 
     step_00000040/            complete: only complete checkpoints have this name
         *.distcp, .metadata   Megatron-Core's distributed checkpoint (torch_dist), sharded by global tensor
-        state.json            step, the caller's dictionary, configuration, and the size of every file
+        state.json            step, the caller's dictionary, configuration, and size and CRC-32 of every file
     .partial_00000080/        being written, or left over from a killed run
+    damaged_step_00000040/    set aside by a start that found other bytes in it than were written
 
 A checkpoint is written to a partial folder, synced to disk, verified against its own list of files, and then renamed.
-Killing the run at any point leaves complete checkpoints untouched.
+Killing the run at any point leaves complete checkpoints untouched. Every file is read and compared before it is loaded.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import dataclasses
 import json
 import os
 import random
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,12 @@ from megatron_fp8rl.data.checkpoint_dir import (
     PARTIAL_PREFIX,
     STATE_FILE,
     complete,
+    damaged,
+    damaged_files,
+    digests_of,
     latest,
     missing_part,
+    set_aside,
     sync_to_disk,
 )
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
@@ -46,11 +52,15 @@ from megatron_fp8rl.trainer.policy import Policy
 _FORMAT = 1
 
 
-__all__ = ["CheckpointError", "latest", "restore", "save"]
+__all__ = ["CheckpointError", "latest", "restore", "resume", "save"]
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or does not match the run that reads it."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint lacks files, or has other bytes than were written."""
 
 
 def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -> Path:
@@ -74,11 +84,40 @@ def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -
         policy.optimizer.set_num_updates(policy.step)
         dist_checkpointing.save(_sharded_state(policy, with_rng=True), str(partial))
     policy.parallel.barrier("checkpoint shards")
+    found = policy.parallel.gather_from_all(digests_of(partial, _own_files(partial, policy.parallel.rank)))
     final = None
     if policy.parallel.rank == 0:
+        state["digests"] = {name: digest for part in found for name, digest in part.items()}
         final = _commit(folder, partial, step, state)
-        _prune(folder, max(1, policy.cfg.checkpoint.keep))
+        _prune(folder, max(1, policy.cfg.checkpoint.keep), final)
     return policy.parallel.broadcast_object(final)
+
+
+def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tuple[int, dict[str, Any]] | None:
+    """Collective: restore the newest whole checkpoint of ``folder`` and return (step, extra); None if there never was one.
+
+    Damaged ones are set aside. ``say`` gets a line for each, and one with the step that the run goes on from.
+
+    Raises CheckpointError if all checkpoints are damaged: starting over would be a loss that nobody asked for.
+    """
+    folder, parallel = Path(folder), policy.parallel
+    while (newest := parallel.broadcast_object(next(reversed(complete(folder)), None))) is not None:
+        try:
+            step, extra = restore(newest, policy)
+        except DamagedError as error:
+            aside = set_aside(newest) if parallel.rank == 0 else newest
+            parallel.barrier("damaged checkpoint")
+            say(f"{error}. It is set aside as {aside.name}")
+            continue
+        say(f"continues after step {step}, from {newest}")
+        return step, extra
+    if left := parallel.broadcast_object([path.name for path in damaged(folder)]):
+        raise CheckpointError(
+            f"{folder} holds damaged checkpoints alone ({', '.join(left)}), and a start at step 0 would replace the run's "
+            "records. Restore one of them from a backup, name another --output_dir, or remove them to start over"
+        )
+    say(f"starts at step 0: {folder} holds no checkpoint")
+    return None
 
 
 def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
@@ -87,11 +126,15 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     Weights, optimizer and FP8 state are restored exactly. RNG states are per rank, so they are restored only under the
     layout that wrote them.
 
-    Raises CheckpointError if the folder is incomplete or holds a different model than ``policy``.
+    Raises DamagedError if the folder is incomplete or a file has other bytes than were written, which all ranks look
+    for together, and CheckpointError if it holds a different model than ``policy``.
     """
-    path = Path(path)
-    if (missing := missing_part(path)) is not None:
-        raise CheckpointError(f"{path} is not a complete checkpoint: {missing}. Choose another, or start without one")
+    path, parallel = Path(path), policy.parallel
+    if (missing := parallel.broadcast_object(missing_part(path))) is not None:
+        raise DamagedError(f"{path} is not a complete checkpoint: {missing}")
+    wrong = sum(parallel.gather_from_all(damaged_files(path, parallel.rank, parallel.world_size)), [])
+    if wrong:
+        raise DamagedError(f"{path} is damaged: {', '.join(wrong)} holds other bytes than were written")
     state = json.loads((path / STATE_FILE).read_text())
     if state.get("weights_only"):
         raise CheckpointError(f"{path} holds only weights, no training state. Start from it: model.hf_path = {path}")
@@ -195,6 +238,12 @@ def _set_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
+def _own_files(partial: Path, rank: int) -> list[str]:
+    """Files that this rank has written, as Megatron-Core names them; what belongs to no rank is rank 0's."""
+    names = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]
+    return [name for name in names if int((re.match(r"__(\d+)_", name) or ("", 0))[1]) == rank]
+
+
 def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Path:
     """Sync, verify and rename, on rank 0. The rename is atomic: the checkpoint is either absent or complete."""
     files = sorted(path for path in partial.rglob("*") if path.is_file())
@@ -216,9 +265,14 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
     return final
 
 
-def _prune(folder: Path, keep: int) -> None:
-    """Remove all but the newest ``keep``. Each is renamed to a partial name first, in case the run is killed."""
-    for path in complete(folder)[:-keep]:
+def _prune(folder: Path, keep: int, written: Path) -> None:
+    """Remove all but the newest ``keep`` whole ones, by the time of writing; never ``written``, nor damaged ones.
+
+    Each is renamed to a partial name first, in case the run is killed.
+    """
+    whole = [path for path in complete(folder) if missing_part(path) is None and path != written]
+    whole.sort(key=lambda path: (path / STATE_FILE).stat().st_mtime_ns)
+    for path in whole[: max(0, len(whole) + 1 - keep)]:
         doomed = folder / f"{PARTIAL_PREFIX}{path.name}"
         os.rename(path, doomed)
         shutil.rmtree(doomed)

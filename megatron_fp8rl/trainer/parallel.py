@@ -127,6 +127,14 @@ class Parallel:
         dist.all_gather_object(gathered, value, group=self.data_control_group)
         return gathered
 
+    def gather_from_all(self, value: _T) -> list[_T]:
+        """Collective over all trainer ranks: gather picklable values in the order of ranks."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self.control_group)
+        return gathered
+
     # The reducer interface that ``algo.mismatch`` and the observer expect.
     sum, max, gather = sum_over_data, max_over_data, gather_over_data
 

@@ -227,6 +227,59 @@ def test_keeps_the_newest_and_knows_damage(tmp_path):
         run_ranks(1, _restore_path, other, str(tmp_path / "step_00000003"))
 
 
+def _flip(file) -> None:
+    """One bit of a byte in the middle, the size unchanged."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def _resumed(cfg, folder):
+    from megatron_fp8rl.trainer import checkpoint
+
+    said = []
+    found = checkpoint.resume(folder, _build(cfg), said.append)
+    return found and found[0], said
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", ["*.distcp", ".metadata"])
+def test_a_flipped_bit_is_found_named_and_the_older_checkpoint_used(tmp_path, world_size, name):
+    cfg = run_config(model=DENSE, world_size=world_size)
+    run_ranks(world_size, _saves, cfg, str(tmp_path), (1, 2))
+    file = sorted((tmp_path / "step_00000002").glob(name))[-1]
+    _flip(file)
+    for step, said in run_ranks(world_size, _resumed, cfg, str(tmp_path)):
+        assert step == 1 and len(said) == 2
+        assert f"step_00000002 is damaged: {file.name} holds other bytes than were written" in said[0]
+        assert "set aside as " in said[0] and said[1] == f"continues after step 1, from {tmp_path / 'step_00000001'}"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged_step_00000002", "step_00000001"]
+
+
+def test_a_start_at_0_beside_damaged_checkpoints_is_refused(tmp_path):
+    cfg = run_config(model=DENSE)
+    assert run_ranks(1, _resumed, cfg, str(tmp_path))[0] == (
+        None,
+        [f"starts at step 0: {tmp_path} holds no checkpoint"],
+    )
+    run_ranks(1, _saves, cfg, str(tmp_path), (1, 2))
+    for step in (1, 2):
+        (tmp_path / f"step_0000000{step}" / ".metadata").unlink()
+    for _ in range(2):  # the second start finds them set aside
+        with pytest.raises(RankError, match="damaged checkpoints alone .damaged_step_00000001, damaged_step_00000002"):
+            run_ranks(1, _resumed, cfg, str(tmp_path))
+
+
+def test_pruning_counts_whole_checkpoints_by_the_time_of_writing(tmp_path):
+    cfg = run_config(model=DENSE)  # keeps 2
+    run_ranks(1, _saves, cfg, str(tmp_path), (18, 20))
+    for path in tmp_path.glob("step_*/.metadata"):
+        path.unlink()
+    assert run_ranks(1, _saves, cfg, str(tmp_path), (4, 5, 6))[0] == ["step_00000004", "step_00000005", "step_00000006"]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["step_00000005", "step_00000006", "step_00000018", "step_00000020"]  # damaged ones are not touched
+
+
 def _restore_path(cfg, path):
     from megatron_fp8rl.trainer import checkpoint
 

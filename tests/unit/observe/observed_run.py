@@ -72,9 +72,7 @@ def make_report(level: float, step: int = 1, alarms: tuple[str, ...] = ()) -> Mi
     )
 
 
-def observe_run(
-    run_dir, *, steps, cfg: RunConfig | None = None, mismatch=0.01, fail_at: int | None = None
-) -> None:
+def observe_run(run_dir, *, steps, cfg: RunConfig | None = None, mismatch=0.01, fail_at: int | None = None) -> None:
     """Observe some steps of a run, with an alarm in step 2."""
     with Observer(cfg or make_config(), True, run_dir) as observer:
         for step in steps:

@@ -111,6 +111,26 @@ def test_a_resumed_run_keeps_the_step_that_it_resumes_after(tmp_path):
     assert [step for step, _ in read_steps(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_killed_between_a_checkpoint_and_its_steps_line_writes_the_line_when_it_goes_on(tmp_path, is_there):
+    observe_run(tmp_path, steps=range(1, 4 if is_there else 3))
+    before = read_json_lines(tmp_path / "metrics.jsonl")
+    with Observer(make_config(), True, tmp_path) as observer:
+        log = StepLog(observer, 3)
+        log.update({"train/loss/mean": 0.5, "train/entropy/mean": float("nan")})
+        log.details["warnings"] = ["one"]
+        record = log.record()  # as a checkpoint keeps it
+        with observer.prelude(3, record) as log:
+            log.update({"eval/pass_rate/mean": 0.9})
+    after = read_json_lines(tmp_path / "metrics.jsonl")
+    if is_there:
+        assert after == before
+        return
+    assert after[:2] == before
+    assert after[2] == {"step": 3, "train/loss/mean": 0.5, "eval/pass_rate/mean": 0.9}
+    assert read_json_lines(tmp_path / "details.jsonl")[-1] == {"step": 3, "warnings": ["one"]}
+
+
 def test_the_prelude_of_a_new_run_is_step_0(tmp_path):
     with Observer(make_config(), True, tmp_path) as observer, observer.prelude(0) as log:
         log.update({"eval/pass_rate/mean": 0.4})

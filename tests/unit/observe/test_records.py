@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_fp8rl.observe.records import RolloutWriter, read_json_lines, read_steps, truncate_from
+from megatron_fp8rl.observe.records import RolloutWriter, last_step, read_json_lines, read_steps, truncate_from
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 
 
@@ -98,6 +98,16 @@ def test_truncation_keeps_earlier_steps_only_and_drops_a_cut_off_line(tmp_path):
     assert [step for step, _ in read_steps(path)] == [1, 2]
     assert truncate_from(path, 0) > 0
     assert path.read_bytes() == b""
+    aside = path.with_suffix(".cut.jsonl").read_bytes()  # nothing is lost
+    assert aside.startswith(b'{"step": 3, "prom{"step": 3') and aside.count(b"\n") == whole.count(b"\n")
+
+
+def test_the_last_step_is_that_of_the_last_whole_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("")
+    assert last_step(path) == -1
+    path.write_text('{"step": 1}\n{"step": 12, "x": 1}\n{"step": 13, "x"')
+    assert last_step(path) == 12
 
 
 def test_json_lines_name_the_bad_line(tmp_path):

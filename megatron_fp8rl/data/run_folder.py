@@ -1,0 +1,130 @@
+"""The folder of a run: who may use it, and what may be in it.
+
+In: a configuration, before anything starts. Out: the folder, held for this run until the block ends, or a ConfigError.
+Runs on trainer rank 0; no torch.
+
+``run.lock`` is held by flock, which ends with the process. Where the file system keeps locks apart on each node, the
+holder's heartbeat tells the others: it touches the file every few seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.data.checkpoint_dir import complete, damaged
+
+LOCK = "run.lock"
+_MARKS = (LOCK, "versions.json", "launch")  # one of them is in every folder of a run
+_HARMLESS = ("logs",)  # may be made before a run
+_BEAT_S = 5.0
+_SILENT_S = 20.0  # a holder on another node that has not touched the lock for so long is gone
+
+
+def violations(cfg: RunConfig) -> list[Violation]:
+    """What speaks against the folder: it is no run's, or a start from 0 would replace its checkpoints."""
+    folder = Path(cfg.run_dir)
+    if not folder.is_dir():
+        return []
+    found = sorted(entry.name for entry in folder.iterdir())
+    others = [name for name in found if name not in _HARMLESS]
+    if others and not any(mark in found for mark in _MARKS):
+        some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        problem = f"{folder} is not empty and no folder of a run: it holds {some}"
+        return [Violation("--output_dir", cfg.output_dir, problem, "Name another")]
+    if not cfg.checkpoint.resume:
+        for part in (folder / "checkpoints", folder / "warm_start" / "checkpoints"):
+            if kept := [*complete(part), *damaged(part)]:
+                problem = f"{part} holds {kept[-1].name}, which a run from the start would replace"
+                remedy = "Name another output_dir, or remove the checkpoints"
+                return [Violation("--checkpoint.resume", False, problem, remedy)]
+    return []
+
+
+@contextlib.contextmanager
+def held(cfg: RunConfig) -> Iterator[None]:
+    """Hold the folder for the block. Raises ConfigError with :func:`violations`, and if another run holds it."""
+    if found := violations(cfg):
+        raise ConfigError(found)
+    folder = Path(cfg.run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / LOCK).open("a+") as file:
+        if holder := _other_holder(file):
+            remedy = "Wait for it or stop it, or name another output_dir"
+            raise ConfigError([Violation("--output_dir", cfg.output_dir, f"another run is in it: {holder}", remedy)])
+        _write(file, json.dumps(_me()))
+        ended = threading.Event()
+        beat = threading.Thread(target=_beat, args=(file, ended), name="run lock", daemon=True)
+        beat.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beat.join()
+            _write(file, "")
+
+
+def _other_holder(file: IO[str]) -> str:
+    """Who holds the lock, in words; empty after this process has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _described(file)
+    except OSError:
+        pass  # the file system has no locks; the heartbeat is left
+    file.seek(0)
+    before = _read(file)
+    if before and before.get("host") != socket.gethostname():
+        touched, end = os.fstat(file.fileno()).st_mtime, time.monotonic() + _SILENT_S
+        if time.time() - touched > _SILENT_S:
+            return ""
+        while time.monotonic() < end:
+            time.sleep(0.5)
+            if os.fstat(file.fileno()).st_mtime != touched:
+                return _described(file)
+    return ""
+
+
+def _described(file: IO[str]) -> str:
+    one = _read(file)
+    job = f", job {one['job']}" if one.get("job") else ""
+    return f"process {one.get('pid', '?')} on {one.get('host', 'an unknown host')}{job}, since {one.get('since', '?')}"
+
+
+def _read(file: IO[str]) -> dict[str, str]:
+    file.seek(0)
+    try:
+        return json.loads(file.read() or "{}")
+    except ValueError:
+        return {}
+
+
+def _write(file: IO[str], text: str) -> None:
+    file.seek(0)
+    file.truncate()
+    file.write(text)
+    file.flush()
+
+
+def _me() -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "pid": str(os.getpid()),
+        "job": os.environ.get("SLURM_JOB_ID", ""),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+    }
+
+
+def _beat(file: IO[str], ended: threading.Event) -> None:
+    while not ended.wait(_BEAT_S):
+        with contextlib.suppress(OSError):
+            os.utime(file.fileno())

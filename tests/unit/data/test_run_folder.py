@@ -1,0 +1,114 @@
+"""Who may use a run's folder: no other run beside a living one, and nothing that is not a run's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_fp8rl.config import CheckpointConfig, ConfigError
+from megatron_fp8rl.data import run_folder
+from megatron_fp8rl.preflight import rules
+from model_configs.tiny import tiny_qwen3
+
+HOLDER = """
+import sys, time
+from dataclasses import replace
+from megatron_fp8rl.data import run_folder
+from model_configs.tiny import tiny_qwen3
+with run_folder.held(replace(tiny_qwen3(), output_dir=sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(120)
+"""
+
+
+def config(folder: Path, **fields):
+    return replace(tiny_qwen3(), output_dir=str(folder), **fields)
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_run_is_refused_and_a_killed_ones_folder_is_taken_over(tmp_path, holder):
+    cfg = config(tmp_path / "run")
+    said = f"another run is in it: process {holder.pid} on {socket.gethostname()}, since 20"
+    with pytest.raises(ConfigError, match=said), run_folder.held(cfg):
+        pass
+    assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == str(holder.pid)
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with run_folder.held(cfg):
+        assert json.loads((tmp_path / "run" / "run.lock").read_text())["pid"] == str(os.getpid())
+    assert (tmp_path / "run" / "run.lock").read_text() == ""
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_the_heartbeat_tells_of_a_run_on_another_node(tmp_path, monkeypatch, is_alive):
+    monkeypatch.setattr(run_folder, "_SILENT_S", 2.0)
+    lock = tmp_path / "run.lock"
+    lock.write_text(json.dumps({"host": "elsewhere", "pid": "7", "job": "123", "since": "today"}))
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.2):
+            os.utime(lock)
+
+    if is_alive:
+        threading.Thread(target=beat, daemon=True).start()
+        with pytest.raises(ConfigError, match="process 7 on elsewhere, job 123, since today"):
+            with run_folder.held(config(tmp_path)):
+                pass
+        ended.set()
+    else:
+        began = time.monotonic()
+        with run_folder.held(config(tmp_path)):
+            assert time.monotonic() - began < 10
+    old = time.time() - 100
+    lock.write_text(json.dumps({"host": "elsewhere", "pid": "7"}))
+    os.utime(lock, (old, old))
+    time.sleep(0.5)  # the thread has ended
+    os.utime(lock, (old, old))
+    with run_folder.held(config(tmp_path)):  # without waiting
+        pass
+
+
+def test_a_folder_that_is_no_runs_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "my_weights.bin").write_text("precious")
+    with pytest.raises(ConfigError, match="is not empty and no folder of a run: it holds model"):
+        with run_folder.held(config(tmp_path)):
+            pass
+    assert (tmp_path / "model" / "my_weights.bin").read_text() == "precious"
+    (found,) = [str(violation) for violation in rules.check(config(tmp_path)) if violation.field == "--output_dir"]
+    assert "no folder of a run" in found and "Name another" in found
+    (tmp_path / "versions.json").write_text("{}")  # of a run from before there were locks
+    assert not run_folder.violations(config(tmp_path))
+
+
+def test_a_name_that_leaves_the_folder_is_refused():
+    assert any(violation.field == "--name" for violation in rules.check(replace(tiny_qwen3(), name="..")))
+
+
+@pytest.mark.parametrize("name", ["step_00000020", "damaged_step_00000020"])
+def test_a_start_from_0_beside_checkpoints_is_refused(tmp_path, name):
+    (tmp_path / "run.lock").touch()
+    (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert not run_folder.violations(config(tmp_path))
+    anew = config(tmp_path, checkpoint=CheckpointConfig(resume=False))
+    (found,) = run_folder.violations(anew)
+    assert f"holds {name}, which a run from the start would replace" in str(found) and "Name another" in str(found)
