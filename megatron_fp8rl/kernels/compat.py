@@ -7,7 +7,7 @@ them and rejects other versions.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -110,6 +110,12 @@ def coalesced(group: dist.ProcessGroupNCCL, calls: Sequence[Callable[[], Any]]) 
     return group._end_coalescing()
 
 
+# What follows the device in the arguments of rebuild_cuda_tensor.
+_FIRST_OF_HANDLE = 7
+_HANDLE = ("handle", "storage_bytes", "storage_offset", "requires_grad", "reference", "reference_offset", "event", "syncs")
+_BYTES_OF_HANDLE = ("handle", "reference", "event")
+
+
 @patches(
     "torch",
     ">=2.11,<2.12",
@@ -117,13 +123,24 @@ def coalesced(group: dist.ProcessGroupNCCL, calls: Sequence[Callable[[], Any]]) 
     "the sender's index means another GPU if the processes differ in CUDA_VISIBLE_DEVICES",
     remove_when="rebuild_cuda_tensor takes the opening device as a named argument",
 )
-def open_on(arguments: Sequence[Any], device: int) -> Tensor:
-    """Open another local process's tensor on GPU ``device``; ``arguments`` come from its ``reduce_tensor``."""
+def handle_of(tensor: Tensor) -> dict[str, Any]:
+    """What another process of this host needs to open a contiguous tensor of a GPU: numbers, and bytes as hexadecimal
+    text. ``reduce_tensor`` gives them to pickle beside classes."""
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(tensor)
+    numbers = dict(zip(_HANDLE, arguments[_FIRST_OF_HANDLE:], strict=True))
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in numbers.items()}
+
+
+def open_on(handle: Mapping[str, Any], shape: tuple[int, int], device: int) -> Tensor:
+    """Open another local process's uint8 tensor on GPU ``device``; ``handle`` comes from its :func:`handle_of`."""
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-    arguments = list(arguments)
-    arguments[6] = device
-    return rebuild_cuda_tensor(*arguments)
+    values = [bytes.fromhex(handle[name]) if name in _BYTES_OF_HANDLE else handle[name] for name in _HANDLE]
+    return rebuild_cuda_tensor(
+        Tensor, torch.Size(shape), (shape[1], 1), 0, torch.UntypedStorage, torch.uint8, device, *values
+    )
 
 
 @patches(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.names.layouts import TrainerLayout
+from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import own_address
 from megatron_fp8rl.weight_sync.agreement import together
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, terms_of_words, values_of_sums
@@ -28,8 +29,9 @@ from megatron_fp8rl.weight_sync.engines import Engines, TransportError
 from megatron_fp8rl.weight_sync.pack import LocalShards, RoundPacker
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.schedule import SendSchedule
-from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Transport, open_store
+from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
+from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore, open_store
 
 _GRACE_S = 10.0  # time for the error that names a failed replica to arrive after the first sign of failure
 
@@ -102,14 +104,15 @@ class ShardSender:
         store = None
         if self.rank == 0:
             host = own_address()
-            store = open_store(host, 0, self._timeout_s, is_master=True)
-            address = [(host, store.port)]
+            secret = auth.new_token()
+            store = open_store(host, 0, self._timeout_s, is_master=True, secret=secret)
+            address = [(host, store.port, secret)]
         if self._group is not None:
             dist.broadcast_object_list(address, src=0, group=self._group)
-        host, port = address[0]
-        together(lambda: self._join(store, host, port), self._group)
+        host, port, secret = address[0]
+        together(lambda: self._join(store, host, port, secret), self._group)
 
-    def _join(self, store: dist.TCPStore | None, host: str, port: int) -> None:
+    def _join(self, store: SignedStore | None, host: str, port: int, secret: str) -> None:
         parallel, rollout = self.inputs.parallel, self.inputs.rollout
         peer = Peer(
             rank=self.rank,
@@ -123,6 +126,7 @@ class ShardSender:
                 "config": self.inputs.to_json(),
                 "host": host,
                 "port": port,
+                "secret": secret,
                 "num_trainers": peer.num_trainers,
                 "num_replicas": peer.num_replicas,
                 "timeout_s": self._timeout_s,
@@ -132,7 +136,7 @@ class ShardSender:
                 for i in range(peer.num_replicas)
             ]
             self._request = self._requests.submit(self._receivers.init_transfer, infos)
-        store = store or open_store(host, port, self._timeout_s, is_master=False)
+        store = store or open_store(host, port, self._timeout_s, is_master=False, secret=secret)
         with self._errors_named("connecting to the engines"):
             schedules = (self._slices, self._whole)
             self._transport = open_transport(

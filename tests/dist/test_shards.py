@@ -19,8 +19,9 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.types import PublishReport
 from megatron_fp8rl.weight_sync.plan import scale_range
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
-from megatron_fp8rl.weight_sync.transports.base import Peer, Transport, open_store
+from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
+from megatron_fp8rl.weight_sync.transports.signed_store import open_store
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import continue_training, full_weights, weight_pieces
 
@@ -62,7 +63,7 @@ class Worker:
             num_replicas=info["num_replicas"],
             num_engine_ranks=self.inputs.rollout.tensor,
         )
-        store = open_store(info["host"], info["port"], info["timeout_s"], is_master=False)
+        store = open_store(info["host"], info["port"], info["timeout_s"], is_master=False, secret=info["secret"])
         self.transport = open_transport(info["kind"], peer, store, CPU, info["timeout_s"], self.schedules)
 
     def update(self, info: dict) -> None:

@@ -38,8 +38,9 @@ from megatron_fp8rl.upstream import patches
 from megatron_fp8rl.weight_sync.copies import Copies
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.schedule import Message, Part, SendSchedule
-from megatron_fp8rl.weight_sync.transports.base import Peer, Transport, open_store
+from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
+from megatron_fp8rl.weight_sync.transports.signed_store import open_store
 
 
 @dataclass
@@ -54,6 +55,7 @@ class InitInfo(WeightTransferInitInfo):
     config: dict[str, Any]  # of PlanInputs
     host: str
     port: int
+    secret: str  # of what is in the store
     rank_offset: int
     num_trainers: int
     num_replicas: int
@@ -117,7 +119,9 @@ class TransferEngine(WeightTransferEngine):
             num_replicas=init_info.num_replicas,
             num_engine_ranks=parallel.world_size,
         )
-        store = open_store(init_info.host, init_info.port, init_info.timeout_s, is_master=False)
+        store = open_store(
+            init_info.host, init_info.port, init_info.timeout_s, is_master=False, secret=init_info.secret
+        )
         schedules = (self._slices, self._whole)
         self._transport = open_transport(init_info.kind, peer, store, self.device, init_info.timeout_s, schedules)
 

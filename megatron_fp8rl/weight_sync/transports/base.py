@@ -21,13 +21,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.weight_sync.schedule import Message, Round, SendSchedule
+from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore
 
 NUM_SLOTS = 2
 _FAILED = "failed"
@@ -77,7 +76,7 @@ class Transport:
     ``store`` is connected to trainer rank 0. ``device`` is where messages lie.
     """
 
-    def __init__(self, peer: Peer, store: dist.Store, device: torch.device, timeout_s: float):
+    def __init__(self, peer: Peer, store: SignedStore, device: torch.device, timeout_s: float):
         self.peer = peer
         self.device = device
         self.timeout_s = timeout_s
@@ -128,7 +127,7 @@ class Transport:
         except RuntimeError as error:
             raise DeliveryError(f"{what()}: trainer rank 0 has gone ({error})") from error
         if failed:
-            raise DeliveryError(f"{what()}: {self._store.get(key).decode()}")
+            raise DeliveryError(f"{what()}: {self._store.get(key)}")
 
     # ---- trainer side
 
@@ -169,11 +168,6 @@ class Transport:
 
     def _to_this_process(self, number: int) -> list[Message]:
         return self._rounds[number].received_by(self.peer.engine_rank)
-
-
-def open_store(host: str, port: int, timeout_s: float, *, is_master: bool) -> dist.TCPStore:
-    """The store: trainer rank 0 hosts it (port 0 picks a free port: see ``store.port``), all others connect."""
-    return dist.TCPStore(host, port, None, is_master, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def recorded(device: torch.device) -> torch.cuda.Event:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from megatron_fp8rl.weight_sync.schedule import SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcTransport
 from megatron_fp8rl.weight_sync.transports.process_group import GlooTransport, NcclTransport
+from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore
 
 TRANSPORTS: dict[str, type[Transport]] = {"ipc": IpcTransport, "nccl": NcclTransport, "gloo": GlooTransport}
 
@@ -27,7 +27,7 @@ def resolve(kind: str, *, on_gpu: bool, one_host: bool, colocated: bool) -> str:
 def open_transport(
     kind: str,
     peer: Peer,
-    store: dist.Store,
+    store: SignedStore,
     device: torch.device,
     timeout_s: float,
     schedules: Sequence[SendSchedule],

@@ -6,9 +6,9 @@ Runs in the trainer and in engine workers. ``base.py`` defines the interface.
 from __future__ import annotations
 
 import atexit
+import json
 import mmap
 import os
-import pickle
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels.compat import open_on
+from megatron_fp8rl.kernels.compat import handle_of, open_on
 from megatron_fp8rl.weight_sync.schedule import Message, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError, Transport, recorded
 
@@ -40,7 +40,7 @@ class IpcTransport(Transport):
             num_bytes = max(x.out_bytes(peer.rank) for x in schedules)
             if num_bytes:
                 self._slots, handle = _export(num_bytes, self.device)
-                self._store.set(f"ipc/{peer.rank}", pickle.dumps(handle))
+                self._store.set(f"ipc/{peer.rank}", json.dumps(handle))
         else:
             senders = sorted({sender for x in schedules for sender in x.senders})
             self._mapped = {}
@@ -50,7 +50,7 @@ class IpcTransport(Transport):
                     lambda key=key: self._store.check([key]),
                     lambda sender=sender: f"trainer rank {sender} did not offer its buffers",
                 )
-                self._mapped[sender] = _open(pickle.loads(self._store.get(key)), self.device)
+                self._mapped[sender] = _open(json.loads(self._store.get(key)), self.device)
         self._store.add("joined", 1)
         self.wait_until(
             lambda: self._store.add("joined", 0) >= peer.world_size,
@@ -70,7 +70,7 @@ class IpcTransport(Transport):
             self._remove_files = lambda: path.unlink(missing_ok=True)
             self._store.set("counters", str(path))
         self.wait_until(lambda: self._store.check(["counters"]), lambda: "trainer rank 0 did not offer its counters")
-        with open(self._store.get("counters").decode(), "r+b") as file:
+        with open(self._store.get("counters"), "r+b") as file:
             return np.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=np.int64)
 
     def _count(self, number: int) -> int:
@@ -173,16 +173,13 @@ def _remove_leftovers() -> None:
 
 
 def _export(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any]]:
-    """uint8 [slots, num_bytes], and the handle with which another process of this host opens it."""
+    """uint8 [slots, num_bytes], and the handle, as JSON, with which another process of this host opens it."""
     if device.type == "cpu":
         path = _new_file(NUM_SLOTS * num_bytes)
         slots = torch.from_file(str(path), shared=True, size=NUM_SLOTS * num_bytes, dtype=torch.uint8)
         return slots.view(NUM_SLOTS, num_bytes), {"path": str(path), "num_bytes": num_bytes}
-    from torch.multiprocessing.reductions import reduce_tensor
-
     slots = torch.empty(NUM_SLOTS, num_bytes, dtype=torch.uint8, device=device)
-    _, arguments = reduce_tensor(slots)
-    return slots, {"arguments": arguments}
+    return slots, {"num_bytes": num_bytes, "cuda": handle_of(slots)}
 
 
 def _open(handle: dict[str, Any], device: torch.device) -> Tensor:
@@ -193,4 +190,4 @@ def _open(handle: dict[str, Any], device: torch.device) -> Tensor:
     # The GPU that opens the memory, by this process's numbering; CUDA maps a peer's memory even if that GPU is not
     # visible.
     index = device.index if device.index is not None else torch.cuda.current_device()
-    return open_on(handle["arguments"], index)
+    return open_on(handle["cuda"], (NUM_SLOTS, handle["num_bytes"]), index)
