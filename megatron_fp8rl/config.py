@@ -286,6 +286,8 @@ class DataConfig:
     num_score_workers: int = 1  # scoring processes of trainer rank 0, or of each score server
     score_servers: int = 0  # score servers started by the agents of a launched job; 0: trainer rank 0 scores
     score_deadline_s: float = 30.0
+    score_memory_gib: float = 16.0  # address space of a scoring process; what asks for more gets a MemoryError
+    score_variables: tuple[str, ...] = ()  # further environment variables that scoring processes see, such as HF_TOKEN
     sft_steps: int = 0  # supervised steps; 0 if hf_path provides trained weights
     sft_batch_size: int = 128
     sft_lr: float = 1e-3

@@ -101,7 +101,7 @@ def run(
                 colocated.train()
                 log.groups(groups)
                 if not learn(policy, groups, log):
-                    observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from")
+                    observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from{_why(groups)}")
                 save(step, log)
                 publish(step, log)
                 evaluate(step, log)
@@ -168,6 +168,12 @@ def _learn(
         updates = [policy.update(batch, loss, inspect=inspect if i == 0 else None) for i, batch in enumerate(batches)]
         log.updates(updates, batches)
     return True
+
+
+def _why(groups: Sequence[RolloutGroup]) -> str:
+    """How many completions have no score, and why the first has none; empty if all have one."""
+    details = [rollout.detail for group in groups for rollout in group.rollouts if rollout.status == "score_failed"]
+    return f"; {len(details)} completions were not scored, the first because {details[0]}" if details else ""
 
 
 def _inspect(

@@ -4,11 +4,12 @@ Started and supervised by envs/scoring.py.
 
 Reads one JSON object per line from standard input and answers each with one line:
 
-    {"environments": {key: EnvironmentConfig}}          ->  {"ready": true} | {"error": text}
+    {"environments": {key: EnvironmentConfig}, "memory_bytes": n}   ->  {"ready": true} | {"error": text}
     {"prompts": [Prompt], "texts": [str], "deadline_s": s}
                                  ->  {"scores": [{"reward": number, "parts": {name: number}}]} | {"error": text}
 
-The prompts of a request are of one environment.
+The prompts of a request are of one environment. Every reply has the "number" of its request. A scorer may fork: a child
+that returns from it ends without a reply.
 
 Exits at the end of standard input. Imports neither torch nor transformers, so that startup takes only as long as its
 environments need.
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -36,10 +38,12 @@ _ALARM_MARGIN_S = 5.0
 def serve(requests: TextIO, replies: TextIO) -> None:
     """Answer requests until end of file."""
     environments: dict[str, Environment | RowRewards] = {}
+    own_pid = os.getpid()
     for line in requests:
         request = json.loads(line)
         try:
             if "environments" in request:
+                _limit_memory(request.get("memory_bytes"))
                 for key, fields in request["environments"].items():
                     environments[key] = _built(fields)
                 reply = {"ready": True}
@@ -48,8 +52,15 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         except Exception as error:
             traceback.print_exc()
             reply = {"error": f"{type(error).__name__}: {error}"}
-        replies.write(json.dumps(reply) + "\n")
+        if os.getpid() != own_pid:
+            os._exit(0)
+        replies.write(json.dumps(reply | {"number": request.get("number")}) + "\n")
         replies.flush()
+
+
+def _limit_memory(num_bytes: int | None) -> None:
+    if num_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
 
 
 def _built(fields: dict[str, Any]) -> Environment | RowRewards:

@@ -17,10 +17,11 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import fcntl
 import json
-import math
 import os
 import queue
+import re
 import select
 import signal
 import subprocess
@@ -28,8 +29,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig
@@ -54,6 +56,14 @@ class Score(NamedTuple):
 MAX_BATCH = 64  # completions in one call of a reward function that takes several
 START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
 _STDERR_TAIL_BYTES = 400
+_MAX_STDERR_BYTES = 1 << 20  # of what a scorer prints; looked at once a second
+_LARGEST_REWARD = 1e15  # sums of larger ones overflow
+_TOKEN = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and all that it starts
+# Variables that scorers see; the rest of the trainer's environment, with its keys, is not theirs.
+_VARIABLES = re.compile(
+    r"PATH|HOME|USER|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|OMP_.*|HF_HOME|HF_.*_OFFLINE|SSL_CERT_.*|"
+    r".*_(?:proxy|PROXY)|MEGATRON_FP8RL_.*|SLURM_JOB_ID"
+)
 
 
 class ScorePoolError(RuntimeError):
@@ -99,10 +109,24 @@ class ScorePool(CompletionScorer):
     call with one deadline. A call that fails is repeated one by one, so that a bad completion costs only its own score.
     """
 
-    def __init__(self, environments: Mapping[str, EnvironmentConfig], *, num_workers: int, deadline_s: float):
+    def __init__(
+        self,
+        environments: Mapping[str, EnvironmentConfig],
+        *,
+        num_workers: int,
+        deadline_s: float,
+        memory_gib: float | None = None,
+        variables: Sequence[str] = (),
+    ):
+        """``memory_gib`` limits the address space of a worker, ``variables`` are further ones that it sees."""
         self._environments = dict(environments)
         self._deadline_s = deadline_s
-        self._workers = [_Worker(self._environments) for _ in range(num_workers)]
+        greeting = {
+            "environments": {key: dataclasses.asdict(cfg) for key, cfg in self._environments.items()},
+            "memory_bytes": None if memory_gib is None else int(memory_gib * 2**30),
+        }
+        environ = _environ([*variables, *keys_of(self._environments.values())])
+        self._workers = [_Worker(greeting, environ) for _ in range(num_workers)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
@@ -116,7 +140,11 @@ class ScorePool(CompletionScorer):
     def build(cls, cfg: DataConfig) -> ScorePool:
         """Build the pool of a configuration; starts the workers."""
         return cls(
-            environments_by_key(cfg.environments), num_workers=cfg.num_score_workers, deadline_s=cfg.score_deadline_s
+            environments_by_key(cfg.environments),
+            num_workers=cfg.num_score_workers,
+            deadline_s=cfg.score_deadline_s,
+            memory_gib=cfg.score_memory_gib,
+            variables=cfg.score_variables,
         )
 
     def submit(self, prompt: Prompt, text: str) -> Future[Score]:
@@ -207,7 +235,7 @@ class _Waiting(NamedTuple):
 
 def _verdict(reply: Mapping[str, Any], environment: str) -> Score:
     values = {**reply["parts"], "reward": reply["reward"]}
-    if bad := {name: value for name, value in values.items() if not math.isfinite(value)}:
+    if bad := {name: value for name, value in values.items() if not abs(value) <= _LARGEST_REWARD}:
         return Score.failed(f"scorer of {environment} returned {bad}")
     return Score(reply["reward"], "scored", "", reply["parts"])
 
@@ -216,26 +244,41 @@ class _WorkerLost(Exception):
     """A worker crashed or did not answer in time; the message completes "scorer of X ..."."""
 
 
+def _environ(names: Sequence[str]) -> dict[str, str]:
+    """The environment of a worker: what programs need to run, and the variables of these names."""
+    found = {name: value for name, value in os.environ.items() if name in names or _VARIABLES.fullmatch(name)}
+    found |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    return {"OMP_NUM_THREADS": "1", **found}
+
+
+def keys_of(environments: Iterable[EnvironmentConfig]) -> list[str]:
+    """Names of the variables in which rewards find the keys of servers."""
+    options = [reward.options for one in environments for reward in one.rewards]
+    return [str(one["key_env"]) for one in options if one.get("key_env")]
+
+
 class _Worker:
     """One scoring process and its two pipes. Used by one thread at a time, except :meth:`kill`."""
 
-    def __init__(self, environments: Mapping[str, EnvironmentConfig]):
-        self._greeting = {"environments": {key: dataclasses.asdict(cfg) for key, cfg in environments.items()}}
+    def __init__(self, greeting: Mapping[str, Any], environ: Mapping[str, str]):
+        self._greeting = greeting
+        self._environ = environ
         self._lock = threading.Lock()
+        self._number = 0  # of the last request
         self.start()
 
     def start(self) -> None:
         """Start the process and send the environments, without waiting for a reply."""
         # A temporary file instead of a pipe: it needs no reader, and its tail explains a crash.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-        environ.setdefault("OMP_NUM_THREADS", "1")
+        fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # it is cut while the process writes
+        self._token = os.urandom(8).hex()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megatron_fp8rl.envs.score_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env=environ,
+            env={**self._environ, _TOKEN: self._token},
             start_new_session=True,  # own process group, to kill all child processes of a scorer
             bufsize=0,
         )
@@ -275,14 +318,16 @@ class _Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+            _kill_marked(self._token)
 
     def close_pipes(self) -> None:
         """Close the file descriptors of a killed process once no thread reads them."""
         for stream in (self._process.stdin, self._process.stdout, self._stderr):
             stream.close()
 
-    def _send(self, message: dict[str, Any]) -> None:
-        data = memoryview(json.dumps(message).encode() + b"\n")
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._number += 1
+        data = memoryview(json.dumps({**message, "number": self._number}).encode() + b"\n")
         while data:
             data = data[self._process.stdin.write(data) :]
 
@@ -290,16 +335,31 @@ class _Worker:
         stop_at = time.monotonic() + deadline_s
         poll = select.poll()
         poll.register(self._process.stdout, select.POLLIN)
-        while b"\n" not in self._buffer:
+        while (reply := self._next_reply()) is None:
             remaining_s = stop_at - time.monotonic()
-            if remaining_s <= 0 or not poll.poll(remaining_s * 1000):
+            if remaining_s <= 0:
                 raise _WorkerLost(f"did not answer within {deadline_s:.3g} s")
-            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
-            if not chunk:
-                raise _WorkerLost(self._obituary())
-            self._buffer += chunk
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
+            if poll.poll(min(remaining_s, 1.0) * 1000):
+                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    raise _WorkerLost(self._obituary())
+                self._buffer += chunk
+            self._bound_output()
+        return reply
+
+    def _next_reply(self) -> dict[str, Any] | None:
+        """The reply to the last request, if it is there; others are dropped."""
+        while b"\n" in self._buffer:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            reply = json.loads(line)
+            if reply.get("number") == self._number:
+                return reply
+        return None
+
+    def _bound_output(self) -> None:
+        """Forget what the scorer has printed, beyond a limit."""
+        if os.fstat(self._stderr.fileno()).st_size > _MAX_STDERR_BYTES:
+            os.ftruncate(self._stderr.fileno(), 0)
 
     def _obituary(self) -> str:
         try:
@@ -310,3 +370,12 @@ class _Worker:
         self._stderr.seek(max(self._stderr.tell() - _STDERR_TAIL_BYTES, 0))
         tail = self._stderr.read().decode(errors="replace").strip()
         return f"ended with exit code {code}" + (f": {tail}" if tail else "")
+
+
+def _kill_marked(token: str) -> None:
+    """Kill what a worker has started in sessions of their own: such processes have its mark in their environment."""
+    mark = f"{_TOKEN}={token}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)

@@ -41,6 +41,26 @@ class Judge:
             with open(argument, "w") as file:
                 file.write(str(child.pid))
             time.sleep(600)
+        elif command == "session":
+            words = [sys.executable, "-c", "import time; time.sleep(600)"]
+            child = subprocess.Popen(words, start_new_session=True)
+            with open(argument, "w") as file:
+                file.write(str(child.pid))
+            time.sleep(600)
+        elif command == "fork":
+            if os.fork() == 0:
+                time.sleep(0.3)
+                return 5.0  # after the parent has answered
+        elif command == "allocate":
+            bytearray(int(float(argument) * 2**30))
+        elif command == "chatter":
+            for _ in range(int(argument)):
+                print("x" * (1 << 20))
+            return float(os.fstat(2).st_size)
+        elif command == "variable":
+            return float(argument in os.environ)
+        elif command == "huge":
+            return 1e308
         elif command == "pid":
             return float(os.getpid())
         return float(completion_text == prompt.answer) + self.bonus

@@ -10,7 +10,11 @@ def length_share(prompt, completion, limit=10):
 
 
 def everything(prompt, completion, **row):
-    return {"has_answer": float(row["answer"] in completion), "level": float(row["level"]), "plus": float("+" in prompt)}
+    return {
+        "has_answer": float(row["answer"] in completion),
+        "level": float(row["level"]),
+        "plus": float("+" in prompt),
+    }
 
 
 async def later(completion, answer):

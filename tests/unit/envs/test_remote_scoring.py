@@ -183,7 +183,9 @@ def test_a_silent_server_is_left_after_its_deadline(tmp_path, monkeypatch):
     monkeypatch.setattr(remote_scoring, "START_DEADLINE_S", 0.0)
     monkeypatch.setattr(remote_scoring, "_ANSWER_MARGIN_S", 0.0)
     with judges() as scorer, server(tmp_path, 0, Hanging()) as first, server(tmp_path, 1, scorer) as second:
-        assert scores(scorer, "3") == [(1.5, "scored", "", {})]  # its worker has started: what is timed is the answer alone
+        assert scores(scorer, "3") == [
+            (1.5, "scored", "", {})
+        ]  # its worker has started: what is timed is the answer alone
         with asking(first, second) as pool:
             assert scores(pool, *["3"] * 3) == [(1.5, "scored", "", {})] * 3
 

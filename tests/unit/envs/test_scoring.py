@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_fp8rl.config import DataConfig, EnvironmentConfig
+from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig
 from megatron_fp8rl.envs.environment import build_environment
-from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError
+from megatron_fp8rl.envs.scoring import ScorePool, ScorePoolError, keys_of
 from megatron_fp8rl.types import Prompt
 from tests.helpers.processes import is_running, until
 from tests.helpers.scoring import score_all
@@ -49,6 +49,7 @@ def test_scores_and_keeps_its_worker(pool):
         ("exit", "exit code 7: last words"),
         ("raise:bad luck", "RuntimeError: bad luck"),
         ("nan", "returned {'reward': nan}"),
+        ("huge", "returned {'reward': 1e+308}"),
     ],
 )
 def test_a_failing_scorer_costs_one_score(pool, text, detail):
@@ -66,9 +67,40 @@ def test_what_a_scorer_prints_is_not_a_reply(pool):
     assert score(pool, "3") == (1.5, "scored", "", {})
 
 
-def test_children_of_a_late_scorer_die_with_it(pool, tmp_path):
+def test_a_scorer_that_forks_answers_once(pool):
+    for _ in range(3):
+        assert score(pool, "fork") == (0.5, "scored", "", {})
+    time.sleep(0.5)
+    assert score(pool, "3") == (1.5, "scored", "", {})
+
+
+def test_what_a_scorer_prints_is_bounded(pool):
+    printed = [score(pool, "chatter:3")[0] for _ in range(6)]  # MiB, each time
+    assert max(printed) <= (3 + 1 + 3) * 2**20 + 64, "what was printed before is still there"
+    assert score(pool, "3") == (1.5, "scored", "", {})
+
+
+def test_memory_is_limited():
+    with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=DEADLINE_S, memory_gib=1.0) as pool:
+        assert "MemoryError" in score(pool, "allocate:2")[2]
+        assert score(pool, "allocate:0.1") == (0.5, "scored", "", {})
+
+
+def test_a_scorer_sees_no_keys_but_those_that_are_listed(monkeypatch):
+    for name in ("WANDB_API_KEY", "JUDGE_KEY", "MINE"):
+        monkeypatch.setenv(name, "secret")
+    keyed = EnvironmentConfig(dataset="rows.jsonl", rewards=(RewardConfig(options={"key_env": "JUDGE_KEY"}),))
+    sources = {"judge": JUDGE}
+    assert keys_of([keyed]) == ["JUDGE_KEY"]
+    with ScorePool(sources, num_workers=1, deadline_s=DEADLINE_S, variables=("MINE",)) as pool:
+        seen = {name: score(pool, f"variable:{name}")[0] for name in ("PATH", "WANDB_API_KEY", "JUDGE_KEY", "MINE")}
+    assert {name for name, value in seen.items() if value == 1.0} == {"PATH", "MINE"}
+
+
+@pytest.mark.parametrize("kind", ["child", "session"])
+def test_children_of_a_late_scorer_die_with_it(pool, tmp_path, kind):
     assert score(pool, "3")[1] == "scored"
-    assert score(pool, f"child:{tmp_path / 'pid'}")[1] == "score_failed"
+    assert score(pool, f"{kind}:{tmp_path / 'pid'}")[1] == "score_failed"
     child = int((tmp_path / "pid").read_text())
     until(lambda: not is_running(child), "the end of the child, which sleeps for ten minutes")
 
