@@ -186,6 +186,7 @@ class RolloutConfig:
     expert: int = 1  # expert-parallel size of one replica: 1 or equal to ``tensor``
     # On the trainer's GPUs, on the GPUs after them, or wherever the agents of a launched job start the engines.
     placement: Literal["colocated", "separate", "remote"] = "colocated"
+    hang_deadline_s: float = 30.0  # a replica that answers nothing for so long is killed, as if it had died
     max_replica_restarts: int = 3  # restarts of dead replicas per run, in total; not for colocated replicas on GPUs
     sleep_level: Literal[0, 1, 2] = 0  # during training: 0 keeps engine memory, 1 offloads and 2 discards weights
     linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU

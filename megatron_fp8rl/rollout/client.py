@@ -302,6 +302,14 @@ class EngineClient:
         """Return if the engine answers. Raises as every call does."""
         await self._call("/health", verb="GET", deadline_s=deadline_s)
 
+    async def prove_alive(self, deadline_s: float) -> None:
+        """Return if the server answers, and, while it samples, its engine between two steps. Raises as every call does.
+
+        During an update the engine may be busy for long.
+        """
+        path = "/is_sleeping" if self.num_running and self._open.is_set() else "/health"
+        await self._call(path, verb="GET", deadline_s=deadline_s)
+
     async def close(self) -> None:
         """Close the connections. The engine keeps running."""
         if self._session is not None:

@@ -41,6 +41,7 @@ T = TypeVar("T")
 _HEALTH_POLL_S = 0.25
 _PROGRESS_S = 10.0
 _MEMBER_POLL_S = 0.1
+_PROBE_S = 5.0  # between questions whether a replica is alive
 _NEWS_S = 3.0  # time for the report of a replica's end to follow the failure of a call
 
 
@@ -235,7 +236,7 @@ class Fleet:
             )
             dead = [client for client in clients if not client.is_alive]
             for client in dead:
-                self.remove(client, _ended(client.replica))
+                self.remove(client, client.replica.obituary())
             return bool(dead)
 
         return self.sync(look(), 2 * _NEWS_S)
@@ -287,8 +288,10 @@ class Fleet:
                     _log.info("%s is back and joins at the next publication", replica.name)
                 else:
                     first.set_result(client)
+                watch = self._loop.create_task(self._end_if_it_hangs(client))
                 await replica.exited
-                self.remove(client, _ended(replica))
+                watch.cancel()
+                self.remove(client, replica.obituary())
                 await client.close()
             self._given_up.add(index)
         except Exception as error:  # a defect or a configuration mistake: passed to whoever waits for the replica
@@ -307,6 +310,19 @@ class Fleet:
             request_deadline_s=rollout.request_deadline_s,
             update_deadline_s=rollout.update_deadline_s,
         )
+
+    async def _end_if_it_hangs(self, client: EngineClient) -> None:
+        """Kill a replica that answers nothing for ``rollout.hang_deadline_s``: its requests then go to others."""
+        limit_s = self.cfg.rollout.hang_deadline_s
+        while client.is_alive:
+            await asyncio.sleep(_PROBE_S)
+            try:
+                await client.prove_alive(max(1.0, limit_s - _PROBE_S))
+            except EngineDeadlineError:
+                _log.warning("%s has answered nothing for %g s (rollout.hang_deadline_s): killed", client.name, limit_s)
+                return self._replicas.end(client.replica, f"hung for {limit_s:g} s and was killed")
+            except EngineError:  # its end is seen elsewhere
+                continue
 
     async def _all_ready(self) -> None:
         """The first incarnations of all replicas, as ``clients``."""
@@ -375,20 +391,10 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _ended(replica: Replica) -> str:
-    how = replica.exited.result()
-    return f"rollout replica {replica.name} {how}; {replica.log_path} ends with\n{replica.last_log_lines()}"
-
-
 async def _answers(client: EngineClient) -> bool:
     """Whether the server listens and is healthy. Raises EngineDeadError if its process has ended."""
-    replica = client.replica
     if not client.is_alive:
-        raise EngineDeadError(
-            f"rollout replica {replica.name} {replica.exited.result()} while it started; "
-            f"{replica.log_path} ends with\n{replica.last_log_lines()}"
-        )
-    if await ping(replica.url) is not None:
-        return False  # bound, not yet listening
-    await client.health()
-    return True
+        raise EngineDeadError(client.replica.obituary(" while it started"))
+    if listens := await ping(client.replica.url) is None:  # until then it is only bound
+        await client.health()
+    return listens

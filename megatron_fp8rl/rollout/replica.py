@@ -36,7 +36,7 @@ from megatron_fp8rl.net.address import own_address
 from megatron_fp8rl.net.endpoint import Endpoint, replica_name
 from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import choose
-from megatron_fp8rl.rollout.server_process import start_server, stop
+from megatron_fp8rl.rollout.server_process import kill_group, start_server, stop
 
 _POLL_S = 0.2
 
@@ -87,6 +87,9 @@ def main(cfg: RunConfig, part: Part) -> int:
             endpoint = Endpoint.announce(part.endpoint, name=name, url=url, pid=process.pid, token=token)
         while process.poll() is None and os.getppid() == parent:
             time.sleep(_POLL_S)
+            if endpoint is not None and _is_removed(part.endpoint):
+                print(f"{endpoint.name} hangs, by the trainer's word, and is killed", file=sys.stderr)
+                kill_group(process.pid)
     finally:
         status = process.poll()  # before it is asked to end
         stop([process])
@@ -96,6 +99,16 @@ def main(cfg: RunConfig, part: Part) -> int:
         print(f"{replica_name(part.replica)}: the process that started it has gone", file=sys.stderr)
         return 1
     return status if status >= 0 else 128 - status
+
+
+def _is_removed(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:  # a file system that does not answer
+        return False
+    return False
 
 
 def _leave(sign: int, _frame: FrameType | None) -> None:

@@ -54,6 +54,11 @@ class Replica:
         """The end of the replica's log, starting at the first exception, of which vLLM's later ones are consequences."""
         return last_lines(self.log_path, count)
 
+    def obituary(self, when: str = "") -> str:
+        """How a replica that has ended did so, and the end of its log."""
+        how = self.exited.result()
+        return f"rollout replica {self.name} {how}{when}; {self.log_path} ends with\n{self.last_log_lines()}"
+
 
 def last_lines(path: Path, count: int = 15) -> str:
     """The end of a log, starting at its first exception."""
@@ -78,6 +83,9 @@ class Replicas(Protocol):
 
     def note_ready(self, replica: Replica) -> None:
         """Note that the replica answers."""
+
+    def end(self, replica: Replica, how: str) -> None:
+        """End a replica that hangs; ``how`` is told of it once it has ended."""
 
     def missing(self, index: int) -> str:
         """A description of a replica that does not answer."""
@@ -107,6 +115,7 @@ class LocalReplicas:
         self._num_starts: dict[int, int] = {}
         self._shared_memory: dict[int, set[str]] = {}  # by process group: vLLM's workers leave them behind when killed
         self._watchers: set[asyncio.Task[None]] = set()
+        self._ended: dict[int, str] = {}  # by process group: how, for those that were killed
 
     async def next(self, index: int) -> Replica | None:
         num_starts = self._num_starts.get(index, 0)
@@ -137,7 +146,7 @@ class LocalReplicas:
                 await asyncio.sleep(_EXIT_POLL_S)
             kill_group(process.pid)  # its orphans would keep its memory
             self._remove_shared_memory(process.pid)
-            exited.set_result(f"died with exit code {code}")
+            exited.set_result(self._ended.pop(process.pid, f"died with exit code {code}"))
 
         task = asyncio.get_running_loop().create_task(watch())
         self._watchers.add(task)
@@ -146,6 +155,10 @@ class LocalReplicas:
 
     def note_ready(self, replica: Replica) -> None:
         self._shared_memory[replica.process_group] = shared_memory_of(replica.process_group)
+
+    def end(self, replica: Replica, how: str) -> None:
+        self._ended[replica.process_group] = how
+        kill_group(replica.process_group)
 
     def missing(self, index: int) -> str:
         log_path = max(self._log_dir.glob(f"{replica_name(index)}.*log"), key=lambda path: path.stat().st_mtime)
@@ -196,6 +209,14 @@ class RemoteReplicas:
     def note_ready(self, replica: Replica) -> None:
         """Nothing to do: the replica's memory belongs to its own host."""
 
+    def end(self, replica: Replica, how: str) -> None:
+        """Remove its endpoint file: the process beside it then kills the server, and its agent starts another."""
+        for index, endpoint in self._known.items():
+            if endpoint.name == replica.name:
+                endpoint.withdraw(endpoint_path(self._run_dir, index))
+        if not replica.exited.done():
+            replica.exited.set_result(how)
+
     def missing(self, index: int) -> str:
         path = endpoint_path(self._run_dir, index)
         endpoint = Endpoint.read(path)
@@ -217,9 +238,13 @@ async def _watch(endpoint: Endpoint, path: Path, exited: asyncio.Future[str]) ->
     while True:
         await asyncio.sleep(_PING_S)
         newer = await asyncio.to_thread(Endpoint.read, path)
+        if exited.done():
+            return None
         if newer is not None and newer != endpoint:
             return exited.set_result(f"was started again on {newer.host} (incarnation {newer.incarnation})")
         problem = await ping(endpoint.url)
+        if exited.done():
+            return None
         if problem is None:
             heard_s, num_refusals = time.monotonic(), 0
             continue

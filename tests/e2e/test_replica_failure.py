@@ -50,7 +50,8 @@ def pair(engine_cfg: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Ite
         completions_per_prompt=2,
         max_completion_tokens=96,
         kv_cache_bytes=16 << 20,
-        max_replica_restarts=5,
+        max_replica_restarts=7,
+        hang_deadline_s=15.0,
         transport="gloo",
         record_routed_experts=False,
     )
@@ -63,6 +64,12 @@ def pair(engine_cfg: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Ite
 def kill(fleet: Fleet, *indices: int) -> None:
     for client in [client for client in fleet.clients if client.name in {f"rollout-{i}" for i in indices}]:
         os.killpg(client.replica.process_group, signal.SIGKILL)
+
+
+def stop(fleet: Fleet, index: int) -> None:
+    """The replica hangs: its processes are there and do nothing."""
+    (client,) = [client for client in fleet.clients if client.name == f"rollout-{index}"]
+    os.killpg(client.replica.process_group, signal.SIGSTOP)
 
 
 def wait_for(what: Callable[[], bool]) -> None:
@@ -183,3 +190,23 @@ def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(p
             assert len(pair.clients) == 2
     assert [client.name for client in pair.clients] == ["rollout-0"]
     exporter.close()
+
+
+@pytest.mark.long
+def test_a_run_in_which_replicas_hang_is_the_run_in_which_none_does(pair: Fleet, caplog):
+    """In the middle of rollouts, and while weights are published: what hangs is killed, named and replaced."""
+
+    def in_the_middle() -> None:
+        def watch() -> None:
+            wait_for(lambda: all(client.num_running > 2 for client in pair.clients))
+            stop(pair, 0)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    expected = curve(pair, {})
+    wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
+    began = time.monotonic()
+    assert curve(pair, {"sample 1": in_the_middle, "train 3": lambda: stop(pair, 1)}) == expected
+    assert time.monotonic() - began < 6 * BACK_S
+    assert "rollout-0 has answered nothing for 15 s" in caplog.text
+    assert "rollout-1 has answered nothing for 15 s" in caplog.text

@@ -16,11 +16,12 @@ from megatron_fp8rl.net.address import own_address
 from megatron_fp8rl.net.auth import TOKEN_VARIABLE, RequireToken, headers
 from megatron_fp8rl.net.endpoint import Endpoint
 from megatron_fp8rl.rollout import fleet as fleet_module
-from megatron_fp8rl.rollout.client import EngineDeadError
+from megatron_fp8rl.rollout.client import EngineDeadError, EngineDeadlineError
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
 from model_configs.tiny import tiny_qwen3_moe
+from tests.helpers.processes import until
 
 # ---- the stream
 
@@ -128,6 +129,9 @@ class Source:
     def note_ready(self, replica):
         pass
 
+    def end(self, replica, how):
+        replica.exited.set_result(how)
+
     def missing(self, index):
         return "lost"
 
@@ -199,6 +203,30 @@ def test_without_a_replica_and_restarts_the_first_failure_ends_the_run(started):
     die(fleet, source, 0, "died with exit code 1")
     with pytest.raises(NoReplicaError, match=r"max_replica_restarts is used up.*rollout-1 died with exit code -11"):
         fleet.begin_update()
+
+
+def test_one_that_answers_nothing_is_killed_named_and_replaced(started, monkeypatch, caplog):
+    monkeypatch.setattr(fleet_module, "_PROBE_S", 0.1)
+    silent: set[str] = set()
+    asked: list[str] = []
+
+    async def prove_alive(self, deadline_s):
+        asked.append(self.name)
+        if self.name in silent:
+            raise EngineDeadlineError("did not answer")
+
+    monkeypatch.setattr(fleet_module.EngineClient, "prove_alive", prove_alive)
+    fleet, source = started(3)
+    first, second = fleet.clients
+    until(lambda: len(asked) > 6, "questions to both")
+    assert fleet.clients == (first, second) and set(asked) == {"rollout-0", "rollout-1"}
+    silent.add("rollout-0")
+    until(lambda: fleet.clients == (second,), "the end of the one that hangs")
+    silent.clear()
+    assert "rollout-0 has answered nothing for 30 s (rollout.hang_deadline_s): killed" in caplog.text
+    assert "rollout-0 hung for 30 s and was killed" in fleet._first_failure
+    until(lambda: bool(fleet._joining), "its successor")
+    assert [client.name for client in fleet.begin_update()] == ["rollout-0", "rollout-1"]
 
 
 def test_requests_that_wait_for_weights_hear_of_the_end_of_their_replica(started):
