@@ -244,9 +244,8 @@ class EngineClient:
 
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Send ``info`` to the weight transfer engine of every worker, which may wait for the trainer to connect."""
-        await self._call(
-            "/init_weight_transfer_engine", body={"init_info": dict(info)}, deadline_s=self._update_deadline_s
-        )
+        body = {"init_info": dict(info)}
+        await self._call("/init_weight_transfer_engine", body=body, deadline_s=self._update_deadline_s)
 
     async def start_update(self) -> None:
         """Prepare to receive weights. Call between :meth:`pause` and :meth:`resume`."""
@@ -290,7 +289,7 @@ class EngineClient:
         return [] if answer is None else answer["results"]
 
     async def reset_cache(self) -> None:
-        """Drop cached prefixes. :meth:`pause` does so by itself."""
+        """Drop cached prefixes; :meth:`pause` does so itself."""
         await self._call("/reset_prefix_cache", deadline_s=self._update_deadline_s)
 
     async def world_size(self) -> int:
@@ -302,13 +301,19 @@ class EngineClient:
         """Return if the engine answers. Raises as every call does."""
         await self._call("/health", verb="GET", deadline_s=deadline_s)
 
-    async def prove_alive(self, deadline_s: float) -> None:
-        """Return if the server answers, and, while it samples, its engine between two steps. Raises as every call does.
-
-        During an update the engine may be busy for long.
-        """
+    async def is_silent(self, deadline_s: float) -> bool:
+        """Whether nothing answers for ``deadline_s``: the server or, while it samples, the engine between two steps.
+        Asks twice, since the first question of a trainer that was suspended is late."""
         path = "/is_sleeping" if self.num_running and self._open.is_set() else "/health"
-        await self._call(path, verb="GET", deadline_s=deadline_s)
+        for share in (0.8, 0.2):
+            try:
+                await self._call(path, verb="GET", deadline_s=share * deadline_s)
+            except EngineDeadlineError:
+                continue
+            except EngineError:
+                return False  # its end is seen elsewhere
+            return False
+        return True
 
     async def close(self) -> None:
         """Close the connections. The engine keeps running."""

@@ -316,13 +316,9 @@ class Fleet:
         limit_s = self.cfg.rollout.hang_deadline_s
         while client.is_alive:
             await asyncio.sleep(_PROBE_S)
-            try:
-                await client.prove_alive(max(1.0, limit_s - _PROBE_S))
-            except EngineDeadlineError:
+            if await client.is_silent(max(1.0, limit_s - _PROBE_S)):
                 _log.warning("%s has answered nothing for %g s (rollout.hang_deadline_s): killed", client.name, limit_s)
                 return self._replicas.end(client.replica, f"hung for {limit_s:g} s and was killed")
-            except EngineError:  # its end is seen elsewhere
-                continue
 
     async def _all_ready(self) -> None:
         """The first incarnations of all replicas, as ``clients``."""

@@ -210,12 +210,12 @@ def test_one_that_answers_nothing_is_killed_named_and_replaced(started, monkeypa
     silent: set[str] = set()
     asked: list[str] = []
 
-    async def prove_alive(self, deadline_s):
+    async def call(self, path, *, verb, deadline_s):
         asked.append(self.name)
         if self.name in silent:
             raise EngineDeadlineError("did not answer")
 
-    monkeypatch.setattr(fleet_module.EngineClient, "prove_alive", prove_alive)
+    monkeypatch.setattr(fleet_module.EngineClient, "_call", call)
     fleet, source = started(3)
     first, second = fleet.clients
     until(lambda: len(asked) > 6, "questions to both")
@@ -227,6 +227,27 @@ def test_one_that_answers_nothing_is_killed_named_and_replaced(started, monkeypa
     assert "rollout-0 hung for 30 s and was killed" in fleet._first_failure
     until(lambda: bool(fleet._joining), "its successor")
     assert [client.name for client in fleet.begin_update()] == ["rollout-0", "rollout-1"]
+
+
+def test_a_question_that_is_late_because_the_trainer_was_suspended_ends_no_replica(started, monkeypatch):
+    fleet, _ = started(2)
+    answers = [
+        EngineDeadlineError("late"),
+        None,
+        EngineDeadError("died"),
+        EngineDeadlineError("1"),
+        EngineDeadlineError("2"),
+    ]
+
+    async def call(self, path, *, verb, deadline_s):
+        if (answer := answers.pop(0)) is not None:
+            raise answer
+
+    client = fleet.clients[0]
+    monkeypatch.setattr(fleet_module, "_PROBE_S", 600.0)
+    monkeypatch.setattr(fleet_module.EngineClient, "_call", call)
+    found = [fleet.sync(client.is_silent(20.0), 60.0) for _ in range(3)]
+    assert found == [False, False, True] and not answers
 
 
 def test_requests_that_wait_for_weights_hear_of_the_end_of_their_replica(started):
