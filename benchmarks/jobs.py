@@ -185,11 +185,20 @@ JOBS = (
     _benchmark(
         "grpo.small", "--config small_qwen3 --steps 30 --layout colocated sleep", 900, 1200, shortest_s=300, tail_s=25
     ),
+    *(
+        _benchmark(f"ledger.{shape}", f"--shape {shape} --arm bf16 fp8 fp8_kv exact", 900, 1800, shortest_s=400, tail_s=10)
+        for shape in ("0.6b", "1.7b", "4b")
+    ),
     _benchmark("memory", "", 90, 240),
     _benchmark("publish.quick", "--quick", 100, 240),
     _test("two_gpus.publish_nccl", _NCCL, 65, 150, "-k", "one_trainer", num_gpus=2),
     _benchmark("two_gpus.publish", "--model qwen3_8b --layout 1+1 --transport ipc nccl", 150, 400, num_gpus=2,
                shortest_s=105, tail_s=10),
+    *(
+        _benchmark(f"two_gpus.ledger.{shape}", f"--shape {shape} --arm bf16 fp8 fp8_kv exact", 900, 1800, num_gpus=2,
+                   shortest_s=400, tail_s=10)
+        for shape in ("8b_separate", "8b_colocated", "30b_a3b_separate", "30b_a3b_colocated")
+    ),
     # Both ends on the same GPUs, so that few are taken; engines of two GPUs, which hold other slices than the trainer.
     *(
         _benchmark(f"two_gpus.same_bytes.{name}", f"--model {model} --layers 4 --placement colocated --trainer-layout "

@@ -75,8 +75,7 @@ def run(
             kernels = _note_kernels(cfg, observer)
             step, record = _resume(policy, prompts, checkpoints, observer)
         stop.at_boundary(parallel, step)
-        with span("start_engines"):
-            _wait_for_engines(fleet, kernels, observer)
+        _wait_for_engines(fleet, kernels, observer)
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = partial(_count_version, rollouts)
@@ -128,7 +127,8 @@ def _wait_for_engines(fleet: Fleet | None, kernels: KernelChoice, observer: Obse
     """Record the kernels that the engines report, and warn about each that is not the chosen one. Rank 0 only."""
     if fleet is None:
         return
-    fleet.wait_until_ready()
+    with span("start_engines"):
+        fleet.wait_until_ready()
     in_use = fleet.kernels()
     observer.note({f"engine kernel, {role}": ", ".join(names) for role, names in in_use.items()})
     for disagreement in kernels.disagreements(in_use):

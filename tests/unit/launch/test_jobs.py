@@ -106,6 +106,7 @@ def test_the_tokenizer_of_another_run_is_not_found_by_chance(tmp_path: Path):
     checkpoint = write_checkpoint(other, 1)
     (other / "model").mkdir()
     (other / "model" / "config.json").write_text("{}")
+    (other / "versions.json").write_text("{}")
     found = plan(cluster_of(tmp_path), "eval", "tiny_qwen3", "--checkpoint", str(checkpoint))
     assert found.spec is None and f"Use --output_dir {other}" in found.problems[0]
     own = plan(cluster_of(tmp_path), "eval", "tiny_qwen3", "--checkpoint", str(checkpoint), "--output_dir", str(other))
