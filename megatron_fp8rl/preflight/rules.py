@@ -331,6 +331,10 @@ def _check_storage(found: Findings) -> None:
             found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
         else:
             found.violations += run_folder.violations(cfg)
+    model, tokenizer = cfg.model.hf_path, cfg.data.tokenizer
+    if model is not None and tokenizer != "character" and Path(tokenizer).absolute() != Path(model).absolute():
+        remedy = f"Leave it out, or put its files into {model}"
+        found.refuse("data.tokenizer", "is not used: the run takes the tokenizer of model.hf_path", remedy)
     found.in_range("checkpoint", "observe")
     if cfg.observe.wandb_project is not None and importlib.util.find_spec("wandb") is None:
         found.refuse("observe.wandb_project", "the package wandb is not installed", "Install it, or set None")

@@ -54,10 +54,10 @@ def expected(folder: Path, completion: str) -> float:
 
 
 def test_scores_are_those_of_transformers_and_a_lost_server_comes_back(folder: Path, tmp_path):
-    reward = RewardConfig(function="model", options={"folder": str(folder / "judge"), "deadline_s": 100.0})
+    reward = RewardConfig(function="model", options={"folder": str(folder / "judge"), "deadline_s": 280.0})
     source = EnvironmentConfig(dataset=str(folder / "train.jsonl"), rewards=(reward,))
     cfg = tiny_qwen3()
-    data = replace(cfg.data, environments=(source,), score_deadline_s=120.0)
+    data = replace(cfg.data, environments=(source,), score_deadline_s=300.0)
     cfg = replace(cfg, data=data, output_dir=str(tmp_path / "run"))
     prompt = Prompt(
         prompt_id="train/0", environment="train", token_ids=(1,), text="rendered", answer="3", messages=ASKED
