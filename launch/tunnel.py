@@ -112,7 +112,7 @@ def _files_of(cfg: RunConfig) -> list[Violation]:
         path, remedy = cfg.data.tokenizer, 'Name a tokenizer\'s directory there, or "character"'
         found.append(Violation("--data.tokenizer", path, "does not exist on the cluster", remedy))
     if cfg.rollout.replay is not None:
-        path, remedy = cfg.rollout.replay, "Name the rollouts.jsonl of an earlier run there"
+        path, remedy = cfg.rollout.replay, "Name the folder rollouts of an earlier run there"
         found.append(Violation("--rollout.replay", path, "does not exist on the cluster", remedy))
     return found
 

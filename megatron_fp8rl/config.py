@@ -216,7 +216,7 @@ class RolloutConfig:
     request_deadline_s: float = 600.0
     update_deadline_s: float = 300.0
     max_tokens_per_microbatch: int = 4096  # packed tokens per trainer microbatch on one data-parallel rank
-    replay: str | None = None  # rollouts.jsonl of an earlier run, read instead of sampling
+    replay: str | None = None  # folder rollouts of an earlier run, read instead of sampling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +314,7 @@ class ObserveConfig:
     tensorboard: bool = True
     wandb_project: str | None = None
     record_rollouts: bool = True
+    rollouts_gib: float = 100.0  # space for recorded rollouts; beyond it the oldest steps but the first are removed
     verify_every: int = 1  # weight updates between verifications that the engines hold what was sent; 0: never
     eval_every: int = 0  # steps between evaluations on held-out problems; 0: only at start and end
     eval_prompts: int = 128  # held-out problems per evaluation; 0: no evaluation

@@ -4,7 +4,7 @@ In: metrics, groups and reports of every step, in any order. Out, all in the run
 
     metrics.jsonl    one line per step: {"step": n, "<key>": number, ...}
     details.jsonl    one line per step: mismatch by position, by environment, worst sequences; weight update digest
-    rollouts.jsonl   every rollout, usable as input of a replay (``records.py``)
+    rollouts/        every rollout, a file for each step, usable as input of a replay (``recording.py``)
     config.json      the resolved configuration;  versions.json  packages and hardware
     tensorboard/     the same metrics;  report.html and report.png  the same metrics as plots
     failure.json     only after a failure: step, error and traceback;  done.json  only after success;
@@ -32,7 +32,8 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.display import Display, make_display
 from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
-from megatron_fp8rl.observe.records import RolloutWriter, last_step, truncate_from
+from megatron_fp8rl.observe.recording import FOLDER, RolloutWriter
+from megatron_fp8rl.observe.records import last_step, truncate_from
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, take_seconds
 from megatron_fp8rl.observe.versions import collect_versions
 from megatron_fp8rl.types import PublishReport, RolloutGroup, Sample, TrainBatch
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.algo.mismatch import MismatchReport
 
 _log = logging.getLogger(__name__)
-_STEP_FILES = ("metrics.jsonl", "details.jsonl", "rollouts.jsonl")
+_STEP_FILES = ("metrics.jsonl", "details.jsonl")
 
 
 class Observer:
@@ -176,18 +177,22 @@ class Observer:
                 self._open_step.details.setdefault("warnings", []).append(text)
 
     def record_groups(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Append groups to ``rollouts.jsonl`` if the run records rollouts."""
+        """Record the groups of a step if the run records rollouts; they are on disk when :meth:`flush` has returned."""
         if self._rollouts is not None:
             self._rollouts.write(step, groups)
+
+    def flush(self) -> None:
+        """Return when every recorded group is on disk."""
+        if self._rollouts is not None:
+            self._rollouts.flush()
 
     def _open_files(self, step: int) -> None:
         for name in _STEP_FILES:
             if cut := truncate_from(self.run_dir / name, step):
                 _log.info("%s: moved aside %d bytes recorded from step %d on", self.run_dir / name, cut, step)
-        for name in ("metrics.jsonl", "details.jsonl"):
             self._files[name] = (self.run_dir / name).open("a", encoding="utf-8")
         if self.cfg.observe.record_rollouts:
-            self._rollouts = RolloutWriter(self.run_dir / "rollouts.jsonl")
+            self._rollouts = RolloutWriter(self.run_dir / FOLDER, step, self.cfg.observe.rollouts_gib)
         if self.cfg.observe.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -235,7 +240,8 @@ class StepLog:
         self._observer = observer
 
     def record(self) -> dict[str, Any]:
-        """What has been collected so far, as JSON: {"metrics": ..., "details": ...}."""
+        """What has been collected so far, as JSON: {"metrics": ..., "details": ...}. The step's groups are on disk then."""
+        self._observer.flush()
         finite = {key: value for key, value in self.metrics.items() if math.isfinite(value)}
         return json.loads(json.dumps({"metrics": finite, "details": self.details}, default=str))
 

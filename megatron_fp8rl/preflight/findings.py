@@ -42,7 +42,7 @@ RANGES = {
         model.norm_eps model.rope_theta
         optim.lr optim.eps optim.clip_grad_norm
         rollout.temperature rollout.start_deadline_s rollout.request_deadline_s rollout.update_deadline_s
-        rollout.hang_deadline_s
+        rollout.hang_deadline_s observe.rollouts_gib
         algo.clip_high algo.alarm_abs_logprob_diff algo.alarm_kl_k3 data.score_deadline_s data.score_memory_gib data.sft_lr
     """,
     "[0, 1)": "optim.beta1 optim.beta2",

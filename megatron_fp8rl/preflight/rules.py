@@ -11,7 +11,6 @@ example, the matrices that it divides are not checked.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import string
 import subprocess
@@ -114,8 +113,6 @@ def _check_rollout(found: Findings) -> None:
         )
     if rollout.record_routed_experts and not model.is_moe:
         found.refuse("rollout.record_routed_experts", "records a router, and the model is dense", "Set False")
-    if rollout.replay is not None and not Path(rollout.replay).is_file():
-        found.refuse("rollout.replay", "is not a file", "Name the rollouts.jsonl of an earlier run")
     if rollout.kv_cache_dtype == "fp8" and model.mla is not None:
         found.refuse(
             "rollout.kv_cache_dtype",
@@ -183,6 +180,7 @@ def _check_algo(found: Findings) -> None:
             value=dual_clip,
         )
     _check_correction(found)
+    _check_recording(found)
     _check_router_replay(found)
     if algo.overlong == "penalty":
         limit = cfg.rollout.max_completion_tokens
@@ -196,6 +194,23 @@ def _check_algo(found: Findings) -> None:
         found.refuse("algo.overlong_buffer_tokens", "has no effect", "Set --algo.overlong penalty, or 0 here")
 
 
+def _check_recording(found: Findings) -> None:
+    """Check that there is what a replay reads."""
+    cfg, folder = found.cfg, found.cfg.rollout.replay
+    if folder is None:
+        return
+    from megatron_fp8rl.observe import recording
+
+    if not recording.steps_of(folder):
+        found.refuse("rollout.replay", "holds no recorded steps", "Name the folder rollouts of an earlier run")
+    elif cfg.model.is_moe and cfg.algo.router_replay == "rollout" and recording.lacks_experts(folder):
+        found.refuse(
+            "rollout.replay",
+            "holds no routed experts, which algo.router_replay = rollout replays",
+            "Name a run with --rollout.record_routed_experts True, or set --algo.router_replay old or off",
+        )
+
+
 def _check_router_replay(found: Findings) -> None:
     """Check that there is a router, and that "rollout" has the engine's experts to replay."""
     cfg, mode = found.cfg, found.cfg.algo.router_replay
@@ -203,29 +218,12 @@ def _check_router_replay(found: Findings) -> None:
         return
     if not cfg.model.is_moe:
         found.refuse("algo.router_replay", "replays a router, and the model is dense", "Set off")
-    elif mode == "rollout" and cfg.rollout.replay is not None:
-        if _lacks_experts(Path(cfg.rollout.replay)):
-            found.refuse(
-                "rollout.replay",
-                "holds no routed experts, which algo.router_replay = rollout replays",
-                "Name a run with --rollout.record_routed_experts True, or set --algo.router_replay old or off",
-            )
-    elif mode == "rollout" and not cfg.rollout.record_routed_experts:
+    elif mode == "rollout" and cfg.rollout.replay is None and not cfg.rollout.record_routed_experts:
         found.refuse(
             "algo.router_replay",
             "replays the engines' experts, which they do not record",
             "Set --rollout.record_routed_experts True, or old or off here",
         )
-
-
-def _lacks_experts(path: Path) -> bool:
-    """Whether the first group of a rollouts.jsonl has completions without routed experts; False if it is unreadable."""
-    try:
-        with path.open("rb") as file:
-            completions = [rollout["completion"] for rollout in json.loads(file.readline())["rollouts"]]
-        return any(completion["token_ids"] and completion["routed_experts"] is None for completion in completions)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False  # refused elsewhere
 
 
 def _check_correction(found: Findings) -> None:

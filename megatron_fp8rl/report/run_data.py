@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.observe.records import read_json_lines, read_steps
+from megatron_fp8rl.observe.recording import FOLDER, read_step, steps_of
+from megatron_fp8rl.observe.records import read_json_lines
 from megatron_fp8rl.types import RolloutGroup
 
 WARM_START_DIR = "warm_start"  # subfolder of a run with the records of the warm start
@@ -86,16 +87,10 @@ class RunData:
     def last(self, key: str) -> float | None:
         return next(iter(reversed(self.values(key))), None)
 
-    def first_and_last_groups(self) -> list[tuple[int, tuple[RolloutGroup, ...]]]:
-        """(step, groups) of the first and the last recorded step."""
-        path = self.run_dir / "rollouts.jsonl"
-        if not path.exists():
-            return []
-        steps = read_steps(path)
-        first = next(steps, None)
-        if first is None:
-            return []
-        return [first, *deque(steps, maxlen=1)]
+    def first_and_last_groups(self) -> Iterator[tuple[int, tuple[RolloutGroup, ...]]]:
+        """(step, groups) of the first and the last recorded step, one read after the other: a step can take 300 MB."""
+        files = steps_of(self.run_dir / FOLDER)
+        yield from ((step, read_step(files[step])) for step in sorted({*list(files)[:1], *list(files)[-1:]}))
 
     def _json(self, name: str) -> dict[str, Any]:
         path = self.run_dir / name

@@ -7,8 +7,9 @@ run, even a failed one, or at any later time; during a run it shows the data so 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from megatron_fp8rl.report.evaluation_figures import draw_pass_at_k
 from megatron_fp8rl.report.figures import SECTIONS, make_figure, overview
 from megatron_fp8rl.report.run_data import RunData
 from megatron_fp8rl.report.style import styled, svg_uri
-from megatron_fp8rl.types import Rollout
+from megatron_fp8rl.types import Rollout, RolloutGroup
 
 _CSS = """
 :root { --ink: #22262c; --soft: #6b717b; --line: #e3e6ea; --paper: #ffffff; --wash: #f6f7f9; --accent: #0072b2; }
@@ -211,17 +212,16 @@ def _warnings(run: RunData) -> str:
 
 def _samples(run: RunData) -> str:
     """Best and worst completions of the first and the last recorded step."""
-    sections = []
-    for step, groups in run.first_and_last_groups():
-        rollouts = sorted((r for g in groups for r in g.rollouts), key=lambda r: (-r.reward, r.name))
-        shown = _distinct(rollouts, _NUM_SAMPLES)
-        worst = [r for r in _distinct(rollouts[::-1], _NUM_SAMPLES) if all(r is not other for other in shown)]
-        rows = "".join(_sample_row(rollout) for rollout in [*shown, *worst[::-1]])
-        head = "".join(f"<th>{h}</th>" for h in ("reward", "prompt", "completion", "answer", "tokens", "status"))
-        sections.append(
-            f'<h2>Completions of step {step}</h2><div class="card"><table><tr>{head}</tr>{rows}</table></div>'
-        )
-    return "\n".join(sections)
+    return "\n".join(starmap(_samples_of, run.first_and_last_groups()))
+
+
+def _samples_of(step: int, groups: Sequence[RolloutGroup]) -> str:
+    rollouts = sorted((r for g in groups for r in g.rollouts), key=lambda r: (-r.reward, r.name))
+    shown = _distinct(rollouts, _NUM_SAMPLES)
+    worst = [r for r in _distinct(rollouts[::-1], _NUM_SAMPLES) if all(r is not other for other in shown)]
+    rows = "".join(_sample_row(rollout) for rollout in [*shown, *worst[::-1]])
+    head = "".join(f"<th>{h}</th>" for h in ("reward", "prompt", "completion", "answer", "tokens", "status"))
+    return f'<h2>Completions of step {step}</h2><div class="card"><table><tr>{head}</tr>{rows}</table></div>'
 
 
 def _distinct(rollouts: Iterable[Rollout], limit: int) -> list[Rollout]:

@@ -25,13 +25,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_fp8rl.algo.samples import has_signal, require_experts
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
 from megatron_fp8rl.envs.scoring import Score
-from megatron_fp8rl.observe.records import read_steps
+from megatron_fp8rl.observe.recording import read_step, steps_of
 from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, Sampling
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
@@ -108,10 +109,10 @@ class RolloutStream:
         self._sampling_since_s = 0.0
         self._first_version: int | None = None
         self._position = None if prompts is None else prompts.position
-        self._recording: Iterator[tuple[int, Groups]] | None = None
+        self._recording: dict[int, Path] | None = None
         if parallel.rank == 0:
             if cfg.rollout.replay is not None:
-                self._recording = read_steps(cfg.rollout.replay)
+                self._recording = steps_of(cfg.rollout.replay)
             elif fleet is None or prompts is None or score_pool is None:
                 raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or rollout.replay")
 
@@ -271,15 +272,14 @@ class RolloutStream:
                         "per publication"
                     )
 
-    def _next_recorded(self, recording: Iterator[tuple[int, Groups]]) -> Groups:
-        """Groups of the first recorded step after the current version, so that a resumed replay continues where it was."""
-        for step, groups in recording:
-            if step > self.version:
-                self._position = position_after(group.prompt for group in groups)
-                return groups
-        raise RolloutError(
-            f"{self.cfg.rollout.replay} holds no step after {self.version}; lower num_steps or record a longer run"
-        )
+    def _next_recorded(self, recording: dict[int, Path]) -> Groups:
+        """Groups of the recorded step after the current version, so that a resumed replay continues where it was."""
+        if (path := recording.get(self.version + 1)) is None:
+            remedy = "Lower num_steps, or record a longer run with more observe.rollouts_gib"
+            raise RolloutError(f"{self.cfg.rollout.replay} holds no step {self.version + 1}. {remedy}")
+        groups = read_step(path)
+        self._position = position_after(group.prompt for group in groups)
+        return groups
 
     # ---- on the fleet's event loop
 

@@ -12,7 +12,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.envs.scoring import Score
-from megatron_fp8rl.observe.records import RolloutWriter
+from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import Groups, RolloutStream, seed_of
 from megatron_fp8rl.types import Prompt
@@ -97,11 +97,11 @@ def test_replay_returns_what_was_recorded(published, tmp_path):
     cfg, stream = stream_of(published)
     stream.after_update(1)
     recorded = [stream.next_groups() for _ in range(2)]
-    writer = RolloutWriter(tmp_path / "rollouts.jsonl")
+    writer = RolloutWriter(tmp_path / "rollouts")
     for step, groups in enumerate(recorded, 1):
         writer.write(step, groups)
     writer.close()
-    replay_cfg = replace(cfg, rollout=replace(cfg.rollout, replay=str(tmp_path / "rollouts.jsonl")))
+    replay_cfg = replace(cfg, rollout=replace(cfg.rollout, replay=str(tmp_path / "rollouts")))
     replay = RolloutStream(replay_cfg, None, None, None, OneRank())
     replay.after_update(1)  # a run resumed after step 1 goes on with step 2
     assert contents(replay.next_groups()) == contents(recorded[1])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fp8rl.observe.recording import read_steps
 from tests.helpers.own_model import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,11 +50,9 @@ def _run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 def _rows(run_dir: Path) -> dict[int, list[int]]:
     """The rows of each step."""
-    lines = map(json.loads, (run_dir / "rollouts.jsonl").read_text().splitlines())
-    found: dict[int, list[int]] = {}
-    for line in lines:
-        found.setdefault(line["step"], []).append(line["prompt"]["metadata"]["row"])
-    return found
+    return {
+        step: [group.prompt.metadata["row"] for group in groups] for step, groups in read_steps(run_dir / "rollouts")
+    }
 
 
 def test_three_steps_stop_and_go_on_without_a_row_twice(folder: Path):

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_fp8rl.observe.recording import read_steps
 from tests.tolerances import RESUMED_METRIC
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +31,12 @@ BRIEF = {
 
 
 def _start(command: str, config: str, run_dir: Path, **overrides: str | tuple[str, ...]) -> subprocess.Popen[str]:
-    options = BRIEF | {"--output_dir": str(run_dir)} | {f"--{key.replace('__', '.')}": v for key, v in overrides.items()}
-    words = [word for name, value in options.items() for word in (name, *([value] if isinstance(value, str) else value))]
+    options = (
+        BRIEF | {"--output_dir": str(run_dir)} | {f"--{key.replace('__', '.')}": v for key, v in overrides.items()}
+    )
+    words = [
+        word for name, value in options.items() for word in (name, *([value] if isinstance(value, str) else value))
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "megatron_fp8rl", command, config, *words],
         cwd=ROOT,
@@ -55,9 +60,10 @@ def _lines(run_dir: Path, name: str = "metrics.jsonl") -> dict[int, dict]:
     return {line["step"]: line for line in map(json.loads, (run_dir / name).read_text().splitlines())}
 
 
-def _rollouts(run_dir: Path, step: int) -> list[dict]:
-    lines = map(json.loads, (run_dir / "rollouts.jsonl").read_text().splitlines())
-    return [rollout for line in lines if line["step"] == step for rollout in line["rollouts"]]
+def _sampled(run_dir: Path, step: int) -> list[tuple[int, ...]]:
+    """The completions of a recorded step."""
+    groups = dict(read_steps(run_dir / "rollouts"))[step]
+    return [rollout.completion.token_ids for group in groups for rollout in group.rollouts]
 
 
 def tiny_num_parameters() -> int:
@@ -92,7 +98,11 @@ def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"parallel__world_size": "2", "parallel__expert": "2"}, {"parallel__world_size": "2", "parallel__pipeline": "2"}],
+    [
+        {},
+        {"parallel__world_size": "2", "parallel__expert": "2"},
+        {"parallel__world_size": "2", "parallel__pipeline": "2"},
+    ],
     ids=["one rank", "experts on two ranks", "two stages"],
 )
 def test_an_exact_run_measures_every_token_and_finds_none_that_differs(tmp_path: Path, layout: dict):
@@ -157,7 +167,7 @@ def test_a_run_that_resumes_in_another_layout_samples_and_learns_the_same(finish
     assert list(after) == [0, 1, 2, 3]
     assert after[2] == before[2], "the line of the step before the resume is kept"
     # The engines hold the same bytes and get the same prompts and seeds, so they sample the same completions.
-    sampled = [[r["completion"]["token_ids"] for r in _rollouts(run_dir, 3)] for run_dir in (finished_run, resumed)]
+    sampled = [_sampled(run_dir, 3) for run_dir in (finished_run, resumed)]
     assert sampled[0] == sampled[1]
     for key in ("train/loss/mean", "train/grad_norm/max", "mismatch/abs_logprob_diff/mean", "loss/entropy/mean"):
         assert after[3][key] == pytest.approx(before[3][key], **RESUMED_METRIC), key
@@ -201,7 +211,7 @@ def test_engines_and_trainer_in_turns_change_nothing(finished_run: Path, tmp_pat
     assert list(after) == list(before)
     for step in (1, 2, 3, 4):
         assert after[step]["time/colocated/s"] > 0 and "time/colocated/s" not in before[step]
-        sampled = [[r["completion"]["token_ids"] for r in _rollouts(folder, step)] for folder in (finished_run, run_dir)]
+        sampled = [_sampled(folder, step) for folder in (finished_run, run_dir)]
         assert sampled[0] == sampled[1]
         for key in ("train/loss/mean", "train/grad_norm/max", "mismatch/abs_logprob_diff/mean"):
             assert after[step][key] == before[step][key], key

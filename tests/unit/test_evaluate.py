@@ -101,7 +101,7 @@ def test_a_tokenizer_that_is_gone_or_another_is_not_guessed(cfg: RunConfig, tmp_
 
 
 def test_every_mistake_is_named_at_once(cfg: RunConfig, tmp_path: Path):
-    recorded = replace(cfg, rollout=replace(cfg.rollout, replay="rollouts.jsonl"))
+    recorded = replace(cfg, rollout=replace(cfg.rollout, replay="rollouts"))
     with pytest.raises(ConfigError) as refusal:
         evaluate.plan(recorded, EvalOptions(checkpoint=str(tmp_path), num_problems=0, num_completions=4, ks=(1, 8)))
     named = {violation.field: violation.problem for violation in refusal.value.violations}

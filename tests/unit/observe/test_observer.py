@@ -15,7 +15,8 @@ from observed_run import make_config, make_groups, make_report, observe_run
 from megatron_fp8rl.__main__ import write_reports
 from megatron_fp8rl.observe.metrics import UnknownMetricError
 from megatron_fp8rl.observe.observer import Observer, StepLog
-from megatron_fp8rl.observe.records import read_json_lines, read_steps
+from megatron_fp8rl.observe.recording import read_steps
+from megatron_fp8rl.observe.records import read_json_lines
 from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.report import run_report
 from megatron_fp8rl.report.compare import compare_runs
@@ -50,7 +51,7 @@ def test_a_step_is_one_line_with_everything_that_was_logged(tmp_path):
     (details,) = read_json_lines(tmp_path / "details.jsonl")
     assert details["checksum"] == "ab"
     assert [part["label"] for part in details["by_position"]] == ["0", "1", "2-3"]
-    assert list(read_steps(tmp_path / "rollouts.jsonl")) == [(1, groups)]
+    assert list(read_steps(tmp_path / "rollouts")) == [(1, groups)]
     assert json.loads((tmp_path / "config.json").read_text())["name"] == "observed"
     assert "matplotlib" not in json.loads((tmp_path / "versions.json").read_text())["packages"]
     assert json.loads((tmp_path / "done.json").read_text())["step"] == 1
@@ -87,7 +88,7 @@ def test_a_resumed_run_drops_what_came_after_and_goes_on(tmp_path):
     after = read_json_lines(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in after] == [1, 2, 3, 4, 5, 6, 7]
     assert after[:3] == before[:3]
-    assert [step for step, _ in read_steps(tmp_path / "rollouts.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step for step, _ in read_steps(tmp_path / "rollouts")] == [1, 2, 3, 4, 5, 6, 7]
     with (
         pytest.raises(ValueError, match="step 7 after step 7"),
         Observer(make_config(), True, tmp_path) as observer,
@@ -108,7 +109,7 @@ def test_a_resumed_run_keeps_the_step_that_it_resumes_after(tmp_path):
     after = read_json_lines(tmp_path / "metrics.jsonl")
     assert after[:3] == before[:3]
     assert [(record["step"], record["eval/pass_rate/mean"]) for record in after[3:]] == [(4, 0.8)]
-    assert [step for step, _ in read_steps(tmp_path / "rollouts.jsonl")] == [1, 2, 3]
+    assert [step for step, _ in read_steps(tmp_path / "rollouts")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("is_there", [True, False])

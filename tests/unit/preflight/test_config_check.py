@@ -1,6 +1,7 @@
 """All mistakes at once, each with option, value and remedy; sound configurations pass."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,9 @@ from megatron_fp8rl.config import (
     RunConfig,
 )
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.preflight.rules import check
+from tests.helpers.rollouts import make_group
 
 DENSE = ModelConfig(
     family="qwen3",
@@ -74,12 +77,12 @@ def test_router_replay_needs_a_router_and_recorded_experts(tmp_path):
         assert fields_of(cfg) == fields
     (violation,) = check(cfg, accelerator="cpu")
     assert "--rollout.record_routed_experts True" in violation.remedy
-    for experts, fields in ((None, ["--rollout.replay"]), ({"dtype": "|u1", "shape": [0, 2, 2]}, [])):
-        path = tmp_path / "rollouts.jsonl"
-        completion = {"token_ids": [1], "routed_experts": experts}
-        path.write_text(json.dumps({"rollouts": [{"completion": completion}]}) + "\n")
-        assert fields_of(replace(cfg, rollout=replace(cfg.rollout, replay=str(path)))) == fields
-    missing = replace(cfg, rollout=replace(cfg.rollout, replay="missing.jsonl"))
+    for has_experts, fields in ((False, ["--rollout.replay"]), (True, [])):
+        folder = tmp_path / str(has_experts)
+        with closing(RolloutWriter(folder)) as writer:
+            writer.write(1, [make_group(0, experts=has_experts)])
+        assert fields_of(replace(cfg, rollout=replace(cfg.rollout, replay=str(folder)))) == fields
+    missing = replace(cfg, rollout=replace(cfg.rollout, replay="missing"))
     assert fields_of(missing) == ["--rollout.replay"]
 
 
@@ -140,7 +143,7 @@ def test_five_mistakes_give_five_violations():
         ({"rollout__stop_strings": ("\n", "")}, "--rollout.stop_strings"),
         ({"rollout__stop_token_ids": (512,)}, "--rollout.stop_token_ids"),
         ({"rollout__record_routed_experts": True}, "--rollout.record_routed_experts"),
-        ({"rollout__replay": "missing.jsonl"}, "--rollout.replay"),
+        ({"rollout__replay": "missing"}, "--rollout.replay"),
         ({"rollout__kv_cache_bytes": 1000}, "--rollout.kv_cache_bytes"),
         ({"algo__updates_per_step": 1000}, "--algo.updates_per_step"),
         ({"algo__loss_options": {"dual_clip": 1.1}}, "--algo.loss_options.dual_clip"),

@@ -15,7 +15,7 @@ import pytest
 
 from megatron_fp8rl.algo.samples import RoutedExpertsError
 from megatron_fp8rl.envs.scoring import Score
-from megatron_fp8rl.observe.records import RolloutWriter
+from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.rollout.client import Sampling
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
 from megatron_fp8rl.types import Completion, Prompt
@@ -274,7 +274,7 @@ def test_a_replay_goes_on_in_the_prompts_where_the_recorded_run_was(tmp_path):
     """Its checkpoints have to hold the position of the run that it repeats, which a live run may continue."""
     fleet = Fleet()
     live = build(fleet, rollout={"prompts_per_step": 4})
-    recording, positions = tmp_path / "rollouts.jsonl", []
+    recording, positions = tmp_path / "rollouts", []
     with contextlib.closing(RolloutWriter(recording)) as writer:
         for step in (1, 2, 3):
             writer.write(step, live.next_groups())

@@ -1,0 +1,280 @@
+"""Writes every rollout of a run to disk and reads it back.
+
+In: the scored groups of a step. Out: ``rollouts/step_00000012.parquet``, a file for each step and a row for each
+completion; reading yields groups that are equal in every field. Runs on: a thread of the writing trainer rank; any
+process may read, also with pandas, Polars or DuckDB.
+
+A file gets its name when it is whole. The steps of an earlier run that come after the one that a run continues from
+move to ``rollouts/cut``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, count, groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+
+if TYPE_CHECKING:
+    import pyarrow
+
+FOLDER = "rollouts"  # in the folder of a run
+_CUT = "cut"
+_NAME = re.compile(r"step_(\d{8,})\.parquet")
+_ROWS_TOKENS = 1 << 21  # tokens of a row group at most, unless one prompt has more: bounds what a reader holds
+_PROMPT = tuple(field.name for field in dataclasses.fields(Prompt))
+_LISTS = ("prompt_token_ids", "token_ids", "rollout_logprobs")
+_TYPES = {
+    **dict.fromkeys(("step", "seed", "min_version", "max_version"), "int64"),
+    **dict.fromkeys(("group", "index"), "int32"),
+    "reward": "float64",
+    "routed_experts": "large_binary",
+}
+_COMPLETION = (
+    *(field.name for field in dataclasses.fields(Rollout) if field.name not in ("prompt", "completion")),
+    *(field.name for field in dataclasses.fields(Completion)),
+    "routed_experts_layout",
+)
+_AS_JSON = ("prompt_metadata", "prompt_messages", "version_spans", "reward_parts", "routed_experts_layout")
+
+
+class RolloutWriter:
+    """Writes steps into a folder, on a thread of its own. One writer per folder.
+
+    Steps from ``first`` on that are there already are moved aside. Beyond ``max_gib`` the oldest steps are removed, those
+    that were moved aside first; the first step and the newest stay.
+
+    An error of the thread, an OSError with the file's name, is raised by the next call.
+    """
+
+    def __init__(self, folder: Path, first: int = 0, max_gib: float = float("inf")) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        move_aside(folder, first)
+        for partial in folder.glob(".*.tmp"):
+            partial.unlink()
+        self._folder, self._max_bytes = folder, max_gib * 2**30
+        kept = [*sorted((folder / _CUT).glob("*.parquet")), *steps_of(folder).values()]
+        self._sizes = {path: path.stat().st_size for path in kept}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="record rollouts")
+        self._open: Future[None] | None = None
+
+    def write(self, step: int, groups: Sequence[RolloutGroup]) -> None:
+        """Write the groups of a step; returns when the step before is on disk, and leaves this one to the thread."""
+        self.flush()
+        self._open = self._thread.submit(self._write, self._folder / f"step_{step:08d}.parquet", step, tuple(groups))
+
+    def flush(self) -> None:
+        """Return when everything is on disk."""
+        written, self._open = self._open, None
+        if written is not None:
+            written.result()
+
+    def close(self) -> None:
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+
+    def _write(self, path: Path, step: int, groups: Sequence[RolloutGroup]) -> None:
+        import pyarrow.parquet
+
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            tables = _tables(step, groups)
+            with temporary.open("wb") as file:
+                with pyarrow.parquet.ParquetWriter(file, tables[0].schema, **_layout(tables[0].schema)) as writer:
+                    for table in tables:
+                        writer.write_table(table)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"{error.strerror or error}: cannot record the rollouts of step {step}", str(path)
+            ) from error
+        self._sizes[path] = path.stat().st_size
+        self._remove_old()
+
+    def _remove_old(self) -> None:
+        kept = list(self._sizes)
+        first = next(path for path in kept if path.parent == self._folder)
+        for path in [path for path in kept[:-1] if path != first]:
+            if sum(self._sizes.values()) <= self._max_bytes:
+                return
+            path.unlink(missing_ok=True)
+            del self._sizes[path]
+
+
+def steps_of(folder: Path | str) -> dict[int, Path]:
+    """The files of a recording by step, ascending; empty if there are none."""
+    found = {int(match[1]): path for path in Path(folder).glob("*") if (match := _NAME.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def move_aside(folder: Path, first: int) -> None:
+    """Move the steps from ``first`` on to the folder ``cut``, where no file replaces another."""
+    for path in [path for step, path in steps_of(folder).items() if step >= first]:
+        (folder / _CUT).mkdir(exist_ok=True)
+        names = (f"{path.stem}{end}.parquet" for end in chain([""], map(".{}".format, count(1))))
+        os.replace(path, next(new for name in names if not (new := folder / _CUT / name).exists()))
+
+
+def read_steps(folder: Path | str) -> Iterator[tuple[int, tuple[RolloutGroup, ...]]]:
+    """Yield (step, groups), ascending.
+
+    Raises FileNotFoundError if the folder is missing, and ValueError with the file if one cannot be read.
+    """
+    if not Path(folder).is_dir():
+        raise FileNotFoundError(f"{folder} is no folder of recorded rollouts")
+    for step, path in steps_of(folder).items():
+        yield step, read_step(path)
+
+
+def read_step(path: Path) -> tuple[RolloutGroup, ...]:
+    """The groups of one file. Raises ValueError with the file if it cannot be read."""
+    import pyarrow.parquet
+
+    groups: list[RolloutGroup] = []
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for index in range(file.num_row_groups):
+                rows = _rows(file.read_row_group(index))
+                groups += [_group(list(of_one)) for _, of_one in groupby(rows, key=lambda row: row["group"])]
+    except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} does not hold a step's rollouts ({type(error).__name__}: {error}); remove it, or record the run again"
+        ) from error
+    return tuple(groups)
+
+
+def lacks_experts(folder: Path | str) -> bool:
+    """Whether the first step has completions without routed experts; False if there is none that can be read."""
+    import pyarrow.parquet
+
+    for path in steps_of(folder).values():
+        try:
+            table = pyarrow.parquet.read_table(path, columns=["token_ids", "routed_experts_layout"])
+        except (pyarrow.ArrowException, OSError):
+            return False  # refused when it is read
+        return any(row["token_ids"] and row["routed_experts_layout"] is None for row in table.to_pylist())
+    return False
+
+
+def _tables(step: int, groups: Sequence[RolloutGroup]) -> list[pyarrow.Table]:
+    """The rows of a step, cut into tables of a bounded number of tokens; a group stays in one."""
+    # float32 holds what engines return, float64 any other number.
+    sampled = (_floats(rollout.completion.rollout_logprobs) for group in groups for rollout in group.rollouts)
+    fits = all(np.array_equal(values, values.astype(np.float32), equal_nan=True) for values in sampled)
+    float_type = np.float32 if fits else np.float64
+    tables, rows, num_tokens = [], [], 0
+    for number, group in enumerate(groups):
+        more = sum(len(group.prompt.token_ids) + len(r.completion.token_ids) for r in group.rollouts)
+        if rows and num_tokens + more > _ROWS_TOKENS:
+            tables.append(_table(rows, float_type))
+            rows, num_tokens = [], 0
+        rows += [{"step": step, "group": number, **row} for row in _encode(group)]
+        num_tokens += more
+    return [*tables, _table(rows, float_type)]
+
+
+def _floats(values: Sequence[float]) -> np.ndarray:
+    return np.fromiter(values, np.float64, len(values))
+
+
+def _encode(group: RolloutGroup) -> Iterator[dict[str, Any]]:
+    """A row for each completion; a group without one has a row without ``index``."""
+    prompt = {name if name == "prompt_id" else f"prompt_{name}": getattr(group.prompt, name) for name in _PROMPT}
+    for rollout in group.rollouts or (None,):
+        row = {**prompt, **dict.fromkeys(_COMPLETION)} if rollout is None else {**prompt, **_encode_rollout(rollout)}
+        yield row | {name: None if row[name] is None else json.dumps(row[name]) for name in _AS_JSON}
+
+
+def _encode_rollout(rollout: Rollout) -> dict[str, Any]:
+    values = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
+    completion = values.pop("completion")
+    del values["prompt"]
+    values |= {field.name: getattr(completion, field.name) for field in dataclasses.fields(completion)}
+    experts = values["routed_experts"]
+    layout = None if experts is None else {"dtype": experts.dtype.str, "shape": experts.shape}
+    return values | {
+        "routed_experts": None if experts is None else experts.tobytes(),
+        "routed_experts_layout": layout,
+    }
+
+
+def _table(rows: Sequence[Mapping[str, Any]], float_type: type) -> pyarrow.Table:
+    import pyarrow
+
+    columns: dict[str, pyarrow.Array] = {}
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if name in _LISTS:
+            columns[name] = _lists(values, float_type if name == "rollout_logprobs" else np.int32)
+        elif name in _TYPES:
+            columns[name] = pyarrow.array(values, _TYPES[name])
+        else:
+            columns[name] = pyarrow.array([None if value is None else _text(value) for value in values], "string")
+    return pyarrow.table(columns)
+
+
+def _text(value: str) -> str:
+    """The text without lone surrogates, which UTF-8 does not have."""
+    return value.encode("utf-8", "replace").decode()
+
+
+def _lists(values: Sequence[Sequence[float] | None], dtype: type) -> pyarrow.Array:
+    import pyarrow
+
+    parts = [np.fromiter(value or (), dtype, len(value or ())) for value in values]
+    offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
+    nulls = pyarrow.array([value is None for value in values])
+    return pyarrow.ListArray.from_arrays(offsets, np.concatenate(parts), mask=nulls)
+
+
+def _layout(schema: pyarrow.Schema) -> dict[str, Any]:
+    """Options of the file: numbers split by bytes, which compresses token ids and log-probabilities best."""
+    split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _LISTS}
+    others = [name for name in schema.names if name not in (*_LISTS, "routed_experts")]
+    return {"compression": "zstd", "compression_level": 1, "use_dictionary": others, "column_encoding": split}
+
+
+def _rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:
+    columns = {name: _column(name, table.column(name).combine_chunks()) for name in table.column_names}
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _column(name: str, values: pyarrow.Array) -> list[Any]:
+    if name in _LISTS:
+        flat, offsets = values.values.to_numpy(), values.offsets.to_pylist()
+        return [tuple(flat[start:end].tolist()) for start, end in zip(offsets, offsets[1:], strict=False)]
+    found = values.to_pylist()
+    return [None if v is None else json.loads(v) for v in found] if name in _AS_JSON else found
+
+
+def _group(rows: Sequence[Mapping[str, Any]]) -> RolloutGroup:
+    row = rows[0]
+    fields = {name: row[name if name == "prompt_id" else f"prompt_{name}"] for name in _PROMPT}
+    prompt = Prompt(**{**fields, "messages": tuple(fields["messages"])})
+    return RolloutGroup(
+        prompt=prompt, rollouts=tuple(_rollout(row, prompt) for row in rows if row["index"] is not None)
+    )
+
+
+def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
+    experts, layout = row["routed_experts"], row["routed_experts_layout"]
+    of_completion = {field.name: row[field.name] for field in dataclasses.fields(Completion)} | {
+        "version_spans": tuple(tuple(span) for span in row["version_spans"]),
+        "routed_experts": layout and np.frombuffer(experts, layout["dtype"]).reshape(layout["shape"]),
+    }
+    own = {f.name: row[f.name] for f in dataclasses.fields(Rollout) if f.name not in ("prompt", "completion")}
+    return Rollout(**own, prompt=prompt, completion=Completion(**of_completion))
