@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from checkpoint_tools.errors import CheckpointError
 from checkpoint_tools.safetensors_file import Files
+from megatron_fp8rl.data import checkpoint_pickle
 
 METADATA = ".metadata"
 SUFFIX = ".distcp"
@@ -74,7 +75,7 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     """All tensors of a folder by key. Raises CheckpointError when the metadata is missing or damaged."""
     file = folder / METADATA
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        metadata = checkpoint_pickle.read_metadata(folder)
         stored = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
         return {
             key: _stored(key, tensor, stored)
@@ -83,6 +84,8 @@ def read_metadata(folder: Path) -> dict[str, StoredTensor]:
         }
     except FileNotFoundError as error:
         raise CheckpointError(file, "the file is missing; without it the pieces have no names") from error
+    except checkpoint_pickle.UnsafeError as error:
+        raise CheckpointError(file, str(error)) from error
     except Exception as error:  # unpickling damaged bytes raises nearly anything
         raise CheckpointError(file, f"damaged: {type(error).__name__}: {error}. Restore the file") from error
 

@@ -44,6 +44,7 @@ from megatron_fp8rl.data.checkpoint_dir import (
     set_aside,
     sync_to_disk,
 )
+from megatron_fp8rl.data.checkpoint_pickle import require_only_data
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
 from megatron_fp8rl.trainer.compat.megatron import padded_buckets
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
@@ -126,8 +127,8 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     Weights, optimizer and FP8 state are restored exactly. RNG states are per rank, so they are restored only under the
     layout that wrote them.
 
-    Raises DamagedError if the folder is incomplete or a file has other bytes than were written, which all ranks look
-    for together, and CheckpointError if it holds a different model than ``policy``.
+    Raises DamagedError if the folder is incomplete or a file has other bytes than were written, and UnsafeError if it
+    could run code; all ranks look for both together. Raises CheckpointError if it holds a different model than ``policy``.
     """
     path, parallel = Path(path), policy.parallel
     if (missing := parallel.broadcast_object(missing_part(path))) is not None:
@@ -135,6 +136,8 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
     wrong = sum(parallel.gather_from_all(damaged_files(path, parallel.rank, parallel.world_size)), [])
     if wrong:
         raise DamagedError(f"{path} is damaged: {', '.join(wrong)} holds other bytes than were written")
+    require_only_data(path, parallel.rank, parallel.world_size)
+    parallel.barrier("checkpoint without code")  # a rank loads what others have looked at
     state = json.loads((path / STATE_FILE).read_text())
     if state.get("weights_only"):
         raise CheckpointError(f"{path} holds only weights, no training state. Start from it: model.hf_path = {path}")

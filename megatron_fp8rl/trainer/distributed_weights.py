@@ -19,6 +19,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, missing_part
+from megatron_fp8rl.data.checkpoint_pickle import read_metadata
 
 _NO_PART_OF_THE_MODEL = ("hf_path", "initializer_range", "max_position_embeddings", "num_mtp_layers")
 
@@ -32,10 +33,12 @@ def is_distributed(folder: str | Path) -> bool:
 def load_distributed(models: Sequence[GPTModel], folder: str | Path, model: ModelConfig) -> None:
     """Collective: load this rank's model chunks from a distributed checkpoint of any layout.
 
-    Raises ValueError if the folder is incomplete or holds a different model, KeyError if a weight is missing.
+    Raises ValueError if the folder is incomplete or holds a different model, KeyError if a weight is missing, and
+    UnsafeError if reading could run code.
     """
     folder = Path(folder)
     _require_model(folder, model)
+    read_metadata(folder)  # no objects are loaded
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 from dataclasses import replace
@@ -151,7 +152,7 @@ def test_delayed_scaling_state_reaches_another_layout(tmp_path):
 
 
 def _killed_while_saving(cfg, folder, moment):
-    """Save step 1, then step 2, and die by SIGKILL at a moment of the second."""
+    """Save step 1, then step 2; the last rank, or the one that commits, dies by SIGKILL at a moment of the second."""
     from megatron_fp8rl.trainer import checkpoint
 
     policy = _build(replace(cfg, checkpoint=replace(cfg.checkpoint, keep=1)))
@@ -166,7 +167,8 @@ def _killed_while_saving(cfg, folder, moment):
         die()
 
     if moment == "shards":  # the first file is written, but not synced
-        os.fsync = die
+        if policy.parallel.rank == policy.parallel.world_size - 1:
+            os.fsync = die
     elif moment == "commit":  # all shards are written, the list of files is not
         checkpoint._commit = die
     elif moment == "rename":
@@ -187,15 +189,18 @@ def _restored_step(cfg, folder):
     return step, sorted(path.name for path in Path(folder).iterdir())
 
 
-@pytest.mark.parametrize(("moment", "survivor"), [("shards", 1), ("commit", 1), ("rename", 1), ("prune", 2)])
-def test_kill_leaves_a_checkpoint_that_loads(moment, survivor, tmp_path):
-    cfg = run_config(model=DENSE)
+@pytest.mark.parametrize(
+    ("moment", "survivor", "world_size"),
+    [("shards", 1, 1), ("commit", 1, 1), ("rename", 1, 1), ("prune", 2, 1), ("shards", 1, 4), ("commit", 1, 4)],
+)
+def test_kill_leaves_a_checkpoint_that_loads(moment, survivor, world_size, tmp_path):
+    cfg = run_config(model=DENSE, world_size=world_size, tensor=min(2, world_size))
     with pytest.raises(RankError, match="died without a word"):
-        run_ranks(1, _killed_while_saving, cfg, str(tmp_path), moment)
+        run_ranks(world_size, _killed_while_saving, cfg, str(tmp_path), moment)
     assert any(path.name.startswith(".partial_") for path in tmp_path.iterdir())
-    step, left = run_ranks(1, _restored_step, cfg, str(tmp_path))[0]
-    assert step == survivor
-    assert left == [f"step_{survivor:08d}", "step_00000003"], "the partial folder was not removed"
+    for step, left in run_ranks(world_size, _restored_step, cfg, str(tmp_path)):
+        assert step == survivor
+        assert left == [f"step_{survivor:08d}", "step_00000003"], "the partial folder was not removed"
 
 
 def _saves(cfg, folder, steps):
@@ -278,6 +283,44 @@ def test_pruning_counts_whole_checkpoints_by_the_time_of_writing(tmp_path):
     assert run_ranks(1, _saves, cfg, str(tmp_path), (4, 5, 6))[0] == ["step_00000004", "step_00000005", "step_00000006"]
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["step_00000005", "step_00000006", "step_00000018", "step_00000020"]  # damaged ones are not touched
+
+
+class _Attack:
+    """A pickle that makes a file when it is loaded."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("place", [".metadata", "rng"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_that_would_run_code_is_refused_before_it_does(tmp_path, place, world_size):
+    """The attacker writes the folder, sizes and digests included."""
+    from megatron_fp8rl.data.checkpoint_dir import digests_of
+    from megatron_fp8rl.data.checkpoint_pickle import read_metadata
+
+    cfg, mark = run_config(model=DENSE, world_size=world_size), tmp_path / "attacked"
+    run_ranks(world_size, _saves, cfg, str(tmp_path / "saved"), (1,))
+    folder = tmp_path / "saved" / "step_00000001"
+    metadata = read_metadata(folder)
+    if place == ".metadata":
+        metadata.planner_data = _Attack(mark)
+    else:
+        torch.save({"python": _Attack(mark)}, folder / "__9_0.distcp")
+        key = next(key for key in metadata.storage_data if key.fqn.startswith("rng/"))
+        size = (folder / "__9_0.distcp").stat().st_size
+        metadata.storage_data[key] = replace(metadata.storage_data[key], relative_path="__9_0.distcp", offset=0, length=size)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = json.loads((folder / "state.json").read_text())
+    files = [path.name for path in folder.iterdir() if path.name != "state.json"]
+    state |= {"files": {name: (folder / name).stat().st_size for name in files}, "digests": digests_of(folder, files)}
+    (folder / "state.json").write_text(json.dumps(state))
+    with pytest.raises(RankError, match=r"UnsafeError: .* could run code: .*(pathlib|getattr)"):
+        run_ranks(world_size, _restore_path, cfg, str(folder))
+    assert not mark.exists()
 
 
 def _restore_path(cfg, path):
