@@ -19,14 +19,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_fp8rl import cli, evaluate, own_job
-from megatron_fp8rl.config import ConfigError, RunConfig
+from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight import doctor, show
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, doubts
+from megatron_fp8rl.preflight.rules import local_accelerator
 from megatron_fp8rl.stop import StopRequest, run_ranks
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
+
+_SEEN = "FP8RL_DATA_SEEN"  # set for ranks whose data were looked at before they were started
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +76,11 @@ def _train(invocation: cli.Invocation) -> int:
             file=sys.stderr,
         )
         return 2
-    return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=True))
+    return _start(invocation.cfg)
 
 
 def _sft(invocation: cli.Invocation) -> int:
-    return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=False))
+    return _start(invocation.cfg, wants_rl=False)
 
 
 def _rl(invocation: cli.Invocation) -> int:
@@ -88,11 +91,11 @@ def _rl(invocation: cli.Invocation) -> int:
             file=sys.stderr,
         )
         return 2
-    return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=False, wants_rl=True))
+    return _start(invocation.cfg, wants_sft=False)
 
 
 def _grpo(invocation: cli.Invocation) -> int:
-    return _on_every_rank(invocation.cfg, partial(_run, invocation.cfg, wants_sft=True, wants_rl=True))
+    return _start(invocation.cfg)
 
 
 def _eval(invocation: cli.Invocation) -> int:
@@ -177,6 +180,15 @@ def _refused_or(program: Callable[[], int | None]) -> int:
         return 2
 
 
+def _start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> int:
+    """Look at the data and run the requested programs on every rank; returns the exit status."""
+    if cfg.parallel.world_size > 1 and "RANK" not in os.environ:
+        if status := _refused_or(partial(_look_at_data, cfg)):
+            return status
+        os.environ[_SEEN] = "1"
+    return _on_every_rank(cfg, partial(_run, cfg, wants_sft=wants_sft, wants_rl=wants_rl))
+
+
 def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     """Run in this process, or start torchrun on this machine if the trainer has several ranks and this is none."""
     if cfg.parallel.world_size > 1 and "RANK" not in os.environ:
@@ -230,30 +242,37 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 def _start_engines(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fleet | None:
     """Rank 0: look at the data, then start what samples and scores, without waiting for it."""
     from megatron_fp8rl.data import run_folder
+
+    stack.enter_context(run_folder.held(cfg))
+    if _SEEN not in os.environ:
+        with span("start_data"):
+            _look_at_data(cfg)
     from megatron_fp8rl.data.model_dir import model_dir, write_model_dir
     from megatron_fp8rl.rollout import reward_server
     from megatron_fp8rl.rollout.fleet import Fleet
 
-    stack.enter_context(run_folder.held(cfg))
     stack.callback(write_reports, cfg)  # also after an error
     write_model_dir(cfg)
     if not wants_rl or cfg.rollout.replay is not None:
         return None
-    with span("start_data"):
-        _look_at_data(cfg)
     stack.enter_context(reward_server.serving(cfg))
     return stack.enter_context(Fleet.start(cfg, model_dir(cfg), cfg.run_dir, wait=False))
 
 
 def _look_at_data(cfg: RunConfig) -> None:
-    """Print what the sources hold and what rewards say to known answers; raise ValueError if a source cannot be used,
-    before engines start."""
+    """Print what the sources hold, what rewards say to known answers, and doubts; raise ConfigError if a source cannot be
+    used, before engines start. A replay reads none."""
+    if cfg.rollout.replay is not None:
+        return
     lines, findings = doctor.look_at_data(cfg)
-    lines += [f"{finding.severity.upper()}: {finding.problem}" for finding in findings]
-    if cfg.observe.display != "none":
+    findings += doubts(cfg, local_accelerator())
+    lines += [f"{finding.severity.upper()}: {finding.problem}" for finding in findings if finding.severity != "error"]
+    if cfg.observe.display != "none" and lines:
         print("\n".join(lines), flush=True)
-    if errors := [finding.problem for finding in findings if finding.severity == "error"]:
-        raise ValueError("; ".join(errors))
+    if errors := [finding for finding in findings if finding.severity == "error"]:
+        shown = {"--data.environments": [source.dataset for source in cfg.data.environments]}
+        shown["--data.max_dropped"] = cfg.data.max_dropped
+        raise ConfigError([Violation(e.subject, shown[e.subject], e.problem, "Nothing was started") for e in errors])
 
 
 def _longest_wait_s(cfg: RunConfig) -> float:

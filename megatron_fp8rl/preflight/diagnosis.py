@@ -7,12 +7,14 @@ change is proposed only after :func:`judge` has accepted it.
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.precision.hardware import Generation
 from megatron_fp8rl.precision.parameters import ParameterCount, count
 from megatron_fp8rl.preflight import (
     engine_memory,
@@ -30,6 +32,7 @@ from megatron_fp8rl.preflight.packages import Package
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model
 
 _PROGRAM = "python -m megatron_fp8rl doctor"
+_OF_GPUS = {"linear_backend": "auto", "moe_backend": "auto", "attention_backend": "auto", "sleep_level": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,3 +301,26 @@ def _of_start(cfg: RunConfig) -> list[Finding]:
             )
         ]
     return []
+
+
+def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
+    """What a configuration may do and its author hardly wants: warnings, with which the run starts all the same."""
+    found = []
+    num_updates = cfg.num_steps * cfg.algo.updates_per_step
+    if 0 < num_updates <= cfg.optim.warmup_steps:
+        share = num_updates / cfg.optim.warmup_steps
+        problem = (
+            f"--optim.warmup_steps {cfg.optim.warmup_steps} is longer than the run of {num_updates} updates, which "
+        )
+        found.append(_warning("optim.warmup_steps", f"{problem}ends at {share:.2g} of the learning rate"))
+    for name, default in _OF_GPUS.items() if accelerator == "cpu" and cfg.rollout.placement != "remote" else ():
+        if (value := getattr(cfg.rollout, name)) != default:
+            found.append(_warning(f"rollout.{name}", f"--rollout.{name} {value} has no effect without a GPU"))
+    if cfg.rollout.placement == "remote" and "LAUNCH_DIR" not in os.environ:
+        problem = f"somebody else has to start its engines, which are waited for {cfg.rollout.start_deadline_s:g} s"
+        found.append(_warning("rollout.placement", f"--rollout.placement remote: {problem}; `python -m launch` does"))
+    return found
+
+
+def _warning(path: str, problem: str) -> Finding:
+    return Finding(severity="warning", subject=f"--{path}", problem=problem)

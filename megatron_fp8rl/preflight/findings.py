@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 # The interval of every number. Bounds that depend on other fields stand in the rules. None is always allowed.
 RANGES = {
     "[0, inf)": """
-        num_steps seed
+        num_steps
         model.num_experts model.ffn_hidden_size
         precision.bf16_first_layers precision.bf16_last_layers
         optim.warmup_steps optim.min_lr optim.weight_decay optim.moe_aux_loss_coef
-        rollout.top_k rollout.max_staleness rollout.max_replica_restarts
+        rollout.top_k rollout.max_replica_restarts
         algo.kl_coef algo.entropy_coef algo.overlong_buffer_tokens algo.correction_low
         data.sft_steps data.score_servers
         checkpoint.every_steps observe.verify_every observe.eval_every observe.eval_prompts
@@ -33,17 +33,21 @@ RANGES = {
         parallel.world_size parallel.tensor parallel.pipeline parallel.virtual_stages parallel.context parallel.expert
         parallel.expert_tensor
         precision.amax_history_len optim.logprob_chunk_tokens
-        rollout.num_replicas rollout.tensor rollout.expert rollout.prompts_per_step rollout.completions_per_prompt
-        rollout.max_prompt_tokens rollout.max_completion_tokens rollout.max_num_sequences rollout.bucket_bytes
-        rollout.max_tokens_per_microbatch
-        algo.updates_per_step data.num_score_workers data.sft_batch_size checkpoint.keep observe.eval_completions
+        rollout.tensor rollout.expert rollout.max_num_sequences rollout.bucket_bytes rollout.max_tokens_per_microbatch
+        rollout.start_deadline_s rollout.request_deadline_s rollout.update_deadline_s rollout.hang_deadline_s
+        algo.updates_per_step data.sft_batch_size data.score_deadline_s checkpoint.keep observe.eval_completions
     """,
+    "[0, 4294967295]": "seed",
+    "[1, 10000000]": "rollout.max_prompt_tokens rollout.max_completion_tokens",
+    "[1, 1000000]": "rollout.prompts_per_step",
+    "[1, 65536]": "rollout.completions_per_prompt rollout.num_replicas",
+    "[1, 4096]": "data.num_score_workers",
+    "[0, 1000]": "rollout.max_staleness",
+    "[0.01, 100]": "rollout.temperature",
     "(0, inf)": """
         model.norm_eps model.rope_theta
         optim.lr optim.eps optim.clip_grad_norm
-        rollout.temperature rollout.start_deadline_s rollout.request_deadline_s rollout.update_deadline_s
-        rollout.hang_deadline_s observe.rollouts_gib
-        algo.clip_high algo.alarm_abs_logprob_diff algo.alarm_kl_k3 data.score_deadline_s data.score_memory_gib data.sft_lr
+        algo.clip_high algo.alarm_abs_logprob_diff algo.alarm_kl_k3 data.score_memory_gib data.sft_lr observe.rollouts_gib
     """,
     "[0, 1)": "optim.beta1 optim.beta2",
     "[0, 1]": "data.sft_wrong_answers data.max_dropped",

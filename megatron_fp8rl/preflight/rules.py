@@ -11,9 +11,11 @@ example, the matrices that it divides are not checked.
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import string
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -182,6 +184,9 @@ def _check_algo(found: Findings) -> None:
     _check_correction(found)
     _check_recording(found)
     _check_router_replay(found)
+    if algo.overlong == "mask" and found.cfg.rollout.max_completion_tokens == 1:
+        problem = "leaves out what ends at the limit, and every completion of one token does"
+        found.refuse("algo.overlong", problem, "Raise --rollout.max_completion_tokens")
     if algo.overlong == "penalty":
         limit = cfg.rollout.max_completion_tokens
         if not 1 <= algo.overlong_buffer_tokens <= limit:
@@ -201,9 +206,15 @@ def _check_recording(found: Findings) -> None:
         return
     from megatron_fp8rl.observe import recording
 
-    if not recording.steps_of(folder):
+    missing = set(range(1, cfg.num_steps + 1)) - set(steps := recording.steps_of(folder))
+    if not steps:
         found.refuse("rollout.replay", "holds no recorded steps", "Name the folder rollouts of an earlier run")
-    elif cfg.model.is_moe and cfg.algo.router_replay == "rollout" and recording.lacks_experts(folder):
+    elif missing:
+        problem = f"holds no step {min(missing)}, and num_steps = {cfg.num_steps}"
+        found.refuse("rollout.replay", problem, f"Set --num_steps {min(missing) - 1}, or name a longer recording")
+    if cfg.observe.eval_every:
+        found.refuse("observe.eval_every", "has no effect: a replay samples nothing", "Set 0")
+    if steps and cfg.model.is_moe and cfg.algo.router_replay == "rollout" and recording.lacks_experts(folder):
         found.refuse(
             "rollout.replay",
             "holds no routed experts, which algo.router_replay = rollout replays",
@@ -257,8 +268,8 @@ def _check_data(found: Findings) -> None:
         found.refuse("data.environments", "there is nothing to learn", "Name at least one EnvironmentConfig")
     for index, environment in enumerate(data.environments):
         path = f"data.environments.{index}"
-        if not environment.weight > 0:
-            found.refuse(f"{path}.weight", "is not above 0", "Set a positive share", value=environment.weight)
+        if not 0 < environment.weight < math.inf:
+            found.refuse(f"{path}.weight", "is not a number above 0", "Set a positive share", value=environment.weight)
         if not environment.dataset:
             found.refuse(f"{path}.dataset", "names nothing", "Name a file, or a generator such as chain_sum", value="''")
         _check_source(found, path, environment)
@@ -272,8 +283,9 @@ def _check_data(found: Findings) -> None:
             found.refuse(f"{path}.template", problem, "Use {question}", value=environment.template)
     if data.tokenizer != "character" and not Path(data.tokenizer).is_dir():
         found.refuse("data.tokenizer", "is not a directory", 'Name a tokenizer\'s directory, or "character"')
-    if data.chat_template and data.tokenizer == "character" and found.cfg.model.hf_path is None:
-        found.refuse("data.chat_template", "the character tokenizer has no chat template", "Set False")
+    if data.chat_template and not _has_chat_template(found.cfg.model.hf_path or data.tokenizer):
+        problem = f"the tokenizer {found.cfg.model.hf_path or data.tokenizer} has no chat template"
+        found.refuse("data.chat_template", problem, "Set False, or add chat_template.jinja to its folder")
     is_launched = "LAUNCH_DIR" in os.environ or found.cfg.rollout.placement == "remote"
     if found.in_range("data") and data.score_servers and not is_launched:
         found.refuse(
@@ -287,6 +299,15 @@ def _check_data(found: Findings) -> None:
             "is measured on held-out problems, of which observe.eval_prompts = 0 asks none",
             "Set --observe.eval_prompts, or None here",
         )
+
+
+def _has_chat_template(tokenizer: str) -> bool:
+    """As far as its files tell; a folder that is missing is refused elsewhere."""
+    folder = Path(tokenizer)
+    if not folder.is_dir():
+        return tokenizer != "character"
+    config = folder / "tokenizer_config.json"
+    return any(folder.glob("*chat_template*")) or (config.is_file() and b'"chat_template"' in config.read_bytes())
 
 
 def _check_source(found: Findings, path: str, environment: EnvironmentConfig) -> None:
@@ -315,6 +336,15 @@ def _check_source(found: Findings, path: str, environment: EnvironmentConfig) ->
             found.refuse(f"{path}.rewards.{index}.function", reason, "Or choose another reward", value=reward.function)
 
 
+def _can_be_written(folder: Path) -> bool:
+    """By writing: root may write anywhere as far as permissions tell."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
 def _check_storage(found: Findings) -> None:
     """Check folders that must exist or be writable, and the packages that logging needs."""
     cfg = found.cfg
@@ -325,7 +355,7 @@ def _check_storage(found: Findings) -> None:
         found.refuse("output_dir", "may hold {name} and no other braces", "Use runs/{name}")
     else:
         existing = next(folder for folder in (run_dir, *run_dir.absolute().parents) if folder.exists())
-        if not existing.is_dir() or not os.access(existing, os.W_OK):
+        if not _can_be_written(existing):
             found.refuse("output_dir", f"{existing} is not a folder that can be written", "Name another")
         else:
             found.violations += run_folder.violations(cfg)

@@ -184,9 +184,25 @@ def check_source(found: Findings) -> None:
             "Name the folder that holds both, or one that checkpoint_tools converted",
         )
         return
+    if damaged := [problem for file in sorted(folder.glob("*.safetensors")) if (problem := _damage(file))]:
+        found.refuse("model.hf_path", "; ".join(damaged), "Download or convert it again")
     differing = _differing(folder / "config.json", model)
     if differing:
         found.refuse("model.hf_path", f"is of another model: {differing}", "Name a checkpoint of this model")
+
+
+def _damage(file: Path) -> str:
+    """What is wrong with a safetensors file as its header tells; empty if nothing is."""
+    num_bytes = file.stat().st_size
+    try:
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            header = json.loads(content.read(size)) if 8 + size <= num_bytes else None
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"] if header else []
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{file.name} has a header that cannot be read ({error})"
+    wanted = 8 + size + max(ends, default=0)
+    return "" if num_bytes == wanted else f"{file.name} has {num_bytes} bytes instead of {wanted}"
 
 
 def _differing(file: Path, model: ModelConfig) -> str:

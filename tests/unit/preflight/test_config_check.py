@@ -5,6 +5,8 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from megatron_fp8rl.config import (
     ConfigError,
@@ -17,6 +19,7 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
+from megatron_fp8rl.preflight.diagnosis import doubts
 from megatron_fp8rl.preflight.rules import check
 from tests.helpers.rollouts import make_group
 
@@ -78,7 +81,7 @@ def test_router_replay_needs_a_router_and_recorded_experts(tmp_path):
     (violation,) = check(cfg, accelerator="cpu")
     assert "--rollout.record_routed_experts True" in violation.remedy
     for has_experts, fields in ((False, ["--rollout.replay"]), (True, [])):
-        folder = tmp_path / str(has_experts)
+        folder, cfg = tmp_path / str(has_experts), replace(cfg, num_steps=1)
         with closing(RolloutWriter(folder)) as writer:
             writer.write(1, [make_group(0, experts=has_experts)])
         assert fields_of(replace(cfg, rollout=replace(cfg.rollout, replay=str(folder)))) == fields
@@ -144,6 +147,16 @@ def test_five_mistakes_give_five_violations():
         ({"rollout__stop_token_ids": (512,)}, "--rollout.stop_token_ids"),
         ({"rollout__record_routed_experts": True}, "--rollout.record_routed_experts"),
         ({"rollout__replay": "missing"}, "--rollout.replay"),
+        ({"seed": 2**70}, "--seed"),
+        ({"output_dir": "/proc/x"}, "--output_dir"),
+        ({"rollout__request_deadline_s": 0.001}, "--rollout.request_deadline_s"),
+        ({"rollout__temperature": 1e-9}, "--rollout.temperature"),
+        ({"rollout__prompts_per_step": 10**9}, "--rollout.prompts_per_step"),
+        ({"rollout__num_replicas": 100_000}, "--rollout.num_replicas"),
+        ({"rollout__max_staleness": 10**6}, "--rollout.max_staleness"),
+        ({"rollout__max_completion_tokens": 1, "algo__overlong": "mask"}, "--algo.overlong"),
+        ({"data__num_score_workers": 100_000}, "--data.num_score_workers"),
+        ({"data__environments": (EnvironmentConfig(weight=float("inf")),)}, "--data.environments.0.weight"),
         ({"rollout__kv_cache_bytes": 1000}, "--rollout.kv_cache_bytes"),
         ({"algo__updates_per_step": 1000}, "--algo.updates_per_step"),
         ({"algo__loss_options": {"dual_clip": 1.1}}, "--algo.loss_options.dual_clip"),
@@ -308,7 +321,7 @@ def test_precision_fits_the_accelerator(accelerator, changes, fields):
 def test_a_checkpoint_folder_needs_config_and_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({}, tmp_path / "model.safetensors")
     assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
     (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(make().model)))
     assert fields_of(make(model__hf_path=str(tmp_path))) == []
@@ -316,7 +329,7 @@ def test_a_checkpoint_folder_needs_config_and_weights(tmp_path):
 
 def test_a_checkpoint_of_another_model_is_refused_by_the_fields_that_differ(tmp_path):
     model = make().model
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    save_file({}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(model)))
     (found,) = check(make(model__hf_path=str(tmp_path), model__rope_theta=5.0, model__vocab_size=7))
     assert "vocab_size is" in found.problem and "rope_theta is" in found.problem and "hidden_size" not in found.problem
@@ -454,3 +467,46 @@ def test_choices_that_need_a_gpu():
     assert fields_of(cfg, "hopper") == ["--rollout.moe_backend"]
     cfg = make(rollout__batch_invariant=True, rollout__transport="nccl", rollout__placement="separate")
     assert fields_of(cfg, "hopper") == ["--rollout.transport"]
+
+
+def test_a_replay_needs_every_step_and_samples_nothing(tmp_path):
+    with closing(RolloutWriter(tmp_path)) as writer:
+        for step in (1, 2, 4):
+            writer.write(step, [make_group(step)])
+    (short,) = check(make(rollout__replay=str(tmp_path), num_steps=4), accelerator="cpu")
+    assert "holds no step 3, and num_steps = 4" in short.problem and "--num_steps 2" in short.remedy
+    assert fields_of(make(rollout__replay=str(tmp_path), num_steps=2)) == []
+    assert fields_of(make(rollout__replay=str(tmp_path), num_steps=2, observe__eval_every=1)) == ["--observe.eval_every"]
+
+
+def test_a_truncated_weight_file_is_named_before_anything_starts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(registry.to_hf_config(make().model)))
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    assert fields_of(make(model__hf_path=str(tmp_path))) == []
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    (found,) = check(make(model__hf_path=str(tmp_path)), accelerator="cpu")
+    assert f"model.safetensors has {len(whole) - 1} bytes instead of {len(whole)}" in found.problem
+    (tmp_path / "model.safetensors").write_bytes(whole[:4] + b"\xff" * 40)
+    assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
+
+
+def test_a_chat_template_has_to_be_there(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    cfg = make(data__tokenizer=str(tmp_path), data__chat_template=True)
+    assert fields_of(cfg) == ["--data.chat_template"]
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert fields_of(cfg) == []
+
+
+def test_what_starts_all_the_same_is_doubted():
+    cfg = make(optim__warmup_steps=50, num_steps=5, rollout__sleep_level=1, rollout__attention_backend="FLASHINFER")
+    said = [finding.problem for finding in doubts(cfg, "cpu")]
+    assert said == [
+        "--optim.warmup_steps 50 is longer than the run of 5 updates, which ends at 0.1 of the learning rate",
+        "--rollout.attention_backend FLASHINFER has no effect without a GPU",
+        "--rollout.sleep_level 1 has no effect without a GPU",
+    ]
+    assert len(doubts(cfg, "hopper")) == 1 and doubts(make(), "cpu") == []
+    (remote,) = doubts(make(rollout__placement="remote"), "cpu")
+    assert "`python -m launch` does" in remote.problem
