@@ -96,6 +96,14 @@ def damaged(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"{DAMAGED_PREFIX}*")) if folder.is_dir() else []
 
 
+def make_folder(path: Path) -> None:
+    """Make a folder that a power loss does not take back, with those above it."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_to_disk(folder.parent)
+
+
 def sync_to_disk(path: Path) -> None:
     """Flush a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -5,6 +5,9 @@ Runs on trainer rank 0; no torch.
 
 ``run.lock`` is held by flock, which ends with the process. Where the file system keeps locks apart on each node, the
 holder's heartbeat tells the others: it touches the file every few seconds.
+
+Processes that a run starts end with it, unless they stand still (a debugger, SIGSTOP) when it is killed. They inherit
+the folder's name, by which the next run in the folder finds and kills them.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from pathlib import Path
 from typing import IO
 
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
-from megatron_fp8rl.data.checkpoint_dir import complete, damaged
+from megatron_fp8rl.data.checkpoint_dir import complete, damaged, make_folder
 
 LOCK = "run.lock"
 _MARKS = (LOCK, "versions.json", "launch")  # one of them is in every folder of a run
 _HARMLESS = ("logs",)  # may be made before a run
 _BEAT_S = 5.0
+_OWNER = "FP8RL_RUN_DIR"  # environment variable of all that a run starts on its host: the folder
 _SILENT_S = 20.0  # a holder on another node that has not touched the lock for so long is gone
 
 
@@ -56,12 +60,14 @@ def held(cfg: RunConfig) -> Iterator[None]:
     if found := violations(cfg):
         raise ConfigError(found)
     folder = Path(cfg.run_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with (folder / LOCK).open("a+") as file:
         if holder := _other_holder(file):
             remedy = "Wait for it or stop it, or name another output_dir"
             raise ConfigError([Violation("--output_dir", cfg.output_dir, f"another run is in it: {holder}", remedy)])
         _write(file, json.dumps(_me()))
+        _end_what_was_left(str(folder.resolve()))
+        os.environ[_OWNER] = str(folder.resolve())
         ended = threading.Event()
         beat = threading.Thread(target=_beat, args=(file, ended), name="run lock", daemon=True)
         beat.start()
@@ -70,7 +76,18 @@ def held(cfg: RunConfig) -> Iterator[None]:
         finally:
             ended.set()
             beat.join()
+            os.environ.pop(_OWNER)
             _write(file, "")
+
+
+def _end_what_was_left(folder: str) -> None:
+    """Kill processes of this host that an earlier run in the folder started."""
+    import psutil
+
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(_OWNER) == folder:
+                process.kill()
 
 
 def _other_holder(file: IO[str]) -> str:

@@ -61,7 +61,7 @@ _LARGEST_REWARD = 1e15  # sums of larger ones overflow
 _TOKEN = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and all that it starts
 # Variables that scorers see; the rest of the trainer's environment, with its keys, is not theirs.
 _VARIABLES = re.compile(
-    r"PATH|HOME|USER|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|OMP_.*|HF_HOME|HF_.*_OFFLINE|SSL_CERT_.*|"
+    r"FP8RL_RUN_DIR|PATH|HOME|USER|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|OMP_.*|HF_HOME|HF_.*_OFFLINE|SSL_CERT_.*|"
     r".*_(?:proxy|PROXY)|MEGATRON_FP8RL_.*|SLURM_JOB_ID"
 )
 

@@ -227,7 +227,10 @@ class Observer:
             "metrics_of_the_unfinished_step": {} if log is None else {k: str(v) for k, v in log.metrics.items()},
             "failed_unix_s": time(),
         }
-        write_json(self.run_dir / "failure.json", failure)
+        try:
+            write_json(self.run_dir / "failure.json", failure)
+        except OSError as unwritten:  # the disk is full, say; what ended the run is raised all the same
+            self._display.warn(f"{self.run_dir / 'failure.json'} could not be written: {unwritten}")
 
 
 class StepLog:

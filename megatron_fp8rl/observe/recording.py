@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megatron_fp8rl.data.checkpoint_dir import make_folder, sync_to_disk
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ class RolloutWriter:
     """
 
     def __init__(self, folder: Path, first: int = 0, max_gib: float = float("inf")) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         move_aside(folder, first)
         for partial in folder.glob(".*.tmp"):
             partial.unlink()
@@ -97,6 +98,7 @@ class RolloutWriter:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
+            sync_to_disk(self._folder)
         except OSError as error:
             raise OSError(
                 error.errno, f"{error.strerror or error}: cannot record the rollouts of step {step}", str(path)

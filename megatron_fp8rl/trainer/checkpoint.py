@@ -40,6 +40,7 @@ from megatron_fp8rl.data.checkpoint_dir import (
     damaged_files,
     digests_of,
     latest,
+    make_folder,
     missing_part,
     set_aside,
     sync_to_disk,
@@ -76,7 +77,7 @@ def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -
     state = _describe(policy, step, extra)
     partial = folder / f"{PARTIAL_PREFIX}{step:08d}"
     if policy.parallel.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for left in folder.glob(f"{PARTIAL_PREFIX}*"):
             shutil.rmtree(left)
         partial.mkdir()

@@ -112,3 +112,18 @@ def test_a_start_from_0_beside_checkpoints_is_refused(tmp_path, name):
     anew = config(tmp_path, checkpoint=CheckpointConfig(resume=False))
     (found,) = run_folder.violations(anew)
     assert f"holds {name}, which a run from the start would replace" in str(found) and "Name another" in str(found)
+
+
+def test_what_an_earlier_run_left_standing_still_is_killed(tmp_path):
+    folder = tmp_path / "run"
+    environ = {**os.environ, "FP8RL_RUN_DIR": str(folder)}
+    left = subprocess.Popen(["sleep", "600"], env=environ)
+    other = subprocess.Popen(["sleep", "600"], env={**os.environ, "FP8RL_RUN_DIR": str(tmp_path / "other")})
+    os.kill(left.pid, signal.SIGSTOP)
+    try:
+        with run_folder.held(config(folder)):
+            assert left.wait(10) == -signal.SIGKILL and other.poll() is None
+            assert os.environ["FP8RL_RUN_DIR"] == str(folder)
+    finally:
+        other.kill()
+        other.wait()

@@ -13,6 +13,7 @@ import pytest
 from observed_run import make_config, make_groups, make_report, observe_run
 
 from megatron_fp8rl.__main__ import write_reports
+from megatron_fp8rl.observe import observer as observer_module
 from megatron_fp8rl.observe.metrics import UnknownMetricError
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.recording import read_steps
@@ -110,6 +111,24 @@ def test_a_resumed_run_keeps_the_step_that_it_resumes_after(tmp_path):
     assert after[:3] == before[:3]
     assert [(record["step"], record["eval/pass_rate/mean"]) for record in after[3:]] == [(4, 0.8)]
     assert [step for step, _ in read_steps(tmp_path / "rollouts")] == [1, 2, 3]
+
+
+def test_an_error_is_told_even_if_its_record_cannot_be_written(tmp_path, monkeypatch, capsys):
+    real = observer_module.write_json
+
+    def full(path, content):
+        if path.name == "failure.json":
+            raise OSError(28, "No space left on device", str(path))
+        real(path, content)
+
+    monkeypatch.setattr(observer_module, "write_json", full)
+    cfg = make_config()
+    cfg = replace(cfg, observe=replace(cfg.observe, display="plain"))
+    with pytest.raises(RuntimeError, match="what ended the run"), Observer(cfg, True, tmp_path) as observer:
+        with observer.step(1):
+            raise RuntimeError("what ended the run")
+    said = capsys.readouterr()
+    assert "failure.json could not be written: [Errno 28]" in said.out + said.err
 
 
 @pytest.mark.parametrize("is_there", [True, False])

@@ -1,0 +1,176 @@
+"""Faults of a campaign: what can happen to a run's processes, clock, disk and files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+MARK = "FP8RL_CAMPAIGN"  # environment variable of every process of a run
+
+
+class Target:
+    """A run under attack: its processes by role, its folder and its clock."""
+
+    def __init__(self, mark: str, folder: Path, clock: Path, rng: random.Random):
+        self.mark, self.folder, self.clock, self.rng = mark, folder, clock, rng
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                environ = process.environ()
+                is_of_run = environ.get(MARK) == self.mark or environ.get("FP8RL_RUN_DIR") == str(self.folder)
+                if is_of_run and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def of_role(self, role: str) -> list[psutil.Process]:
+        return [process for process in self.processes() if _role(process) == role]
+
+    def newest(self, pattern: str) -> Path | None:
+        found = sorted(self.folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+        return found[-1] if found else None
+
+
+def _role(process: psutil.Process) -> str:
+    """launcher, trainer, engine, core (of an engine), scorer, or nothing."""
+    try:
+        line, environ = " ".join(process.cmdline()), process.environ()
+    except (psutil.Error, OSError):
+        return ""
+    if "envs.score_worker" in line or "envs/score_worker" in line:
+        return "scorer"
+    if "vllm_plugin.server" in line or "vllm_plugin/server" in line:
+        return "engine"
+    if "EngineCore" in line or "EngineCore" in process.name():
+        return "core"
+    if "megatron_fp8rl rl" in line:
+        return "trainer" if "RANK" in environ and "torch.distributed.run" not in line else "launcher"
+    return ""
+
+
+def _signal(role: str, number: int) -> Callable[[Target], str]:
+    def strike(target: Target) -> str:
+        found = target.of_role(role)
+        if not found:
+            return ""
+        victim = target.rng.choice(found)
+        with contextlib.suppress(psutil.Error):
+            victim.send_signal(number)
+        return f"process {victim.pid}"
+
+    return strike
+
+
+def pause_trainer(target: Target) -> str:
+    """A rank stands still for some seconds."""
+    found = target.of_role("trainer")
+    if not found:
+        return ""
+    victim, seconds = target.rng.choice(found), target.rng.uniform(1, 6)
+    with contextlib.suppress(psutil.Error):
+        victim.suspend()
+        time.sleep(seconds)
+        victim.resume()
+    return f"{seconds:.1f} s"
+
+
+def jump_clock(target: Target) -> str:
+    shift = target.rng.choice((-3600.0, -30.0, 30.0, 3600.0, 86400.0))
+    with target.clock.open("r+b") as file:
+        file.write(struct.pack("d", shift))
+    return f"{shift:+.0f} s"
+
+
+def fill_disk(target: Target) -> str:
+    """No space for some seconds; only where the run's folder is a small file system of its own."""
+    if not os.path.ismount(target.folder.parent):
+        return ""
+    hog = target.folder.parent / "hog"
+    with contextlib.suppress(OSError), hog.open("wb") as file:
+        while True:
+            file.write(bytes(1 << 20))
+    time.sleep(target.rng.uniform(2, 6))
+    hog.unlink()
+    return "until nothing fitted"
+
+
+def flip_checkpoint(target: Target) -> str:
+    """A bit of the newest checkpoint; an older one stays."""
+    if len(list((target.folder / "checkpoints").glob("step_*"))) < 2:
+        return ""
+    newest = target.newest("checkpoints/step_*")
+    file = target.rng.choice(sorted(path for path in newest.iterdir() if path.suffix == ".distcp" or path.name == ".metadata"))
+    content = bytearray(file.read_bytes())
+    content[target.rng.randrange(len(content))] ^= 1 << target.rng.randrange(8)
+    file.write_bytes(bytes(content))
+    return f"{newest.name}/{file.name}"
+
+
+def cut_checkpoint(target: Target) -> str:
+    """The newest checkpoint loses a file; an older one stays."""
+    if len(list((target.folder / "checkpoints").glob("step_*"))) < 2:
+        return ""
+    newest = target.newest("checkpoints/step_*")
+    file = target.rng.choice(sorted(path for path in newest.iterdir() if path.is_file() and path.name != "state.json"))
+    file.unlink()
+    return f"{newest.name}/{file.name}"
+
+
+def cut_line(target: Target) -> str:
+    """The last line of a record ends in the middle, as after a crash of the machine."""
+    file = target.folder / target.rng.choice(("metrics.jsonl", "details.jsonl"))
+    if not file.exists() or not (content := file.read_bytes()):
+        return ""
+    end = content[:-1].rfind(b"\n") + 1
+    file.write_bytes(content[: end + (len(content) - end) // 2])
+    return file.name
+
+
+def leave_rubbish(target: Target) -> str:
+    """What a killed run may leave: a partial checkpoint, a temporary file."""
+    partial = target.folder / "checkpoints" / ".partial_00000099"
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / "__0_0.distcp").write_bytes(b"half")
+    (target.folder / "rollouts").mkdir(exist_ok=True)
+    (target.folder / "rollouts" / ".step_00000099.parquet.tmp").write_bytes(b"half")
+    return "partial files"
+
+
+RUNNING: dict[str, tuple[float, Callable[[Target], str]]] = {
+    "trainer rank killed": (1.0, _signal("trainer", signal.SIGKILL)),
+    "launching process killed": (0.5, _signal("launcher", signal.SIGKILL)),
+    "save and end asked for": (0.7, _signal("launcher", signal.SIGTERM)),
+    "engine killed": (1.5, _signal("engine", signal.SIGKILL)),
+    "engine core killed": (1.0, _signal("core", signal.SIGKILL)),
+    "engine hangs": (1.0, _signal("engine", signal.SIGSTOP)),
+    "engine core hangs": (1.0, _signal("core", signal.SIGSTOP)),
+    "scorer killed": (2.0, _signal("scorer", signal.SIGKILL)),
+    "scorer hangs": (1.0, _signal("scorer", signal.SIGSTOP)),
+    "trainer rank stands still": (2.0, pause_trainer),
+    "clock jumps": (2.0, jump_clock),
+    "disk full": (0.7, fill_disk),
+}
+RESTING: dict[str, Callable[[Target], str]] = {
+    "checkpoint: bit flipped": flip_checkpoint,
+    "checkpoint: file lost": cut_checkpoint,
+    "record cut in a line": cut_line,
+    "left-over partial files": leave_rubbish,
+}
+
+
+def end_all(target: Target) -> None:
+    """Kill what is left of a run."""
+    for process in target.processes():
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    shutil.rmtree(target.folder, ignore_errors=True)
