@@ -93,6 +93,8 @@ class Disk:
         if not self._is_inside(path):
             return False
         self.offsets[handle] = 0
+        if path == str(self.root):
+            return False
         folder, name = self.node(Path(path).parent), Path(path).name
         if "O_CREAT" in arguments and name not in folder.names:
             folder.names[name] = Node(bytearray())
