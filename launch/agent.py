@@ -372,10 +372,10 @@ def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     arguments = sys.argv[1:] if argv is None else argv
     if len(arguments) != 1:
-        print("usage: python -m launch.agent SPEC", file=sys.stderr)
+        print("usage: python -m launch.agent JOB.json", file=sys.stderr)
         return 2
     try:
-        agent = Agent(JobSpec.decode(arguments[0]), Place.from_environment())
+        agent = Agent(JobSpec.load(arguments[0]), Place.from_environment())
     except ValueError as error:
         print(f"launch.agent: {error}", file=sys.stderr)
         return 2

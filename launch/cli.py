@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch import cluster as clusters
-from launch import jobs, local, slurm, tunnel
+from launch import jobs, local, slurm
 from launch.outcome import CANCELLED
 from launch.plan import Plan, Request, lines
 from launch.run_state import error_of, nothing_came, report_name
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
-from megatron_fp8rl.config import ConfigError, Violation
+from megatron_fp8rl.config import ConfigError
 from megatron_fp8rl.preflight import doctor
 
 _PROGRAM = "python -m launch"
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, run_cli.UsageError, clusters.ClusterError, ConfigError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
-    except (tunnel.TunnelError, slurm.SubmitError) as error:
+    except slurm.SubmitError as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -155,8 +155,6 @@ def launch(options: Options, request: Request) -> int:
         warnings += missing
     else:
         problems += missing
-    if cluster.tunnel is not None:
-        problems += _behind_tunnel(options, request)
     if spec is not None:
         problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
         if not options.dry_run and not problems:
@@ -177,18 +175,17 @@ def launch(options: Options, request: Request) -> int:
     if options.dry_run:
         _show_dry_run(options, plan, request)
         return 0
-    if cluster.tunnel is None:
-        try:
-            launch_dir(spec.run_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            print(f"{_PROGRAM}: the run's folder {spec.run_dir!r} cannot be made: {error}", file=sys.stderr)
-            return 2
+    try:
+        launch_dir(spec.run_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"{_PROGRAM}: the run's folder {spec.run_dir!r} cannot be made: {error}", file=sys.stderr)
+        return 2
     return _local(options, spec) if cluster.kind == "local" else _slurm(options, plan, request)
 
 
 def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
-    """(problems, warnings) of the data of a training job. Behind a tunnel the files are elsewhere, and nobody looks."""
-    if options.job not in ("train", "rl") or request.cfg is None or request.cluster.tunnel is not None:
+    """(problems, warnings) of the data of a training job."""
+    if options.job not in ("train", "rl") or request.cfg is None:
         return [], []
     lines, findings = doctor.look_at_data(request.cfg)
     print("\n".join(lines))
@@ -203,7 +200,7 @@ def _show_dry_run(options: Options, plan: Plan, request: Request) -> None:
     words = ["# " + line.replace("\r", "\\r").replace("\n", "\\n") for line in lines(plan.spec)]
     if request.cluster.kind == "local":
         agents = "1 agent" if plan.spec.nodes == 1 else f"{plan.spec.nodes} agents"
-        print("\n".join([*words, f"# {agents} on this machine: python -m launch.agent {plan.spec.encode()}"]))
+        print("\n".join([*words, f"# {agents} on this machine: python -m launch.agent JOB.json"]))
         return
     name = None if options.id is None else f"{slurm.slug(plan.spec.name)}_{options.id}"
     scripts = slurm.dry_run(plan.spec, request.cluster, id=name, chain=options.chain, array=plan.array)
@@ -223,21 +220,17 @@ def _slurm(options: Options, plan: Plan, request: Request) -> int:
     numbers = ", ".join(launched.job_ids)
     queued = f"jobs {numbers} are" if len(launched.job_ids) > 1 else f"job {numbers} is"
     headline = f"{queued} queued on cluster {options.cluster!r}"
-    _show_launched(headline, spec, f" --cluster {shlex.quote(options.cluster)}" if request.cluster.tunnel else "")
+    _show_launched(headline, spec)
     if not options.wait:
         return 0
     try:
-        status, shown = slurm.wait(launched.job_ids, cluster=request.cluster)
+        status, shown = slurm.wait(launched.job_ids)
     except KeyboardInterrupt:
         print("not waiting any longer; the job goes on", file=sys.stderr)
         return 1
     print("\n".join(shown))
-    if request.cluster.tunnel is None:
-        if any(not line.endswith((": COMPLETED", ": CANCELLED")) for line in shown):
-            _show_first_error(spec, launched.job_ids)
-    elif status:
-        with contextlib.suppress(tunnel.TunnelError):
-            tunnel.watch(request.cluster, "logs", spec.run_dir, ())
+    if any(not line.endswith((": COMPLETED", ": CANCELLED")) for line in shown):
+        _show_first_error(spec, launched.job_ids)
     return status
 
 
@@ -258,8 +251,8 @@ def _local(options: Options, spec: JobSpec) -> int:
     return int(status != 0)
 
 
-def _show_launched(headline: str, spec: JobSpec, cluster: str = "") -> None:
-    run = f"{shlex.quote(spec.run_dir)}{cluster}"
+def _show_launched(headline: str, spec: JobSpec) -> None:
+    run = shlex.quote(spec.run_dir)
     print(headline)
     print("\n".join(line for line in lines(spec) if not line.startswith("    ")))
     if (report := "sweep.md" if spec.agent_module != JobSpec.agent_module else report_name(spec)) is not None:
@@ -284,36 +277,11 @@ def _show_first_error(spec: JobSpec, job_ids: Sequence[str]) -> None:
     print(said, file=sys.stderr)
 
 
-def _behind_tunnel(options: Options, request: Request) -> list[str]:
-    """What a laptop can know of the cluster: nothing in a dry run, else what the login node says."""
-    found = []
-    if request.code_dir is not None:
-        remedy = "Put the function into model_configs/"
-        found.append(f"CONFIG = {options.config_name!r}: this code alone is copied to the cluster. {remedy}.")
-    words, named = request.words, {}
-    if options.job == "convert" and words[1:]:
-        named["SOURCE"] = words[1]
-    if options.job == "eval" and "--checkpoint" in words:
-        named["--checkpoint"] = words[words.index("--checkpoint") + 1]
-    remedy = "Name a folder that its nodes share"
-    others = [Violation(name, path, "does not exist on the cluster", remedy) for name, path in named.items()]
-    if not options.dry_run and not request.cluster.violations():
-        try:
-            found += map(str, tunnel.missing(request.cluster, request.cfg, others))
-        except tunnel.TunnelError as error:
-            found.append(str(error))
-    return found
-
-
 def _running(spec: JobSpec, cluster: clusters.Cluster) -> list[str]:
     """Jobs that work in the run's folder already: two would overwrite each other's checkpoints, logs and endpoints."""
     found = []
-    if cluster.tunnel is None:
-        known = [(job, _state(job)) for job in read_jobs(spec.run_dir)]
-    else:
-        known = tunnel.read_jobs(cluster.tunnel, spec.run_dir)
-    for job, state in known:
-        if state is not None:
+    for job in read_jobs(spec.run_dir):
+        if (state := _state(job)) is not None:
             found.append(
                 f"job {job['job_id']} of cluster {job['cluster']!r} is {state} in {spec.run_dir}. Cancel it by "
                 f"`{_PROGRAM} cancel`, or choose another --output_dir."
@@ -353,4 +321,3 @@ def _number(name: str, text: str) -> int:
         return int(text)
     except ValueError:
         raise UsageError(f"{name} {text!r} is no number") from None
-

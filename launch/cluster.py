@@ -45,17 +45,6 @@ class ClusterError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tunnel:
-    """How to reach a login node by SSH from a machine where Slurm's commands are missing. None: as ssh decides."""
-
-    host: str  # as `ssh HOST` takes it: a name, an address, a Host of ~/.ssh/config
-    user: str | None = None
-    port: int | None = None
-    identity: str | None = None  # file of the private key
-    python: str | None = None  # of the login node, 3.10 or later. None: CLUSTER.python, or python3 beside a container
-
-
-@dataclass(frozen=True, kw_only=True)
 class Cluster:
     """Nodes of one kind, and how to get them."""
 
@@ -87,8 +76,6 @@ class Cluster:
     save_signal_s: int = 300  # before the time limit, when trainers are told to save; a step must fit in
     max_restarts: int = 20  # attempts after the first: time limits, lost nodes and failures together
 
-    tunnel: Tunnel | None = None  # None: this is a login node
-
     @property
     def slots_per_node(self) -> int:
         """Trainer ranks and engine workers that one node takes."""
@@ -107,8 +94,6 @@ class Cluster:
     def violations(self) -> list[Violation]:
         """Every mistake, fields as they are written in the cluster's file."""
         found = [*_of_nodes(self)]
-        if self.kind == "local" and self.tunnel is not None:
-            found.append(_bad("tunnel", self.tunnel, "leads to another machine", 'Remove it, or set kind="slurm"'))
         if self.kind == "local":
             return found
         limit = self.time_limit_s
@@ -126,9 +111,7 @@ class Cluster:
         return found + _of_environment(self) + _of_slurm(self)
 
     def missing_files(self) -> list[Violation]:
-        """Files that the cluster names and this machine does not have. Behind a tunnel, ``launch.tunnel`` looks."""
-        if self.tunnel is not None:
-            return []
+        """Files that the cluster names and this machine does not have."""
         return [found for found in self.named_files() if not Path(found.value.partition(":")[0]).exists()]
 
     def named_files(self) -> list[Violation]:
@@ -203,10 +186,6 @@ def _of_environment(cluster: Cluster) -> list[Violation]:
     for line in cluster.setup:
         if "\n" in line:
             found.append(_bad("setup", line, "holds a line break", "Write one entry for each line"))
-    if cluster.tunnel is not None and cluster.run_root is None:
-        found.append(_bad("run_root", None, "is needed with a tunnel", "Name a folder of the cluster"))
-    if cluster.tunnel is not None and image is None and cluster.python is None:
-        found.append(_bad("python", None, "is needed with a tunnel", "Name the cluster's, with what the roles import"))
     return found
 
 
@@ -265,7 +244,7 @@ def load(name_or_path: str) -> Cluster:
     return cluster
 
 
-def _of_kinds(value: Cluster | Tunnel, name: str) -> list[Violation]:
+def _of_kinds(value: Cluster, name: str) -> list[Violation]:
     """Fields that hold another kind of value than they are declared with, which nothing else could judge."""
     found = []
     for one in dataclasses.fields(value):
@@ -276,9 +255,6 @@ def _of_kinds(value: Cluster | Tunnel, name: str) -> list[Violation]:
         if one.name == "kind":
             if held not in ("slurm", "local"):
                 found.append(Violation(at, held, "is no kind of cluster", 'Choose "slurm" or "local"'))
-        elif declared == "Tunnel":
-            wrong = [Violation(at, held, "is no Tunnel", 'Write Tunnel(host="login")')]
-            found += _of_kinds(held, at) if isinstance(held, Tunnel) else wrong
         else:
             kinds, remedy = _KINDS[declared]
             items = held if isinstance(held, (tuple, list)) else ()

@@ -5,13 +5,12 @@ Imports nemo-run, and with it torch: seconds. ``slurm.py`` imports this module i
 nemo-run 0.11.1 is used so that none of the following can happen; each was seen with other calls:
 
     /nemo_run in a path      replaced all over a script without a container      -> slurm.py refuses such paths
-    environment variables    exported unquoted, names in capitals                -> travel inside the job's word
-    arguments of a script    joined unquoted                                     -> one word of letters and digits
+    environment variables    exported unquoted, names in capitals                -> travel in the job's file
+    arguments of a script    joined unquoted                                     -> one path, quoted before
     paths with blanks        unquoted for srun, mkdir, tar and sbatch            -> quoted before nemo-run gets them
     run.Partial              runs the launching program again in every rank      -> run.Script
     several tasks            the second srun waits for the first                 -> one agent for each node
     packagers                leave out what is not committed                     -> the code is copied before
-    SSH tunnel               takes any host key, asks for passwords, needs rsync -> tunnel.py submits its script
     exit status              0 whatever happened                                 -> exceptions here
     a dependency that failed the job waits for ever                              -> kill_on_invalid_dep
     text of a dry run        wrapped at 80 columns, without dependencies         -> the request itself
@@ -35,7 +34,7 @@ from nemo_run.core.execution.slurm import SlurmJobDetails
 
 from launch.batch_script import Link, setup_lines
 from launch.cluster import Cluster
-from launch.spec import JobSpec
+from launch.spec import JobSpec, spec_file
 
 
 @dataclass(kw_only=True)
@@ -71,6 +70,10 @@ class Submission:
     def base_dir(self) -> str:
         """Below it nemo-run keeps experiments."""
         return str(Path(self.spec.run_dir) / "launch")
+
+    @property
+    def spec_file(self) -> str:
+        return str(spec_file(self.spec.run_dir, self.id))
 
     @property
     def code_dir(self) -> str:
@@ -125,7 +128,7 @@ def _experiment(submission: Submission, base_dir: str) -> Iterator[run.Experimen
         path=submission.spec.agent_module,
         m=True,
         entrypoint=shlex.quote(submission.cluster.interpreter),
-        args=[submission.spec.encode()],
+        args=[shlex.quote(submission.spec_file)],
     )
     with experiment:
         previous: list[str] = []

@@ -82,19 +82,13 @@ def plan_eval(request: Request) -> Plan:
     cfg = dataclasses.replace(request.cfg, output_dir=run_dir.replace("{", "{{").replace("}", "}}"))
     options = cli.parse(["eval", request.config_name, *request.words], _EVAL).options
     problems: list[str] = []
-    if request.cluster.tunnel is None:  # behind one, nobody can look at files before the job does
-        try:
-            model_dir = evaluate.plan(cfg, options).model_dir
-        except ConfigError as error:
-            problems += map(str, error.violations)
-        else:
-            request, refused = _with_tokenizer(request, model_dir, Path(run_dir))
-            problems += refused
-    elif options.checkpoint and cfg.model.hf_path is None and not Path(options.checkpoint).is_relative_to(run_dir):
-        problems.append(
-            f"--checkpoint = {options.checkpoint!r}: through a tunnel nobody looks where its tokenizer is. Name the "
-            "folder with config.json and tokenizer by --model.hf_path, or its run by --output_dir."
-        )
+    try:
+        model_dir = evaluate.plan(cfg, options).model_dir
+    except ConfigError as error:
+        problems += map(str, error.violations)
+    else:
+        request, refused = _with_tokenizer(request, model_dir, Path(run_dir))
+        problems += refused
     planned = plan_training(request)
     if problems or planned.spec is None:
         return dataclasses.replace(planned, spec=None, problems=(*problems, *planned.problems))
@@ -133,7 +127,7 @@ def plan_convert(request: Request) -> Plan:
     paths = [word for word in rest[:2] if word.startswith("/")]
     name = f"{tool}_{Path(paths[-1]).name}" if paths else tool
     problems = []
-    if request.cluster.tunnel is None and paths and not Path(paths[0]).exists():
+    if paths and not Path(paths[0]).exists():
         problems.append(f"SOURCE = {paths[0]!r}: does not exist. Name a folder on a file system that the nodes share.")
     root = Path(request.cluster.run_root) if request.cluster.run_root is not None else Path.cwd()
     command = ("-m", "checkpoint_tools", tool, *rest)
@@ -177,7 +171,9 @@ def _tool_words(tool: str, words: Sequence[str]) -> tuple[str, ...]:
     num_paths = next((i for i, word in enumerate(found) if word.startswith("-")), len(found))
     if not num_paths:
         raise cli.UsageError(f"--job convert: {tool} needs its folders, SOURCE and TARGET, before its options")
-    places = set(range(num_paths)) | {i + 1 for i, word in enumerate(found[:-1]) if word in ("--hf_config", "--hf-config")}
+    places = set(range(num_paths)) | {
+        i + 1 for i, word in enumerate(found[:-1]) if word in ("--hf_config", "--hf-config")
+    }
     return (tool, *(str(Path(word).absolute()) if i in places else word for i, word in enumerate(found)))
 
 
@@ -193,4 +189,3 @@ def _with_tokenizer(request: Request, model_dir: Path | None, run_dir: Path) -> 
         ]
     overrides = (*request.overrides, "--model.hf_path", str(model_dir.absolute()))
     return dataclasses.replace(request, overrides=overrides), []
-

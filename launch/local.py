@@ -1,6 +1,6 @@
 """A job without Slurm: its agents as processes of this machine, and one process that does what Slurm would do.
 
-``python -m launch.local SPEC`` is that process: it starts one agent for each node of the job, hands signals on, and
+``python -m launch.local JOB.json`` is that process: it starts one agent for each node of the job, hands signals on, and
 starts all again when they ask for it, within ``max_restarts``. It is started apart from the terminal, so that closing
 this ends nothing. Its exit status is the agents'.
 """
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from launch.roles import kill_leftovers
-from launch.spec import SAVED, JobSpec, add_job, attempt_dir, launch_dir
+from launch.spec import SAVED, JobSpec, add_job, attempt_dir, launch_dir, spec_file
 
 _ROOT = Path(__file__).parents[1]
 _POLL_S = 0.2
@@ -27,10 +27,11 @@ def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[by
     """(number of the job, its process), which outlives this one. Raises OSError when the folder is not writable."""
     folder = launch_dir(spec.run_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    log_path = folder / f"local-{time.strftime('%Y%m%d-%H%M%S')}.out"
+    name = f"local-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    log_path, job = folder / f"{name}.out", spec.save(spec_file(spec.run_dir, name))
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", spec.local_module, spec.encode()],
+            [sys.executable, "-m", spec.local_module, job],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -51,20 +52,20 @@ def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[by
             "folder": str(folder),
             "script": str(log_path),
             "array": None,
-            "spec": spec.encode(),
+            "spec": job,
         },
     )
     return job_id, process
 
 
-def supervise(spec: JobSpec) -> int:
-    """Run the job here, over all of its attempts; the exit status."""
+def supervise(spec: JobSpec, job: str) -> int:
+    """Run the job here, from its file, over all of its attempts; the exit status."""
     job_id = f"local-{os.getpid()}"
     wanted: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda received, _: wanted.append(received))
     for attempt in range(spec.max_restarts + 1):
-        status = _attempt(spec, job_id, attempt, wanted)
+        status = _attempt(spec, job, job_id, attempt, wanted)
         print(f"launch: attempt {attempt} of job {job_id} ended with status {status}", flush=True)
         heard = len(wanted)  # what comes after this line is for the next attempt
         if status != SAVED or any(number != signal.SIGUSR1 for number in wanted[:heard]):
@@ -74,7 +75,7 @@ def supervise(spec: JobSpec) -> int:
     return status
 
 
-def _attempt(spec: JobSpec, job_id: str, attempt: int, wanted: list[int]) -> int:
+def _attempt(spec: JobSpec, job: str, job_id: str, attempt: int, wanted: list[int]) -> int:
     """Start one agent for each node, and wait for all: what they agreed on, or the first failure."""
     agents = []
     for node in range(spec.nodes):
@@ -83,7 +84,7 @@ def _attempt(spec: JobSpec, job_id: str, attempt: int, wanted: list[int]) -> int
         # Blocked until the agent can tell what they mean: a signal that comes while Python starts would only kill it.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGUSR1})
         try:
-            agents.append(subprocess.Popen([sys.executable, "-m", "launch.agent", spec.encode()], env=env))
+            agents.append(subprocess.Popen([sys.executable, "-m", "launch.agent", job], env=env))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
     sent = 0
@@ -115,4 +116,4 @@ def _python_path() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(supervise(JobSpec.decode(sys.argv[1])))
+    sys.exit(supervise(JobSpec.load(sys.argv[1]), sys.argv[1]))

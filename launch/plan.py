@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +99,7 @@ def preflight(request: Request) -> tuple[list[str], list[str]]:
     if cfg.data.score_servers > 0:  # which the job starts, whereas the program by itself could not
         cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, score_servers=0))
     if cluster.gpu is None:
-        return problems + _answered(cluster, map(str, rules.check(cfg, accelerator="cpu"))), warnings
+        return problems + [str(found) for found in rules.check(cfg, accelerator="cpu")], warnings
     options = DoctorOptions(gpu=cluster.gpu, gpus_per_node=max(1, cluster.gpus_per_node))
     diagnosis = diagnose(cfg, options, config_name=request.config_name, overrides=request.overrides)
     for finding in diagnosis.findings:
@@ -119,15 +118,7 @@ def preflight(request: Request) -> tuple[list[str], list[str]]:
             found[-1] += f" All of it works with {layout_search.words((), diagnosis.change)}."
         elif diagnosis.tried:
             found[-1] += f" No change was found that mends it: {diagnosis.tried}."
-    return _answered(cluster, problems), warnings
-
-
-def _answered(cluster: Cluster, problems: Iterable[str]) -> list[str]:
-    """Without those of files that are not on this machine, when it is a laptop: the login node is asked for them."""
-    files = ("--model.hf_path", "--data.tokenizer", "--rollout.replay", "--output_dir")
-    if cluster.tunnel is None:
-        return list(problems)
-    return [text for text in problems if not text.startswith(files) or " is not a " not in text]
+    return problems, warnings
 
 
 def replica_roles(request: Request, places: tuple[Place, ...], run_dir: str) -> tuple[Role, ...]:
@@ -259,8 +250,8 @@ def lines(spec: JobSpec) -> list[str]:
         again = ", restarted when it dies" if role.restart else ""
         found.append(f"  {role.name} ({role.kind}): {where}{ranks}{gpus}{again}")
         found.append(f"    python {' '.join(map(shlex.quote, role.command))}")
-    found += [f"  {name}={shlex.quote(value)}" for name, value in sorted(spec.env.items())]
-    return found
+    names = [*sorted(spec.env)]  # values may be secrets
+    return found + ([f"  variables: {', '.join(names)}"] if names else [])
 
 
 def across_nodes(cfg: RunConfig, layout: Layout, needs_engines: bool) -> list[str]:

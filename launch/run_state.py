@@ -86,7 +86,11 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
     lines += _progress_lines(run_dir)
     if current is not None:
         lines += _error_lines(run_dir, current)
-    if (name := report_name(JobSpec.decode(jobs[-1].job["spec"]))) is None:
+    try:
+        name = report_name(JobSpec.load(jobs[-1].job["spec"]))
+    except ValueError:  # the run of somebody else, whose job holds values of variables
+        name = "report.html"
+    if name is None:
         return lines
     report = run_dir / name
     draw = f": python -m megatron_fp8rl report --run_dir {shlex.quote(str(run_dir))}" if name == "report.html" else ""

@@ -8,13 +8,10 @@ status needs accounting and its exit status says nothing.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -23,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from launch.spec import JobSpec, add_job, launch_dir
+from launch.spec import JobSpec, add_job
 from megatron_fp8rl.envs.rewards.functions import COPIES
 
 if TYPE_CHECKING:
@@ -35,7 +32,6 @@ _PACKAGES = ("launch", "megatron_fp8rl", "model_configs", "checkpoint_tools")
 _COMMAND_DEADLINE_S = 60.0
 _SILENCE_S = 600.0  # without an answer of Slurm, after which a wait ends
 _POLL_S = 5.0
-_POLL_TUNNEL_S = 15.0  # each is a connection of its own
 _HELD_S = 2.0  # after which Slurm says why a job may never start
 # nemo-run 0.11.1 replaces this text wherever it stands in a script without a container.
 NEMO_RUN_PLACEHOLDER = "/nemo_run"
@@ -106,7 +102,7 @@ def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
     for mark, why in marks.items():
         if mark in spec.run_dir:
             found.append(f"the run's folder = {spec.run_dir!r} holds {mark!r}: {why}. Choose another --output_dir.")
-    for variable, name in _OVERRULING.items() if cluster.tunnel is None else ():
+    for variable, name in _OVERRULING.items():
         said, value = os.environ.get(variable), getattr(cluster, name)
         if said is not None and value is not None and said != value:
             found.append(f"{variable} = {said!r} of this shell would overrule CLUSTER.{name} = {value!r}. Unset it.")
@@ -141,15 +137,13 @@ def submit(
     array: str | None = None,
 ) -> Launched:
     """Queue the job, or a chain of them, and return at once. Raises SubmitError, and leaves nothing queued then."""
-    if cluster.tunnel is None and shutil.which("sbatch") is None:
+    if shutil.which("sbatch") is None:
         raise SubmitError(
-            f"cluster {cluster_name!r}: this machine has no sbatch. Run this on a login node, give the cluster's file "
-            "a tunnel to one, or use --cluster local or --dry-run"
+            f"cluster {cluster_name!r}: this machine has no sbatch. Run this on a login node, or use --cluster local "
+            "or --dry-run"
         )
     nemo = _nemo_run()
     submission = _submission(nemo, spec, cluster, id or new_id(spec), chain, array)
-    if cluster.tunnel is not None:
-        return _submit_there(nemo, submission, spec, cluster_name)
     code_dir = Path(submission.code_dir)
     if code_dir.exists():
         folder = code_dir.parents[1]
@@ -157,6 +151,7 @@ def submit(
     job_ids: list[str] = []
     try:
         copy_code(code_dir, spec.own_files)
+        submission.spec.save(submission.spec_file)
         job_ids = nemo.submit(submission)
         for index, job_id in enumerate(job_ids):  # at once: elements of a sweep read it when they begin
             add_job(spec.run_dir, _record(submission, index, job_id, spec, cluster_name))
@@ -165,6 +160,7 @@ def submit(
         if job_ids:
             ask_here("scancel", *job_ids)
         shutil.rmtree(code_dir, ignore_errors=True)
+        Path(submission.spec_file).unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise SubmitError(f"the run's folder {spec.run_dir!r} cannot be written: {error}") from error
         if isinstance(error, SubmitError) or not isinstance(error, Exception):
@@ -172,48 +168,6 @@ def submit(
         raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(error, cluster)}") from error
     folder = str(Path(submission.job_dir(0)).parent)
     return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=folder)
-
-
-def _submit_there(nemo: ModuleType, submission: Any, spec: JobSpec, cluster_name: str) -> Launched:
-    """Queue what nemo-run writes, and a copy of the code, on the login node behind the tunnel."""
-    from launch import tunnel
-
-    cluster = submission.cluster
-    there = launch_dir(spec.run_dir)
-    experiment = Path(submission.job_dir(0)).parent
-    with tempfile.TemporaryDirectory() as scratch:
-        files = Path(scratch)
-        copy_code(files / Path(submission.code_dir).relative_to(there), spec.own_files)
-        for index, script in enumerate(nemo.scripts(submission)):
-            job_dir = files / Path(submission.job_dir(index)).relative_to(there)
-            job_dir.mkdir(parents=True)
-            (job_dir / "code").symlink_to(submission.code_dir)
-            (job_dir.parent / f"{job_dir.name}_sbatch.sh").write_text(script)
-            record = _record(submission, index, tunnel.JOB, spec, cluster_name)
-            (job_dir.parent / f"{job_dir.name}.json").write_text(json.dumps(record) + "\n")
-        try:
-            job_ids = tunnel.submit(
-                cluster.tunnel,
-                there,
-                files,
-                id=submission.id,
-                experiment=str(experiment.relative_to(there)),
-                tasks=[submission.task_name(index) for index in range(submission.chain)],
-            )
-            _refuse_hopeless(job_ids, cluster_name, functools.partial(tunnel.ask, cluster.tunnel))
-        except tunnel.LoginNodeError as error:
-            raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(error, cluster)}") from error
-        except tunnel.TunnelError as error:
-            raise SubmitError(
-                f"cluster {cluster_name!r}: {error}\n  If the connection was lost late, the job is queued "
-                f"nevertheless: look there by `squeue --me`, and at {there}/jobs.jsonl"
-            ) from error
-        except KeyboardInterrupt as error:
-            raise SubmitError(
-                f"cluster {cluster_name!r}: interrupted. If the job was queued already, `squeue --me` there shows it, "
-                f"and {there}/jobs.jsonl"
-            ) from error
-    return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=str(experiment))
 
 
 def _record(submission: Any, index: int, job_id: str, spec: JobSpec, cluster_name: str) -> dict[str, Any]:
@@ -230,13 +184,11 @@ def _record(submission: Any, index: int, job_id: str, spec: JobSpec, cluster_nam
         "folder": folder,
         "script": str(Path(folder).parent / f"{submission.task_name(index)}_sbatch.sh"),
         "array": submission.array,
-        "spec": spec.encode(),
+        "spec": submission.spec_file,
     }
 
 
-def _submission(
-    nemo: ModuleType, spec: JobSpec, cluster: Cluster, id: str, chain: int, array: str | None
-) -> Any:
+def _submission(nemo: ModuleType, spec: JobSpec, cluster: Cluster, id: str, chain: int, array: str | None) -> Any:
     """With the copied code first on every role's PYTHONPATH."""
     submission = nemo.Submission(spec=spec, cluster=cluster, id=id, chain=chain, array=array)
     inherited = spec.env.get("PYTHONPATH")
@@ -261,27 +213,18 @@ def copy_code(folder: Path, own_files: Sequence[str] = ()) -> None:
         shutil.copy(file, target)
 
 
-def wait(
-    job_ids: Sequence[str], *, poll_s: float | None = None, cluster: Cluster | None = None
-) -> tuple[int, list[str]]:
+def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> tuple[int, list[str]]:
     """Until all jobs have ended: (0 or 1, a line for each). Asks Slurm, with accounting or without.
 
-    However long they queue and run; but Slurm may be silent for 10 minutes at most, which raises SubmitError. Behind
-    the tunnel of ``cluster`` it is asked on the login node, which may be away as long.
+    However long they queue and run; but Slurm may be silent for 10 minutes at most, which raises SubmitError.
     """
-    look: Callable[[str], str | None] = job_state
-    if cluster is not None and cluster.tunnel is not None:
-        from launch import tunnel
-
-        look = functools.partial(job_state, ask=functools.partial(tunnel.ask, cluster.tunnel))
-        poll_s = poll_s or _POLL_TUNNEL_S
     states: dict[str, str] = {}
     last_answer = time.monotonic()
     while len(states) < len(job_ids):
         for job_id in job_ids:
             if job_id in states:
                 continue
-            state = look(job_id)
+            state = job_state(job_id)
             if state is not None:
                 last_answer = time.monotonic()
                 if is_over(state):
@@ -290,21 +233,20 @@ def wait(
             unknown = ", ".join(job_id for job_id in job_ids if job_id not in states)
             raise SubmitError(f"Slurm has said nothing about job {unknown} for {_SILENCE_S:.0f} s; it may still run")
         if len(states) < len(job_ids):
-            time.sleep(poll_s or _POLL_S)
+            time.sleep(poll_s)
     lines = [f"job {job_id}: {states[job_id]}" for job_id in job_ids]
     return int(any(state != "COMPLETED" for state in states.values())), lines
 
 
-def job_state(job_id: str, *, ask: Callable[..., str | None] | None = None) -> str | None:
-    """Slurm's word for the state of a job; None when nobody answers ``ask``.
+def job_state(job_id: str) -> str | None:
+    """Slurm's word for the state of a job; None when nobody answers.
 
     Of an array RUNNING while any element runs, then what others wait for, then the worst.
     """
-    ask = ask or ask_here
-    shown = ask("scontrol", "-o", "show", "job", job_id)
+    shown = ask_here("scontrol", "-o", "show", "job", job_id)
     found = re.findall(r"\bJobState=(\w+)", shown or "")
     if not found:
-        accounted = ask("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
+        accounted = ask_here("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
         found = [line.split()[0] for line in (accounted or "").splitlines() if line.split()]
     running = sorted((state for state in found if not is_over(state)), key=lambda state: state != "RUNNING")
     failed = [state for state in found if state != "COMPLETED"]
@@ -318,15 +260,12 @@ def is_over(state: str) -> bool:
     return state not in waiting | working
 
 
-def _refuse_hopeless(
-    job_ids: Sequence[str], cluster_name: str, ask: Callable[..., str | None] | None = None
-) -> None:
+def _refuse_hopeless(job_ids: Sequence[str], cluster_name: str) -> None:
     """Cancel jobs that Slurm has queued and says to be impossible. Raises SubmitError."""
-    ask = ask or ask_here
     time.sleep(_HELD_S)
-    reason = (ask("squeue", "-h", "-o", "%r", "-j", job_ids[0]) or "").strip()
+    reason = (ask_here("squeue", "-h", "-o", "%r", "-j", job_ids[0]) or "").strip()
     if reason in _NEVER:
-        ask("scancel", *job_ids)
+        ask_here("scancel", *job_ids)
         raise SubmitError(
             f"cluster {cluster_name!r}: Slurm would never start job {job_ids[0]} ({reason}): {_NEVER[reason]}. "
             "It is cancelled"

@@ -1,11 +1,12 @@
 """What a job is: its roles, the nodes that they run on, and the files by which everybody finds everybody.
 
-Pure and light (the standard library alone): the login node writes a :class:`JobSpec` into the batch script as one word,
-and the agent of every node reads it again.
+Light (the standard library alone): the login node writes a :class:`JobSpec` into a file that its owner alone can read,
+since it holds the values of environment variables, and the agent of every node reads it again.
 
 Files of a run, all below its folder on the shared file system::
 
     launch/jobs.jsonl                     one line for every job submitted: see ``jobs_file``
+    launch/jobs/<submission>.json         the job, mode 0600
     launch/<job>.<attempt>/node-<i>.json  {"host", "address", "port"} of node i in this attempt of the job
     launch/<job>.<attempt>/done           the job is over; its text is the exit status
     launch/<job>.<attempt>/first_error.txt
@@ -16,11 +17,10 @@ Files of a run, all below its folder on the shared file system::
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import json
+import os
 import shlex
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,18 +123,23 @@ class JobSpec:
         """:func:`launch_dir` as a word of a batch script."""
         return shlex.quote(str(launch_dir(self.run_dir)))
 
-    def encode(self) -> str:
-        """One word of letters, digits, '-', '_' and '=', which no shell changes: compressed JSON in base64."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
-        return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode()
+    def save(self, path: str | Path) -> str:
+        """Write the job to a file of mode 0600 and return its path. Raises FileExistsError if it is there already."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        return str(path)
 
     @classmethod
-    def decode(cls, word: str) -> JobSpec:
-        """The inverse of :meth:`encode`. Raises ValueError for anything else."""
+    def load(cls, path: str | Path) -> JobSpec:
+        """The inverse of :meth:`save`. Raises ValueError for anything else."""
         try:
-            return JobSpec.of(json.loads(zlib.decompress(base64.urlsafe_b64decode(word))))
-        except (ValueError, zlib.error, TypeError, KeyError) as error:
-            raise ValueError(f"not the word of a job: {word[:40]!r}: {error}") from error
+            return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is not the file of a job: {error}") from error
 
     @staticmethod
     def of(values: dict[str, Any]) -> JobSpec:
@@ -149,11 +154,16 @@ def launch_dir(run_dir: str | Path) -> Path:
     return Path(run_dir) / "launch"
 
 
+def spec_file(run_dir: str | Path, submission: str) -> Path:
+    """Where the job of a submission is."""
+    return launch_dir(run_dir) / "jobs" / f"{submission}.json"
+
+
 def jobs_file(run_dir: str | Path) -> Path:
     """JSON lines, oldest first, one for every job submitted:
 
     {"job_id", "cluster", "kind": "slurm" | "local", "name", "nodes", "submitted_at" (seconds), "experiment", "script",
-    "spec" (encoded)}. The ``job_id`` of Slurm is its number as text, that of this machine "local-<pid>".
+    "spec" (path of :meth:`JobSpec.save`)}. The ``job_id`` of Slurm is its number as text, that of this machine "local-<pid>".
     """
     return launch_dir(run_dir) / "jobs.jsonl"
 

@@ -19,8 +19,6 @@ import os
 import shlex
 import sys
 import time
-import zlib
-from base64 import urlsafe_b64decode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,7 +27,7 @@ from typing import Any, ClassVar
 
 from launch.jobs import Target
 from launch.plan import Plan, Request, absolute_run_dir
-from launch.spec import SAVED, JobSpec, add_job, read_jobs
+from launch.spec import SAVED, JobSpec, add_job, read_jobs, spec_file
 from megatron_fp8rl import cli
 
 PROGRAMS = ("train", "rl", "sft", "eval")
@@ -58,10 +56,9 @@ class JobArray(JobSpec):
         return dataclasses.replace(element, env={**element.env, **self.env})
 
     @classmethod
-    def decode(cls, word: str) -> JobArray:
-        """The inverse of :meth:`encode`. Raises ValueError for anything else."""
-        whole = JobSpec.decode(word)
-        values = json.loads(zlib.decompress(urlsafe_b64decode(word)))
+    def of(cls, values: dict[str, Any]) -> JobArray:
+        """The array of a decoded dictionary."""
+        whole = JobSpec.of(values)
         elements = tuple(JobSpec.of(element) for element in values["elements"])
         shared = {field.name: getattr(whole, field.name) for field in dataclasses.fields(JobSpec)}
         labels = tuple(tuple((field, value) for field, value in label) for label in values["labels"])
@@ -201,7 +198,7 @@ def run_here(array: JobArray) -> int:
     failed = 0
     for index in range(len(array.elements)):
         _begin(array, index, f"local-{os.getpid()}")
-        status = supervise(array.element(index))
+        status = supervise(array.element(index), read_jobs(array.element(index).run_dir)[-1]["spec"])
         _keep_table(array)
         failed = failed or status
         if status in (CANCELLED, SAVED):
@@ -216,7 +213,8 @@ def _begin(array: JobArray, index: int, job: str) -> None:
     _write(folder / RECORD, json.dumps({"labels": array.labels, "name": array.name}, indent=2) + "\n")
     if all(known["job_id"] != job for known in read_jobs(element.run_dir)):
         sweep = next(iter(reversed(read_jobs(array.run_dir))), {})
-        own = {"job_id": job, "name": element.name, "nodes": element.nodes, "array": None, "spec": element.encode()}
+        own = {"job_id": job, "name": element.name, "nodes": element.nodes, "array": None}
+        own["spec"] = element.save(spec_file(element.run_dir, job))
         add_job(element.run_dir, {"cluster": "", "kind": "slurm", "submitted_at": time.time(), **sweep, **own})
 
 
@@ -314,7 +312,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point: the word of an array under Slurm, or the folder of a sweep."""
+    """Entry point: the file of an array under Slurm, or the folder of a sweep."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if len(arguments) != 1 or arguments[0].startswith("-"):
         print("usage: python -m launch.sweep FOLDER", file=sys.stderr)
@@ -323,7 +321,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.path.isdir(arguments[0]):
             print(write_table(arguments[0]), end="")
             return 0
-        array = JobArray.decode(arguments[0])
+        array = JobArray.load(arguments[0])
     except (ValueError, OSError) as error:
         print(f"launch.sweep: {error}", file=sys.stderr)
         return 2

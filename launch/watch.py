@@ -2,8 +2,6 @@
 
 In: a run's folder. Out: how it stands; its logs by role, node and rank, the first error before everything else; or its
 end. Exit status: 0, 1 when the run has failed, 2 for a mistake. Nothing here keeps a run alive or ends one by accident.
-With ``--cluster`` of a tunnel the same runs on its login node, as ``python -m launch.watch`` of the run's own code: all
-of it works with the standard library alone, and Python 3.10.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from launch import run_state
 from launch.outcome import read_outcome
@@ -49,12 +46,9 @@ def main(argv: Sequence[str]) -> int:
         if options.cluster is not None:
             from launch import cluster as clusters  # with the doctor's tables; a login node does without
 
-            cluster = clusters.load(options.cluster)
-            if cluster.tunnel is not None:
-                return _on_login_node(cluster, argv[0], options)
-            root = Path(cluster.run_root or "")
+            root = Path(clusters.load(options.cluster).run_root or "")
         return options.function(find_run(options.run, root), options)
-    except ValueError as error:  # of a run, a cluster's file, a tunnel
+    except ValueError as error:  # of a run, a cluster's file
         print(f"python -m launch {argv[0]}: {error}", file=sys.stderr)
         return 2
     except (KeyboardInterrupt, BrokenPipeError):
@@ -140,7 +134,7 @@ def _await_ends(run_dir: Path, saving: list[JobState]) -> bool:
     """Wait for jobs that were asked to save, and end those that do not in their time; whether that failed."""
     failed = False
     began = last_word = time.monotonic()
-    limits = {one.job_id: JobSpec.decode(one.job["spec"]).save_signal_s + _CANCEL_END_S for one in saving}
+    limits = {one.job_id: JobSpec.load(one.job["spec"]).save_signal_s + _CANCEL_END_S for one in saving}
     while limits:
         for one in [one for one in _jobs(run_dir) if one.job_id in limits]:
             waited_s = time.monotonic() - began
@@ -166,21 +160,6 @@ def _await_ends(run_dir: Path, saving: list[JobState]) -> bool:
 def _last_words(run_dir: Path, one: JobState) -> str:
     last = read_outcome(run_dir, one.job_id, one.attempts[-1]) if one.attempts else None
     return "" if last is None else f" ({last.reason})"
-
-
-def _on_login_node(cluster: Any, command: str, options: argparse.Namespace) -> int:
-    """The same command there. An interrupt ends the watching, and not what is watched."""
-    from launch import tunnel
-
-    given = {name: value for name, value in vars(options).items() if name not in ("run", "cluster", "function")}
-    chosen = [(name, value) for name, value in given.items() if value is not None and value is not False]
-    words = [f"--{name}" if value is True else f"--{name}={value}" for name, value in chosen]
-    try:
-        return tunnel.watch(cluster, command, options.run, words)
-    except KeyboardInterrupt:
-        if command == "cancel":
-            print(LEFT_ALONE, flush=True)
-        raise
 
 
 def logs(run_dir: Path, options: argparse.Namespace) -> int:
@@ -330,7 +309,7 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=summary, description=summary)
         command.set_defaults(function=function)
         command.add_argument("run", metavar="RUN", help="the run's folder, or its name below runs/")
-        command.add_argument("--cluster", metavar="NAME", help="RUN begins at its run_root, and lies behind its tunnel")
+        command.add_argument("--cluster", metavar="NAME", help="RUN begins at its run_root")
         if name == "cancel":
             command.add_argument("--now", action="store_true", help="do not wait for the trainer to save")
         if name == "logs":

@@ -30,6 +30,7 @@ _COMPARED = ("reward/", "loss/", "train/", "mismatch/", "eval/", "rollout/length
 _TIMES = ("/s", "_per_s/mean", "time_share")
 _DISK_BYTES = 400 << 20
 _END_S = 30.0  # for processes of a run that has ended
+_EARLY_S, _LATER_S = (5.0, 30.0), (45.0, 60.0)  # the first fault comes while a run starts, or when it steps
 _STEPS = {
     "--num_steps": "24", "--checkpoint.every_steps": "3", "--checkpoint.keep": "3", "--checkpoint.export_hf": "False",
     "--parallel.world_size": "2", "--rollout.num_replicas": "2", "--rollout.prompts_per_step": "16",
@@ -110,7 +111,7 @@ class Campaign:
             process = subprocess.Popen(
                 self._command(self._words(target.folder)), cwd=self.work, env=environ, stdout=output, stderr=output
             )
-        next_s = time.monotonic() + self.rng.uniform(10, 60)
+        next_s = time.monotonic() + self.rng.uniform(*(_EARLY_S if self.rng.random() < 0.2 else _LATER_S))
         while process.poll() is None:
             if time.monotonic() - began > self.limit_s:
                 process.kill()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from launch.spec import JobSpec, Role, attempt_dir, endpoint_file, log_file
+from tests.helpers.launching import saved
 from tests.helpers.processes import DEADLINE_S, until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,7 +51,7 @@ class Job:
             self.outputs.append(self.run_dir / f"agent.{attempt}.{node}.out")
             with self.outputs[-1].open("w") as output:
                 agent = subprocess.Popen(
-                    [sys.executable, "-m", "launch.agent", self.spec.encode()],
+                    [sys.executable, "-m", "launch.agent", saved(self.spec)],
                     cwd=ROOT,
                     env={**os.environ, "LAUNCH_GRACE_S": "3", **here, "LAUNCH_NODE": str(node), **environment},
                     stdout=output,

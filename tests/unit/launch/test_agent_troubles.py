@@ -18,6 +18,7 @@ from launch import local, outcome
 from launch.peers import Board, Peer, Place
 from launch.roles import RoleProcess
 from launch.spec import JobSpec, Role, endpoint_file, log_file
+from tests.helpers.launching import saved
 from tests.helpers.processes import DEADLINE_S, until
 
 
@@ -114,7 +115,7 @@ def test_a_signal_that_comes_while_agents_start_is_heard(tmp_path: Path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     spec = JobSpec(name="fake", run_dir=str(run_dir), roles=(trainer("5000"),), nodes=1, env={"FAKE_RUN": str(run_dir)})
-    assert local._attempt(spec, "local-1", 0, [signal.SIGUSR1]) == 85
+    assert local._attempt(spec, saved(spec), "local-1", 0, [signal.SIGUSR1]) == 85
     assert "saved step" in log_file(run_dir, "trainer", 0).read_text()
 
 
@@ -157,7 +158,7 @@ def test_what_a_killed_agent_of_this_machine_left_is_ended_with_its_attempt(tmp_
     roles = (trainer("5000"), replica(0, 0))
     spec = JobSpec(name="fake", run_dir=str(run_dir), roles=roles, nodes=1, env={"FAKE_RUN": str(run_dir)})
     statuses = []
-    attempt = threading.Thread(target=lambda: statuses.append(local._attempt(spec, "local-1", 0, [])))
+    attempt = threading.Thread(target=lambda: statuses.append(local._attempt(spec, saved(spec), "local-1", 0, [])))
     attempt.start()
     until(endpoint_file(run_dir, "rollout-0").exists, "the replica")
     board = Board(run_dir, Place(job="local-1", attempt=0, node=0, num_nodes=1, is_slurm=False))

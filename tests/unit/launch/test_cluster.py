@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from launch import cluster
-from launch.cluster import Cluster, ClusterError, Tunnel
+from launch.cluster import Cluster, ClusterError
 
 
 @pytest.mark.parametrize("name", ["pyxis", "plain", "local"])
@@ -104,21 +104,13 @@ def test_the_signal_comes_before_the_limit():
     assert found.field == "CLUSTER.save_signal_s" and "300 s" in found.remedy
 
 
-def test_files_are_looked_for_on_a_login_node_alone(tmp_path):
+def test_files_are_looked_for(tmp_path):
     image = tmp_path / "im age.sqsh"
     here = Cluster(container_image=str(image), container_mounts=(f"{tmp_path}:/data", "/no/where:/x"))
     assert [v.field for v in here.missing_files()] == ["CLUSTER.container_image", "CLUSTER.container_mounts"]
     image.touch()
     assert [v.field for v in here.missing_files()] == ["CLUSTER.container_mounts"]
     assert Cluster(container_image="registry#image:tag").missing_files() == []
-    assert dataclasses.replace(here, tunnel=Tunnel(host="h", user="u")).missing_files() == []
-
-
-def test_a_tunnel_needs_what_this_machine_cannot_know():
-    found = Cluster(tunnel=Tunnel(host="login")).violations()
-    assert [v.field for v in found] == ["CLUSTER.run_root", "CLUSTER.python"]
-    assert Cluster(tunnel=Tunnel(host="login"), run_root="/a b", container_image="x").violations() == []
-    assert [v.field for v in Cluster(kind="local", tunnel=Tunnel(host="login")).violations()] == ["CLUSTER.tunnel"]
 
 
 def test_the_interpreter_is_the_containers_or_this_one():

@@ -10,9 +10,10 @@ import pytest
 from launch import cli, cluster, run_state, slurm
 from launch.cluster import Cluster, ClusterError
 from launch.slurm import SubmitError
-from launch.spec import JobSpec, Role, add_job, launch_dir, read_jobs
+from launch.spec import JobSpec, Role, add_job, launch_dir, read_jobs, spec_file
+from tests.helpers.launching import saved
 
-HEAD = "from pathlib import Path\nfrom launch.cluster import Cluster, Tunnel\n"
+HEAD = "from pathlib import Path\nfrom launch.cluster import Cluster\n"
 CPU = {"gpu": None, "gpus_per_node": 0, "ranks_per_node": 4, "time_limit": "10:00", "save_signal_s": 60}
 
 
@@ -37,7 +38,7 @@ def job(run_dir: Path, role: str = "task") -> JobSpec:
 def record(run_dir: Path) -> dict:
     """A line of the run's file of jobs, without the number."""
     return {
-        "cluster": "c", "kind": "slurm", "name": "x", "nodes": 1, "submitted_at": 0.0, "spec": job(run_dir).encode()
+        "cluster": "c", "kind": "slurm", "name": "x", "nodes": 1, "submitted_at": 0.0, "spec": saved(job(run_dir))
     }  # fmt: skip
 
 
@@ -56,8 +57,6 @@ def record(run_dir: Path) -> dict:
         ("srun=('--mpi=none', 3)", "CLUSTER.srun = ('--mpi=none', 3)"),
         ("env=[('A', 'b')]", "CLUSTER.env = [('A', 'b')]"),
         ("kind='slrum'", 'Choose "slurm" or "local"'),
-        ("tunnel='login'", 'Write Tunnel(host="login")'),
-        ("tunnel=Tunnel(host='login', port='22')", "CLUSTER.tunnel.port = '22'"),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_named_with_what_to_write(tmp_path: Path, text: str, said: str):
@@ -73,7 +72,7 @@ def test_all_values_of_the_wrong_kind_are_named_at_once(tmp_path: Path, capsys: 
 
 
 def test_lists_and_none_are_taken(tmp_path: Path):
-    text = "setup=['a', 'b'], account=None, tunnel=Tunnel(host='login', port=22)"
+    text = "setup=['a', 'b'], account=None"
     assert list(cluster.load(written(tmp_path, text)).setup) == ["a", "b"]
 
 
@@ -122,7 +121,7 @@ def test_no_two_jobs_of_any_kind_work_in_one_folder(
 ):
     """An evaluation's engines would take the endpoints of the training's."""
     folder = tmp_path / "runs" / ("tiny_qwen3_moe_study" if kind == "study" else "tiny_qwen3_moe")
-    add_job(folder, {"job_id": "5", "kind": "slurm", "cluster": "c", "spec": job(folder, role).encode()})
+    add_job(folder, {"job_id": "5", "kind": "slurm", "cluster": "c", "spec": saved(job(folder, role))})
     monkeypatch.setattr(slurm, "job_state", lambda job_id, **how: "RUNNING")
     file = written(tmp_path, f"run_root={str(tmp_path)!r}, **{CPU!r}")
     assert cli.main(["tiny_qwen3_moe", "--cluster", file, "--job", kind]) == 2
@@ -145,6 +144,10 @@ class Submission:
     @property
     def code_dir(self) -> str:
         return str(launch_dir(self.spec.run_dir) / "code" / self.id)
+
+    @property
+    def spec_file(self) -> str:
+        return str(spec_file(self.spec.run_dir, self.id))
 
     def task_name(self, index: int) -> str:
         return f"job{index}"
@@ -282,7 +285,7 @@ def test_the_report_is_the_one_that_the_job_writes(tmp_path: Path, command: tupl
     role = Role(name="task", kind="command", nodes=(0,), command=command)
     spec = JobSpec(name="x", run_dir=str(tmp_path), roles=(role,), nodes=1)
     assert run_state.report_name(spec) == report
-    known = {"cluster": "c", "kind": "slurm", "nodes": 1, "submitted_at": 0.0, "job_id": "5", "spec": spec.encode()}
+    known = {"cluster": "c", "kind": "slurm", "nodes": 1, "submitted_at": 0.0, "job_id": "5", "spec": saved(spec)}
     shown = run_state.describe(tmp_path, [run_state.JobState(job=known, state="RUNNING", attempts=())])
     assert [line for line in shown if line.startswith("report")] == [
         line for line in shown if report and f"{tmp_path}/{report} (not written yet" in line

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from launch import jobs
-from launch.cluster import Cluster, Tunnel
+from launch.cluster import Cluster
 from launch.plan import Plan, Request
 from megatron_fp8rl.__main__ import COMMANDS
 from megatron_fp8rl.cli import UsageError, parse
@@ -111,16 +111,6 @@ def test_the_tokenizer_of_another_run_is_not_found_by_chance(tmp_path: Path):
     assert found.spec is None and f"Use --output_dir {other}" in found.problems[0]
     own = plan(cluster_of(tmp_path), "eval", "tiny_qwen3", "--checkpoint", str(checkpoint), "--output_dir", str(other))
     assert own.problems == ()
-
-
-def test_behind_a_tunnel_nobody_looks_for_checkpoints(tmp_path: Path):
-    cluster = cluster_of(tmp_path, tunnel=Tunnel(host="login", user="me"), python="/cluster/bin/python")
-    of_run = (str(tmp_path / "runs" / "tiny_qwen3" / "checkpoints" / "step_00000001"),)
-    for known in (of_run, ("/cluster/only", "--model.hf_path", "/cluster/only")):
-        assert plan(cluster, "eval", "tiny_qwen3", "--checkpoint", *known).problems == ()
-    (refused,) = plan(cluster, "eval", "tiny_qwen3", "--checkpoint", "/cluster/only").problems
-    assert refused.startswith("--checkpoint = '/cluster/only'") and "--model.hf_path" in refused
-    assert plan(cluster, "convert", "inspect", "/cluster/only").problems == ()
 
 
 def test_a_study_is_one_program_on_one_node(tmp_path: Path):

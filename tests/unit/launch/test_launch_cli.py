@@ -14,6 +14,7 @@ from launch import cli, local, slurm
 from launch.cluster import Cluster
 from launch.slurm import Launched, SubmitError
 from launch.spec import JobSpec, Role, add_job, read_jobs
+from tests.helpers.launching import saved
 
 ROOT = Path(__file__).parents[3]
 CPU = "CLUSTER = Cluster(gpu=None, gpus_per_node=0, ranks_per_node=4, run_root={root!r}, time_limit='10:00'{more})\n"
@@ -140,7 +141,7 @@ def test_a_machine_without_slurm_is_told(cluster_file, capsys, monkeypatch):
 def test_a_folder_where_a_job_runs_is_refused(submitted, cluster_file, capsys, monkeypatch, tmp_path):
     run_dir = tmp_path / "the runs" / "runs" / "tiny_qwen3_moe"
     role = Role(name="trainer", kind="torchrun", nodes=(0,), command=())
-    word = JobSpec(name="x", run_dir=str(run_dir), roles=(role,), nodes=1).encode()
+    word = saved(JobSpec(name="x", run_dir=str(run_dir), roles=(role,), nodes=1))
     add_job(run_dir, {"job_id": "5", "kind": "slurm", "cluster": "c", "spec": word})
     monkeypatch.setattr(slurm, "job_state", {"5": "PENDING"}.get)
     assert cli.main(["tiny_qwen3_moe", "--cluster", cluster_file()]) == 2
@@ -262,7 +263,7 @@ def test_a_local_job_runs_its_roles_on_every_node(tmp_path):
     assert [(tmp_path / f"count{node}").read_text() for node in (0, 1)] == ["it's \"x\" $HOME\nb"] * 2
     [job] = read_jobs(spec.run_dir)
     assert (job["job_id"], job["kind"], job["cluster"]) == (job_id, "local", "here")
-    assert JobSpec.decode(job["spec"]) == spec and json.dumps(job)
+    assert JobSpec.load(job["spec"]) == spec and json.dumps(job)
 
 
 def test_a_local_job_that_saved_is_started_again(tmp_path):

@@ -16,7 +16,7 @@ from launch import cli as launch_cli
 from launch import jobs
 from launch.layout import Layout, Place, with_scorers
 from launch.plan import plan_training
-from launch.spec import JobSpec, Role, endpoint_file
+from launch.spec import Role, endpoint_file
 from megatron_fp8rl import cli
 from megatron_fp8rl.net.endpoint import scorer_name, scorer_path
 
@@ -50,7 +50,7 @@ def test_roles_of_score_servers():
     found = plan_training(request("tiny_qwen3_moe", *SMALL, "gloo", SERVERS, "3", cluster=CPU, nodes=3))
     spec = found.spec
     assert spec is not None, found.problems
-    assert JobSpec.decode(spec.encode()) == spec and spec.problems() == []
+    assert spec.problems() == []
     scorers = [role for role in spec.roles if role.kind == "scorer"]
     assert [(role.name, role.nodes) for role in scorers] == [("score-0", (2,)), ("score-1", (1,)), ("score-2", (0,))]
     for index, role in enumerate(scorers):

@@ -1,9 +1,8 @@
 """The word of a job survives whatever stands in it, and a wrong job says what is wrong."""
 
-from __future__ import annotations
 
-import re
-import shlex
+import os
+import stat
 
 import pytest
 
@@ -23,29 +22,31 @@ def job(*roles: Role, **changes) -> JobSpec:
     return JobSpec(**values)
 
 
-def test_decoding_returns_the_same_job():
+def test_loading_returns_the_same_job(tmp_path):
     one = role(command=("-m", ODD), gpus=(0, 3), env={"lower": ODD}, restart=True, essential=False)
     whole = job(role(), one, name=ODD, run_dir=f"/a b/{ODD}", env={"A": ODD}, max_restarts=7, save_signal_s=11)
-    assert JobSpec.decode(whole.encode()) == whole
+    assert JobSpec.load(whole.save(tmp_path / ODD.replace("/", "_"))) == whole
 
 
-def test_the_word_is_one_that_no_shell_changes():
-    word = job(role(command=(ODD,)), env={"A": ODD}).encode()
-    assert shlex.quote(word) == word or re.fullmatch(r"[\w=-]+", word)
-    assert not word.startswith("-")
+def test_the_file_is_its_owners_alone_and_replaces_nothing(tmp_path):
+    path = tmp_path / "launch" / "jobs" / "a.json"
+    before = os.umask(0)
+    try:
+        job(env={"WANDB_API_KEY": "s3cret"}).save(path)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(FileExistsError):
+        job().save(path)
 
 
-def test_replicas_of_one_command_do_not_outgrow_an_argument():
-    """Linux takes 128 KiB in one argument of a program."""
-    command = ("-m", "megatron_fp8rl.rollout.replica", "grpo_deepseek_v3", *(["--some.field", "value"] * 20))
-    many = job(*(role(name=f"rollout-{i}", command=(*command, str(i)), nodes=(i,)) for i in range(1000)), nodes=1000)
-    assert len(many.encode()) < 100_000
-
-
-@pytest.mark.parametrize("word", ["", "abc", "eJw=", "not base64!"])
-def test_another_word_is_refused(word):
-    with pytest.raises(ValueError, match="not the word of a job"):
-        JobSpec.decode(word)
+@pytest.mark.parametrize("text", ["", "abc", "{}", "[1]", '{"roles": 3}'])
+def test_another_file_is_refused(tmp_path, text):
+    (tmp_path / "other.json").write_text(text)
+    with pytest.raises(ValueError, match="other.json is not the file of a job"):
+        JobSpec.load(tmp_path / "other.json")
+    with pytest.raises(ValueError, match="nowhere is not the file of a job"):
+        JobSpec.load(tmp_path / "nowhere")
 
 
 def test_words_name_the_head_of_the_role_and_the_rank_in_it():

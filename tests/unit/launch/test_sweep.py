@@ -109,17 +109,16 @@ def test_an_unknown_field_is_refused_before_anything_is_planned():
         jobs.read("sweep", "tiny_qwen3", ("--over", "optim.learning_rate", "1", "2"))
 
 
-def test_the_word_holds_all_elements_and_is_a_job_to_whoever_knows_no_arrays(cluster: Cluster):
+def test_the_file_holds_all_elements_and_is_a_job_to_whoever_knows_no_arrays(cluster: Cluster, tmp_path: Path):
     array = plan(cluster, "tiny_qwen3", "--over", "seed", "1", "2").spec
     one = array.elements[0]
     many = [replace(one, run_dir=f"{array.run_dir}/element-{i}", name=f"{one.name}_{i}") for i in range(500)]
     array = replace(array, elements=tuple(many), labels=tuple((("z", str(i)), ("a", "b")) for i in range(500)))
-    word = array.encode()
-    assert JobArray.decode(word) == array
-    assert len(word) < 60_000, "one argument of a program holds 128 KiB"
-    assert JobSpec.decode(word).run_dir == array.run_dir
-    with pytest.raises(ValueError, match="not the word of a job"):
-        JobArray.decode("nonsense")
+    path = array.save(tmp_path / "array.json")
+    assert JobArray.load(path) == array and JobSpec.load(path).run_dir == array.run_dir
+    one.save(tmp_path / "one.json")
+    with pytest.raises(ValueError, match="one.json is not the file of a job"):
+        JobArray.load(tmp_path / "one.json")
 
 
 def test_the_batch_script_looks_into_the_folder_of_its_element(cluster: Cluster, tmp_path: Path):
@@ -157,7 +156,7 @@ def test_a_node_is_the_agent_of_its_element_and_keeps_the_table(
     spec, place = ran[0]
     assert spec.run_dir == array.elements[1].run_dir and spec.env["PYTHONPATH"] == "/code copy" and spec.env["A"] == "1"
     assert place.job == "18" and [job["job_id"] for job in read_jobs(spec.run_dir)] == ["18"]
-    assert JobSpec.decode(read_jobs(spec.run_dir)[0]["spec"]).run_dir == spec.run_dir
+    assert JobSpec.load(read_jobs(spec.run_dir)[0]["spec"]).run_dir == spec.run_dir
     lines = Path(array.run_dir, "sweep.md").read_text().splitlines()
     assert lines[0] == "| run | seed | state | held-out start | held-out end | reward, last 10 |"
     assert lines[2].startswith("| element-0 | 5 | not begun |")
@@ -175,7 +174,8 @@ def test_on_this_machine_an_element_that_was_asked_to_end_is_the_last(
     array = plan(cluster, "tiny_qwen3", "--over", "seed", "5", "6", "7").spec
     begun = []
 
-    def supervise(spec: JobSpec) -> int:
+    def supervise(spec: JobSpec, job: str) -> int:
+        assert JobSpec.load(job) == spec
         begun.append(spec.run_dir)
         return statuses[len(begun) - 1]
 

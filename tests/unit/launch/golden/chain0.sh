@@ -90,7 +90,7 @@ fi
 
 # Command 1
 
-srun --output /shared/run/launch/experiments/qwen3/qwen3_dry-run/job0/log-agents_%j_${SLURM_RESTART_COUNT:-0}.out --chdir /shared/run/launch/experiments/qwen3/qwen3_dry-run/job0/code --wait=60 --kill-on-bad-exit=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=120 /shared/env/bin/python -m launch.agent SPEC
+srun --output /shared/run/launch/experiments/qwen3/qwen3_dry-run/job0/log-agents_%j_${SLURM_RESTART_COUNT:-0}.out --chdir /shared/run/launch/experiments/qwen3/qwen3_dry-run/job0/code --wait=60 --kill-on-bad-exit=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=120 /shared/env/bin/python -m launch.agent /shared/run/launch/jobs/qwen3_dry-run.json
 
 exitcode=$?
 

@@ -104,7 +104,7 @@ export GREETING='a  b'
 
 # Command 1
 
-srun --output '/shared/it'"'"'s a "run"/launch/experiments/it-s-a-name/it-s-a-name_dry-run/job'/log-agents_%j_${SLURM_RESTART_COUNT:-0}.out --chdir '/shared/it'"'"'s a "run"/launch/experiments'/it-s-a-name/it-s-a-name_dry-run/job/code --wait=60 --kill-on-bad-exit=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=120 --mpi=none '/opt/my env/bin/python' -m launch.agent SPEC
+srun --output '/shared/it'"'"'s a "run"/launch/experiments/it-s-a-name/it-s-a-name_dry-run/job'/log-agents_%j_${SLURM_RESTART_COUNT:-0}.out --chdir '/shared/it'"'"'s a "run"/launch/experiments'/it-s-a-name/it-s-a-name_dry-run/job/code --wait=60 --kill-on-bad-exit=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=120 --mpi=none '/opt/my env/bin/python' -m launch.agent '/shared/it'"'"'s a "run"/launch/jobs/it-s-a-name_dry-run.json'
 
 exitcode=$?
 

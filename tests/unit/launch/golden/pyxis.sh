@@ -97,7 +97,7 @@ fi
 
 # Command 1
 
-srun --output /lustre/runs/qwen3/launch/experiments/qwen3/qwen3_dry-run/job/log-agents_%j_${SLURM_RESTART_COUNT:-0}.out --container-image '/lustre/my images/fp8.sqsh' --container-mounts /lustre/models:/models:ro,'/a b:/c d',/lustre/runs:/lustre/runs,/lustre/runs/qwen3/launch/experiments:/lustre/runs/qwen3/launch/experiments,/lustre/runs/qwen3/launch/experiments/qwen3/qwen3_dry-run/job:/nemo_run --container-workdir /nemo_run/code --wait=60 --kill-on-bad-exit=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=120 python -m launch.agent SPEC
+srun --output /lustre/runs/qwen3/launch/experiments/qwen3/qwen3_dry-run/job/log-agents_%j_${SLURM_RESTART_COUNT:-0}.out --container-image '/lustre/my images/fp8.sqsh' --container-mounts /lustre/models:/models:ro,'/a b:/c d',/lustre/runs:/lustre/runs,/lustre/runs/qwen3/launch/experiments:/lustre/runs/qwen3/launch/experiments,/lustre/runs/qwen3/launch/experiments/qwen3/qwen3_dry-run/job:/nemo_run --container-workdir /nemo_run/code --wait=60 --kill-on-bad-exit=1 --cpu-bind=none --kill-on-bad-exit=0 --wait=120 python -m launch.agent /lustre/runs/qwen3/launch/jobs/qwen3_dry-run.json
 
 exitcode=$?
 
