@@ -21,6 +21,8 @@ setup(
     name="megatron-fp8rl",
     version=VERSION,
     description="FP8 reinforcement learning for dense and mixture-of-experts language models",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
     python_requires=f"=={PINS['python']}.*",
     packages=find_packages(
         include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools", "launch", "launch.*"]

@@ -9,8 +9,6 @@
 #   cluster.sh kill-node N    node N loses power: its network goes silent and all its processes are gone
 #   cluster.sh start-node N   the node comes back, empty
 #
-# An SSH server on the bridge makes it reachable as a login node is, by the key and the configuration in DIR/login.
-#
 # A node is a network namespace (own address on a bridge), a host name, a process namespace that can be killed as a whole,
 # and a /tmp and /dev/shm of its own: what a program wrongly keeps in /tmp is missing on the next node, as in the
 # field. Accounting is slurmdbd with a private MariaDB, so that wrong accounts are refused and sacct answers. Every
@@ -23,11 +21,10 @@ NET=${FP8RL_SLURM_NET:-10.77.0}               # the login node is .1, node N is 
 SHARED=${FP8RL_SLURM_SHARED:-}                # directories below /tmp that the nodes share nevertheless
 CPUS=8                                        # a node says so; the real cores may be fewer
 GPUS=2                                        # devices that exist by name only: enough for Slurm to hand out
-LOGIN_PORT=2222                               # of SSH on the login node
 BRIDGE=fp8rlbr0
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 PACKAGES=(slurmctld slurmd slurm-client slurmdbd slurm-wlm-mysql-plugin munge mariadb-server-core mariadb-client-core
-    iproute2 procps util-linux openssh-server openssh-client)
+    iproute2 procps util-linux)
 export SLURM_CONF=$DIR/etc/slurm.conf
 export MYSQL_UNIX_PORT=$DIR/run/mysql.sock
 export PATH=$PATH:/usr/sbin:/sbin
@@ -62,7 +59,7 @@ halt() {  # halt NAME: kill a daemon of ours, whose data is thrown away, and wai
 
 installed() {
     local program
-    for program in slurmctld slurmd slurmdbd sbatch munged mariadbd mariadb-install-db ip unshare nsenter sshd ssh-keygen; do
+    for program in slurmctld slurmd slurmdbd sbatch munged mariadbd mariadb-install-db ip unshare nsenter; do
         command -v "$program" >/dev/null || return 1
     done
 }
@@ -232,30 +229,6 @@ start_accounting() {
     sacctmgr -i add user root Account=research >/dev/null
 }
 
-start_login() {
-    local login=$DIR/login
-    mkdir -p "$login" /run/sshd  # the second is empty, and compiled into Debian's sshd
-    ssh-keygen -q -t ed25519 -N "" -C "" -f "$login/host_key"
-    ssh-keygen -q -t ed25519 -N "" -C "" -f "$login/user_key"
-    cp "$login/user_key.pub" "$login/authorized_keys"
-    echo "[$NET.1]:$LOGIN_PORT $(cat "$login/host_key.pub")" >"$login/known_hosts"
-    cat >"$login/sshd_config" <<CONF
-ListenAddress $NET.1
-Port $LOGIN_PORT
-HostKey $login/host_key
-AuthorizedKeysFile $login/authorized_keys
-PidFile $DIR/run/sshd.own.pid
-UsePAM no
-StrictModes no
-PermitRootLogin prohibit-password
-PasswordAuthentication no
-KbdInteractiveAuthentication no
-SetEnv SLURM_CONF=$SLURM_CONF
-CONF
-    daemon sshd "$(command -v sshd)" -D -e -f "$login/sshd_config"
-    until_true 10 "sshd did not answer" ssh-keyscan -T 1 -p "$LOGIN_PORT" "$NET.1"
-}
-
 start() {
     local i
     [ "$(id -u)" = 0 ] || fail "namespaces and Slurm's daemons need root"
@@ -273,7 +246,6 @@ start() {
     start_accounting
     daemon slurmctld slurmctld -D
     until_true 20 "slurmctld did not answer" sinfo
-    start_login
     for i in $(seq "$NODES"); do start_node "$i"; done
     until_true 30 "not all $NODES nodes became idle" all_idle
 }
@@ -283,14 +255,14 @@ stop() {
     for name in $(ip netns list 2>/dev/null | awk '/^fp8rl-node/ {print $1}'); do
         halt "${name#fp8rl-}"
     done
-    for name in sshd slurmctld slurmdbd mariadbd munged; do halt $name; done
+    for name in slurmctld slurmdbd mariadbd munged; do halt $name; done
     for name in $(ip netns list 2>/dev/null | awk '/^fp8rl-node/ {print $1}'); do
         i=${name#fp8rl-node}
         ip link del "fp8rlveth$i" 2>/dev/null || true
         ip netns del "$name"
     done
     ip link del $BRIDGE 2>/dev/null || true
-    rm -rf "$DIR"/{etc,run,login,state,spool,mysql,shared}  # logs stay until the next start
+    rm -rf "$DIR"/{etc,run,state,spool,mysql,shared}  # logs stay until the next start
 }
 
 case ${1:-} in

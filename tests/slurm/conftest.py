@@ -15,7 +15,7 @@ import pytest
 from slurm_cluster import SCRIPT, STATE, SlurmCluster
 
 LOCK_DEADLINE_S = 900.0
-PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip", "unshare", "nsenter", "sshd")
+PROGRAMS = ("slurmctld", "slurmd", "slurmdbd", "munged", "mariadbd", "ip", "unshare", "nsenter")
 
 
 def _missing() -> str | None:
