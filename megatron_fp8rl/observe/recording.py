@@ -5,7 +5,7 @@ completion; reading yields groups that are equal in every field. Runs on: a thre
 process may read, also with pandas, Polars or DuckDB.
 
 A file gets its name when it is whole. The steps of an earlier run that come after the one that a run continues from
-move to ``rollouts/cut``.
+move to ``rollouts/_cut``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 FOLDER = "rollouts"  # in the folder of a run
-_CUT = "cut"
+_CUT = "_cut"  # which readers of Parquet folders leave out
 _NAME = re.compile(r"step_(\d{8,})\.parquet")
 _ROWS_TOKENS = 1 << 21  # tokens of a row group at most, unless one prompt has more: bounds what a reader holds
 _PROMPT = tuple(field.name for field in dataclasses.fields(Prompt))
@@ -123,7 +123,7 @@ def steps_of(folder: Path | str) -> dict[int, Path]:
 
 
 def move_aside(folder: Path, first: int) -> None:
-    """Move the steps from ``first`` on to the folder ``cut``, where no file replaces another."""
+    """Move the steps from ``first`` on to the folder ``_cut``, where no file replaces another."""
     for path in [path for step, path in steps_of(folder).items() if step >= first]:
         (folder / _CUT).mkdir(exist_ok=True)
         names = (f"{path.stem}{end}.parquet" for end in chain([""], map(".{}".format, count(1))))

@@ -269,15 +269,16 @@ class Fleet:
 
     async def _keep(self, index: int, tokenizer: asyncio.Future[Any]) -> None:
         """Keep one replica running for the lifetime of the fleet, incarnation after incarnation."""
-        first = self._ready[index]
+        first, failure = self._ready[index], None
         try:
             while (replica := await self._replicas.next(index)) is not None:
                 client = self._client(replica, await tokenizer)
                 try:
                     await self._wait_healthy(client)
                 except EngineError as error:
-                    if self._replicas.starts_here and not first.done():
-                        raise
+                    was_killed, failure = replica.was_killed, error
+                    if self._replicas.starts_here and not first.done() and not was_killed:
+                        raise  # it would fail again
                     self.remove(client, str(error))
                     await client.close()
                     continue
@@ -294,6 +295,8 @@ class Fleet:
                 self.remove(client, replica.obituary())
                 await client.close()
             self._given_up.add(index)
+            if failure is not None and not first.done():
+                raise failure
         except Exception as error:  # a defect or a configuration mistake: passed to whoever waits for the replica
             self._given_up.add(index)
             if first.done():

@@ -54,6 +54,11 @@ class Replica:
         """The end of the replica's log, starting at the first exception, of which vLLM's later ones are consequences."""
         return last_lines(self.log_path, count)
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether it has ended by a signal that it cannot have caused itself."""
+        return self.exited.done() and self.exited.result().endswith("exit code -9")
+
     def obituary(self, when: str = "") -> str:
         """How a replica that has ended did so, and the end of its log."""
         how = self.exited.result()

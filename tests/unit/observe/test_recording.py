@@ -36,10 +36,12 @@ def test_groups_read_back_equal_step_by_step(tmp_path, monkeypatch):
 def test_other_programs_read_a_row_for_each_completion(tmp_path):
     import pandas
 
-    write(tmp_path, 1)
-    table = pandas.read_parquet(tmp_path / "step_00000001.parquet")
-    assert table["reward"].tolist() == [0.1 + 0.2] * 2 and table["prompt_id"].tolist() == ["chain_sum/1"] * 2
-    assert [ids.tolist() for ids in table["token_ids"]] == [[8, 2], [8, 2]]
+    write(tmp_path, 1, 2, 3)
+    write(tmp_path, first=3)
+    table = pandas.read_parquet(tmp_path)  # without what was moved aside
+    assert table["reward"].tolist() == [0.1 + 0.2] * 4 and table["step"].tolist() == [1, 1, 2, 2]
+    assert table["prompt_id"].tolist()[:2] == ["chain_sum/1"] * 2
+    assert [ids.tolist() for ids in table["token_ids"]] == [[8, 2]] * 4
 
 
 def test_log_probabilities_take_four_bytes_only_where_that_loses_nothing(tmp_path):
@@ -97,8 +99,8 @@ def test_later_steps_of_an_earlier_run_move_aside_and_replace_nothing(tmp_path):
     write(tmp_path, first=2)
     assert list(steps_of(tmp_path)) == [1]
     kept = ["step_00000002.parquet", "step_00000003.1.parquet", "step_00000003.parquet"]
-    assert sorted(path.name for path in (tmp_path / "cut").iterdir()) == kept
-    assert (tmp_path / "cut" / "step_00000003.parquet").read_bytes() == before
+    assert sorted(path.name for path in (tmp_path / "_cut").iterdir()) == kept
+    assert (tmp_path / "_cut" / "step_00000003.parquet").read_bytes() == before
     assert not list(tmp_path.glob(".*"))
 
 
@@ -106,7 +108,7 @@ def test_the_oldest_steps_but_the_first_are_removed_when_the_space_is_used_up(tm
     write(tmp_path, 1, 2, 3)
     size = sum(path.stat().st_size for path in steps_of(tmp_path).values()) / 3
     write(tmp_path, 3, 4, first=3, max_gib=3.5 * size / 2**30)
-    assert list(steps_of(tmp_path)) == [1, 3, 4] and not list((tmp_path / "cut").iterdir())
+    assert list(steps_of(tmp_path)) == [1, 3, 4] and not list((tmp_path / "_cut").iterdir())
     write(tmp_path, 5, first=5, max_gib=size / 2**30)
     assert list(steps_of(tmp_path)) == [1, 5]  # the newest stays, whatever it takes
 

@@ -174,6 +174,36 @@ def die(fleet, source, index: int, how: str) -> None:
     fleet.sync(end(), 60.0)
 
 
+class Frail(Source):
+    """Replicas of this host, of which the first die while they start."""
+
+    starts_here = True
+
+    def __init__(self, starts: int, *ends: str):
+        super().__init__(starts)
+        self.ends = [*ends]
+
+    async def next(self, index: int) -> Replica | None:
+        if (found := await super().next(index)) is not None and self.ends:
+            found.exited.set_result(self.ends.pop(0))
+        return found
+
+
+def test_one_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch, started):
+    for source, outcome in (
+        (Frail(4, "died with exit code -9", "died with exit code -9"), None),
+        (Frail(1, "died with exit code -9"), EngineDeadError),  # no start is left
+        (Frail(4, "died with exit code 1"), EngineDeadError),  # it would end so again
+    ):
+        monkeypatch.setitem(globals(), "Source", lambda starts, source=source: source)
+        if outcome is None:
+            fleet, _ = started(4)
+            assert len(fleet.clients) == 2 and source.starts == 0
+        else:
+            with pytest.raises(outcome):
+                started(4)
+
+
 def test_one_that_comes_back_waits_for_a_publication(started):
     fleet, source = started(3)
     first, second = fleet.clients
