@@ -37,7 +37,7 @@ _PLAIN = [
     np.ndarray,
     np.dtype,
     type(np.dtype(np.uint32)),
-    (np._core.multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),
+    (np.empty(0).__reduce__()[0], "numpy._core.multiarray._reconstruct"),
 ]  # of NumPy's RNG state, and of Transformer Engine's states
 
 _REMEDY = "Ask its author, or convert its weights to safetensors where it cannot harm"
