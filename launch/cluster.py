@@ -112,10 +112,6 @@ class Cluster:
 
     def missing_files(self) -> list[Violation]:
         """Files that the cluster names and this machine does not have."""
-        return [found for found in self.named_files() if not Path(found.value.partition(":")[0]).exists()]
-
-    def named_files(self) -> list[Violation]:
-        """What to say of each file that the cluster names if the path before the ':' in the value is not there."""
         found = []
         image = self.container_image
         if image is not None and image.startswith(("/", ".")):
@@ -124,7 +120,7 @@ class Cluster:
             found.append(_bad("container_mounts", mount, "begins where nothing is", "Name what all nodes see"))
         if self.python is not None and image is None:
             found.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
-        return found
+        return [one for one in found if not Path(one.value.partition(":")[0]).exists()]
 
 
 def _of_nodes(cluster: Cluster) -> list[Violation]:

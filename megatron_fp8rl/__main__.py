@@ -182,16 +182,21 @@ def _refused_or(program: Callable[[], int | None]) -> int:
 
 def _start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> int:
     """Look at the data and run the requested programs on every rank; returns the exit status."""
-    if cfg.parallel.world_size > 1 and "RANK" not in os.environ:
+    if _has_to_start_ranks(cfg):
         if status := _refused_or(partial(_look_at_data, cfg)):
             return status
         os.environ[_SEEN] = "1"
     return _on_every_rank(cfg, partial(_run, cfg, wants_sft=wants_sft, wants_rl=wants_rl))
 
 
+def _has_to_start_ranks(cfg: RunConfig) -> bool:
+    """Whether the trainer has several ranks and this process is none of them."""
+    return cfg.parallel.world_size > 1 and "RANK" not in os.environ
+
+
 def _on_every_rank(cfg: RunConfig, program: Callable[[], None]) -> int:
     """Run in this process, or start torchrun on this machine if the trainer has several ranks and this is none."""
-    if cfg.parallel.world_size > 1 and "RANK" not in os.environ:
+    if _has_to_start_ranks(cfg):
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone",
             "--nproc-per-node", str(cfg.parallel.world_size), "-m", "megatron_fp8rl", *sys.argv[1:],

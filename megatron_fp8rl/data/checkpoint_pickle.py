@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-_PLACES = "torch.distributed.checkpoint.metadata"
+_METADATA = "torch.distributed.checkpoint.metadata"
 _NAMES = {
     **dict.fromkeys(
         (
             "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
             "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
         ),
-        _PLACES,
+        _METADATA,
     ),
     "_StorageInfo": "torch.distributed.checkpoint.filesystem",
     "_get_layout": "torch.serialization",

@@ -59,7 +59,7 @@ class RolloutWriter:
 
     def __init__(self, folder: Path, first: int = 0, max_gib: float = float("inf")) -> None:
         make_folder(folder)
-        move_aside(folder, first)
+        _move_aside(folder, first)
         for partial in folder.glob(".*.tmp"):
             partial.unlink()
         self._folder, self._max_bytes = folder, max_gib * 2**30
@@ -122,7 +122,7 @@ def steps_of(folder: Path | str) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def move_aside(folder: Path, first: int) -> None:
+def _move_aside(folder: Path, first: int) -> None:
     """Move the steps from ``first`` on to the folder ``_cut``, where no file replaces another."""
     for path in [path for step, path in steps_of(folder).items() if step >= first]:
         (folder / _CUT).mkdir(exist_ok=True)
