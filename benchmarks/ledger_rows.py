@@ -203,9 +203,10 @@ def section(rows: Sequence[Row]) -> str:
                 "mean d": f"{one['mismatch']['mean']:.1e}" if one["mismatch"]["mean"] is not None else None,
             })  # fmt: skip
     runs = {row["run"]: row for row in rows}
+    commands = {name: dict.fromkeys(row["command"] for row in rows if row["run"] == name) for name in runs}
     foot = [
         f"{name}: {row['date']}, commit {row['commit']}, {row['machine']}, host {row.get('host', 'unknown')}: "
-        f"`{row['command']}`"
+        + ", then ".join(f"`{command}`" for command in commands[name])
         for name, row in runs.items()
     ]
     notes = (

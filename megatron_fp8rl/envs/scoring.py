@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import queue
 import re
@@ -38,6 +39,8 @@ from megatron_fp8rl.config import DataConfig, EnvironmentConfig
 from megatron_fp8rl.envs.environment import environments_by_key
 from megatron_fp8rl.envs.rewards.configured import takes_batches
 from megatron_fp8rl.types import Prompt
+
+_log = logging.getLogger(__name__)
 
 
 class Score(NamedTuple):
@@ -210,19 +213,32 @@ class ScorePool(CompletionScorer):
         request = {"prompts": fields, "texts": list(texts), "deadline_s": self._deadline_s}
         worker = self._idle.get()  # never blocks: there are as many workers as threads
         try:
-            worker.ensure_started()
-            reply = worker.ask(request, self._deadline_s)
+            reply = self._ask(worker, request)
         except _WorkerLost as lost:
-            worker.kill()
-            if not self._closed.is_set():
-                worker.close_pipes()
-                worker.start()
             return [Score.failed(f"scorer of {prompt.environment} {lost}")] * len(prompts)
         finally:
             self._idle.put(worker)
         if "error" in reply:
             return [Score.failed(f"scorer of {prompt.environment} raised {reply['error']}")] * len(prompts)
         return [_verdict(one, prompt.environment) for one in reply["scores"]]
+
+    def _ask(self, worker: _Worker, request: dict[str, Any], *, is_again: bool = False) -> dict[str, Any]:
+        """The reply of a worker, which is started again if it is lost. One that was killed, most likely from outside, is
+        asked once more: that says nothing about the completion."""
+        try:
+            worker.ensure_started()
+            return worker.ask(request, self._deadline_s)
+        except _WorkerLost as lost:
+            was_killed = worker.was_killed()
+            worker.kill()
+            if self._closed.is_set():
+                raise
+            worker.close_pipes()
+            worker.start()
+            if is_again or not was_killed:
+                raise
+            _log.warning("a scorer %s; its completions are scored again", lost)
+            return self._ask(worker, request, is_again=True)
 
 
 class _Waiting(NamedTuple):
@@ -355,6 +371,10 @@ class _Worker:
             if reply.get("number") == self._number:
                 return reply
         return None
+
+    def was_killed(self) -> bool:
+        """Whether the process has ended by SIGKILL, before :meth:`kill`."""
+        return self._process.poll() == -signal.SIGKILL
 
     def _bound_output(self) -> None:
         """Forget what the scorer has printed, beyond a limit."""

@@ -62,6 +62,14 @@ def test_a_failing_scorer_costs_one_score(pool, text, detail):
     assert score(pool, "3") == (1.5, "scored", "", {})
 
 
+def test_a_scorer_killed_from_outside_is_asked_once_more(pool, tmp_path):
+    assert score(pool, f"kill:{tmp_path / 'once'}") == (0.5, "scored", "", {})
+    reward, status, reason, _ = score(pool, f"kill:{tmp_path / 'always'}")
+    assert (reward, status) == (0.0, "score_failed") and "exit code -9" in reason
+    assert (tmp_path / "always").read_text().count("asked") == 2
+    assert score(pool, "3") == (1.5, "scored", "", {})
+
+
 def test_what_a_scorer_prints_is_not_a_reply(pool):
     assert score(pool, "print") == (0.5, "scored", "", {})
     assert score(pool, "3") == (1.5, "scored", "", {})
