@@ -223,8 +223,7 @@ class ScorePool(CompletionScorer):
         return [_verdict(one, prompt.environment) for one in reply["scores"]]
 
     def _ask(self, worker: _Worker, request: dict[str, Any], *, is_again: bool = False) -> dict[str, Any]:
-        """The reply of a worker, which is started again if it is lost. One that was killed, most likely from outside, is
-        asked once more: that says nothing about the completion."""
+        """The reply; a lost worker is started again, and asked once more if it was killed, likely from outside."""
         try:
             worker.ensure_started()
             return worker.ask(request, self._deadline_s)
