@@ -173,7 +173,7 @@ class OptimConfig:
     # What "selective" recomputes, where present: mlp is the MLP of dense layers, moe that of MoE layers.
     recompute_modules: tuple[Literal["core_attn", "mlp", "moe", "shared_experts"], ...] = ("mlp", "moe")
     moe_aux_loss_coef: float = 0.0
-    logprob_chunk_tokens: int = 4096  # tokens whose FP32 logits are held at a time
+    logprob_chunk_tokens: int = 8192  # tokens whose logits exist at a time; a microbatch of more computes them twice
     offload: tuple[Literal["params", "gradients", "optimizer"], ...] = ()  # to host memory during sampling
 
 

@@ -180,20 +180,17 @@ def _temporaries(cfg: RunConfig, layers: list[LayerBytes], tokens: Tokens, stage
 def head_bytes(cfg: RunConfig, tokens: Tokens) -> float:
     """Temporaries of the backward pass of log-probabilities: see ``trainer/logprobs.py``.
 
-    The gradient of the head's shard, accumulated over chunks in FP32, or in the parameter dtype if one chunk holds all
-    tokens, and that of the hidden states. In addition, per chunk, logits that are overwritten by their gradient, in the
-    parameter dtype, and the product of that gradient with the hidden states; at the end the head's gradient in that
-    dtype. With FP32 parameters, logits and their gradient are separate.
+    A chunk of logits, which their gradient overwrites, and the gradient of the hidden states. The head's gradient goes
+    to its buffer; if the embedding shares it, it is summed in FP32 memory of its own and then rounded. With FP32
+    parameters, logits and their gradient are separate, and so is the product that is added to the head's gradient.
     """
     rows = padded_vocab_size(cfg.model, cfg.parallel.tensor) / cfg.parallel.tensor
-    chunk = min(cfg.optim.logprob_chunk_tokens, tokens.context)
     element = Bytes.of(cfg).weight
-    logits, head = chunk * rows, rows * cfg.model.hidden_size
-    summed = head * (4 if chunk < tokens.context else element)
-    widest = (logits + head) * element
-    if element == 4:
-        widest = max(widest, logits * (4 + 4))
-    return summed + widest + tokens.context * cfg.model.hidden_size * element
+    logits, head = min(cfg.optim.logprob_chunk_tokens, tokens.context) * rows * element, rows * cfg.model.hidden_size
+    widest = logits if element == 2 else logits + max(logits, head * element)
+    if cfg.model.tie_embeddings:
+        widest = head * 4 + max(widest, head * element)
+    return widest + tokens.context * cfg.model.hidden_size * element
 
 
 def _overhead(cfg: RunConfig, tokens: Tokens) -> Part:

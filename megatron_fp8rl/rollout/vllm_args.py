@@ -24,6 +24,7 @@ from megatron_fp8rl.rollout.vllm_plugin.plugin import SCALES_VARIABLE, WEIGHT_TR
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 _CPU_KV_LIMIT_BYTES = 4 << 30
+_SCHEDULERS = "megatron_fp8rl.rollout.vllm_plugin.decode_scheduler"
 CPU_ENVIRONMENT = {
     # vLLM compiles its sampler even in eager mode; that takes half a minute.
     "TORCHDYNAMO_DISABLE": "1",
@@ -118,6 +119,8 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         arguments["enable-expert-parallel"] = True
     if rollout.record_routed_experts:
         arguments["enable-return-routed-experts"] = True
+    else:
+        arguments["scheduler-cls"] = f"{_SCHEDULERS}.{'HoldingScheduler' if cpu else 'DecodeScheduler'}"
     return arguments
 
 

@@ -187,6 +187,7 @@ class Forward:
             temperature=self.cfg.rollout.temperature,
             chunk_tokens=self.cfg.optim.logprob_chunk_tokens,
             group=group,
+            is_shared=output_weight is not None,
         )
         hidden_NH = hidden_states[:, 0].index_select(0, context.loss_rows_N)
         return token_logprobs(hidden_NH, weight, context.targets_N, shard)

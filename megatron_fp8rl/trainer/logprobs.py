@@ -4,10 +4,11 @@ In: hidden states and the vocabulary shard of the output head on the ranks of th
 Out: one FP32 log-probability and entropy per token, equal on all tensor-parallel ranks and, after
 :func:`gather_context`, for the whole microbatch on all context-parallel ranks.
 
-The full logits are never materialized. Forward computes them one chunk of tokens at a time and keeps three values per
-token; backward recomputes each chunk and overwrites it with its gradient. Peak memory is about three FP32 chunks of
-``chunk_tokens * vocabulary / tensor parallel`` values; for BF16 parameters on a GPU it is one BF16 chunk, which the
-Triton kernels in log_softmax.py read and overwrite.
+Logits exist for one chunk of tokens at a time. If one chunk holds all tokens, forward keeps its logits, and backward
+overwrites them with their gradient; with more chunks, forward keeps three values per token, and backward computes each
+chunk again. Peak memory is about three FP32 chunks of ``chunk_tokens * vocabulary / tensor parallel`` values; for BF16
+parameters on a GPU it is one BF16 chunk, which the Triton kernels in log_softmax.py read and overwrite. The gradient of
+the head is accumulated in its FP32 gradient buffer, unless the embedding shares it.
 
 Logits are rounded to the parameters' dtype and then cast to FP32, as in the engine, so trainer and engine round alike.
 
@@ -25,6 +26,7 @@ from torch import Tensor
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.exact_logprobs import exp_sum, log_of_sum
+from megatron_fp8rl.trainer.optimizer.grad_buffers import add_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class HeadShard:
     temperature: float
     chunk_tokens: int  # tokens whose FP32 logits are in memory at a time
     group: dist.ProcessGroup | None  # tensor-parallel ranks with the other shards; None for one rank
+    is_shared: bool = False  # with the embedding, whose gradient autograd adds to this one
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -45,7 +48,14 @@ class HeadShard:
 
     @classmethod
     def of(
-        cls, *, num_rows: int, vocab_size: int, temperature: float, chunk_tokens: int, group: dist.ProcessGroup | None
+        cls,
+        *,
+        num_rows: int,
+        vocab_size: int,
+        temperature: float,
+        chunk_tokens: int,
+        group: dist.ProcessGroup | None,
+        is_shared: bool = False,
     ) -> HeadShard:
         """This rank's shard of ``vocab_size`` tokens, padded at the end and sharded in order over ``group``."""
         rank, size = (0, 1) if group is None else (group.rank(), group.size())
@@ -58,6 +68,7 @@ class HeadShard:
             temperature=temperature,
             chunk_tokens=chunk_tokens,
             group=group if size > 1 else None,
+            is_shared=is_shared,
         )
 
 
@@ -71,18 +82,24 @@ def token_logprobs(hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shar
 
     ``targets_N`` are int64 vocabulary ids, equal on all ranks of the group.
     """
-    return _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, shard)
+    return _TokenLogprobs.apply(hidden_NH, weight_VH, targets_N, shard, torch.is_grad_enabled())
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shard: HeadShard):
+    def forward(ctx, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, shard: HeadShard, record: bool):
         rows_VH = weight_VH[: shard.num_tokens]
         num = hidden_NH.shape[0]
         logprobs_N, entropy_N, log_norm_N = hidden_NH.new_empty((3, num), dtype=torch.float32).unbind()
-        for chunk in _chunks(num, shard.chunk_tokens):
-            part = _chunk_statistics(hidden_NH[chunk], rows_VH, targets_N[chunk], shard)
+        chunks = _chunks(num, shard.chunk_tokens)
+        ctx.logits = None
+        for chunk in chunks:
+            logits = float64.matmul(hidden_NH[chunk], rows_VH.t()) if shard.num_tokens else None
+            part = _chunk_statistics(logits, hidden_NH[chunk], targets_N[chunk], shard)
             logprobs_N[chunk], entropy_N[chunk], log_norm_N[chunk] = part
+            if record and len(chunks) == 1:
+                ctx.logits = logits  # not save_for_backward: backward overwrites them
+            del logits  # before the next chunk's are there
         ctx.save_for_backward(hidden_NH, weight_VH, targets_N, entropy_N, log_norm_N)
         ctx.shard = shard
         ctx.set_materialize_grads(False)
@@ -92,35 +109,47 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs_N: Tensor | None, grad_entropy_N: Tensor | None):
         hidden_NH, weight_VH, targets_N, entropy_N, log_norm_N = ctx.saved_tensors
         if grad_logprobs_N is None and grad_entropy_N is None:
-            return None, None, None, None
+            return None, None, None, None, None
         shard, num = ctx.shard, hidden_NH.shape[0]
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(entropy_N)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         rows_VH = weight_VH[: shard.num_tokens]
         grad_hidden_NH = torch.empty_like(hidden_NH) if need_hidden else None
-        chunks = _chunks(num, shard.chunk_tokens)
-        # Accumulate over chunks in FP32: with many chunks, BF16 would lose small contributions.
-        accumulate = torch.float32 if len(chunks) > 1 else weight_VH.dtype
-        grad_weight_VH = torch.zeros_like(weight_VH, dtype=accumulate) if need_weight else None
 
-        for chunk in chunks:
-            grad_logits = _chunk_logit_gradient(
-                hidden_NH[chunk],
-                rows_VH,
-                targets_N[chunk],
-                shard,
-                log_norm=log_norm_N[chunk],
-                entropy=entropy_N[chunk],
-                grad_logprobs=grad_logprobs_N[chunk],
-                grad_entropy=None if grad_entropy_N is None else grad_entropy_N[chunk],
-            )
-            if need_hidden:
-                torch.mm(grad_logits, rows_VH, out=grad_hidden_NH[chunk])
-            if need_weight:
-                grad_weight_VH[: shard.num_tokens] += grad_logits.t() @ hidden_NH[chunk]
-            del grad_logits  # before the next chunk's logits are there
-        return grad_hidden_NH, None if grad_weight_VH is None else grad_weight_VH.to(weight_VH.dtype), None, None
+        def run(grad_weight_VH: Tensor | None) -> None:
+            for chunk in _chunks(num, shard.chunk_tokens):
+                logits, ctx.logits = ctx.logits, None
+                grad_logits = _chunk_logit_gradient(
+                    torch.mm(hidden_NH[chunk], rows_VH.t()) if logits is None else logits,
+                    targets_N[chunk],
+                    shard,
+                    log_norm=log_norm_N[chunk],
+                    entropy=entropy_N[chunk],
+                    grad_logprobs=grad_logprobs_N[chunk],
+                    grad_entropy=None if grad_entropy_N is None else grad_entropy_N[chunk],
+                )
+                del logits
+                if need_hidden:
+                    torch.mm(grad_logits, rows_VH, out=grad_hidden_NH[chunk])
+                if grad_weight_VH is not None:
+                    _add_product(grad_weight_VH[: shard.num_tokens], grad_logits.t(), hidden_NH[chunk])
+                del grad_logits  # before the next chunk's logits are there
+
+        grad_weight_VH = None
+        if need_weight:
+            grad_weight_VH = add_gradient(weight_VH, run, is_shared=shard.is_shared)
+        else:
+            run(None)
+        return grad_hidden_NH, grad_weight_VH, None, None, None
+
+
+def _add_product(sum_VH: Tensor, a_Vn: Tensor, b_nH: Tensor) -> None:
+    """Add a product to an FP32 sum; on a GPU the product's kernel adds, and nothing is rounded to BF16 in between."""
+    if sum_VH.is_cuda and a_Vn.dtype != torch.float32:
+        torch.addmm(sum_VH, a_Vn, b_nH, out_dtype=torch.float32, out=sum_VH)
+    else:
+        sum_VH += a_Vn @ b_nH
 
 
 def _chunks(num: int, size: int) -> list[slice]:
@@ -144,12 +173,14 @@ def _owned(targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
 
 
 def _chunk_statistics(
-    hidden_nH: Tensor, rows_VH: Tensor, targets_n: Tensor, shard: HeadShard
+    logits: Tensor | None, hidden_nH: Tensor, targets_n: Tensor, shard: HeadShard
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probability, entropy, logsumexp) of each token over the whole vocabulary, FP32 [n] each."""
+    """(log-probability, entropy, logsumexp) of each token over the whole vocabulary, FP32 [n] each.
+
+    ``logits`` [n, V] are this shard's; None if it is padding alone.
+    """
     num = hidden_nH.shape[0]
-    if shard.num_tokens:
-        logits = float64.matmul(hidden_nH, rows_VH.t())
+    if logits is not None:
         max_n = logits.amax(-1).float().div_(shard.temperature)
     else:  # a shard of padding alone contributes nothing, but must join the reductions
         logits, max_n = None, hidden_nH.new_full((num,), -torch.inf, dtype=torch.float32)
@@ -173,7 +204,7 @@ def _chunk_statistics(
 
 def _sums(logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, shard: HeadShard) -> tuple[Tensor, Tensor]:
     """int64 [n]: sum exp(z - max); FP32 [2, n]: sum exp(z - max) * (z - max), z[target] - max; over this shard."""
-    shifted = logits_nV.float().div_(shard.temperature).sub_(max_n[:, None])
+    shifted = logits_nV.float().div(shard.temperature).sub_(max_n[:, None])
     local_n, owned_n = _owned(targets_n, shard)
     at_target_n = shifted.gather(1, local_n[:, None])[:, 0].masked_fill_(~owned_n, 0.0)
     exp_sums_n = exp_sum(shifted)
@@ -181,8 +212,7 @@ def _sums(logits_nV: Tensor, max_n: Tensor, targets_n: Tensor, shard: HeadShard)
 
 
 def _chunk_logit_gradient(
-    hidden_nH: Tensor,
-    rows_VH: Tensor,
+    logits: Tensor,
     targets_n: Tensor,
     shard: HeadShard,
     *,
@@ -191,11 +221,10 @@ def _chunk_logit_gradient(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of the loss with respect to this shard's raw logits, [n, V] in the parameters' dtype.
+    """Gradient of the loss with respect to this shard's raw logits, [n, V] in their dtype; may overwrite them.
 
     With p = softmax(z): d logprob / dz = onehot(target) - p, and d entropy / dz = -p * (log p + entropy).
     """
-    logits = torch.mm(hidden_nH, rows_VH.t())
     if shard.num_tokens and (kernels := _kernels(logits)):
         rows = dict(log_norm=log_norm, entropy=entropy, grad_logprobs=grad_logprobs, grad_entropy=grad_entropy)
         return kernels.gradient(logits, targets_n, shard.first_token, shard.temperature, **rows)
@@ -209,7 +238,7 @@ def _chunk_logit_gradient(
     if shard.num_tokens:
         local_n, owned_n = _owned(targets_n, shard)
         grad.scatter_add_(1, local_n[:, None], (grad_logprobs * owned_n)[:, None])
-    return grad.div_(shard.temperature).to(hidden_nH.dtype)
+    return grad.div_(shard.temperature).to(logits.dtype)
 
 
 def zigzag_indices(cu_seqlens_S: Tensor, context_size: int, context_rank: int) -> Tensor:

@@ -89,6 +89,29 @@ def accept_deep_gemm_experts() -> None:
 
 @patches(
     "vllm",
+    ">=0.26,<0.27",
+    why="the engine core ends the requests of a pause by a message without tokens, whereas decode_scheduler.py still "
+    "holds theirs (EngineCoreProc._send_finish_outputs_to_client)",
+    remove_when="a scheduler makes the last messages of requests that are aborted",
+)
+def send_held_tokens_on_abort() -> None:
+    """Send what a scheduler of ours holds of a request that is ended by a pause."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+    from vllm.v1.engine.core import EngineCoreProc
+
+    def send(core: EngineCoreProc, request_ids: list[str], client_index: int, finish_reason: Any) -> None:
+        outputs = [EngineCoreOutput(request_id, [], finish_reason=finish_reason) for request_id in request_ids]
+        for output in outputs:
+            if (held := core.scheduler.take_held(output.request_id)) is not None:
+                held.into(output)
+        message = EngineCoreOutputs(finished_requests=request_ids, outputs=outputs)
+        core.output_queue.put_nowait((client_index, message))
+
+    EngineCoreProc._send_finish_outputs_to_client = send
+
+
+@patches(
+    "vllm",
     ">=0.25.1,<0.27",
     why="a worker ends an update that failed, but refuses to start another while one is under way, and has no "
     "call that ends it (Worker._weight_update_active)",

@@ -34,13 +34,16 @@ def no_gradients(weights: Sequence[Tensor]) -> list[Tensor]:
     return [unused.detach() for _ in weights]
 
 
-def add_gradient(weight: Tensor, add: Callable[[Tensor], None], block_rows: Tensor | None = None) -> Tensor:
+def add_gradient(
+    weight: Tensor, add: Callable[[Tensor], None], block_rows: Tensor | None = None, *, is_shared: bool = False
+) -> Tensor:
     """Let ``add`` accumulate dW in contiguous FP32 memory [N, K]: the weight's ``main_grad`` if it is contiguous FP32.
     Returns the gradient for autograd.
 
-    ``block_rows`` int64 [N]: row i of dW from ``add`` belongs to row ``block_rows[i]`` of the weight.
+    ``block_rows`` int64 [N]: row i of dW from ``add`` belongs to row ``block_rows[i]`` of the weight. ``is_shared``:
+    autograd adds another gradient of the weight to this one, so that neither may be a placeholder.
     """
-    fused = is_fused(weight)
+    fused = is_fused(weight) and not is_shared
     if fused and block_rows is None and weight.main_grad.dtype == torch.float32 and weight.main_grad.is_contiguous():
         add(weight.main_grad)
         return no_gradients([weight])[0]

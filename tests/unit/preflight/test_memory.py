@@ -223,16 +223,18 @@ def test_microbatches_in_flight(stage, virtual, layers, expected):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "expected"),
+    ("tied", "chunk", "expected"),
     [
-        # The head's gradient in FP32; beside it a chunk of logits and its share of the head's gradient, in BF16.
-        (1024, 4 * 1024 * 512 + 2 * 1024 * 1024 + 2 * 1024 * 512),
-        (128, 4 * 1024 * 512 + 2 * 128 * 1024 + 2 * 1024 * 512),
-        (4096, 2 * 1024 * 512 + 2 * 4096 * 1024 + 2 * 1024 * 512),  # one chunk: nothing is summed
+        # A chunk of logits in BF16, of at most the tokens of a microbatch; the head's gradient goes to its buffer ...
+        (False, 1024, 2 * 1024 * 1024),
+        (False, 8192, 2 * 4096 * 1024),
+        # ... or is summed in FP32, beside a chunk of logits or its own copy in BF16, whichever is larger.
+        (True, 1024, 4 * 1024 * 512 + 2 * 1024 * 1024),
+        (True, 128, 4 * 1024 * 512 + 2 * 1024 * 512),
     ],
 )
-def test_logits_follow_the_code_that_makes_them(chunk, expected):
-    cfg = run(precision=BF16, optim__logprob_chunk_tokens=chunk)
+def test_logits_follow_the_code_that_makes_them(tied, chunk, expected):
+    cfg = run(replace(DENSE, tie_embeddings=tied), precision=BF16, optim__logprob_chunk_tokens=chunk)
     assert trainer_memory.head_bytes(cfg, Tokens.of(cfg, 1.0)) == expected + 4096 * 512 * 2
 
 

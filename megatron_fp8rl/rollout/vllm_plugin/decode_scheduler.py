@@ -1,0 +1,320 @@
+"""vLLM's scheduler with less work per token: short steps while all requests decode, and few messages to the server.
+
+In: requests, and what each step sampled. Out: the same steps and the same tokens as vLLM's own scheduler. Runs in the
+engine core; vLLM loads a class by its name (``--scheduler-cls``).
+
+vLLM sends every sampled token of every request to its server at once, and looks at each request for prompts, images,
+drafts, grammars and cache transfers in every step. One Python thread does that between two steps of the GPU, which then
+waits for it: at 128 sequences it, not the GPU, set the pace. Here
+
+- a request that asks for its final output only (``RequestOutputKind.FINAL_ONLY``, as all of ours do) keeps its tokens and
+  log-probabilities here, and sends them at every :data:`HELD_TOKENS`-th token, with the last one, and when it is aborted.
+  The server still handles each token, so a single message at the end would leave all of that work for the end;
+- a step in which every running request decodes one token, and none ends, takes a short path. All other steps are vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import repeat
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.kv_cache_coordinator import UnitaryKVCacheCoordinator
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from megatron_fp8rl.rollout.vllm_plugin import patches as vllm_patches
+from megatron_fp8rl.upstream import patches
+
+HELD_TOKENS = 32  # a request sends what it holds when its length is a multiple of this
+
+
+@dataclass(slots=True)
+class Held:
+    """What a request has sampled and not yet sent."""
+
+    request: Request
+    token_ids: list[int]  # the request's own list of output tokens, which vLLM extends
+    stops: frozenset[int]  # tokens after which it may end
+    last: int  # the number of tokens after which the next one is its last
+    has_logprobs: bool
+    num_sent: int = 0  # of token_ids
+    logprobs: list[float] = field(default_factory=list)  # of the others
+    ranks: list[int] = field(default_factory=list)
+    prefill_stats: object = None
+
+    @classmethod
+    def of(cls, request: Request, max_model_len: int) -> Held:
+        sampling = request.sampling_params
+        return cls(
+            request,
+            request._output_token_ids,
+            frozenset((*(sampling.stop_token_ids or ()), sampling.eos_token_id)),
+            min(request.max_tokens, max_model_len - request.num_prompt_tokens) - 1,
+            sampling.num_logprobs is not None,
+        )
+
+    def is_due(self) -> bool:
+        return len(self.request._all_token_ids) % HELD_TOKENS == 0
+
+    def into(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Make ``output`` carry what is held, which then is held no longer."""
+        output.new_token_ids = self.token_ids[self.num_sent :]
+        output.prefill_stats, self.prefill_stats = output.prefill_stats or self.prefill_stats, None
+        if self.logprobs:
+            output.new_logprobs = LogprobsLists(
+                np.array(output.new_token_ids, np.int32)[:, None],
+                np.array(self.logprobs, np.float32)[:, None],
+                np.array(self.ranks, np.int32),
+            )
+        self.num_sent = len(self.token_ids)
+        self.logprobs, self.ranks = [], []
+        return output
+
+
+def is_held(request: Request) -> bool:
+    """Whether a request wants no token before its last one, and vLLM's server need not see any to find its end."""
+    sampling = request.sampling_params
+    return (
+        sampling is not None
+        and sampling.output_kind == RequestOutputKind.FINAL_ONLY
+        and not sampling.stop
+        and sampling.num_logprobs in (None, 0)
+        and sampling.prompt_logprobs is None
+        and sampling.repetition_detection is None
+        and not request.resumable
+        and not request.use_structured_output
+    )
+
+
+@patches(
+    "vllm",
+    ">=0.26,<0.27",
+    why="every token of every request becomes an object, is sent to the server and decoded there, although the server "
+    "needs none before the last (Scheduler.update_from_output)",
+    remove_when="vLLM's scheduler holds back the tokens of requests that want their final output only",
+)
+class HoldingScheduler(Scheduler):
+    """vLLM's scheduler, which sends tokens in few messages. For engines without asynchronous scheduling."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        vllm_patches.send_held_tokens_on_abort()
+        self.held: dict[str, Held] = {}  # of requests that run
+        self.ended: dict[str, Held] = {}  # of those that were ended from outside; the engine core may send them now
+
+    def take_held(self, request_id: str) -> Held | None:
+        """What a request has not sent yet; it is not held any longer."""
+        return self.held.pop(request_id, None) or self.ended.pop(request_id, None)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self.ended.clear()
+        return super().schedule(throttle_prefills)
+
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        if is_held(request):
+            self.held[request.request_id] = Held.of(request, self.max_model_len)
+
+    def finish_requests(
+        self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
+    ) -> list[Request]:
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            if held := self.held.pop(request.request_id, None):
+                self.ended[request.request_id] = held
+        return finished
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        by_client = super().update_from_output(scheduler_output, model_runner_output)
+        for outputs in by_client.values():
+            outputs.outputs = list(self._due(outputs.outputs))
+        return by_client
+
+    def _due(self, outputs: list[EngineCoreOutput]) -> Iterator[EngineCoreOutput]:
+        for output in outputs:
+            name = output.request_id
+            held = self.held.get(name) or self.ended.get(name)
+            if held is not None:
+                if (logprobs := output.new_logprobs) is not None:
+                    held.logprobs += logprobs.logprobs[:, 0].tolist()
+                    held.ranks += logprobs.sampled_token_ranks.tolist()
+                held.prefill_stats = held.prefill_stats or output.prefill_stats
+                if output.finish_reason is not None:
+                    self.take_held(name)
+                elif not held.is_due():
+                    continue
+                held.into(output)
+            yield output
+
+
+class DecodeStep(SchedulerOutput):
+    """A step in which every request decodes one token, made by the short path."""
+
+
+@patches(
+    "vllm",
+    ">=0.26,<0.27",
+    why="a step in which every request decodes one token costs as much per request as any other "
+    "(Scheduler.schedule, AsyncScheduler._update_after_schedule, Scheduler.update_from_output)",
+    remove_when="vLLM has a short path for such steps",
+)
+class DecodeScheduler(HoldingScheduler, AsyncScheduler):
+    """Asynchronous scheduling with a short path for steps in which all requests decode. For vLLM's V2 model runner."""
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        cache = self.kv_cache_manager
+        self._is_plain = (
+            self.use_v2_model_runner
+            and self.pp_size == 1
+            and self.connector is None
+            and self.ec_connector is None
+            and self.lora_config is None
+            and not self.num_spec_tokens
+            and not self.has_mamba_layers
+            and not self.needs_kv_cache_zeroing
+            and not self.enable_return_routed_experts
+            and not self.log_stats
+            and self.num_sampled_tokens_per_step == 1
+            and isinstance(cache.coordinator, UnitaryKVCacheCoordinator)
+            and isinstance(spec := self.kv_cache_config.kv_cache_groups[0].kv_cache_spec, FullAttentionSpec)
+            and spec.sliding_window is None
+            and spec.attention_chunk_size is None
+        )
+        self._all_decode = False  # no running request has anything of its prompt left
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        self.ended.clear()
+        if self._is_plain and self._all_decode and self._is_decoding():
+            return self._schedule_decoding()
+        output = super().schedule(throttle_prefills)
+        self._all_decode = all(
+            not request.is_prefill_chunk and request.num_output_placeholders > 0 and not request.spec_token_ids
+            for request in self.running
+        )
+        return output
+
+    def _is_decoding(self) -> bool:
+        """Whether the next step can only decode one token of each running request, with a block for each that needs one."""
+        running = self.running
+        return (
+            bool(running)
+            and not self.waiting
+            and not self.skipped_waiting
+            and not self.reset_preempted_req_ids
+            and self._pause_state != PauseState.PAUSED_ALL
+            and len(running) <= self.max_num_scheduled_tokens
+            and self.kv_cache_manager.block_pool.get_num_free_blocks() >= len(running)
+        )
+
+    def _schedule_decoding(self) -> SchedulerOutput:
+        """:meth:`Scheduler.schedule` of such a step, and AsyncScheduler's bookkeeping after it."""
+        self.current_step += 1
+        cache, block_size, next_step = self.kv_cache_manager, self.block_size, self.current_step + 1
+        cache.new_step_starts()
+        last_position = self.max_model_len - 1
+        names: list[str] = []
+        blocks: list[tuple[list[int], ...] | None] = []
+        computed_tokens: list[int] = []
+        output_tokens: list[int] = []
+        for request in self.running:
+            computed, placeholders = request.num_computed_tokens, request.num_output_placeholders
+            if placeholders > 0 and computed + 2 - placeholders >= request.num_prompt_tokens + request.max_tokens:
+                continue  # the step before this one samples its last token
+            if computed >= last_position:
+                continue
+            if computed % block_size:
+                blocks.append(None)
+            else:
+                blocks.append(cache.allocate_slots(request, 1).get_block_ids(allow_none=True))
+            names.append(request.request_id)
+            computed_tokens.append(computed)
+            output_tokens.append(len(request._output_token_ids) + placeholders)
+            request.num_computed_tokens = computed + 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders = placeholders + 1
+            request.next_decode_eligible_step = next_step
+        cache.take_new_block_ids()
+        step = DecodeStep(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=CachedRequestData(
+                req_ids=names,
+                resumed_req_ids=set(),
+                new_token_ids=[],
+                all_token_ids={},
+                new_block_ids=blocks,
+                num_computed_tokens=computed_tokens,
+                num_output_tokens=output_tokens,
+            ),
+            num_scheduled_tokens=dict.fromkeys(names, 1),
+            total_num_scheduled_tokens=len(names),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=cache.get_num_common_prefix_blocks(self.running[0].request_id),
+            preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            new_block_ids_to_zero=None,
+            kv_cache_block_copies=None,
+            num_spec_tokens_to_schedule=self.num_spec_tokens,
+        )
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        return step
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> dict[int, EngineCoreOutputs]:
+        if isinstance(scheduler_output, DecodeStep):
+            due = self._update_decoding(model_runner_output)
+            if due is not None:
+                return due
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _update_decoding(self, result: ModelRunnerOutput) -> dict[int, EngineCoreOutputs] | None:
+        """The messages of a step in which each request got one token and goes on; otherwise None, and nothing changes."""
+        tokens, logprobs = result.sampled_token_ids, result.logprobs
+        if not tokens or result.num_nans_in_logits or result.kv_connector_output or self.finished_req_ids_dict:
+            return None
+        held_by_name, steps = self.held, []
+        for name, new in zip(result.req_ids, tokens, strict=True):
+            held = held_by_name.get(name)
+            if held is None or len(new) != 1 or new[0] in held.stops or len(held.token_ids) >= held.last:
+                return None
+            request = held.request
+            if request.status is not RequestStatus.RUNNING or request.async_tokens_to_discard:
+                return None
+            steps.append((held, request, new[0]))
+        due: defaultdict[int, list[EngineCoreOutput]] = defaultdict(list)
+        num_tokens = len(steps)
+        rows = repeat(0.0, num_tokens) if logprobs is None else logprobs.logprobs[:, 0].tolist()
+        ranks = repeat(0, num_tokens) if logprobs is None else logprobs.sampled_token_ranks.tolist()
+        block_size, hash_block_size = self.block_size, self.hash_block_size
+        for (held, request, token), logprob, rank in zip(steps, rows, ranks, strict=True):
+            held.token_ids.append(token)
+            all_token_ids = request._all_token_ids
+            all_token_ids.append(token)
+            if len(all_token_ids) % hash_block_size == 0:
+                request.update_block_hashes()
+            request.num_in_flight_tokens -= 1
+            placeholders = request.num_output_placeholders = request.num_output_placeholders - 1
+            known = request.num_computed_tokens - placeholders
+            if known % block_size == 0:
+                self.kv_cache_manager.cache_blocks(request, known)
+            if held.has_logprobs:
+                held.logprobs.append(logprob)
+                held.ranks.append(rank)
+            if len(all_token_ids) % HELD_TOKENS == 0:
+                due[request.client_index].append(held.into(EngineCoreOutput(request.request_id, [])))
+        return {client: EngineCoreOutputs(outputs=outputs) for client, outputs in due.items()}
