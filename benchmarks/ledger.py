@@ -36,6 +36,7 @@ ARMS = {
     "bf16": ("--precision.trainer", "bf16", "--precision.rollout", "bf16"),
     "fp8": (),
     "fp8_kv": ("--rollout.kv_cache_dtype", "fp8"),
+    "fp8_deep_gemm": ("--rollout.moe_backend", "deep_gemm"),  # of a mixture: the engine's other kernels for experts
     "exact": ("--precision.exact", "True"),
 }
 _SEPARATE = ("--rollout.placement", "separate", "--rollout.gpu_memory_utilization", "0.85")
