@@ -10,7 +10,7 @@ is a stream that reads a file, and a larger cluster changes only numbers in the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -84,7 +84,8 @@ def run(
             stack.callback(exporter.close)
             publish = partial(_publish, exporter, policy, rollouts, colocated)
             rollouts.republish = partial(_publish_again, exporter, policy, rollouts, colocated)
-        save = partial(_save, cfg, policy, rollouts, checkpoints)
+        saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, policy)))
+        save = partial(_save, cfg, saver, parallel, rollouts)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
         if step < cfg.num_steps:
@@ -97,13 +98,16 @@ def run(
             step += 1
             with observer.step(step) as log:
                 groups = rollouts.next_groups()
+                saver.poll()
                 colocated.train()
                 log.groups(groups)
                 if not learn(policy, groups, log):
                     observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from{_why(groups)}")
+                saver.poll()
                 save(step, log)
                 publish(step, log)
                 evaluate(step, log)
+        saver.finish()
         if cfg.checkpoint.export_hf:
             colocated.train()
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
@@ -267,29 +271,27 @@ def _resume(policy: Policy, prompts: PromptStream, checkpoints: Path, observer: 
 
 def _save(
     cfg: RunConfig,
-    policy: Policy,
+    saver: checkpoint.Saver,
+    parallel: Parallel,
     rollouts: RolloutStream,
-    checkpoints: Path,
     step: int,
     log: StepLog | None = None,
     *,
     is_asked: bool = False,
 ) -> Path | None:
-    """Collective: write a checkpoint every ``checkpoint.every_steps`` steps, after the last step, and on request.
+    """Collective: begin a checkpoint every ``checkpoint.every_steps`` steps and after the last step.
 
-    Returns the checkpoint of the step; None if the step has none.
+    On request the checkpoint of the step is finished too, and returned.
     """
     every = cfg.checkpoint.every_steps
     is_due = step == cfg.num_steps or (every > 0 and step % every == 0)
-    if is_due and is_asked:
-        return policy.parallel.broadcast_object(checkpoint.latest(checkpoints))  # already saved at the end of the step
-    if not is_due and not is_asked:
-        return None
-    with span("checkpoint"):
-        position = policy.parallel.broadcast_object(rollouts.position)
-        # A run killed between here and the step's line in metrics.jsonl writes the line when it goes on.
-        record = policy.parallel.broadcast_object(log.record() if log is not None else {})
-        return checkpoint.save(checkpoints, step, policy, {"prompt_position": position, "record": record})
+    if is_due != is_asked:  # on request, a step in which it was due has begun it
+        with span("checkpoint"):
+            position = parallel.broadcast_object(rollouts.position)
+            # A run killed between here and the step's line in metrics.jsonl writes the line when it goes on.
+            record = parallel.broadcast_object(log.record() if log is not None else {})
+            saver.begin(step, {"prompt_position": position, "record": record})
+    return saver.finish() if is_asked else None
 
 
 def _save_on_request(

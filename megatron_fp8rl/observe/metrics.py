@@ -180,7 +180,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("time/publish/s", "Seconds of publishing the weights."),
         Metric("time/colocated/s", "Seconds of moving engine and trainer state in and out of GPU memory."),
         Metric("time/calibrate_kv/s", "Seconds of calibrating the FP8 KV cache scales on the first prompts."),
-        Metric("time/checkpoint/s", "Seconds of writing a checkpoint."),
+        Metric("time/checkpoint/s", "Seconds that the step waited for checkpoints: their copies, not their writing."),
         Metric("time/evaluate/s", "Seconds of evaluation on held-out problems."),
         Metric("time/start/s", "Seconds from the command to the first line of metrics; parts of it follow."),
         Metric("time/start_command/s", "Seconds until each trainer rank runs: reading the command, launching ranks."),

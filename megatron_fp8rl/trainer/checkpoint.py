@@ -9,8 +9,9 @@ parallel layout. Runs on: every trainer rank; rank 0 alone commits a checkpoint.
     .partial_00000080/        being written, or left over from a killed run
     damaged_step_00000040/    set aside by a start that found other bytes in it than were written
 
-A checkpoint is written to a partial folder, synced to disk, verified against its own list of files, and then renamed.
-Killing the run at any point leaves complete checkpoints untouched. Every file is read and compared before it is loaded.
+A checkpoint is copied to host memory, written by a thread to a partial folder, synced to disk, verified against its own
+list of files, and then renamed. Killing the run at any point leaves complete checkpoints untouched. Every file is read and
+compared before it is loaded.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ import dataclasses
 import json
 import os
 import random
-import re
 import shutil
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +49,17 @@ from megatron_fp8rl.data.checkpoint_dir import (
 )
 from megatron_fp8rl.data.checkpoint_pickle import require_only_data
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
-from megatron_fp8rl.trainer.compat.megatron import padded_buckets
+from megatron_fp8rl.observe.spans import span
+from megatron_fp8rl.trainer.compat.megatron import StagedShards, padded_buckets
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.policy import Policy
 
 _FORMAT = 1
+_WRITE_S = 3600.0  # for one rank's files
+_CLOSE_S = 60.0  # a thread that writes while the process ends could end it by a signal
 
 
-__all__ = ["CheckpointError", "latest", "restore", "resume", "save"]
+__all__ = ["CheckpointError", "Saver", "latest", "restore", "resume", "save"]
 
 
 class CheckpointError(RuntimeError):
@@ -66,33 +71,113 @@ class DamagedError(CheckpointError):
 
 
 def save(folder: str | Path, step: int, policy: Policy, extra: dict[str, Any]) -> Path:
-    """Collective: write a checkpoint to ``folder`` and return its path; keep the newest ``cfg.checkpoint.keep``.
+    """Collective: write a checkpoint to ``folder`` and return its path, once it is on disk. See :class:`Saver`."""
+    with closing(Saver(folder, policy)) as saver:
+        saver.begin(step, extra)
+        return saver.finish()
 
-    ``step`` names the checkpoint; :func:`restore` returns ``extra`` (JSON: data position, counters). Saving a step
-    again writes a new checkpoint next to the old one before removing the old one.
 
-    Raises CheckpointError if ``extra`` is not JSON or the files on disk do not match what was written.
+class Saver:
+    """Saves checkpoints while training goes on, one at a time, and keeps the newest ``cfg.checkpoint.keep``.
+
+    A step waits for the copy to host memory. A thread writes and syncs; a later :meth:`poll` names the checkpoint when
+    all ranks have written. All methods are collective but :meth:`close`, which is due also after an error.
     """
-    folder = Path(folder)
-    state = _describe(policy, step, extra)
-    partial = folder / f"{PARTIAL_PREFIX}{step:08d}"
-    if policy.parallel.rank == 0:
-        make_folder(folder)
-        for left in folder.glob(f"{PARTIAL_PREFIX}*"):
-            shutil.rmtree(left)
-        partial.mkdir()
-    policy.parallel.barrier("checkpoint folder")
-    with policy.offload.resident():
-        policy.optimizer.set_num_updates(policy.step)
-        dist_checkpointing.save(_sharded_state(policy, with_rng=True), str(partial))
-    policy.parallel.barrier("checkpoint shards")
-    found = policy.parallel.gather_from_all(digests_of(partial, _own_files(partial, policy.parallel.rank)))
-    final = None
-    if policy.parallel.rank == 0:
-        state["digests"] = {name: digest for part in found for name, digest in part.items()}
-        final = _commit(folder, partial, step, state)
-        _prune(folder, max(1, policy.cfg.checkpoint.keep), final)
-    return policy.parallel.broadcast_object(final)
+
+    def __init__(self, folder: str | Path, policy: Policy):
+        self._folder, self._policy = Path(folder), policy
+        self._open: _Writing | None = None
+        self._newest: Path | None = None
+
+    def begin(self, step: int, extra: dict[str, Any]) -> None:
+        """Take the checkpoint of this moment; waits first for the one before.
+
+        ``step`` names the checkpoint; :func:`restore` returns ``extra`` (JSON: data position, counters). Saving a step
+        again writes a new checkpoint next to the old one before removing the old one.
+
+        Raises CheckpointError if ``extra`` is not JSON, or if the one before could not be written.
+        """
+        self.finish()
+        policy = self._policy
+        state = _describe(policy, step, extra)
+        partial = self._folder / f"{PARTIAL_PREFIX}{step:08d}"
+        if policy.parallel.rank == 0:
+            make_folder(self._folder)
+            for left in self._folder.glob(f"{PARTIAL_PREFIX}*"):
+                shutil.rmtree(left)
+            partial.mkdir()
+        policy.parallel.barrier("checkpoint folder")
+        with policy.offload.resident():
+            policy.optimizer.set_num_updates(policy.step)
+            request = dist_checkpointing.save(
+                _sharded_state(policy, with_rng=True), str(partial), async_sharded_save=True, async_strategy="mcore"
+            )
+            staged = StagedShards(request, live=_live_storages(policy))
+        self._open = _Writing(partial, state, staged)
+
+    def poll(self) -> None:
+        """Name the checkpoint if all ranks have written it; raise CheckpointError on all ranks if one could not."""
+        if self._open is not None and all(self._policy.parallel.gather_from_all(self._open.is_done)):
+            with span("checkpoint"):
+                self.finish()
+
+    def finish(self) -> Path | None:
+        """Wait until the checkpoint that was begun is on disk; the newest of this saver, None if there is none.
+
+        Raises CheckpointError, on all ranks, if one could not write its part.
+        """
+        if self._open is None:
+            return self._newest
+        parallel, writing, self._open = self._policy.parallel, self._open, None
+        part = writing.wait()
+        parallel.barrier("checkpoint shards")
+        parts = parallel.gather_from_all(part)
+        if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(parts) if error]:
+            raise CheckpointError(
+                f"the checkpoint of step {writing.state['step']} cannot be written. {'; '.join(errors)}. Check free space "
+                f"and quota; whole checkpoints in {self._folder} are as they were"
+            )
+        writing.staged.finalize()
+        final = None
+        if parallel.rank == 0:
+            digests = {name: digest for found, _ in parts for name, digest in found.items()}
+            final = _commit(self._folder, writing.partial, writing.state, digests)
+            _prune(self._folder, max(1, self._policy.cfg.checkpoint.keep), final)
+        self._newest = parallel.broadcast_object(final)
+        return self._newest
+
+    def close(self) -> None:
+        """Leave what is open unnamed; returns when its thread has ended, or after a minute."""
+        if self._open is not None:
+            self._open.wait(_CLOSE_S)
+            self._open = None
+
+
+class _Writing:
+    """A checkpoint that a thread of this rank is writing."""
+
+    def __init__(self, partial: Path, state: dict[str, Any], staged: StagedShards):
+        self.partial, self.state, self.staged = partial, state, staged
+        self._digests: dict[str, str] = {}
+        self._error = "not written within the deadline"
+        self._thread = threading.Thread(target=self._write, name="write checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, seconds: float = _WRITE_S) -> tuple[dict[str, str], str]:
+        """The CRC-32 of this rank's files by name, and what went wrong; empty if nothing did."""
+        self._thread.join(seconds)
+        return self._digests, self._error
+
+    def _write(self) -> None:
+        try:
+            self._digests = digests_of(self.partial, self.staged.write())
+            self._error = ""
+        except Exception as error:  # raised on the ranks' main threads
+            self._error = str(error) or repr(error)
 
 
 def resume(folder: str | Path, policy: Policy, say: Callable[[str], None]) -> tuple[int, dict[str, Any]] | None:
@@ -206,6 +291,18 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
     return state
 
 
+def _live_storages(policy: Policy) -> set[int]:
+    """Addresses of the memory in which an update changes weights and optimizer state."""
+    models = [*policy.models, *(policy.reference or ())]
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    for part in getattr(policy.optimizer.megatron, "chained_optimizers", [policy.optimizer.megatron]):
+        if not part.is_stub_optimizer:
+            tensors += [parameter for group in part.param_groups for parameter in group["params"]]
+            values = [value for state in part.optimizer.state.values() for value in state.values()]
+            tensors += [value for value in values if torch.is_tensor(value)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
 def _sharded_models(name: str, models: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:
     return {f"{name}{index}": model.sharded_state_dict(metadata=metadata) for index, model in enumerate(models)}
 
@@ -242,18 +339,17 @@ def _set_random_state(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["megatron"])
 
 
-def _own_files(partial: Path, rank: int) -> list[str]:
-    """Files that this rank has written, as Megatron-Core names them; what belongs to no rank is rank 0's."""
-    names = [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()]
-    return [name for name in names if int((re.match(r"__(\d+)_", name) or ("", 0))[1]) == rank]
+def _commit(folder: Path, partial: Path, state: dict[str, Any], digests: dict[str, str]) -> Path:
+    """Sync, verify and rename, on rank 0. The rename is atomic: the checkpoint is either absent or complete.
 
-
-def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Path:
-    """Sync, verify and rename, on rank 0. The rename is atomic: the checkpoint is either absent or complete."""
+    ``digests`` are those of the shards; of other files, they are taken here.
+    """
     files = sorted(path for path in partial.rglob("*") if path.is_file())
     for path in files:
         sync_to_disk(path)
-    state = {**state, "files": {str(path.relative_to(partial)): path.stat().st_size for path in files}}
+    sizes = {str(path.relative_to(partial)): path.stat().st_size for path in files}
+    digests = digests | digests_of(partial, sizes.keys() - digests.keys())
+    state = {**state, "digests": digests, "files": sizes}
     state_file = partial / STATE_FILE
     state_file.write_text(json.dumps(state, indent=1))
     sync_to_disk(state_file)
@@ -261,9 +357,10 @@ def _commit(folder: Path, partial: Path, step: int, state: dict[str, Any]) -> Pa
     missing = missing_part(partial) if ".metadata" in state["files"] else "file .metadata is missing"
     if missing is not None:
         raise CheckpointError(f"{partial} is incomplete on disk: {missing}. Check its free space and quota")
-    final, attempt = folder / f"step_{step:08d}", 1
+    name, attempt = f"step_{state['step']:08d}", 1
+    final = folder / name
     while final.exists():
-        final, attempt = folder / f"step_{step:08d}_r{attempt}", attempt + 1
+        final, attempt = folder / f"{name}_r{attempt}", attempt + 1
     os.rename(partial, final)
     sync_to_disk(folder)
     return final
