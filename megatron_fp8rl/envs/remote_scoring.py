@@ -23,7 +23,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.envs.scoring import START_DEADLINE_S, CompletionScorer, Score, ScorePool, ScorePoolError
+from megatron_fp8rl.envs.scorer_process import START_DEADLINE_S
+from megatron_fp8rl.envs.scoring import CompletionScorer, Score, ScorePool, ScorePoolError
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.endpoint import Endpoint, scorer_path
 from megatron_fp8rl.types import Prompt

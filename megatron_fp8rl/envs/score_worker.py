@@ -1,6 +1,6 @@
 """Scoring worker process: ``python -m megatron_fp8rl.envs.score_worker``.
 
-Started and supervised by envs/scoring.py.
+Started and supervised by envs/scorer_process.py.
 
 Reads one JSON object per line from standard input and answers each with one line:
 

@@ -12,27 +12,28 @@ import contextlib
 import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_fp8rl.observe.recording import read_steps
 from tests.campaign import faults
-from tests.campaign.faults import MARK, RESTING, RUNNING, Target
+from tests.campaign.faults import ENDING, MARK, RESTING, RUNNING, Target
 
 ROOT = Path(__file__).resolve().parents[2]
 _COMPARED = ("reward/", "loss/", "train/", "mismatch/", "eval/", "rollout/length", "rollout/surprisal", "publish/version")
 _TIMES = ("/s", "_per_s/mean", "time_share")
 _DISK_BYTES = 400 << 20
 _END_S = 30.0  # for processes of a run that has ended
-_EARLY_S, _LATER_S = (5.0, 30.0), (45.0, 60.0)  # the first fault comes while a run starts, or when it steps
+_EARLY_SHARE = 0.25  # of starts in which any fault comes before the first step; in others only those that end no run
+_START_S, _STEP_S = (5.0, 20.0), (1.0, 5.0)  # between two faults, while a run starts and while it steps
 _STEPS = {
-    "--num_steps": "24", "--checkpoint.every_steps": "3", "--checkpoint.keep": "3", "--checkpoint.export_hf": "False",
+    "--num_steps": "40", "--checkpoint.every_steps": "3", "--checkpoint.keep": "3", "--checkpoint.export_hf": "False",
     "--parallel.world_size": "2", "--rollout.num_replicas": "2", "--rollout.prompts_per_step": "16",
     "--rollout.hang_deadline_s": "8", "--rollout.max_replica_restarts": "100", "--rollout.update_deadline_s": "120",
     "--observe.display": "plain", "--observe.eval_prompts": "8", "--observe.tensorboard": "False",
@@ -41,11 +42,22 @@ _STEPS = {
 
 
 @dataclass
+class Struck:
+    """A fault, and what it cost."""
+
+    name: str
+    details: str
+    at: float
+    step: int  # the last one on record
+    lost_s: float | None = None  # until the next step was on record
+
+
+@dataclass
 class Trial:
     """What happened to one run."""
 
     number: int
-    struck: list[tuple[str, str]] = field(default_factory=list)  # (fault, details)
+    struck: list[Struck] = field(default_factory=list)
     num_starts: int = 0
     seconds: float = 0.0
     losses: list[str] = field(default_factory=list)  # what differs, or is left behind; empty: survived
@@ -64,8 +76,12 @@ class Campaign:
         sft = ["sft", "tiny_qwen3", "--output_dir", str(self.work / "sft"), "--data.sft_steps", "40", "--observe.display", "plain"]
         self._done("sft", sft)
         self.model = self.work / "sft" / "warm_start" / "hf"
+        began = time.monotonic()
         self._done("undisturbed", self._words(self.work / "undisturbed"))
+        self.undisturbed_s = time.monotonic() - began
         self.expected = contents(self.work / "undisturbed")
+        lines = (self.work / "undisturbed" / "metrics.jsonl").read_text().splitlines()
+        self.step_s = statistics.median(json.loads(line).get("time/step/s", 0.0) for line in lines)
 
     def trial(self, number: int) -> Trial:
         """One disturbed run, from its start to its end."""
@@ -94,13 +110,14 @@ class Campaign:
             status = self._disturbed(target, found, began)
             if status == 0:
                 return
-            if status is None or found.num_starts > 30:
-                why = f"not at its end after {self.limit_s:g} s" if status is None else "30 starts were not enough"
+            if status is None or found.num_starts > 60:
+                why = f"not at its end after {self.limit_s:g} s" if status is None else "60 starts were not enough"
                 found.losses.append(why)
                 return
-            self._wait_for_silence(target)
-            if self.rng.random() < 0.6:
-                self._strike(found, target, *self.rng.choice(list(RESTING.items())))
+            if self.rng.random() < 0.5:  # else the next start finds what the one before has left
+                self._wait_for_silence(target)
+            for name in self.rng.sample(list(RESTING), self.rng.randint(0, 2)):
+                self._strike(found, target, name, RESTING[name])
 
     def _disturbed(self, target: Target, found: Trial, began: float) -> int | None:
         """Start the run and disturb it; its exit status, None if it takes too long."""
@@ -111,23 +128,41 @@ class Campaign:
             process = subprocess.Popen(
                 self._command(self._words(target.folder)), cwd=self.work, env=environ, stdout=output, stderr=output
             )
-        next_s = time.monotonic() + self.rng.uniform(*(_EARLY_S if self.rng.random() < 0.2 else _LATER_S))
+        is_early, first = self.rng.random() < _EARLY_SHARE, last_step(target.folder)
+        next_s = time.monotonic() + self.rng.uniform(*_START_S)
+        is_stepping = False
         while process.poll() is None:
             if time.monotonic() - began > self.limit_s:
                 process.kill()
                 process.wait()
                 return None
+            target.do_what_is_due()
+            step = last_step(target.folder)
+            self._count(found, step)
+            if not is_stepping and step > first:
+                is_stepping, next_s = True, time.monotonic() + self.rng.uniform(*_STEP_S)
+            first = min(first, step)  # what came after the checkpoint is cut
             if time.monotonic() > next_s:
-                names = list(RUNNING)
+                names = [name for name in RUNNING if is_stepping or is_early or name not in ENDING]
                 (name,) = self.rng.choices(names, weights=[RUNNING[name][0] for name in names])
                 self._strike(found, target, name, RUNNING[name][1])
-                next_s = time.monotonic() + self.rng.uniform(2, 15)
+                next_s = time.monotonic() + self.rng.uniform(*(_STEP_S if is_stepping else _START_S))
             time.sleep(0.1)
+        target.do_what_is_due(all_of_it=True)
+        if process.returncode == 0:
+            self._count(found, None)
         return process.returncode
 
     def _strike(self, found: Trial, target: Target, name: str, fault) -> None:
+        at, step = time.monotonic(), last_step(target.folder)
         if details := fault(target):
-            found.struck.append((name, details))
+            found.struck.append(Struck(name, details, at, step))
+
+    def _count(self, found: Trial, step: int | None) -> None:
+        """Note the seconds of faults after which a run is further than before; ``step`` None: it is at its end."""
+        for struck in found.struck:
+            if struck.lost_s is None and (step is None or step > struck.step):
+                struck.lost_s = max(0.0, time.monotonic() - struck.at - self.step_s)
 
     def _wait_for_silence(self, target: Target) -> list[str]:
         """The processes that do not end by themselves."""
@@ -155,6 +190,17 @@ class Campaign:
 
     def _environ(self, mark: str) -> dict[str, str]:
         return {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def last_step(folder: Path) -> int:
+    """The last step in ``metrics.jsonl``; -1 if there is none."""
+    try:
+        with (folder / "metrics.jsonl").open("rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+            lines = [line for line in file.read().splitlines() if line.startswith(b"{") and line.endswith(b"}")]
+            return json.loads(lines[-1])["step"] if lines else -1
+    except (OSError, ValueError):
+        return -1
 
 
 def contents(folder: Path) -> dict[str, object]:
@@ -208,14 +254,23 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 def table(trials: list[Trial]) -> str:
-    """Rows: a fault, how often it struck, and how many runs with it survived."""
-    struck = Counter(name for trial in trials for name, _ in trial.struck)
-    survived = Counter(name for trial in trials if not trial.losses for name in {name for name, _ in trial.struck})
-    runs = Counter(name for trial in trials for name in {name for name, _ in trial.struck})
-    rows = [f"| {name} | {count} | {survived[name]} of {runs[name]} |" for name, count in sorted(struck.items())]
-    num_survived = sum(not trial.losses for trial in trials)
-    rows.append(f"| all | {sum(struck.values())} | {num_survived} of {len(trials)} |")
-    return "\n".join(["| fault | times | runs with it that ended as undisturbed |", "|---|---|---|", *rows])
+    """Rows: a fault, how often it struck, how many runs with it survived, and seconds until a run was further than before.
+
+    The seconds of a fault include those of others that came before the run was further.
+    """
+    rows = []
+    for name in sorted({struck.name for trial in trials for struck in trial.struck}):
+        struck = [struck for trial in trials for struck in trial.struck if struck.name == name]
+        runs = [trial for trial in trials if any(struck.name == name for struck in trial.struck)]
+        lost = [one.lost_s for one in struck if one.lost_s is not None] or [float("nan")]
+        survived = sum(not trial.losses for trial in runs)
+        seconds = f"{statistics.median(lost):.0f} | {max(lost):.0f}"
+        rows.append(f"| {name} | {len(struck)} | {survived} of {len(runs)} | {seconds} |")
+    lost = [one.lost_s for trial in trials for one in trial.struck if one.lost_s is not None] or [float("nan")]
+    num_survived, num_struck = sum(not trial.losses for trial in trials), sum(len(trial.struck) for trial in trials)
+    rows.append(f"| all | {num_struck} | {num_survived} of {len(trials)} | {statistics.median(lost):.0f} | {max(lost):.0f} |")
+    head = "| fault | times | runs with it that ended as undisturbed | seconds lost, median | at most |"
+    return "\n".join([head, "|---|---|---|---|---|", *rows])
 
 
 def main() -> int:
@@ -223,7 +278,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="no run is begun after them")
     parser.add_argument("--faults", type=int, default=10**9, help="nor after so many faults")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=1200.0, help="of one run, with all its starts")
+    parser.add_argument("--limit-s", type=float, default=2400.0, help="of one run, with all its starts")
     parser.add_argument("--work", type=Path, help="folder for logs; a temporary one by default")
     given = parser.parse_args()
     work = given.work or Path(tempfile.mkdtemp(prefix="fp8rl-campaign-"))
@@ -235,9 +290,13 @@ def main() -> int:
     while time.monotonic() < end and sum(len(trial.struck) for trial in trials) < given.faults:
         trials.append(trial := campaign.trial(len(trials) + 1))
         outcome = "; ".join(trial.losses) or "as undisturbed"
-        faults_told = ", ".join(name for name, _ in trial.struck)
-        print(f"run {trial.number}: {trial.num_starts} starts, {trial.seconds:.0f} s: {faults_told}: {outcome}", flush=True)
-    print(table(trials), flush=True)
+        faults_told = ", ".join(one.name for one in trial.struck)
+        what = f"{trial.num_starts} starts, {len(trial.struck)} faults, {trial.seconds:.0f} s"
+        print(f"run {trial.number}: {what}: {faults_told}: {outcome}\n{table(trials)}", flush=True)
+    seconds, num_struck = sum(trial.seconds for trial in trials), sum(len(trial.struck) for trial in trials)
+    lost = (seconds - len(trials) * campaign.undisturbed_s) / max(1, num_struck)
+    told = f"seed {given.seed}, {len(trials)} runs in {seconds / 60:.0f} min; undisturbed one takes {campaign.undisturbed_s:.0f} s"
+    print(f"{told}: {lost:.1f} s lost per fault", flush=True)
     return 0 if not any(trial.losses for trial in trials) else 1
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+_SAVE_S = 10.0  # that a fault waits for the beginning of a checkpoint
 MARK = "FP8RL_CAMPAIGN"  # environment variable of every process of a run
 
 
@@ -22,6 +23,7 @@ class Target:
 
     def __init__(self, mark: str, folder: Path, clock: Path, rng: random.Random):
         self.mark, self.folder, self.clock, self.rng = mark, folder, clock, rng
+        self._later: list[tuple[float, Callable[[], object]]] = []
 
     def processes(self) -> list[psutil.Process]:
         found = []
@@ -35,6 +37,18 @@ class Target:
 
     def of_role(self, role: str) -> list[psutil.Process]:
         return [process for process in self.processes() if _role(process) == role]
+
+    def later(self, seconds: float, do: Callable[[], object]) -> None:
+        """Do something after some seconds; see :meth:`do_what_is_due`."""
+        self._later.append((time.monotonic() + seconds, do))
+
+    def do_what_is_due(self, *, all_of_it: bool = False) -> None:
+        now = time.monotonic()
+        due = [do for at, do in self._later if all_of_it or at <= now]
+        self._later = [(at, do) for at, do in self._later if not all_of_it and at > now]
+        for do in due:
+            with contextlib.suppress(psutil.Error, OSError):
+                do()
 
     def newest(self, pattern: str) -> Path | None:
         found = sorted(self.folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
@@ -79,9 +93,40 @@ def pause_trainer(target: Target) -> str:
     victim, seconds = target.rng.choice(found), target.rng.uniform(1, 6)
     with contextlib.suppress(psutil.Error):
         victim.suspend()
-        time.sleep(seconds)
-        victim.resume()
+        target.later(seconds, victim.resume)
     return f"{seconds:.1f} s"
+
+
+def slow_scorer(target: Target) -> str:
+    """A scorer stands still for some seconds, less than its deadline."""
+    found = target.of_role("scorer")
+    if not found:
+        return ""
+    victim, seconds = target.rng.choice(found), target.rng.uniform(1, 6)
+    with contextlib.suppress(psutil.Error):
+        victim.suspend()
+        target.later(seconds, victim.resume)
+    return f"{seconds:.1f} s"
+
+
+def kill_all_engines(target: Target) -> str:
+    """No replica is left."""
+    found = [process for role in ("engine", "core") for process in target.of_role(role)]
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    return f"{len(found)} processes" if found else ""
+
+
+def kill_in_a_save(target: Target) -> str:
+    """A rank dies while the next checkpoint is being written."""
+    end = time.monotonic() + _SAVE_S
+    while time.monotonic() < end and not list(target.folder.glob("checkpoints/.partial_*")):
+        time.sleep(0.002)
+    if not list(target.folder.glob("checkpoints/.partial_*")):
+        return ""
+    time.sleep(target.rng.uniform(0, 0.1))
+    return _signal("trainer", signal.SIGKILL)(target)
 
 
 def jump_clock(target: Target) -> str:
@@ -96,11 +141,12 @@ def fill_disk(target: Target) -> str:
     if not os.path.ismount(target.folder.parent):
         return ""
     hog = target.folder.parent / "hog"
+    if hog.exists():
+        return ""
     with contextlib.suppress(OSError), hog.open("wb") as file:
         while True:
             file.write(bytes(1 << 20))
-    time.sleep(target.rng.uniform(2, 6))
-    hog.unlink()
+    target.later(target.rng.uniform(2, 6), hog.unlink)
     return "until nothing fitted"
 
 
@@ -136,6 +182,16 @@ def cut_line(target: Target) -> str:
     return file.name
 
 
+def cut_rollouts(target: Target) -> str:
+    """The newest file of rollouts is cut short, if it is of a step after the newest checkpoint, which is trained again."""
+    newest, saved = target.newest("rollouts/step_*.parquet"), target.newest("checkpoints/step_*")
+    if newest is None or (saved is not None and int(newest.stem[5:]) <= int(saved.name[5:13])):
+        return ""
+    with newest.open("r+b") as file:
+        file.truncate(newest.stat().st_size // 2)
+    return newest.name
+
+
 def leave_rubbish(target: Target) -> str:
     """What a killed run may leave: a partial checkpoint, a temporary file."""
     partial = target.folder / "checkpoints" / ".partial_00000099"
@@ -149,27 +205,33 @@ def leave_rubbish(target: Target) -> str:
 RUNNING: dict[str, tuple[float, Callable[[Target], str]]] = {
     "trainer rank killed": (1.0, _signal("trainer", signal.SIGKILL)),
     "launching process killed": (0.5, _signal("launcher", signal.SIGKILL)),
+    "trainer rank killed in a save": (0.7, kill_in_a_save),
     "save and end asked for": (0.7, _signal("launcher", signal.SIGTERM)),
     "engine killed": (1.5, _signal("engine", signal.SIGKILL)),
     "engine core killed": (1.0, _signal("core", signal.SIGKILL)),
+    "all engines killed": (0.4, kill_all_engines),
     "engine hangs": (1.0, _signal("engine", signal.SIGSTOP)),
     "engine core hangs": (1.0, _signal("core", signal.SIGSTOP)),
     "scorer killed": (2.0, _signal("scorer", signal.SIGKILL)),
+    "scorer is slow": (1.0, slow_scorer),
     "scorer hangs": (1.0, _signal("scorer", signal.SIGSTOP)),
     "trainer rank stands still": (2.0, pause_trainer),
     "clock jumps": (2.0, jump_clock),
     "disk full": (0.7, fill_disk),
 }
+ENDING = ("trainer rank killed", "trainer rank killed in a save", "launching process killed", "save and end asked for", "disk full")
 RESTING: dict[str, Callable[[Target], str]] = {
     "checkpoint: bit flipped": flip_checkpoint,
     "checkpoint: file lost": cut_checkpoint,
     "record cut in a line": cut_line,
+    "rollouts cut short": cut_rollouts,
     "left-over partial files": leave_rubbish,
 }
 
 
 def end_all(target: Target) -> None:
     """Kill what is left of a run."""
+    target.do_what_is_due(all_of_it=True)
     for process in target.processes():
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -44,8 +44,10 @@ class _Gate:
 
 
 def _state(policy):
-    """Weights in pieces, the number of updates, and the next random numbers."""
-    return weight_pieces(policy), policy.step, torch.rand(4)
+    """Weights in pieces, FP8 histories, the number of updates, and the next random numbers."""
+    buffers = [(f"{i}.{name}", b) for i, model in enumerate(policy.models) for name, b in model.named_buffers()]
+    histories = {name: buffer.clone() for name, buffer in buffers if name.endswith("fp8.history")}
+    return weight_pieces(policy), histories, policy.step, torch.rand(4)
 
 
 def _trains_while_writing(cfg, folder):
@@ -80,7 +82,7 @@ def _restores(cfg, folder):
 @pytest.mark.parametrize(
     "cfg",
     [
-        run_config(model=MOE, trainer="blockwise", params="bf16", world_size=2, tensor=2, expert=2),
+        run_config(model=MOE, trainer="delayed", params="bf16", world_size=2, tensor=2, expert=2),
         run_config(model=DENSE, params="fp32", world_size=2),
     ],
     ids=["tp2_ep2", "dp2"],
@@ -92,7 +94,10 @@ def test_a_checkpoint_holds_the_step_at_which_it_was_begun(cfg, tmp_path):
     for ((begun, metrics), (restored, again)) in zip(before, after, strict=True):
         for name, (_, weight) in begun[0].items():
             assert torch.equal(restored[0][name][1], weight), name
-        assert restored[1] == begun[1] and torch.equal(restored[2], begun[2])
+        assert restored[1].keys() == begun[1].keys()
+        for name, history in begun[1].items():
+            assert torch.equal(restored[1][name], history), name
+        assert restored[2] == begun[2] and torch.equal(restored[3], begun[3])
         assert again == metrics
 
 

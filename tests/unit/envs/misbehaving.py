@@ -28,13 +28,13 @@ class Judge:
             re.match(r"(a+)+$", "a" * 60 + "b")  # exponential, and holds the interpreter lock
         elif command == "crash":
             os.abort()
-        elif command == "kill":
+        elif command in ("kill", "stop"):
             with open(argument, "a+") as file:  # a line for each time that it was asked
                 file.write("asked\n")
                 file.seek(0)
                 if len(file.readlines()) == 1 or "always" in argument:
                     file.flush()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL if command == "kill" else signal.SIGSTOP)
         elif command == "exit":
             print("last words", file=sys.stderr, flush=True)
             os._exit(7)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig
@@ -68,6 +69,18 @@ def test_a_scorer_killed_from_outside_is_asked_once_more(pool, tmp_path):
     assert (reward, status) == (0.0, "score_failed") and "exit code -9" in reason
     assert (tmp_path / "always").read_text().count("asked") == 2
     assert score(pool, "3") == (1.5, "scored", "", {})
+
+
+def test_a_scorer_stopped_from_outside_is_asked_once_more(pool, tmp_path):
+    assert score(pool, f"stop:{tmp_path / 'once'}") == (0.5, "scored", "", {})
+    assert (tmp_path / "once").read_text().count("asked") == 2
+
+
+def test_a_worker_killed_while_it_starts_is_started_again():
+    with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=DEADLINE_S) as pool:
+        (started,) = (child for child in psutil.Process().children() if "score_worker" in " ".join(child.cmdline()))
+        started.kill()
+        assert score(pool, "3") == (1.5, "scored", "", {})
 
 
 def test_what_a_scorer_prints_is_not_a_reply(pool):

@@ -1,0 +1,178 @@
+"""One process that scores, and its two pipes, as the trainer sees them; what it runs is envs/score_worker.py."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
+_STDERR_TAIL_BYTES = 400
+_MAX_STDERR_BYTES = 1 << 20  # of what a scorer prints; looked at once a second
+_TOKEN = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and all that it starts
+# Variables that scorers see; the rest of the trainer's environment, with its keys, is not theirs.
+_VARIABLES = re.compile(
+    r"FP8RL_RUN_DIR|PATH|HOME|USER|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|OMP_.*|HF_HOME|HF_.*_OFFLINE|SSL_CERT_.*|"
+    r".*_(?:proxy|PROXY)|MEGATRON_FP8RL_.*|SLURM_JOB_ID"
+)
+
+
+class ScorePoolError(RuntimeError):
+    """Scoring is impossible: the workers cannot be started, or no score server answers."""
+
+
+class WorkerLost(Exception):
+    """A worker crashed or did not answer in time; the message completes "scorer of X ..."."""
+
+
+def environ_of(names: Sequence[str]) -> dict[str, str]:
+    """The environment of a worker: what programs need to run, and the variables of these names."""
+    found = {name: value for name, value in os.environ.items() if name in names or _VARIABLES.fullmatch(name)}
+    found |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    return {"OMP_NUM_THREADS": "1", **found}
+
+
+class Worker:
+    """One scoring process and its two pipes. Used by one thread at a time, except :meth:`kill`."""
+
+    def __init__(self, greeting: Mapping[str, Any], environ: Mapping[str, str]):
+        self._greeting = greeting
+        self._environ = environ
+        self._lock = threading.Lock()
+        self._number = 0  # of the last request
+        self.start()
+
+    def start(self) -> None:
+        """Start the process and send the environments, without waiting for a reply."""
+        # A temporary file instead of a pipe: it needs no reader, and its tail explains a crash.
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        fcntl.fcntl(self._stderr, fcntl.F_SETFL, os.O_RDWR | os.O_APPEND)  # it is cut while the process writes
+        self._token = os.urandom(8).hex()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megatron_fp8rl.envs.score_worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            env={**self._environ, _TOKEN: self._token},
+            start_new_session=True,  # own process group, to kill all child processes of a scorer
+            bufsize=0,
+        )
+        self._is_alive = True
+        self._state = "started"  # then "ready" or the reason of the failure
+        self._buffer = b""
+        self._started_at = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # reported, with its reason, when the reply is read
+            self._send(self._greeting)
+
+    def ensure_started(self) -> None:
+        """Wait until the environments are built; a build failure is final for this process."""
+        if self._state == "started":
+            try:
+                reply = self._receive(self._started_at + START_DEADLINE_S - time.monotonic())
+                failure = reply.get("error", "")
+            except WorkerLost as lost:
+                if self.was_struck():
+                    raise
+                failure = f"it {lost}"
+            self._state = failure or "ready"
+        if self._state != "ready":
+            raise ScorePoolError(f"a score worker cannot build its environments: {self._state}")
+
+    def ask(self, request: dict[str, Any], deadline_s: float) -> dict[str, Any]:
+        """Send one request and return the reply."""
+        try:
+            self._send(request)
+        except BrokenPipeError:
+            raise WorkerLost(self._obituary()) from None
+        return self._receive(deadline_s)
+
+    def kill(self) -> None:
+        """Kill the process and its children. Once per process: its PID may be reused later."""
+        with self._lock:
+            if not self._is_alive:
+                return
+            self._is_alive = False
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            _kill_marked(self._token)
+
+    def close_pipes(self) -> None:
+        """Close the file descriptors of a killed process once no thread reads them."""
+        for stream in (self._process.stdin, self._process.stdout, self._stderr):
+            stream.close()
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        self._number += 1
+        data = memoryview(json.dumps({**message, "number": self._number}).encode() + b"\n")
+        while data:
+            data = data[self._process.stdin.write(data) :]
+
+    def _receive(self, deadline_s: float) -> dict[str, Any]:
+        stop_at = time.monotonic() + deadline_s
+        poll = select.poll()
+        poll.register(self._process.stdout, select.POLLIN)
+        while (reply := self._next_reply()) is None:
+            remaining_s = stop_at - time.monotonic()
+            if remaining_s <= 0:
+                raise WorkerLost(f"did not answer within {deadline_s:.3g} s")
+            if poll.poll(min(remaining_s, 1.0) * 1000):
+                chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+                if not chunk:
+                    raise WorkerLost(self._obituary())
+                self._buffer += chunk
+            self._bound_output()
+        return reply
+
+    def _next_reply(self) -> dict[str, Any] | None:
+        """The reply to the last request, if it is there; others are dropped."""
+        while b"\n" in self._buffer:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            reply = json.loads(line)
+            if reply.get("number") == self._number:
+                return reply
+        return None
+
+    def was_struck(self) -> bool:
+        """Whether the process has ended by SIGKILL, before :meth:`kill`, or stands still by SIGSTOP."""
+        if (status := self._process.poll()) is not None:
+            return status == -signal.SIGKILL
+        return psutil.Process(self._process.pid).status() == psutil.STATUS_STOPPED
+
+    def _bound_output(self) -> None:
+        """Forget what the scorer has printed, beyond a limit."""
+        if os.fstat(self._stderr.fileno()).st_size > _MAX_STDERR_BYTES:
+            os.ftruncate(self._stderr.fileno(), 0)
+
+    def _obituary(self) -> str:
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe"
+        self._stderr.seek(0, os.SEEK_END)
+        self._stderr.seek(max(self._stderr.tell() - _STDERR_TAIL_BYTES, 0))
+        tail = self._stderr.read().decode(errors="replace").strip()
+        return f"ended with exit code {code}" + (f": {tail}" if tail else "")
+
+
+def _kill_marked(token: str) -> None:
+    """Kill what a worker has started in sessions of their own: such processes have its mark in their environment."""
+    mark = f"{_TOKEN}={token}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone, or another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
