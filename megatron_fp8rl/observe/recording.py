@@ -243,10 +243,10 @@ def _lists(values: Sequence[Sequence[float] | None], dtype: type) -> pyarrow.Arr
 
 
 def _layout(schema: pyarrow.Schema) -> dict[str, Any]:
-    """Options of the file: numbers split by bytes, which compresses token ids and log-probabilities best."""
-    split = {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _LISTS}
+    """Options of the file: log-probabilities split by bytes, token ids as they are, because text repeats itself."""
+    split = {"rollout_logprobs.list.element": "BYTE_STREAM_SPLIT"}
     others = [name for name in schema.names if name not in (*_LISTS, "routed_experts")]
-    return {"compression": "zstd", "compression_level": 1, "use_dictionary": others, "column_encoding": split}
+    return {"compression": "zstd", "compression_level": 3, "use_dictionary": others, "column_encoding": split}
 
 
 def _rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:
