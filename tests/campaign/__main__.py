@@ -35,7 +35,7 @@ _START_S, _STEP_S = (5.0, 20.0), (1.0, 5.0)  # between two faults, while a run s
 _STEPS = {
     "--num_steps": "40", "--checkpoint.every_steps": "3", "--checkpoint.keep": "3", "--checkpoint.export_hf": "False",
     "--parallel.world_size": "2", "--rollout.num_replicas": "2", "--rollout.prompts_per_step": "16",
-    "--rollout.hang_deadline_s": "8", "--rollout.max_replica_restarts": "100", "--rollout.update_deadline_s": "120",
+    "--rollout.hang_deadline_s": "8", "--rollout.start_deadline_s": "150", "--rollout.max_replica_restarts": "100", "--rollout.update_deadline_s": "120",
     "--observe.display": "plain", "--observe.eval_prompts": "8", "--observe.tensorboard": "False",
     "--data.num_score_workers": "2", "--data.score_deadline_s": "10",
 }  # fmt: skip
@@ -157,6 +157,8 @@ class Campaign:
         at, step = time.monotonic(), last_step(target.folder)
         if details := fault(target):
             found.struck.append(Struck(name, details, at, step))
+            with (self.work / "faults.log").open("a") as log:
+                log.write(f"{time.strftime('%H:%M:%S')} run {found.number} after step {step}: {name}, {details}\n")
 
     def _count(self, found: Trial, step: int | None) -> None:
         """Note the seconds of faults after which a run is further than before; ``step`` None: it is at its end."""
