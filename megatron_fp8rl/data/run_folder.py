@@ -27,7 +27,7 @@ from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.data.checkpoint_dir import complete, damaged, make_folder
 
 LOCK = "run.lock"
-_MARKS = (LOCK, "versions.json", "launch")  # one of them is in every folder of a run
+_MARKS = (LOCK, "versions.json", "launch/jobs", "launch/jobs.jsonl")  # one of them is in every folder of a run
 _HARMLESS = ("logs",)  # may be made before a run
 _BEAT_S = 5.0
 _OWNER = "FP8RL_RUN_DIR"  # environment variable of all that a run starts on its host: the folder
@@ -41,7 +41,7 @@ def violations(cfg: RunConfig) -> list[Violation]:
         return []
     found = sorted(entry.name for entry in folder.iterdir())
     others = [name for name in found if name not in _HARMLESS]
-    if others and not any(mark in found for mark in _MARKS):
+    if others and not any((folder / mark).exists() for mark in _MARKS):
         some = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         problem = f"{folder} is not empty and no folder of a run: it holds {some}"
         return [Violation("--output_dir", cfg.output_dir, problem, "Name another")]
@@ -101,9 +101,8 @@ def _other_holder(file: IO[str]) -> str:
     file.seek(0)
     before = _read(file)
     if before and before.get("host") != socket.gethostname():
+        # Watched, however old it is: the clocks of two nodes need not agree.
         touched, end = os.fstat(file.fileno()).st_mtime, time.monotonic() + _SILENT_S
-        if time.time() - touched > _SILENT_S:
-            return ""
         while time.monotonic() < end:
             time.sleep(0.5)
             if os.fstat(file.fileno()).st_mtime != touched:

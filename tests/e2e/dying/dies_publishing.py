@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from megatron_fp8rl.algo.losses import grpo
-from megatron_fp8rl.rollout.client import RolloutClient
+from megatron_fp8rl.rollout.client import EngineClient
 from megatron_fp8rl.weight_sync.sender import ShardSender
 
 FOLDER = os.environ.get("DIES_PUBLISHING")  # where marks are left; unset: nobody dies
@@ -42,14 +42,14 @@ def _die_once(folder: Path) -> None:
 
 
 def _note_requests(folder: Path) -> None:
-    real = RolloutClient._request
+    real = EngineClient._request
 
     async def request(client, verb, path, body):
         with (folder / "asked").open("a") as file:
             file.write(f"{time.time()} {os.getpid()} {path}\n")
         return await real(client, verb, path, body)
 
-    RolloutClient._request = request
+    EngineClient._request = request
 
 
 if FOLDER and os.environ.get("RANK") == "1":

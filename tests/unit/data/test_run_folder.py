@@ -78,13 +78,26 @@ def test_the_heartbeat_tells_of_a_run_on_another_node(tmp_path, monkeypatch, is_
         began = time.monotonic()
         with run_folder.held(config(tmp_path)):
             assert time.monotonic() - began < 10
-    old = time.time() - 100
+
+
+def test_a_living_holder_whose_clock_is_behind_keeps_its_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "_SILENT_S", 2.0)
+    lock = tmp_path / "run.lock"
     lock.write_text(json.dumps({"host": "elsewhere", "pid": "7"}))
-    os.utime(lock, (old, old))
-    time.sleep(0.5)  # the thread has ended
-    os.utime(lock, (old, old))
-    with run_folder.held(config(tmp_path)):  # without waiting
-        pass
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.2):
+            os.utime(lock, (time.time() - 3600,) * 2)
+
+    beat_thread = threading.Thread(target=beat, daemon=True)
+    beat_thread.start()
+    try:
+        with pytest.raises(ConfigError, match="process 7 on elsewhere"), run_folder.held(config(tmp_path)):
+            pass
+    finally:
+        ended.set()
+        beat_thread.join()
 
 
 def test_a_folder_that_is_no_runs_is_refused_before_anything_starts(tmp_path):
@@ -96,6 +109,8 @@ def test_a_folder_that_is_no_runs_is_refused_before_anything_starts(tmp_path):
     assert (tmp_path / "model" / "my_weights.bin").read_text() == "precious"
     (found,) = [str(violation) for violation in rules.check(config(tmp_path)) if violation.field == "--output_dir"]
     assert "no folder of a run" in found and "Name another" in found
+    (tmp_path / "launch").mkdir()  # a folder of that name makes it no run's
+    assert run_folder.violations(config(tmp_path))
     (tmp_path / "versions.json").write_text("{}")  # of a run from before there were locks
     assert not run_folder.violations(config(tmp_path))
 
