@@ -229,9 +229,15 @@ def differences(expected: dict[str, object], found: dict[str, object]) -> list[s
 
 
 def left_behind() -> set[str]:
-    """Shared memory and sockets that runs could leave."""
-    temporary = Path(tempfile.gettempdir())
-    return {str(path) for path in [*Path("/dev/shm").iterdir(), *temporary.glob("fp8rl-sockets-*")]}
+    """Shared memory and folders of sockets that no living process uses."""
+    found = {str(path) for path in [*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).glob("fp8rl-sockets-*")]}
+    used = [Path("/proc/net/unix").read_text()]
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            used.append((process / "maps").read_text())
+            used += [os.readlink(link) for link in (process / "fd").iterdir()]
+    text = "\n".join(used)
+    return {path for path in found if path not in text}
 
 
 def keep(folder: Path, aside: Path) -> None:
