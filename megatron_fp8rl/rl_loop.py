@@ -75,7 +75,10 @@ def run(
             kernels = _note_kernels(cfg, observer)
             step, record = _resume(policy, prompts, checkpoints, observer)
         stop.at_boundary(parallel, step)
-        _wait_for_engines(fleet, kernels, observer)
+        # A run that was killed after its last checkpoint may lack that step's line and evaluation.
+        is_at_end = step >= cfg.num_steps and not (record and parallel.broadcast_object(observer.lacks(step)))
+        if not is_at_end:
+            _wait_for_engines(fleet, kernels, observer)
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = partial(_count_version, rollouts)
@@ -88,7 +91,7 @@ def run(
         save = partial(_save, cfg, saver, parallel, rollouts)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
-        if step < cfg.num_steps:
+        if not is_at_end:
             with observer.prelude(step, record) as log:
                 _calibrate_kv(cfg, policy, prompts, colocated)
                 publish(step, log)

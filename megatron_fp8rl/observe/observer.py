@@ -29,6 +29,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.checkpoint_dir import sync_to_disk
 from megatron_fp8rl.observe.display import Display, make_display
 from megatron_fp8rl.observe.groups import evaluation_metrics, group_metrics
 from megatron_fp8rl.observe.metrics import check_keys
@@ -152,7 +153,7 @@ class Observer:
         log = self._open_step = StepLog(self, step)
         yield log
         take_seconds()
-        if record and self.is_writer and last_step(self.run_dir / "metrics.jsonl") < step:
+        if record and self.lacks(step):
             log.metrics = {**record["metrics"], **log.metrics}
             log.details = {**record["details"], **log.details}
             self._write_step(log)
@@ -182,15 +183,23 @@ class Observer:
             self._rollouts.write(step, groups)
 
     def flush(self) -> None:
-        """Return when every recorded group is on disk."""
+        """Return when every recorded group and every line is on disk."""
         if self._rollouts is not None:
             self._rollouts.flush()
+        for file in self._files.values():
+            os.fsync(file.fileno())
+
+    def lacks(self, step: int) -> bool:
+        """On the writing rank: whether the line of a step that an earlier run has done is missing."""
+        path = self.run_dir / "metrics.jsonl"
+        return self.is_writer and (not path.exists() or last_step(path) < step)
 
     def _open_files(self, step: int) -> None:
         for name in _STEP_FILES:
             if cut := truncate_from(self.run_dir / name, step):
                 _log.info("%s: moved aside %d bytes recorded from step %d on", self.run_dir / name, cut, step)
             self._files[name] = (self.run_dir / name).open("a", encoding="utf-8")
+        sync_to_disk(self.run_dir)
         if self.cfg.observe.record_rollouts:
             self._rollouts = RolloutWriter(self.run_dir / FOLDER, step, self.cfg.observe.rollouts_gib)
         if self.cfg.observe.tensorboard:

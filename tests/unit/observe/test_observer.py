@@ -1,6 +1,7 @@
 """What a run leaves in its folder: after steps, after a resume, after a failure."""
 
 import json
+import os
 import math
 import re
 from contextlib import ExitStack
@@ -149,6 +150,20 @@ def test_a_run_killed_between_a_checkpoint_and_its_steps_line_writes_the_line_wh
     assert after[:2] == before
     assert after[2] == {"step": 3, "train/loss/mean": 0.5, "eval/pass_rate/mean": 0.9}
     assert read_json_lines(tmp_path / "details.jsonl")[-1] == {"step": 3, "warnings": ["one"]}
+
+
+def test_lines_are_on_disk_before_the_checkpoint_that_follows_them(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append((os.readlink(f"/proc/self/fd/{number}"), os.fstat(number).st_size)))
+    with Observer(make_config(), True, tmp_path) as observer:
+        with observer.step(1) as log:
+            log.update({"train/loss/mean": 0.5})
+        assert not observer.lacks(1) and observer.lacks(2)
+        with observer.step(2) as log:
+            del synced[:]
+            log.record()  # what a checkpoint of step 2 keeps
+            assert (str(tmp_path / "metrics.jsonl"), (tmp_path / "metrics.jsonl").stat().st_size) in synced
+            assert synced[0][1] > 0
 
 
 def test_the_prelude_of_a_new_run_is_step_0(tmp_path):
