@@ -27,11 +27,12 @@ from megatron_fp8rl.net.address import LOOPBACK
 from megatron_fp8rl.net.auth import new_token
 from megatron_fp8rl.net.endpoint import Endpoint, endpoint_path, replica_name
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
-from megatron_fp8rl.rollout.server_process import kill_group, shared_memory_of, start_server, stop
+from megatron_fp8rl.rollout.server_process import kill_group, shared_memory_of, stands_still, start_server, stop
 
 _log = logging.getLogger(__name__)
 
 _EXIT_POLL_S = 0.1
+_STILL_POLL_S = 2.0
 _FILE_POLL_S = 0.5
 _PING_S = 0.5  # between connections to a remote replica
 _SILENCE_S = 15.0  # after which a silent host counts as gone
@@ -147,8 +148,10 @@ class LocalReplicas:
         exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
         async def watch() -> None:
+            ended = asyncio.get_running_loop().create_task(self._end_if_it_stands_still(name, process))
             while (code := process.poll()) is None:
                 await asyncio.sleep(_EXIT_POLL_S)
+            ended.cancel()
             kill_group(process.pid)  # its orphans would keep its memory
             self._remove_shared_memory(process.pid)
             exited.set_result(self._ended.pop(process.pid, f"died with exit code {code}"))
@@ -157,6 +160,17 @@ class LocalReplicas:
         self._watchers.add(task)
         task.add_done_callback(self._watchers.discard)
         return Replica(name=name, url=url, log_path=log_path, process_group=process.pid, exited=exited, token=token)
+
+    async def _end_if_it_stands_still(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        """Kill a server that is stopped while it starts; one that is ready is asked for its health."""
+        moved = time.monotonic()
+        while process.pid not in self._shared_memory:
+            await asyncio.sleep(_STILL_POLL_S)
+            if not stands_still(process.pid):
+                moved = time.monotonic()
+            elif (still_s := time.monotonic() - moved) > self.cfg.rollout.hang_deadline_s:
+                _log.warning("%s has stood still for %.0f s while it started: killed", name, still_s)
+                return kill_group(process.pid)
 
     def note_ready(self, replica: Replica) -> None:
         self._shared_memory[replica.process_group] = shared_memory_of(replica.process_group)

@@ -100,6 +100,14 @@ def kill_group(group: int, sign: int = signal.SIGKILL) -> None:
         os.killpg(group, sign)
 
 
+def stands_still(server: int) -> bool:
+    """Whether a server, or a process that it has started, is stopped, as by SIGSTOP."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(server)
+        return any(one.status() == psutil.STATUS_STOPPED for one in (process, *process.children()))
+    return False
+
+
 def shared_memory_of(group: int) -> set[str]:
     """Files in /dev/shm that the processes of a group have mapped."""
     found: set[str] = set()

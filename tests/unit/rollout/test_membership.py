@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import signal
 import stat
+import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 from test_stream import Client, Fleet, Numbers, Ranks, Scorer, numbers
 
@@ -15,7 +20,10 @@ from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.net.address import own_address
 from megatron_fp8rl.net.auth import TOKEN_VARIABLE, RequireToken, headers
 from megatron_fp8rl.net.endpoint import Endpoint
+from megatron_fp8rl.precision.hardware import here
+from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import fleet as fleet_module
+from megatron_fp8rl.rollout import replicas
 from megatron_fp8rl.rollout.client import EngineDeadError, EngineDeadlineError
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.rollout.stream import RolloutStream
@@ -202,6 +210,28 @@ def test_one_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypat
         else:
             with pytest.raises(outcome):
                 started(4)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_one_that_stands_still_while_it_starts_is_killed(tmp_path, monkeypatch, caplog, is_ready):
+    monkeypatch.setattr(replicas, "_STILL_POLL_S", 0.1)
+    caplog.set_level("WARNING", logger="megatron_fp8rl")
+    cfg = tiny_qwen3_moe()
+    cfg = replace(cfg, rollout=replace(cfg.rollout, hang_deadline_s=0.5))
+    source = replicas.LocalReplicas(cfg, tmp_path, tmp_path, [], choose(cfg, here(), "engine"))
+    server = subprocess.Popen(["sh", "-c", "sleep 100 & wait"], start_new_session=True)
+    try:
+        until(lambda: psutil.Process(server.pid).children(), "a child")
+        psutil.Process(server.pid).children()[0].suspend()  # an engine core, say
+        if is_ready:
+            source._shared_memory[server.pid] = set()  # then it is asked for its health
+        asyncio.run(source._end_if_it_stands_still("rollout-0", server))
+        assert (server.poll() is None) == is_ready or server.wait(5) == -signal.SIGKILL
+        assert ("rollout-0 has stood still for" in caplog.text) != is_ready
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
 
 
 def test_one_that_comes_back_waits_for_a_publication(started):
