@@ -23,7 +23,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,7 @@ from megatron_fp8rl.data.checkpoint_dir import (
 from megatron_fp8rl.data.checkpoint_pickle import require_only_data
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
 from megatron_fp8rl.observe.spans import span
-from megatron_fp8rl.trainer.compat.megatron import StagedShards, padded_buckets
+from megatron_fp8rl.trainer.compat.megatron_saving import StagedShards, gathered_on_device, padded_buckets
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.policy import Policy
 
@@ -282,7 +282,7 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
         add_prefix_for_sharding(reference, "reference.")  # on disk; the policy's names have no prefix
         state |= reference
     optimizer = policy.optimizer.megatron
-    with padded_buckets(optimizer):
+    with padded_buckets(optimizer), nullcontext() if is_loading else gathered_on_device(optimizer):
         state["optimizer"] = optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
     _write_in_bf16(models)
     if with_rng:

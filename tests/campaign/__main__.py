@@ -31,6 +31,7 @@ _TIMES = ("/s", "_per_s/mean", "time_share")
 _DISK_BYTES = 400 << 20
 _END_S = 30.0  # for processes of a run that has ended
 _EARLY_SHARE = 0.25  # of starts in which any fault comes before the first step; in others only those that end no run
+_EARLY_FAULTS = 4  # of a start at most: a slow machine starts slowly, and a run has to get somewhere
 _START_S, _STEP_S = (5.0, 20.0), (1.0, 5.0)  # between two faults, while a run starts and while it steps
 _STEPS = {
     "--num_steps": "40", "--checkpoint.every_steps": "3", "--checkpoint.keep": "3", "--checkpoint.export_hf": "False",
@@ -66,8 +67,8 @@ class Trial:
 class Campaign:
     """The undisturbed run, and the disturbed ones."""
 
-    def __init__(self, work: Path, seed: int, limit_s: float):
-        self.work, self.limit_s = work, limit_s
+    def __init__(self, work: Path, seed: int, limit_s: float, num_faults: int):
+        self.work, self.limit_s, self.faults_left = work, limit_s, num_faults
         self.rng = random.Random(seed)
         self.model = work / "model" / "hf"
 
@@ -130,7 +131,7 @@ class Campaign:
             )
         is_early, first = self.rng.random() < _EARLY_SHARE, last_step(target.folder)
         next_s = time.monotonic() + self.rng.uniform(*_START_S)
-        is_stepping = False
+        is_stepping, num_early = False, 0
         while process.poll() is None:
             if time.monotonic() - began > self.limit_s:
                 process.kill()
@@ -142,7 +143,8 @@ class Campaign:
             if not is_stepping and step > first:
                 is_stepping, next_s = True, time.monotonic() + self.rng.uniform(*_STEP_S)
             first = min(first, step)  # what came after the checkpoint is cut
-            if time.monotonic() > next_s:
+            if time.monotonic() > next_s and (is_stepping or num_early < _EARLY_FAULTS):
+                num_early += not is_stepping
                 names = [name for name in RUNNING if is_stepping or is_early or name not in ENDING]
                 (name,) = self.rng.choices(names, weights=[RUNNING[name][0] for name in names])
                 self._strike(found, target, name, RUNNING[name][1])
@@ -155,7 +157,10 @@ class Campaign:
 
     def _strike(self, found: Trial, target: Target, name: str, fault) -> None:
         at, step = time.monotonic(), last_step(target.folder)
+        if self.faults_left <= 0:
+            return
         if details := fault(target):
+            self.faults_left -= 1
             found.struck.append(Struck(name, details, at, step))
             with (self.work / "faults.log").open("a") as log:
                 log.write(f"{time.strftime('%H:%M:%S')} run {found.number} after step {step}: {name}, {details}\n")
@@ -284,7 +289,7 @@ def table(trials: list[Trial]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=30.0, help="no run is begun after them")
-    parser.add_argument("--faults", type=int, default=10**9, help="nor after so many faults")
+    parser.add_argument("--faults", type=int, default=10**9, help="no more than so many")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit-s", type=float, default=2400.0, help="of one run, with all its starts")
     parser.add_argument("--work", type=Path, help="folder for logs; a temporary one by default")
@@ -292,10 +297,10 @@ def main() -> int:
     work = given.work or Path(tempfile.mkdtemp(prefix="fp8rl-campaign-"))
     work.mkdir(parents=True, exist_ok=True)
     print(f"logs: {work}", flush=True)
-    campaign, trials = Campaign(work, given.seed, given.limit_s), []
+    campaign, trials = Campaign(work, given.seed, given.limit_s, given.faults), []
     end = time.monotonic() + 60 * given.minutes
     campaign.prepare()
-    while time.monotonic() < end and sum(len(trial.struck) for trial in trials) < given.faults:
+    while time.monotonic() < end and campaign.faults_left > 0:
         trials.append(trial := campaign.trial(len(trials) + 1))
         outcome = "; ".join(trial.losses) or "as undisturbed"
         faults_told = ", ".join(one.name for one in trial.struck)

@@ -32,7 +32,7 @@ class _Gate:
     """Holds the write of every checkpoint of this process until it is opened."""
 
     def __init__(self):
-        from megatron_fp8rl.trainer.compat.megatron import StagedShards
+        from megatron_fp8rl.trainer.compat.megatron_saving import StagedShards
 
         self.opened, write = threading.Event(), StagedShards.write
 
@@ -99,6 +99,34 @@ def test_a_checkpoint_holds_the_step_at_which_it_was_begun(cfg, tmp_path):
             assert torch.equal(restored[1][name], history), name
         assert restored[2] == begun[2] and torch.equal(restored[3], begun[3])
         assert again == metrics
+
+
+def _gathered_both_ways(cfg):
+    """On a rank: whether our gathering of optimizer state and Megatron-Core's agree, and how many numbers were compared."""
+    from megatron_fp8rl.trainer.compat.megatron_saving import gathered_on_device, padded_buckets
+
+    policy = _build(cfg)
+    continue_training(policy, 2)
+    optimizer, num = policy.optimizer.megatron, 0
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        with padded_buckets(optimizer):
+            theirs = part.get_parameter_state_dp_zero(False, False, True)
+            with gathered_on_device(optimizer):
+                ours = part.get_parameter_state_dp_zero(use_gloo_comm=False, empty_data=False, return_on_all_ranks=True)
+        assert ours.keys() == theirs.keys()
+        for index in range(len(part.buffers)):
+            ((dtype, found),) = ours[index].items()
+            for key, expected in theirs[index][dtype].items():
+                same = torch.equal(found[key], expected) if torch.is_tensor(expected) else found[key] == expected
+                assert same, (index, dtype, key)
+                num += expected.numel() if torch.is_tensor(expected) else 0
+    return num
+
+
+@pytest.mark.parametrize("layout", [dict(world_size=1), dict(world_size=2), dict(world_size=2, expert=2)], ids=str)
+def test_optimizer_state_gathered_on_the_device_is_megatrons(layout):
+    for num in run_ranks(layout["world_size"], _gathered_both_ways, run_config(**layout)):
+        assert num > 100_000
 
 
 def _dies_while_writing(cfg, folder, victim):

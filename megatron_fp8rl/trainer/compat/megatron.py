@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -212,80 +210,6 @@ def _initial_values(parameter: nn.Parameter) -> Tensor | None:
 def _forget_initial_values(parameter: nn.Parameter) -> None:
     if hasattr(parameter, "_high_precision_init_val"):
         del parameter._high_precision_init_val
-
-
-@patches(
-    "megatron-core",
-    ">=0.19.2,<0.20",
-    why="gathered optimizer state omits the padding after buckets of a gradient buffer, but parameters are then looked "
-    "up by offsets that include it: everything after the first padded bucket is written shifted. Tied embeddings of "
-    "odd size on the last of several stages, and odd sizes with overlap_grad_reduce, have such buckets",
-    remove_when="get_parameter_state_dp_zero and sharded_param_state_fully_reshardable agree on offsets",
-)
-@contextlib.contextmanager
-def padded_buckets(optimizer: Any) -> Iterator[None]:
-    """In the block, Megatron-Core gathers optimizer state including the padding."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    buffers = [buffer for part in parts for buffer in part.buffers]
-    sizes = [(buffer, buffer.numel) for buffer in buffers]
-    sizes += [(bucket, bucket.grad_data.numel()) for buffer in buffers for bucket in buffer.buckets]
-    unpadded = [(owner, owner.numel_unpadded) for owner, _ in sizes]
-    for owner, size in sizes:
-        owner.numel_unpadded = size
-    try:
-        yield
-    finally:
-        for owner, size in unpadded:
-            owner.numel_unpadded = size
-
-
-@patches(
-    "megatron-core",
-    ">=0.19.2,<0.20",
-    why="AsyncCallsQueue writes in a process that is forked or gets CUDA handles, goes on when its rank is killed, and "
-    "reports neither the file nor the reason of an error; what an AsyncRequest is made of is internal",
-    remove_when="Megatron-Core, or a release of nvidia-resiliency-ext that it accepts, writes on a thread",
-)
-class StagedShards:
-    """What this rank writes of a checkpoint, in host memory: training may go on.
-
-    ``request`` is Megatron-Core's, of this save; storages whose addresses are in ``live`` are copied, as is what is on a
-    GPU. Others belong to the request alone.
-    """
-
-    def __init__(self, request: Any, live: Collection[int]):
-        self._finalize_fns, self._write_fn = request.finalize_fns, request.async_fn
-        self._buckets, self._results = request.async_fn_args[1:] or ([], None)
-        staged = request.preload_fn() if self._buckets else []
-        for _, _, (_, tensors) in staged:
-            tensors[:] = [(item, t.clone() if t.untyped_storage().data_ptr() in live else t) for item, t in tensors]
-        self._buckets[:] = staged  # the same list in the request: nothing else keeps the originals
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for _, _, (_, tensors) in self._buckets for _, tensor in tensors)
-
-    def write(self) -> list[str]:
-        """Write and sync this rank's files; their names. In any thread. Raises OSError with the file."""
-        results = {}
-        for index, bucket in enumerate(self._buckets):
-            transforms, _ = self._write_fn.args
-            _, found = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, use_fsync=True)
-            if isinstance(found, OSError):
-                raise OSError(found.errno, found.strerror or str(found), bucket[0]) from found
-            if isinstance(found, Exception):
-                raise OSError(f"{type(found).__name__}: {found}: {bucket[0]}") from found
-            results[index] = found
-        names = [Path(path).name for path, _, _ in self._buckets]
-        self._buckets[:] = [(path, name, ([], [])) for path, name, _ in self._buckets]  # frees the copies
-        if self._results is not None:
-            self._results.put(results)
-        return names
-
-    def finalize(self) -> None:
-        """Collective, after every rank has written: write the checkpoint's ``.metadata``."""
-        for finalize in self._finalize_fns:
-            finalize()
 
 
 @patches(
