@@ -73,25 +73,18 @@ def run(
         with span("start_model"):
             policy = Policy.build(cfg, parallel)
             kernels = _note_kernels(cfg, observer)
-            step, record = _resume(policy, prompts, checkpoints, observer)
+            step, record, is_complete = _resume(policy, prompts, checkpoints, observer)
         stop.at_boundary(parallel, step)
-        # A run that was killed after its last checkpoint may lack that step's line and evaluation.
-        is_at_end = step >= cfg.num_steps and not (record and parallel.broadcast_object(observer.lacks(step)))
-        if not is_at_end:
+        if not is_complete:
             _wait_for_engines(fleet, kernels, observer)
         rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
         colocated = ColocatedMemory(cfg, policy, fleet)
-        publish = partial(_count_version, rollouts)
-        if cfg.rollout.replay is None:
-            exporter = WeightExporter(policy, fleet, cfg)
-            stack.callback(exporter.close)
-            publish = partial(_publish, exporter, policy, rollouts, colocated)
-            rollouts.republish = partial(_publish_again, exporter, policy, rollouts, colocated)
+        publish = _publisher(policy, fleet, rollouts, colocated, stack)
         saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, policy)))
         save = partial(_save, cfg, saver, parallel, rollouts)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
-        if not is_at_end:
+        if not is_complete:
             with observer.prelude(step, record) as log:
                 _calibrate_kv(cfg, policy, prompts, colocated)
                 publish(step, log)
@@ -114,6 +107,18 @@ def run(
         if cfg.checkpoint.export_hf:
             colocated.train()
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
+
+
+def _publisher(
+    policy: Policy, fleet: Fleet | None, rollouts: RolloutStream, colocated: ColocatedMemory, stack: ExitStack
+) -> Callable[[int, StepLog], None]:
+    """Collective: what publishes a version, also in the middle of a step; closed by ``stack``."""
+    if policy.cfg.rollout.replay is not None:
+        return partial(_count_version, rollouts)
+    exporter = WeightExporter(policy, fleet, policy.cfg)
+    stack.callback(exporter.close)
+    rollouts.republish = partial(_publish_again, exporter, policy, rollouts, colocated)
+    return partial(_publish, exporter, policy, rollouts, colocated)
 
 
 def _learner(cfg: RunConfig, explain: Callable[..., str]) -> Callable[..., bool]:
@@ -260,16 +265,21 @@ def _evaluate(cfg: RunConfig, rollouts: RolloutStream, prompts: PromptStream, st
     log.evaluation(rollouts.sample(held_out, num_completions=cfg.observe.eval_completions))
 
 
-def _resume(policy: Policy, prompts: PromptStream, checkpoints: Path, observer: Observer) -> tuple[int, dict[str, Any]]:
-    """Collective: restore the newest checkpoint; returns (its step, the step's record until then), 0 for a new run."""
+def _resume(
+    policy: Policy, prompts: PromptStream, checkpoints: Path, observer: Observer
+) -> tuple[int, dict[str, Any], bool]:
+    """Collective: restore the newest checkpoint; returns its step (0 for a new run), the step's record until then, and
+    whether the run is at its end: one that was killed after its last checkpoint may lack that step's line."""
     found = checkpoint.resume(checkpoints, policy, observer.message)
     if found is None:
-        return 0, {}
+        return 0, {}, policy.cfg.num_steps == 0
     step, extra = found
     if policy.parallel.device.type == "cuda":
         torch.cuda.empty_cache()  # reading holds parts of the state twice, and engines share this GPU
     prompts.position = extra["prompt_position"]
-    return step, extra.get("record", {})
+    record = extra.get("record", {})
+    lacks_line = policy.parallel.broadcast_object(bool(record) and observer.lacks(step))
+    return step, record, step >= policy.cfg.num_steps and not lacks_line
 
 
 def _save(
