@@ -99,10 +99,10 @@ def run(
                 log.groups(groups)
                 if not learn(policy, groups, log):
                     observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from{_why(groups)}")
-                saver.poll()
                 save(step, log)
                 publish(step, log)
                 evaluate(step, log)
+            saver.poll()  # the step's line is on disk
         saver.finish()
         if cfg.checkpoint.export_hf:
             colocated.train()
