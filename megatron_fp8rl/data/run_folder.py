@@ -61,11 +61,15 @@ def held(cfg: RunConfig) -> Iterator[None]:
         raise ConfigError(found)
     folder = Path(cfg.run_dir)
     make_folder(folder)
-    with (folder / LOCK).open("a+") as file:
+    with (folder / LOCK).open("a+b", buffering=0) as file:
         if holder := _other_holder(file):
             remedy = "Wait for it or stop it, or name another output_dir"
             raise ConfigError([Violation("--output_dir", cfg.output_dir, f"another run is in it: {holder}", remedy)])
-        _write(file, json.dumps(_me()))
+        try:
+            _write(file, json.dumps(_me()))
+        except OSError as error:
+            problem = f"{folder / LOCK} cannot be written: {error.strerror}"
+            raise ConfigError([Violation("--output_dir", cfg.output_dir, problem, "Check free space and quota")]) from error
         _end_what_was_left(str(folder.resolve()))
         os.environ[_OWNER] = str(folder.resolve())
         ended = threading.Event()
@@ -77,7 +81,8 @@ def held(cfg: RunConfig) -> Iterator[None]:
             ended.set()
             beat.join()
             os.environ.pop(_OWNER)
-            _write(file, "")
+            with contextlib.suppress(OSError):
+                _write(file, "")
 
 
 def _end_what_was_left(folder: str) -> None:
@@ -90,7 +95,7 @@ def _end_what_was_left(folder: str) -> None:
                 process.kill()
 
 
-def _other_holder(file: IO[str]) -> str:
+def _other_holder(file: IO[bytes]) -> str:
     """Who holds the lock, in words; empty after this process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,13 +115,13 @@ def _other_holder(file: IO[str]) -> str:
     return ""
 
 
-def _described(file: IO[str]) -> str:
+def _described(file: IO[bytes]) -> str:
     one = _read(file)
     job = f", job {one['job']}" if one.get("job") else ""
     return f"process {one.get('pid', '?')} on {one.get('host', 'an unknown host')}{job}, since {one.get('since', '?')}"
 
 
-def _read(file: IO[str]) -> dict[str, str]:
+def _read(file: IO[bytes]) -> dict[str, str]:
     file.seek(0)
     try:
         return json.loads(file.read() or "{}")
@@ -124,11 +129,10 @@ def _read(file: IO[str]) -> dict[str, str]:
         return {}
 
 
-def _write(file: IO[str], text: str) -> None:
+def _write(file: IO[bytes], text: str) -> None:
     file.seek(0)
     file.truncate()
-    file.write(text)
-    file.flush()
+    file.write(text.encode())
 
 
 def _me() -> dict[str, str]:
@@ -140,7 +144,7 @@ def _me() -> dict[str, str]:
     }
 
 
-def _beat(file: IO[str], ended: threading.Event) -> None:
+def _beat(file: IO[bytes], ended: threading.Event) -> None:
     while not ended.wait(_BEAT_S):
         with contextlib.suppress(OSError):
             os.utime(file.fileno())

@@ -50,7 +50,7 @@ from megatron_fp8rl.data.checkpoint_dir import (
 from megatron_fp8rl.data.checkpoint_pickle import require_only_data
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
 from megatron_fp8rl.observe.spans import span
-from megatron_fp8rl.trainer.compat.megatron_saving import StagedShards, gathered_on_device, padded_buckets
+from megatron_fp8rl.trainer.compat.megatron_saving import StagedShards, gathered_on_device, live_storages, padded_buckets
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.policy import Policy
 
@@ -112,7 +112,8 @@ class Saver:
             request = dist_checkpointing.save(
                 _sharded_state(policy, with_rng=True), str(partial), async_sharded_save=True, async_strategy="mcore"
             )
-            staged = StagedShards(request, live=_live_storages(policy))
+            models = [*policy.models, *(policy.reference or ())]
+            staged = StagedShards(request, live=live_storages(models, policy.optimizer.megatron))
         self._open = _Writing(partial, state, staged)
 
     def poll(self) -> None:
@@ -132,19 +133,29 @@ class Saver:
         part = writing.wait()
         parallel.barrier("checkpoint shards")
         parts = parallel.gather_from_all(part)
-        if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(parts) if error]:
-            raise CheckpointError(
-                f"the checkpoint of step {writing.state['step']} cannot be written. {'; '.join(errors)}. Check free space "
-                f"and quota; whole checkpoints in {self._folder} are as they were"
-            )
-        writing.staged.finalize()
-        final = None
+        self._raise([f"rank {rank}: {error}" for rank, (_, error) in enumerate(parts) if error], writing)
+        final, error = None, ""
+        try:
+            writing.staged.finalize()
+        except OSError as failure:  # of rank 0, for which the others wait inside
+            self._raise([f"rank 0: {failure}"], writing)
         if parallel.rank == 0:
             digests = {name: digest for found, _ in parts for name, digest in found.items()}
-            final = _commit(self._folder, writing.partial, writing.state, digests)
-            _prune(self._folder, max(1, self._policy.cfg.checkpoint.keep), final)
-        self._newest = parallel.broadcast_object(final)
+            try:
+                final = _commit(self._folder, writing.partial, writing.state, digests)
+                _prune(self._folder, max(1, self._policy.cfg.checkpoint.keep), final)
+            except OSError as failure:
+                error = f"rank 0: {failure}"
+        self._newest, error = parallel.broadcast_object((final, error))
+        self._raise([error] if error else [], writing)
         return self._newest
+
+    def _raise(self, errors: Sequence[str], writing: _Writing) -> None:
+        if errors:
+            raise CheckpointError(
+                f"the checkpoint of step {writing.state['step']} cannot be written to {writing.partial}. {'; '.join(errors)}. "
+                "Check free space and quota; whole checkpoints beside it are as they were"
+            )
 
     def close(self) -> None:
         """Leave what is open unnamed; returns when its thread has ended, or after a minute."""
@@ -289,18 +300,6 @@ def _sharded_state(policy: Policy, *, with_rng: bool, is_loading: bool = False) 
         rank, world_size = policy.parallel.rank, policy.parallel.world_size
         state["rng"] = ShardedObject("rng", _random_state(), (world_size,), (rank,), replica_id=0)
     return state
-
-
-def _live_storages(policy: Policy) -> set[int]:
-    """Addresses of the memory in which an update changes weights and optimizer state."""
-    models = [*policy.models, *(policy.reference or ())]
-    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-    for part in getattr(policy.optimizer.megatron, "chained_optimizers", [policy.optimizer.megatron]):
-        if not part.is_stub_optimizer:
-            tensors += [parameter for group in part.param_groups for parameter in group["params"]]
-            values = [value for state in part.optimizer.state.values() for value in state.values()]
-            tensors += [value for value in values if torch.is_tensor(value)]
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _sharded_models(name: str, models: Sequence[torch.nn.Module], metadata: dict[str, Any]) -> dict[str, Any]:

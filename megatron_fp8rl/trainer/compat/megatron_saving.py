@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_fp8rl.upstream import patches
 
@@ -92,6 +92,23 @@ def _bucket(part: Any, like: Tensor, param_map: dict[Any, Any], key: str) -> Ten
     gathered = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
     dist.all_gather_into_tensor(gathered, own, group=group)
     return gathered
+
+
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="what an update changes in place lies in the parts of a chained optimizer and in the optimizer inside of each",
+    remove_when="an AsyncRequest copies what is not on a GPU",
+)
+def live_storages(models: Sequence[nn.Module], optimizer: Any) -> set[int]:
+    """Addresses of the memory in which an update changes weights and optimizer state."""
+    tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if not part.is_stub_optimizer:
+            tensors += [parameter for group in part.param_groups for parameter in group["params"]]
+            values = [value for state in part.optimizer.state.values() for value in state.values()]
+            tensors += [value for value in values if torch.is_tensor(value)]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 @patches(

@@ -100,6 +100,16 @@ def test_a_living_holder_whose_clock_is_behind_keeps_its_folder(tmp_path, monkey
         beat_thread.join()
 
 
+def test_a_full_disk_is_said_in_a_line(tmp_path, monkeypatch):
+    def full(file, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_folder, "_write", full)
+    with pytest.raises(ConfigError, match="run.lock cannot be written: No space left on device"):
+        with run_folder.held(config(tmp_path)):
+            pass
+
+
 def test_a_folder_that_is_no_runs_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "my_weights.bin").write_text("precious")
