@@ -10,9 +10,9 @@ import time
 
 import pytest
 from slurm_cluster import ROOT, SlurmCluster, last_job, lines_of, logs_of
-from test_slurm_refusals import cluster_file, run_dir
 
 from tests.helpers.own_model import make_model
+from tests.helpers.slurm_jobs import cluster_file, run_dir
 
 REWARD = "def digits(completion, answer):\n    return {'letters': len(set(completion)) / 10, 'at_launch': 1.0}\n"
 SHORT = (
