@@ -1,6 +1,7 @@
 """Packaging. Versions come from requirements.toml; settings of tools from pyproject.toml."""
 
 import re
+import sys
 import tomllib
 from pathlib import Path
 
@@ -17,6 +18,13 @@ def extra(name: str) -> list[str]:
     return [*shared, *PINS["extras"][name]]
 
 
+PROGRAMS = ["model_configs", "checkpoint_tools", "launch", "launch.*"]
+HOME = "megatron_fp8rl_programs"
+packages = find_packages(include=["megatron_fp8rl", "megatron_fp8rl.*", HOME])
+programs = find_packages(include=PROGRAMS)
+# Short names would collide with others' in site-packages; an editable installation finds them in the checkout.
+inside = {} if "editable_wheel" in sys.argv else {f"{HOME}.{name}": name.replace(".", "/") for name in programs}
+
 setup(
     name="megatron-fp8rl",
     version=VERSION,
@@ -24,9 +32,8 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=f"=={PINS['python']}.*",
-    packages=find_packages(
-        include=["megatron_fp8rl", "megatron_fp8rl.*", "model_configs", "checkpoint_tools", "launch", "launch.*"]
-    ),
+    packages=[*packages, *(inside or programs)],
+    package_dir=inside,
     package_data={
         "megatron_fp8rl": ["README.md"],
         "megatron_fp8rl.kernels": ["README.md"],
@@ -35,7 +42,11 @@ setup(
     install_requires=PINS["core"],
     extras_require={name: extra(name) for name in PINS["extras"]},
     entry_points={
-        "console_scripts": ["megatron-fp8rl = megatron_fp8rl.__main__:main"],
+        "console_scripts": [
+            f"megatron-fp8rl = {HOME}:library",
+            f"megatron-fp8rl-launch = {HOME}:launcher",
+            f"megatron-fp8rl-checkpoints = {HOME}:checkpoints",
+        ],
         "vllm.general_plugins": ["megatron_fp8rl = megatron_fp8rl.rollout.vllm_plugin.plugin:register"],
     },
 )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import megatron_fp8rl
 from launch.batch_script import Submission, render
 from launch.spec import JobSpec, add_job
 from megatron_fp8rl.envs.rewards.functions import COPIES
@@ -174,8 +175,9 @@ def copy_code(folder: Path, own_files: Sequence[str] = (), own_modules: Sequence
     meanwhile."""
     folder.mkdir(parents=True)
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
+    roots = {"megatron_fp8rl": Path(megatron_fp8rl.__file__).parents[1]}  # elsewhere, when installed
     for package in _PACKAGES:
-        shutil.copytree(_ROOT / package, folder / package, ignore=ignore)
+        shutil.copytree(roots.get(package, _ROOT) / package, folder / package, ignore=ignore)
     for name in ("requirements.toml",):
         if (_ROOT / name).is_file():
             shutil.copy(_ROOT / name, folder / name)

@@ -9,6 +9,7 @@ is a stream that reads a file, and a larger cluster changes only numbers in the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -84,7 +85,8 @@ def run(
             stack.callback(exporter.close)
             publish = partial(_publish, exporter, policy, rollouts, colocated)
             rollouts.republish = partial(_publish_again, exporter, policy, rollouts, colocated)
-        save = partial(_save, cfg, policy, rollouts, checkpoints)
+        save = partial(_save, cfg, policy, rollouts, checkpoints, _Minutes(cfg, parallel))
+        on_request = partial(_save_on_request, save, rollouts, colocated)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
         if step < cfg.num_steps:
@@ -92,11 +94,15 @@ def run(
                 _calibrate_kv(cfg, policy, prompts, colocated)
                 publish(step, log)
                 evaluate(step, log)
+            if kept := rollouts.resume_unfinished():
+                observer.message(f"{kept} groups of step {step + 1} were sampled before the run was stopped")
         while step < cfg.num_steps:
-            stop.at_boundary(parallel, step, partial(_save_on_request, save, rollouts, colocated))
+            stop.at_boundary(parallel, step, on_request)
             step += 1
             with observer.step(step) as log:
-                groups = rollouts.next_groups()
+                while (groups := rollouts.next_groups(stop.is_asked)) is None:
+                    rollouts.abandon()  # nothing of this step has changed the policy
+                    stop.at_boundary(parallel, step - 1, on_request)
                 colocated.train()
                 log.groups(groups)
                 if not learn(policy, groups, log):
@@ -270,21 +276,24 @@ def _save(
     policy: Policy,
     rollouts: RolloutStream,
     checkpoints: Path,
+    minutes: _Minutes,
     step: int,
     log: StepLog | None = None,
     *,
     is_asked: bool = False,
 ) -> Path | None:
-    """Collective: write a checkpoint every ``checkpoint.every_steps`` steps, after the last step, and on request.
+    """Collective: write a checkpoint every ``checkpoint.every_steps`` steps and ``every_minutes``, after the last step,
+    and on request.
 
     Returns the checkpoint of the step; None if the step has none.
     """
     every = cfg.checkpoint.every_steps
-    is_due = step == cfg.num_steps or (every > 0 and step % every == 0)
+    is_due = step == cfg.num_steps or (every > 0 and step % every == 0) or minutes.are_over(step)
     if is_due and is_asked:
         return policy.parallel.broadcast_object(checkpoint.latest(checkpoints))  # already saved at the end of the step
     if not is_due and not is_asked:
         return None
+    minutes.begin()
     with span("checkpoint"):
         position = policy.parallel.broadcast_object(rollouts.position)
         # A run killed between here and the step's line in metrics.jsonl writes the line when it goes on.
@@ -292,10 +301,32 @@ def _save(
         return checkpoint.save(checkpoints, step, policy, {"prompt_position": position, "record": record})
 
 
+class _Minutes:
+    """The trigger of ``checkpoint.every_minutes``, by the clock of rank 0."""
+
+    def __init__(self, cfg: RunConfig, parallel: Parallel) -> None:
+        self._every_s, self._parallel = 60.0 * cfg.checkpoint.every_minutes, parallel
+        self._saved_at: int | None = None  # the step for which it was due
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from now."""
+        self._begin_s = time.monotonic()
+
+    def are_over(self, step: int) -> bool:
+        """Collective: whether a checkpoint of this step is due, or was."""
+        if not self._every_s:
+            return False
+        if self._parallel.broadcast_object(time.monotonic() > self._begin_s + self._every_s):
+            self._saved_at = step
+        return self._saved_at == step
+
+
 def _save_on_request(
     save: Callable[..., Path | None], rollouts: RolloutStream, colocated: ColocatedMemory, step: int
 ) -> Path | None:
-    """Collective: save the checkpoint of a run that ends early. Engines already sample for the next step."""
+    """Collective: save the checkpoint of a run that ends early. Engines already sample for the next step, of which
+    finished groups are kept."""
     rollouts.abandon()
     colocated.train()
     return save(step, is_asked=True)

@@ -18,6 +18,7 @@ from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.rollout.client import Sampling
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
+from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
 from megatron_fp8rl.types import Completion, Prompt
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.processes import until
@@ -303,3 +304,50 @@ def test_a_run_that_ends_early_gives_up_what_it_has_begun():
     stream.abandon()
     assert not any(client.num_running for client in fleet.clients) and stream.position == position
     stream.abandon()  # nothing is left to give up
+
+
+def test_a_request_to_stop_ends_the_wait_and_finished_groups_are_used_by_the_run_that_goes_on(tmp_path):
+    """One prompt of two is answered when the run is asked to stop: it is not asked again, the other one is."""
+    how = {"rollout": {"max_staleness": 0}}
+    stream, fleet = stopped_in_a_batch(tmp_path, how)
+    assert stream.abandon() == 1 and stream.position == 0 and fleet.clients[0].num_running == 0
+    first = fleet.clients[0].prompts[0]
+
+    then = Fleet()
+    again = build(then, **how)
+    again.cfg = replace(again.cfg, output_dir=str(tmp_path))
+    again._unfinished = UnfinishedGroups(again.cfg)
+    assert again.resume_unfinished() == 1 and not (tmp_path / "unfinished").exists()
+    groups = again.next_groups()
+    assert [group.prompt.text for group in groups] == ["0", "1"] and then.clients[0].prompts == [1 - first]
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"version": 1}])
+def test_groups_of_another_policy_or_sampling_are_not_used(tmp_path, change):
+    stream, _ = stopped_in_a_batch(tmp_path, {})
+    assert stream.abandon() == 1
+    cfg = replace(stream.cfg, seed=change.get("seed", stream.cfg.seed))
+    assert UnfinishedGroups(cfg).load(change.get("version", 0)) == 0
+    assert not (tmp_path / "unfinished").exists()
+
+
+def stopped_in_a_batch(folder, how):
+    """(a stream that was asked to stop while one of two prompts was being answered, its fleet)."""
+
+    class Half(Client):
+        async def generate(self, prompt, n, seed, *, sampling=None):
+            if self.prompts:  # the second is never answered
+                self.num_running += n
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.num_running -= n
+            return await super().generate(prompt, n, seed, sampling=sampling)
+
+    fleet = Fleet()
+    fleet.clients = [Half()]
+    stream = build(fleet, **how)
+    stream.cfg = replace(stream.cfg, output_dir=str(folder))
+    stream._unfinished = UnfinishedGroups(stream.cfg)
+    assert stream.next_groups(lambda: len(stream._unfinished._groups) == 1) is None
+    return stream, fleet
