@@ -20,6 +20,15 @@ from launch.spec import SAVED, JobSpec, launch_dir, submission_dir
 if TYPE_CHECKING:
     from launch.cluster import Cluster
 
+ORDER = r"""
+# Nodes in the order of their switches: neighbours in the job, as stages of a pipeline, are neighbours in the network.
+mkdir -p "$notes"
+scontrol show hostnames "$SLURM_JOB_NODELIST" > "$notes/nodes"
+scontrol show topology 2> /dev/null | sed -nE '/Level=0 |^BlockName=/s/.* Nodes=([^ ]*).*/\1/p' |
+    xargs -r -n 1 scontrol show hostnames | grep -Fxf "$notes/nodes" | awk '!seen[$0]++' > "$notes/order"
+if [ -s "$notes/order" ] && [ "$(wc -l < "$notes/order")" = "$(wc -l < "$notes/nodes")" ]; then
+    export SLURM_HOSTFILE="$notes/order" SLURM_DISTRIBUTION=arbitrary
+fi"""
 # An agent needs all cores of its node, ends within two minutes of the first that does, and tells the others.
 SRUN = ("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=120")
 
@@ -57,6 +66,7 @@ def render(submission: Submission) -> str:
         f"\nfolder={_quoted(str(folder))}",
         'log="$folder/agents-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.out"',
         ending(submission.spec),
+        ORDER,
         *([f"\n# Of the cluster's file.\n{chr(10).join(cluster.setup)}"] if cluster.setup else []),
         "\n" + " ".join(run),
     ]

@@ -30,7 +30,7 @@ from typing import Any
 import nemo_run as run
 
 from launch import jobs, slurm, user_files
-from launch.batch_script import SRUN, Submission, ending, own_mounts
+from launch.batch_script import ORDER, SRUN, Submission, ending, own_mounts
 from launch.cluster import Cluster
 from launch.plan import Request
 from megatron_fp8rl.config import RunConfig
@@ -110,7 +110,7 @@ def _executor(executor: run.SlurmExecutor, submission: Submission) -> run.SlurmE
     ours.signal = f"USR1@{spec.save_signal_s}"
     ours.srun_args = [*(ours.srun_args or []), *SRUN]
     ours.additional_parameters = {**(ours.additional_parameters or {}), "requeue": True}
-    setup = f"set +evx\n{_FOLDER}\n{ending(spec)}"
+    setup = f"set +evx\n{_FOLDER}\n{ending(spec)}{ORDER}"
     ours.setup_lines = "\n".join([setup, *([executor.setup_lines] if executor.setup_lines else [])])
     ours.packager = run.GitArchivePackager(symlink_from_remote_dir=shlex.quote(str(submission.code_dir)))
     if ours.container_image is not None:

@@ -80,7 +80,8 @@ class Place:
         return cls(
             job=environment["SLURM_JOB_ID"],
             attempt=int(environment.get("SLURM_RESTART_COUNT") or "0"),
-            node=int(environment["SLURM_NODEID"]),
+            # One agent a node: ranks follow the order of switches, where the batch script found one.
+            node=int(environment.get("SLURM_PROCID") or environment["SLURM_NODEID"]),
             num_nodes=int(num_nodes),
             is_slurm=True,
         )

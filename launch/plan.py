@@ -62,6 +62,11 @@ def plan_training(request: Request) -> Plan:
     if not cluster.violations():
         layout, found = _lay_out(request, needs_engines)
         problems += found
+        if layout is not None and cluster.gpu is not None and layout.ranks_per_node % max(1, cfg.parallel.tensor):
+            problems.append(
+                f"--parallel.tensor = {cfg.parallel.tensor}: a tensor-parallel group would cross the edge of a node with "
+                f"{layout.ranks_per_node} trainer ranks. Choose a divisor of {layout.ranks_per_node}, or other --nodes."
+            )
         if layout is not None and (found := across_nodes(cfg, layout, needs_engines)):
             # The doctor counts GPUs alone; where they are is known here.
             problems = [text for text in problems if not text.startswith("--rollout.transport")] + found

@@ -57,4 +57,6 @@ def last_step(run: Path) -> int:
 
 
 def nodes_of(cluster: Any, job: str) -> list[str]:
-    return cluster.command("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()
+    """Names of the job's nodes in the order of its ranks: of the switch of odd numbers first (``cluster.sh``)."""
+    names = cluster.command("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()
+    return sorted(names, key=lambda name: (int(name.removeprefix("node")) % 2 == 0, name))

@@ -12,7 +12,7 @@ import pytest
 from slurm_cluster import SlurmCluster, logs_of
 
 from launch.spec import JobSpec, Role, log_file
-from tests.helpers.slurm_jobs import ci_cluster, program, submit
+from tests.helpers.slurm_jobs import ci_cluster, nodes_of, program, submit
 
 QUOTED = "it's \"two words\" $HOME `id` \\ * ;"
 RANKS = """
@@ -80,7 +80,7 @@ def test_ranks_follow_the_order_of_nodes_and_words_arrive_as_they_are(slurm: Slu
     )
     job = submit(spec, ci_cluster())
     assert slurm.wait(job) == "COMPLETED", logs_of(folder)
-    nodes = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
+    nodes = nodes_of(slurm, job)
     logs = [log_file(folder, "trainer", node).read_text() for node in (1, 2)]
     for index, log in enumerate(logs):
         for rank in (2 * index, 2 * index + 1):
@@ -124,10 +124,19 @@ def test_a_request_to_save_queues_the_job_again_and_it_goes_on(slurm: SlurmClust
     assert log.count("=== job") == 2
 
 
+def test_nodes_follow_their_switches(slurm: SlurmCluster, folder: Path):
+    """Stages of a pipeline on neighbouring nodes of the job are on one switch: names alone would alternate."""
+    task = Role(name="task", kind="command", nodes=(0, 1, 2, 3), command=("-c", "import os; print('ON', os.uname().nodename)"))
+    job = submit(JobSpec(name="switches", run_dir=str(folder), nodes=4, roles=(task,)), ci_cluster())
+    assert slurm.wait(job) == "COMPLETED", logs_of(folder)
+    logs = [log_file(folder, "task", node).read_text() for node in range(4)]
+    assert [log.partition("ON ")[2].split()[0] for log in logs] == ["node1", "node3", "node2", "node4"]
+
+
 def test_a_server_that_is_killed_is_started_again_on_its_node_and_the_job_goes_on(slurm: SlurmCluster, folder: Path):
     job = submit(counting(folder, last=10000, pause=0.25), ci_cluster())
     slurm.until(lambda: steps(folder) >= 3, "three steps", 300, lambda: logs_of(folder))
-    node = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()[1]
+    node = nodes_of(slurm, job)[1]
     slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", node, "pkill", "-9", "-f", "print.'serving'")
     log = log_file(folder, "serve", 1)
     slurm.until(lambda: log.read_text().count("serving\n") == 2, "its restart", 300, lambda: logs_of(folder))
@@ -180,9 +189,9 @@ def test_singletons_go_on_where_the_job_before_them_stopped(slurm: SlurmCluster,
 def test_a_node_that_loses_power_costs_an_attempt_and_not_the_run(slurm: SlurmCluster, folder: Path):
     job = submit(counting(folder, last=80, pause=0.25), ci_cluster())
     slurm.until(lambda: steps(folder) >= 5, "five steps", 300, lambda: logs_of(folder))
-    lost = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()[1]
+    lost = nodes_of(slurm, job)[1]
     slurm.kill_node(int(lost.removeprefix("node")))
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "Slurm to notice", 300, lambda: logs_of(folder))
     assert slurm.wait(job, deadline_s=300) == "COMPLETED", logs_of(folder)
-    assert lost not in slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
+    assert lost not in nodes_of(slurm, job)
     assert steps(folder) == 80

@@ -145,7 +145,7 @@ def end_of_job(tmp_path):
         tools.mkdir(exist_ok=True)
         calls.write_text("")
         said = 'echo "$@" >> {calls}\necho "JobId=7 JobState={state} Reason=None"'
-        (tools / "scontrol").write_text("#!/bin/sh\n" + said.format(calls=calls, state=state))
+        (tools / "scontrol").write_text('#!/bin/sh\ncase "$2" in hostnames | topology) exit 0 ;; esac\n' + said.format(calls=calls, state=state))
         (tools / "scancel").write_text(f'#!/bin/sh\necho scancel "$@" >> {calls}\n')
         (tools / "srun").write_text(f"#!/bin/sh\nexit {status}\n")
         for tool in tools.iterdir():

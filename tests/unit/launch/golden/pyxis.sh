@@ -50,4 +50,13 @@ if [ "$attempt" -gt 3 ]; then
     exit 1
 fi
 
+# Nodes in the order of their switches: neighbours in the job, as stages of a pipeline, are neighbours in the network.
+mkdir -p "$notes"
+scontrol show hostnames "$SLURM_JOB_NODELIST" > "$notes/nodes"
+scontrol show topology 2> /dev/null | sed -nE '/Level=0 |^BlockName=/s/.* Nodes=([^ ]*).*/\1/p' |
+    xargs -r -n 1 scontrol show hostnames | grep -Fxf "$notes/nodes" | awk '!seen[$0]++' > "$notes/order"
+if [ -s "$notes/order" ] && [ "$(wc -l < "$notes/order")" = "$(wc -l < "$notes/nodes")" ]; then
+    export SLURM_HOSTFILE="$notes/order" SLURM_DISTRIBUTION=arbitrary
+fi
+
 srun --output="$log" '--container-image=/lustre/my images/fp8.sqsh' '--container-mounts=/lustre/models:/models:ro,/a b:/c d,/lustre/runs:/lustre/runs' --container-workdir="$folder/code" --cpu-bind=none --kill-on-bad-exit=0 --wait=120 python -m launch.agent "$folder/job.json"
