@@ -16,7 +16,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from launch import cluster as clusters
 from launch import jobs, local, slurm, sweep, user_files

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import copy
 import shlex
-from pathlib import Path
 from typing import Any
 
 import nemo_run as run

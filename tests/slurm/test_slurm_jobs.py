@@ -162,7 +162,6 @@ def test_cancelling_lets_the_job_save_and_is_what_slurm_says_too(slurm: SlurmClu
     assert f"{first} on ci: CANCELLED" in status.stdout and "attempt 0: cancelled (" in status.stdout, status.output
 
 
-@pytest.mark.slow
 def test_the_time_limit_itself_saves_and_queues_the_job_again(slurm: SlurmCluster, folder: Path):
     """Slurm looks at limits twice a minute, and its shortest limit is one: nothing here is asked for by hand."""
     cluster = ci_cluster(time_limit="00:01:00", save_signal_s=50)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from slurm_cluster import ROOT, SlurmCluster, lines_of, logs_of
 
 PROGRAM = """
@@ -31,7 +30,6 @@ print("ID", made._id)
 """
 
 
-@pytest.mark.slow
 def test_an_executor_of_nemo_run_queues_the_job_and_its_commands_know_it(slurm: SlurmCluster):
     folder = slurm.shared / f"nemo {time.time_ns()}"  # nemo-run's own home has no blank: it does not quote it
     home = slurm.shared / f"nemo-home-{time.time_ns()}"

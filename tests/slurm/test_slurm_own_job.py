@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 
-import pytest
 from slurm_cluster import ROOT, SlurmCluster, last_job, lines_of, logs_of
 
 from tests.helpers.own_model import make_model
@@ -22,7 +21,6 @@ SHORT = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_what_a_user_brings_travels_with_the_job(slurm_session: SlurmCluster):
     folder = slurm_session.shared / f"own job {time.time_ns()}"
     folder.mkdir(parents=True)

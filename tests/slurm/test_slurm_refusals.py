@@ -10,6 +10,7 @@ from slurm_cluster import SlurmCluster, last_job
 from launch import cli
 from tests.helpers.slurm_jobs import cluster_file, run_dir
 
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

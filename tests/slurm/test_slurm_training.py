@@ -60,7 +60,6 @@ def uninterrupted(slurm_session: SlurmCluster, shared_folder: Path, record_tests
     return run
 
 
-@pytest.mark.slow
 def test_trainer_on_two_nodes_and_engine_on_a_third_learn_and_prove_their_weights(
     slurm: SlurmCluster, uninterrupted: Path
 ):
@@ -77,7 +76,6 @@ def test_trainer_on_two_nodes_and_engine_on_a_third_learn_and_prove_their_weight
     assert (uninterrupted / "report.html").exists() and (uninterrupted / "hf" / "config.json").exists()
 
 
-@pytest.mark.slow
 def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go(
     slurm: SlurmCluster, uninterrupted: Path, shared_folder: Path, record_property: Callable
 ):

@@ -19,7 +19,7 @@ from launch.spec import JobSpec, Role, add_job, attempt_dir, log_file
 from tests.helpers.launching import saved
 from tests.helpers.processes import DEADLINE_S, until
 
-FAKE = str(Path(__file__).with_name("fake_role.py"))
+FAKE = str(Path(__file__).resolve().parents[2] / "helpers" / "fake_role.py")
 ROOT = Path(__file__).resolve().parents[3]
 
 
