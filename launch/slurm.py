@@ -109,6 +109,7 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
     job_id = None
     try:
         write(submission)
+        submission.script.write_text(render(submission), encoding="utf-8")
         job_id = _sbatch(submission.script, cluster, cluster_name)
         add_job(spec.run_dir, _record(submission, job_id, cluster_name))
         _refuse_hopeless(job_id, cluster_name)
@@ -123,10 +124,9 @@ def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None
 
 
 def write(submission: Submission) -> None:
-    """Write all that the job reads: the code, the job and its script."""
+    """Write all that the agents read: the code and the job."""
     copy_code(submission.code_dir, submission.spec.own_files, submission.spec.own_modules)
     submission.spec.save(submission.folder / "job.json")
-    submission.script.write_text(render(submission), encoding="utf-8")
 
 
 def with_code(submission: Submission) -> Submission:
