@@ -12,12 +12,6 @@ PINS = tomllib.loads((ROOT / "requirements.toml").read_text())
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megatron_fp8rl" / "__init__.py").read_text())[1]
 
 
-def extra(name: str) -> list[str]:
-    """Requirements of one extra; an extra with an engine brings everything that trainer and engine share."""
-    shared = PINS["engine"] if name in ("cpu", "gpu") else []
-    return [*shared, *PINS["extras"][name]]
-
-
 PROGRAMS = ["model_configs", "checkpoint_tools", "launch", "launch.*"]
 HOME = "megatron_fp8rl_programs"
 packages = find_packages(include=["megatron_fp8rl", "megatron_fp8rl.*", HOME])
@@ -40,7 +34,8 @@ setup(
         "megatron_fp8rl.kernels.cuda": ["*"],
     },
     install_requires=PINS["core"],
-    extras_require={name: extra(name) for name in PINS["extras"]},
+    # Trainer and engines need overrides, which pip does not know: `make install` installs them.
+    extras_require={name: PINS["extras"][name] for name in ("launch", "test")},
     entry_points={
         "console_scripts": [
             f"megatron-fp8rl = {HOME}:library",
