@@ -58,9 +58,8 @@ def run(
 ) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
-    ``fleet`` exists on rank 0 only and may still be starting. An error on any rank ends the run on all ranks. If
-    ``stop`` requests an early end, the run saves a checkpoint after a step and raises RunStopped. ``explain`` adds to
-    the error of an exact run that is not exact.
+    ``fleet`` exists on rank 0 only. An error on any rank ends the run on all ranks. If ``stop`` asks for it, the run saves
+    a checkpoint and raises RunStopped. ``explain`` adds to the error of an exact run that is not exact.
     """
     stop = stop or StopRequest()
     is_driver = parallel.rank == 0
@@ -94,15 +93,12 @@ def run(
                 _calibrate_kv(cfg, policy, prompts, colocated)
                 publish(step, log)
                 evaluate(step, log)
-            if kept := rollouts.resume_unfinished():
-                observer.message(f"{kept} groups of step {step + 1} were sampled before the run was stopped")
+                _resume_unfinished(rollouts, step, observer)
         while step < cfg.num_steps:
             stop.at_boundary(parallel, step, on_request)
             step += 1
             with observer.step(step) as log:
-                while (groups := rollouts.next_groups(stop.is_asked)) is None:
-                    rollouts.abandon()  # nothing of this step has changed the policy
-                    stop.at_boundary(parallel, step - 1, on_request)
+                groups = _next_groups(rollouts, stop, parallel, step, on_request)
                 colocated.train()
                 log.groups(groups)
                 if not learn(policy, groups, log):
@@ -113,6 +109,26 @@ def run(
         if cfg.checkpoint.export_hf:
             colocated.train()
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
+
+
+def _next_groups(
+    rollouts: RolloutStream,
+    stop: StopRequest,
+    parallel: Parallel,
+    step: int,
+    on_request: Callable[[int], Path | None],
+) -> tuple[RolloutGroup, ...]:
+    """Collective: the groups of a step; raises RunStopped when the run is asked to stop while they are sampled."""
+    while (groups := rollouts.next_groups(stop.is_asked)) is None:
+        rollouts.abandon()  # nothing of this step has changed the policy
+        stop.at_boundary(parallel, step - 1, on_request)
+    return groups
+
+
+def _resume_unfinished(rollouts: RolloutStream, step: int, observer: Observer) -> None:
+    """Take up the groups that an earlier run finished of the next step."""
+    if kept := rollouts.resume_unfinished():
+        observer.message(f"{kept} groups of step {step + 1} were sampled before the run was stopped")
 
 
 def _learner(cfg: RunConfig, explain: Callable[..., str]) -> Callable[..., bool]:
