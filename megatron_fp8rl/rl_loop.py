@@ -58,12 +58,11 @@ def run(
 ) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
-    ``fleet`` exists on rank 0 only. An error on any rank ends the run on all ranks. If ``stop`` asks for it, the run saves
-    a checkpoint and raises RunStopped. ``explain`` adds to the error of an exact run that is not exact.
+    ``fleet`` exists on rank 0 only. An error on any rank ends the run on all. A run that ``stop`` asks to end saves and
+    raises RunStopped. ``explain`` adds to the error of an exact run that is not exact.
     """
     stop = stop or StopRequest()
-    is_driver = parallel.rank == 0
-    checkpoints = Path(cfg.run_dir) / CHECKPOINTS
+    is_driver, checkpoints = parallel.rank == 0, Path(cfg.run_dir) / CHECKPOINTS
     with ExitStack() as stack:
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
