@@ -1,6 +1,7 @@
 # make demo    first run: creates .venv, installs, trains the tiny mixture of experts into runs/demo
 # make demo-math  writes a jsonl of word problems and a tokenizer, and trains on them by the grpo command, with --reward math
-# make test    runs the tests; FP8RL_SLURM_TESTS=1 adds those on a real Slurm, which it installs by apt as root
+# make test    runs tests of everything in a few minutes: library, a layout of ranks, an engine, a short run, launches, conversions
+# make test-all  runs these and all others, an hour or so (test-rest: the others alone); FP8RL_SLURM_TESTS=1 adds those on a real Slurm, which it installs by apt as root
 #              JOBS=1 runs them one after the other
 # make install only creates .venv; EXTRAS="test launch" adds extras
 # FP8RL_EXTRA=cpu or gpu overrides what nvidia-smi says; FP8RL_PYTHON names a Python 3.12.
@@ -11,7 +12,7 @@ ARGS ?=
 JOBS ?= 3
 EXTRAS ?=
 
-.PHONY: help install demo demo-math test
+.PHONY: help install demo demo-math test test-all test-rest
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -34,5 +35,11 @@ demo-math:
 
 test:
 	@sh tools/bootstrap.sh test launch
+	@$(PYTHON) tools/run_tests.py -m "not slow" -n $(JOBS) $(ARGS)
+
+test-rest:
+	@sh tools/bootstrap.sh test launch
 	@bash tests/slurm/cluster.sh prepare
-	@$(PYTHON) tools/run_tests.py -n $(JOBS) $(ARGS)
+	@FP8RL_LONG_TESTS=1 $(PYTHON) tools/run_tests.py -m slow -n $(JOBS) $(ARGS)
+
+test-all: test test-rest

@@ -255,7 +255,7 @@ def warm_start(run: Run, options: argparse.Namespace, started: float) -> bool:
 
 def write_section(rows: Sequence[Row], plot: Path) -> None:
     draw(rows, plot)
-    record.replace("grpo", section(rows, plot), path=plot.parent / "measured.md")
+    record.replace("grpo", section(rows, plot), path=plot.parent / "measured" / "grpo.md")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -304,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 run_all(options, results)
     finally:
         if not options.warm_start:
-            with record.turn(options.plot.parent / "measured.md"):
+            with record.turn(options.plot.parent / "measured" / "grpo.md"):
                 if rows := sorted(results.rows(), key=results.key):
                     write_section(rows, options.plot)
     return 0

@@ -214,7 +214,7 @@ def _curve(axis: Any, row: Row, name: str, how: dict[str, Any]) -> None:
 
 
 def section(rows: Sequence[Row], plot: Path) -> str:
-    """The section of docs/measured.md, which lies beside the plot."""
+    """The table in docs/measured, a folder beside the plot."""
     notes = (
         "Same problems and seeds within a configuration, and the same weights to start from where the letter of the warm "
         "start is the same; s/step is the sum of its phases' medians, without "
@@ -225,7 +225,7 @@ def section(rows: Sequence[Row], plot: Path) -> str:
         "token of any step. fp8_invariant: a batch-invariant engine, whose attention and linears the trainer's forward "
         "pass has too. Where no compiled kernels were kept, an FP8 engine waits for DeepGEMM's in most of its first ten "
         "steps, which medians of 15 steps contain; the fastest rollouts are those of a step without.\n\n"
-        f"![Reward, mismatch, seconds by phase and speed of all runs]({plot.name})"
+        f"![Reward, mismatch, seconds by phase and speed of all runs](../{plot.name})"
     )
     measured = dict.fromkeys(f"Measured {row['date']} on {row['machine']}: `{row['command']}`" for row in rows)
     return "\n\n".join(["## GRPO from start to end", tables(rows), notes, *measured])

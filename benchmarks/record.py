@@ -1,4 +1,4 @@
-"""Writes what a benchmark measured into its section of docs/measured.md.
+"""Writes what a benchmark measured into its table below docs/measured, the ledger's into docs/measured.md.
 
 In:  rows, or Markdown, and the state of this machine. Out: the file, with that one section replaced.
 Every section says on what it was measured, when, and by which command. Runs in the process of the benchmark, rank 0.
@@ -51,14 +51,15 @@ def section(
     content: Sequence[Mapping[str, Any]] | str,
     *,
     notes: str = "",
-    path: Path = MEASURED,
+    path: Path | None = None,
 ) -> None:
-    """Replace the section between ``<!-- begin name -->`` and ``<!-- end name -->``, or append it to the file.
+    """Replace the section between ``<!-- begin name -->`` and ``<!-- end name -->`` of docs/measured/<name>.md.
 
     ``content`` is Markdown, or rows that become a table: its columns are all keys, in the order in which they come.
     """
     body = content if isinstance(content, str) else table(content)
     parts = [f"## {title}", body, notes, f"Measured {_when()} on {machine()}: `{command()}`"]
+    path = path or MEASURED.with_suffix("") / f"{name}.md"
     replace(name, "\n\n".join(part.strip() for part in parts if part.strip()), path=path)
 
 

@@ -6,16 +6,19 @@ its table from the newest row of every key. Several programs may write to one fi
 
 from __future__ import annotations
 
+import datetime
 import fcntl
 import hashlib
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,7 @@ class Results:
         self.path = Path(path)
         self.kept = KEPT / self.path.name if self.path.parent == FOLDER else self.path
         self._keys = tuple(keys)
+        self._letter: str | None = None  # of the rows of this invocation
 
     def rows(self) -> list[Row]:
         """The newest row of each key, in the order in which the keys first came."""
@@ -52,7 +56,10 @@ class Results:
         return list(newest.values())
 
     def add(self, row: Row) -> None:
-        """Append a row, and print it as ``RESULT {...}``."""
+        """Append a row with the letter and the stamp of this invocation, and print it as ``RESULT {...}``."""
+        if "run" not in row:
+            self._letter = self._letter or next_letter(found.get("run") for found in self.rows())
+            row = {**row, "run": self._letter, "stamp": stamp()}
         path = self.kept if "NVIDIA" in row.get("device", "") else self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(row)
@@ -66,6 +73,39 @@ class Results:
 
     def key(self, row: Row) -> tuple:
         return tuple(json.dumps(row.get(name), sort_keys=True) for name in self._keys)
+
+
+def next_letter(taken: Iterable[str | None]) -> str:
+    """The first of A, B, ..., Z, AA, AB, ... behind all that are taken."""
+    letters = [letter for letter in taken if letter]
+    last = max(letters, key=lambda letter: (len(letter), letter), default="")
+    head, tail = last[:-1], last[-1:]
+    if not last:
+        return "A"
+    return head + chr(ord(tail) + 1) if tail != "Z" else (next_letter([head]) if head else "A") + "A"
+
+
+@cache
+def stamp() -> Row:
+    """Where the rows of this invocation come from: date, commit, hardware and versions, host, command."""
+    from benchmarks import record
+
+    root = Path(__file__).parents[1]
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=60)
+        return done.stdout.strip() if done.returncode == 0 else ""
+
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    if git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.cu", "*.h"):
+        commit += " with changes"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit,
+        "machine": record.machine(),
+        "host": f"{os.cpu_count()} cores",
+        "command": record.command(),
+    }
 
 
 _held: set[Path] = set()  # by this process

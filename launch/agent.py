@@ -17,12 +17,13 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 from launch import outcome
 from launch.outcome import Outcome, Result
 from launch.peers import CANCEL, FAILED, STOP, STOPPED, Board, PeersMissingError, Place, free_port
 from launch.roles import Failure, RoleProcess, kill_leftovers, status_in_words
-from launch.spec import ENDPOINTS, SAVED, JobSpec, endpoint_file
+from launch.spec import ENDPOINTS, SAVED, JobSpec, add_job, endpoint_file, read_jobs
 
 JOIN_DEADLINE_S = float(os.environ.get("LAUNCH_JOIN_DEADLINE_S", "600"))  # images may still be fetched on other nodes
 GRACE_S = float(os.environ.get("LAUNCH_GRACE_S", "15"))  # for a role that was asked to end
@@ -30,7 +31,6 @@ RESTART_PAUSE_S = float(os.environ.get("LAUNCH_RESTART_PAUSE_S", "0.5"))  # doub
 FILES_DEADLINE_S = float(os.environ.get("LAUNCH_FILES_DEADLINE_S", "60"))  # for a file system that fails
 MAX_RESTARTS = 5  # of a role in a row, each having lived for less than:
 _SETTLED_S = 600.0
-_POLL_S = 0.2
 _LIFE_S = 5.0
 _LATE_TERM_S = 20.0  # Slurm kills 30 s after its SIGTERM, by default
 
@@ -38,10 +38,11 @@ _LATE_TERM_S = 20.0  # Slurm kills 30 s after its SIGTERM, by default
 class Agent:
     """All that happens on one node in one attempt."""
 
-    def __init__(self, spec: JobSpec, place: Place) -> None:
+    def __init__(self, spec: JobSpec, place: Place, file: str = "") -> None:
         if place.num_nodes != spec.nodes:
             raise ValueError(f"the job has {place.num_nodes} nodes, and its plan is for {spec.nodes}; submit it again")
         self.spec = spec
+        self.file = file  # of the job
         self.place = place
         self.board = Board(spec.run_dir, place)
         self.processes: list[RoleProcess] = []
@@ -84,6 +85,7 @@ class Agent:
             for role in plan.roles:  # before anybody is told that this node is here
                 if role.kind in ENDPOINTS:
                     endpoint_file(self.spec.run_dir, role.name, role.kind).unlink(missing_ok=True)
+            self._enter()
             peers = self.board.meet(JOIN_DEADLINE_S, lambda: bool(self._signals))
             self.say(f"all {self.place.num_nodes} nodes are here; roles: {', '.join(role.name for role in plan.roles)}")
             for role in plan.roles:
@@ -100,6 +102,17 @@ class Agent:
                 return ("cancelled" if is_cancelled else "saved"), "asked to end before all nodes were there"
             self._fail("agent", Failure(time.time(), f"{type(error).__name__}: {error}", None), log="the job's log")
             return "failed", str(error)
+
+    def _enter(self) -> None:
+        """Note a job that was not queued by the launcher itself, as one of nemo-run, in the run's file of jobs."""
+        job = self.place.job
+        is_known = any(known["job_id"] == job for known in read_jobs(self.spec.run_dir))
+        if self.place.node == 0 and self.place.is_slurm and not is_known:
+            add_job(self.spec.run_dir, {
+                "job_id": job, "cluster": os.environ.get("SLURM_CLUSTER_NAME", ""), "kind": "slurm",
+                "name": self.spec.name, "nodes": self.spec.nodes, "submitted_at": time.time(),
+                "folder": str(Path(self.file).parent), "script": "", "spec": self.file,
+            })  # fmt: skip
 
     # ---- while the job runs
 
@@ -120,12 +133,12 @@ class Agent:
                 self.say(f"{type(error).__name__}: {error}; trying again for {FILES_DEADLINE_S:g} s")
             elif now > self._trouble_since + FILES_DEADLINE_S:
                 raise
-            time.sleep(_POLL_S)
+            time.sleep(self.board.poll_s)
         return None
 
     def _listen(self) -> None:
         """Sleep for a moment, or until a signal; ask for a checkpoint when there is one."""
-        info = signal.sigtimedwait({signal.SIGUSR1}, _POLL_S)
+        info = signal.sigtimedwait({signal.SIGUSR1}, self.board.poll_s)
         # Another signal that comes at the end of the time, as after a job was suspended, makes CPython return garbage.
         if info is not None and info.si_signo == signal.SIGUSR1:
             self._signals.append(info.si_signo)
@@ -357,7 +370,7 @@ class Agent:
         expected = {f"gone-{node}.json" for node in came}
         deadline = time.monotonic() + GRACE_S + 15.0
         while not expected <= self.board.names() and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+            time.sleep(self.board.poll_s)
         judged = outcome.conclude(self.spec, self.board, result, reason)
         self.say(f"{judged.result}: {judged.reason}")
         self._show(judged)
@@ -375,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
         print("usage: python -m launch.agent JOB.json", file=sys.stderr)
         return 2
     try:
-        agent = Agent(JobSpec.load(arguments[0]), Place.from_environment())
+        agent = Agent(JobSpec.load(arguments[0]), Place.from_environment(), arguments[0])
     except ValueError as error:
         print(f"launch.agent: {error}", file=sys.stderr)
         return 2

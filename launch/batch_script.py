@@ -1,145 +1,169 @@
-"""The lines of shell that a batch script has besides nemo-run's: bounded attempts, and what becomes of a job's end.
+"""The batch script of a job: what Slurm is asked for, one agent on every node, and what becomes of the end.
 
-In: a job, and its place in a chain. Out: text. Pure.
+In: a :class:`Submission`. Out: text. Pure.
 
-nemo-run's own retries start a job again whatever ended it, and count no lost nodes. Here the agents decide, who know
-whether a checkpoint was saved: their verdict is the file ``done``, which srun's exit status is not, since srun reports
-the largest status of all nodes. 85 asks for another attempt; anything else ends the job with that status.
-
-A chain is for clusters that do not requeue. Its jobs follow each other whatever ended the one before; once the run is
-finished or has failed, files beside the chain's name tell the jobs behind to end at once.
+The agents decide how an attempt ended, since they know whether a checkpoint was saved. Their verdict is the file
+``done``; the exit status of srun is only the largest of all nodes. 85 asks for another attempt, anything else ends the
+job with that status. Slurm itself starts a job again that was preempted or lost a node.
 """
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from launch.outcome import CANCELLED
-from launch.spec import SAVED, JobSpec
+from launch.spec import SAVED, JobSpec, launch_dir, submission_dir
+
+if TYPE_CHECKING:
+    from launch.cluster import Cluster
+
+ORDER = r"""
+# Nodes in the order of their switches: neighbours in the job, as stages of a pipeline, are neighbours in the network.
+mkdir -p "$notes"
+scontrol show hostnames "$SLURM_JOB_NODELIST" > "$notes/nodes"
+scontrol show topology 2> /dev/null | sed -nE '/Level=0 |^BlockName=/s/.* Nodes=([^ ]*).*/\1/p' |
+    xargs -r -n 1 scontrol show hostnames | grep -Fxf "$notes/nodes" | awk '!seen[$0]++' > "$notes/order"
+if [ -s "$notes/order" ] && [ "$(wc -l < "$notes/order")" = "$(wc -l < "$notes/nodes")" ]; then
+    export SLURM_HOSTFILE="$notes/order" SLURM_DISTRIBUTION=arbitrary
+fi"""
+# An agent needs all cores of its node, ends within two minutes of the first that does, and tells the others.
+SRUN = ("--cpu-bind=none", "--kill-on-bad-exit=0", "--wait=120")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """One job of a chain; a job alone is a chain of one."""
+class Submission:
+    """A job on a cluster, and the folder that holds its script, its file, its code and its output."""
 
-    index: int = 0  # from 0
-    length: int = 1
-    chain: str = ""  # the same text in all jobs of the chain, fit for a file name
+    spec: JobSpec
+    cluster: Cluster
+    id: str  # letters, digits, '-' and '_'
 
     @property
-    def is_last(self) -> bool:
-        return self.index + 1 == self.length
+    def folder(self) -> Path:
+        return submission_dir(self.spec.run_dir, self.id)
+
+    @property
+    def script(self) -> Path:
+        return self.folder / "sbatch.sh"
+
+    @property
+    def code_dir(self) -> Path:
+        """The copy of the code that the job runs."""
+        return self.folder / "code"
 
 
-def setup_lines(spec: JobSpec, link: Link, *, log_dir: str, setup: tuple[str, ...]) -> str:
-    """What runs on the first node before srun. ``log_dir`` holds the job's own output, ``sbatch-<job>.out``."""
-    variables = [
-        "# What became of an attempt is in the files of its agents.",
-        "set +vx",
-        f"launch_folder={spec.launch_dir_in_shell}",
-        f"launch_chain={quoted(link.chain)}",
-        f"launch_logs={quoted(log_dir)}",
-        f"max_restarts={spec.max_restarts}",
-        "attempt=${SLURM_RESTART_COUNT:-0}",
-        'attempt_folder="$launch_folder/$SLURM_JOB_ID.$attempt"',
+def render(submission: Submission) -> str:
+    """The complete script."""
+    cluster, folder = submission.cluster, submission.folder
+    run = ["srun", '--output="$log"', *srun_options(submission), *SRUN]
+    run += [*map(_quoted, cluster.srun), _quoted(cluster.interpreter), "-m", "launch.agent", '"$folder/job.json"']
+    parts = [
+        "#!/bin/bash",
+        "\n".join(f"#SBATCH --{option}" for option in _options(submission)),
+        f"\nfolder={_quoted(str(folder))}",
+        'log="$folder/agents-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}.out"',
+        ending(submission.spec),
+        ORDER,
+        *([f"\n# Of the cluster's file.\n{chr(10).join(cluster.setup)}"] if cluster.setup else []),
+        "\n" + " ".join(run),
     ]
-    saved = _REQUEUE if link.length == 1 else _LAST_OF_CHAIN if link.is_last else _GO_ON
-    end = _END.replace("@SAVED@", str(SAVED)).replace("@CANCELLED@", str(CANCELLED))
-    end = end.replace("@AGAIN@", saved.strip("\n"))
-    parts = ["\n".join(variables), end, _BOUND, *([_SKIP] if link.index else [])]
-    if setup:
-        parts.append("# Of the cluster's file.\n" + "\n".join(setup))
-    return "\n".join(part.strip("\n") for part in parts) + "\n"
+    return "\n".join(parts) + "\n"
 
 
-def quoted(text: str) -> str:
+def srun_options(submission: Submission) -> list[str]:
+    """Where the agents run, as words of shell: in a container with its mounts, or in the folder of the code."""
+    cluster = submission.cluster
+    if cluster.container_image is None:
+        return ['--chdir="$folder/code"']
+    mounts = ",".join([*cluster.container_mounts, *own_mounts(submission)])
+    image = _quoted(f"--container-image={cluster.container_image}")
+    return [image, _quoted(f"--container-mounts={mounts}"), '--container-workdir="$folder/code"']
+
+
+def own_mounts(submission: Submission) -> list[str]:
+    """What the job itself reads and writes."""
+    folders = [root for root in [submission.cluster.run_root] if root]
+    if not any(Path(submission.spec.run_dir).is_relative_to(folder) for folder in folders):
+        folders.append(submission.spec.run_dir)
+    return [f"{folder}:{folder}" for folder in folders]
+
+
+def ending(spec: JobSpec) -> str:
+    """Lines that bound the attempts and end the job as its agents said. ``$folder`` holds the job's own output."""
+    text = _ENDING
+    for name, value in (
+        ("@LAUNCH@", _quoted(str(launch_dir(spec.run_dir)))),
+        ("@RESTARTS@", str(spec.max_restarts)),
+        ("@SAVED@", str(SAVED)),
+        ("@CANCELLED@", str(CANCELLED)),
+    ):
+        text = text.replace(name, value)
+    return text.rstrip("\n")
+
+
+def _options(submission: Submission) -> list[str]:
+    cluster, spec = submission.cluster, submission.spec
+    values = {
+        "account": cluster.account,
+        "partition": cluster.partition,
+        "time": cluster.time_limit,
+        "nodes": spec.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": cluster.cpus_per_node,
+        "gpus-per-node": cluster.gpus_per_node or None,
+        "signal": f"USR1@{spec.save_signal_s}",
+        "job-name": spec.name,
+        "output": str(submission.folder / "sbatch-%j.out"),
+        "open-mode": "append",
+        "requeue": True,
+        **{str(name).replace("_", "-"): value for name, value in cluster.sbatch.items()},
+    }
+    given = sorted((name, value) for name, value in values.items() if value is not None)
+    return [name if value is True else f"{name}={_quoted(str(value))}" for name, value in given]
+
+
+def _quoted(text: str) -> str:
     """One word for a POSIX shell."""
     return shlex.quote(text)
 
 
-_END = """
-launch_end() {
+_ENDING = """
+# The agents write what became of an attempt into this folder.
+attempt=${SLURM_RESTART_COUNT:-0}
+notes=@LAUNCH@/$SLURM_JOB_ID.$attempt
+end() {
     status=$?
-    set +e
     trap - EXIT
-    end=
-    if [ -r "$attempt_folder/done" ]; then
-        read -r status < "$attempt_folder/done"
-    fi
+    mkdir -p "$notes"
+    [ -r "$notes/done" ] && read -r status < "$notes/done"
     case $status in
-        0)
-            end=finished ;;
+        0) ;;
         @SAVED@)
-@AGAIN@
-            ;;
-        '' | *[!0-9]*)
-            status=1 end=failed ;;
+            if [ "$attempt" -ge @RESTARTS@ ]; then
+                echo "launch: saved, but max_restarts = @RESTARTS@ attempts are used up; submit the run again" >&2
+            elif scontrol -o show job "$SLURM_JOB_ID" | grep -q ' JobState=RUNNING '; then
+                echo "launch: attempt $attempt has saved; the job is queued again" >&2
+                scontrol requeue "$SLURM_JOB_ID"
+            fi ;;
+        @CANCELLED@)
+            scancel "$SLURM_JOB_ID" ;;  # so that Slurm calls it cancelled, and not failed
         *)
-            end=failed ;;
+            case $status in '' | *[!0-9]*) status=1 ;; esac
+            if [ ! -e "$notes/first_error.txt" ]; then
+                # No agent got as far as that: what srun and the container said is all there is.
+                tail -qn 40 "$folder"/*"$SLURM_JOB_ID"*.out > "$notes/first_error.txt" 2> /dev/null
+                [ -s "$notes/first_error.txt" ] ||
+                    echo "no log is left in $folder: was the run's folder moved or removed?" > "$notes/first_error.txt"
+            fi ;;
     esac
-    mkdir -p "$attempt_folder"
-    if [ "$end" = failed ] && [ "$status" != @CANCELLED@ ] && [ ! -e "$attempt_folder/first_error.txt" ]; then
-        # The agents did not get as far: what srun and the container say is all that there is.
-        {
-            cat "$launch_logs/log-agents_${SLURM_JOB_ID}_$attempt.out"
-            sed '1,/^+ set +vx$/d' "$launch_logs/sbatch-$launch_this.out" | tail -n 40
-        } > "$attempt_folder/first_error.txt" 2> /dev/null
-        if [ ! -s "$attempt_folder/first_error.txt" ]; then
-            echo "no log is left in $launch_logs: was the run's folder moved or removed?" > "$attempt_folder/first_error.txt"
-        fi
-    fi
-    if [ -n "$end" ]; then
-        echo "$SLURM_JOB_ID $status" > "$launch_folder/$launch_chain.$end"
-    fi
-    if [ "$status" = @CANCELLED@ ]; then
-        scancel "$launch_this"  # so that Slurm calls it cancelled, and not failed
-    fi
     exit "$status"
 }
-# One element of an array: the number of its last one is also that of all.
-launch_this=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
-launch_this=${launch_this:-$SLURM_JOB_ID}
-trap launch_end EXIT
-"""
-
-# Slurm itself starts a job again that was preempted or lost a node; one that was cancelled must stay so.
-_REQUEUE = """
-            if [ "$attempt" -ge "$max_restarts" ]; then
-                echo "launch: saved, but max_restarts = $max_restarts attempts are used up; submit the run again" >&2
-                end=failed
-            elif scontrol -o show job "$launch_this" | grep -q ' JobState=RUNNING '; then
-                echo "launch: attempt $attempt has saved; the job is queued again" >&2
-                scontrol requeue "$launch_this" || end=failed
-            fi
-"""
-
-_LAST_OF_CHAIN = """
-            echo "launch: saved, but this was the last job of the chain; submit the run again" >&2
-            end=failed
-"""
-
-_GO_ON = """
-            echo "launch: saved; the next job of the chain goes on" >&2
-            status=0
-"""
-
-_BOUND = """
-if [ "$attempt" -gt "$max_restarts" ]; then
-    echo "launch: attempt $attempt is not started: max_restarts = $max_restarts" >&2
-    exit 1
-fi
-"""
-
-_SKIP = """
-if [ -e "$launch_folder/$launch_chain.finished" ]; then
-    echo "launch: an earlier job of this chain has finished the run" >&2
-    trap - EXIT
-    exit 0
-fi
-if [ -e "$launch_folder/$launch_chain.failed" ]; then
-    echo "launch: an earlier job of this chain has failed: $(cat "$launch_folder/$launch_chain.failed")" >&2
-    trap - EXIT
+trap end EXIT
+if [ "$attempt" -gt @RESTARTS@ ]; then
+    echo "launch: attempt $attempt is not started: max_restarts = @RESTARTS@" >&2
     exit 1
 fi
 """

@@ -8,18 +8,19 @@ Imports neither torch nor nemo-run.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
+import itertools
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from launch import cluster as clusters
-from launch import jobs, local, slurm
+from launch import jobs, local, slurm, sweep, user_files
 from launch.outcome import CANCELLED
-from launch.plan import Plan, Request, lines
+from launch.plan import Plan, Request, absolute_run_dir, lines
 from launch.run_state import error_of, nothing_came, report_name
 from launch.spec import SAVED, JobSpec, launch_dir, read_jobs
 from megatron_fp8rl import cli as run_cli
@@ -33,16 +34,16 @@ usage: {_PROGRAM} CONFIG --cluster NAME [--field value ...]
        {_PROGRAM} status|logs|cancel RUN [--cluster NAME] [--help]
 
   --cluster NAME   a file of launch/clusters/ ({{known}}), or the path of one
-  --job JOB        {", ".join(jobs.KINDS)}; train (warm start if there is one, then RL) unless said otherwise
-  --nodes N        nodes of the job; as few as trainer and replicas fit on unless said otherwise
-  --score-nodes K  K further nodes for the score servers (--data.score_servers), which else share the others
-  --chain K        K jobs, each after the one before, for clusters that do not requeue
+  --job JOB        {", ".join(jobs.KINDS)}; default: train (warm start if there is one, then RL)
+  --nodes N        nodes of the job; default: as few as trainer and replicas fit on
+  --score-nodes K  K further nodes for the score servers (--data.score_servers); default: they share the others
+  --over FIELD VALUE VALUE ...   one job for each value; given several times, for each combination of values
   --dry-run        print the complete batch script, and queue nothing
   --wait           until the job has ended; exit status 1 when it failed
   --id TEXT        name of the submission; letters, digits and '-'
 
 CONFIG and --field value are those of `python -m megatron_fp8rl train`; so are options of the other jobs:
-  --job eval --checkpoint FOLDER, --job study --seeds 1 2 3, --job sweep --over FIELD VALUE VALUE,
+  --job eval --checkpoint FOLDER, --job study --seeds 1 2 3,
   --job convert with a checkpoint tool and its folders in the place of CONFIG."""
 
 
@@ -59,10 +60,10 @@ class Options:
     job: str = "train"
     nodes: int | None = None
     score_nodes: int = 0
-    chain: int = 1
     dry_run: bool = False
     wait: bool = False
     id: str | None = None
+    over: sweep.Axes = ()
     words: tuple[str, ...] = ()  # overrides, and options of the job's own program
 
 
@@ -76,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return importlib.import_module("launch.watch").main(words)
     try:
         options = parse(words)
-        request = read_request(options)
-        return launch(options, request)
+        if options.over:
+            return _sweep(options)
+        return launch(options, read_request(options))
     except (UsageError, run_cli.UsageError, clusters.ClusterError, ConfigError) as error:
         print(f"{_PROGRAM}: {error}", file=sys.stderr)
         return 2
@@ -97,14 +99,16 @@ def parse(words: Sequence[str]) -> Options:
         word = queue.pop(0)
         name, _, value = word.partition("=")
         field = name.removeprefix("--").replace("-", "_")
-        if name in ("--dry-run", "--dry_run", "--wait"):
+        if name == "--over":
+            own.setdefault("over", []).append(_axis([queue.pop(0) for _ in itertools.takewhile(_is_value, [*queue])]))
+        elif name in ("--dry-run", "--dry_run", "--wait"):
             own[field] = True
-        elif field in ("cluster", "job", "nodes", "score_nodes", "chain", "id") and name.startswith("--"):
+        elif field in ("cluster", "job", "nodes", "score_nodes", "id") and name.startswith("--"):
             if "=" not in word:
                 if not queue:
                     raise UsageError(f"{name} needs a value")
                 value = queue.pop(0)
-            own[field] = _number(name, value) if field in ("nodes", "score_nodes", "chain") else value
+            own[field] = _number(name, value) if field in ("nodes", "score_nodes") else value
         else:
             rest.append(word)
     return _checked(own, rest)
@@ -118,8 +122,12 @@ def _checked(own: dict, rest: list[str]) -> Options:
         raise UsageError(f"--job {job!r} is unknown. Jobs: {', '.join(jobs.KINDS)}")
     if "id" in own and slurm.slug(own["id"]) != own["id"]:
         raise UsageError(f"--id {own['id']!r}: use letters, digits and '-' alone")
-    if own.get("chain", 1) < 1:
-        raise UsageError(f"--chain {own['chain']}: a chain has one job or more")
+    fields = [field for field, _ in own.get("over", [])]
+    if twice := [field for field in dict.fromkeys(fields) if fields.count(field) > 1]:
+        raise UsageError(f"--over {twice[0]} occurs twice; give all its values at once")
+    if fields and job not in sweep.JOBS:
+        raise UsageError(f"--over with --job {job}: cannot be swept. Choose one of {', '.join(sweep.JOBS)}")
+    own["over"] = tuple(own.get("over", ()))
     if own.get("score_nodes", 1) < 1:
         raise UsageError(f"--score-nodes {own['score_nodes']}: name 1 node or more, or leave it out")
     if not own["config_name"]:
@@ -141,12 +149,19 @@ def read_request(options: Options) -> Request:
         nodes=options.nodes,
         score_nodes=options.score_nodes,
         words=target.words,
-        code_dir=_code_dir(options.config_name),
     )
 
 
 def launch(options: Options, request: Request) -> int:
     """Plan, and then print, queue or refuse."""
+    plan, problems, warnings = check(options, request)
+    if not _show(problems, warnings) or plan.spec is None:
+        return 2
+    return _go(options, plan.spec, request)
+
+
+def check(options: Options, request: Request) -> tuple[Plan, list[str], list[str]]:
+    """(plan, problems, warnings), with problems if and only if nothing may be queued."""
     plan = jobs.plan(request)
     cluster, spec = request.cluster, plan.spec
     problems, warnings = list(plan.problems), list(plan.warnings)
@@ -155,32 +170,72 @@ def launch(options: Options, request: Request) -> int:
         warnings += missing
     else:
         problems += missing
-    if spec is not None:
-        problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
-        if not options.dry_run and not problems:
-            problems += _running(spec, cluster)
-            found, said = _data(options, request)
-            problems, warnings = problems + found, warnings + said
-    if options.chain > 1 and (cluster.kind == "local" or plan.array):
-        why = "an array has no chains" if plan.array else "a local job is started again by itself"
-        problems.append(f"--chain {options.chain}: {why}. Leave it out.")
+    if spec is None:
+        return plan, problems, warnings
+    problems += slurm.problems(spec, cluster) if cluster.kind == "slurm" else spec.problems()
+    if cluster.kind == "slurm" and request.cfg is not None:
+        problems += user_files.unreachable(request.cfg, cluster, spec.run_dir)
+    if not options.dry_run and not problems:
+        problems += _running(spec, cluster)
+        found, said = _data(options, request)
+        problems, warnings = problems + found, warnings + said
+    return plan, problems, warnings
+
+
+def _show(problems: Sequence[str], warnings: Sequence[str]) -> bool:
+    """Print them; whether there are no problems."""
     for text in warnings:
         print(f"warning: {text}", file=sys.stderr)
-    if problems or spec is None:
+    if problems:
         noun = "problem" if len(problems) == 1 else "problems"
         print(f"{_PROGRAM}: {len(problems)} {noun}, nothing is queued:", file=sys.stderr)
         for number, text in enumerate(problems, 1):
             print(f"  {number}. {text}", file=sys.stderr)
-        return 2
+    return not problems
+
+
+def _go(options: Options, spec: JobSpec, request: Request) -> int:
     if options.dry_run:
-        _show_dry_run(options, plan, request)
+        _show_dry_run(options, spec, request)
         return 0
     try:
         launch_dir(spec.run_dir).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         print(f"{_PROGRAM}: the run's folder {spec.run_dir!r} cannot be made: {error}", file=sys.stderr)
         return 2
-    return _local(options, spec) if cluster.kind == "local" else _slurm(options, plan, request)
+    return _local(options, spec) if request.cluster.kind == "local" else _slurm(options, spec, request)
+
+
+def _sweep(options: Options) -> int:
+    """One job for each combination of values, once all of them are found to be sound."""
+    first = read_request(dataclasses.replace(options, config_name=dict(options.over).get("config", (options.config_name,))[0]))
+    assert first.cfg is not None
+    folder = f"{absolute_run_dir(first.cfg, first.cluster).rstrip('/')}_sweep"
+    ready, problems, warnings = [], [], []
+    for index, label in enumerate(sweep.labels(options.over)):
+        words = (*options.words, *sweep.words_of(label, folder, index))
+        config_name = dict(label).get("config", options.config_name)
+        one = dataclasses.replace(options, over=(), words=words, config_name=config_name)
+        # On this machine one run after another: they would share its GPUs.
+        one = dataclasses.replace(one, wait=one.wait or first.cluster.kind == "local")
+        request = read_request(one)
+        plan, found, said = check(one, request)
+        problems += [f"{sweep.in_words(label)}: {text}" for text in found]
+        warnings += [f"{sweep.in_words(label)}: {text}" for text in said]
+        ready.append((one, plan.spec, request))
+    if not _show(problems, warnings):
+        return 2
+    if not options.dry_run:
+        sweep.note(folder, options.over)
+    status = max(_go(dataclasses.replace(one, wait=False) if first.cluster.kind == "slurm" else one, spec, request)
+                 for one, spec, request in ready if spec is not None)  # fmt: skip
+    if not options.dry_run:
+        print(f"table:  {_PROGRAM}.sweep {shlex.quote(folder)}")
+    if options.wait and first.cluster.kind == "slurm":
+        job_ids = [read_jobs(spec.run_dir)[-1]["job_id"] for _, spec, _ in ready if spec is not None]
+        status, shown = slurm.wait(job_ids)
+        print("\n".join(shown))
+    return status
 
 
 def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
@@ -193,44 +248,36 @@ def _data(options: Options, request: Request) -> tuple[list[str], list[str]]:
     return by_severity[0], by_severity[1]
 
 
-def _show_dry_run(options: Options, plan: Plan, request: Request) -> None:
-    """The scripts, each with the job in words below its first line, which has to stay the first."""
-    assert plan.spec is not None
+def _show_dry_run(options: Options, spec: JobSpec, request: Request) -> None:
+    """The script, with the job in words below its first line, which has to stay the first."""
     # A line break in a value must not become a command of the script.
-    words = ["# " + line.replace("\r", "\\r").replace("\n", "\\n") for line in lines(plan.spec)]
+    words = ["# " + line.replace("\r", "\\r").replace("\n", "\\n") for line in lines(spec)]
     if request.cluster.kind == "local":
-        agents = "1 agent" if plan.spec.nodes == 1 else f"{plan.spec.nodes} agents"
+        agents = "1 agent" if spec.nodes == 1 else f"{spec.nodes} agents"
         print("\n".join([*words, f"# {agents} on this machine: python -m launch.agent JOB.json"]))
         return
-    name = None if options.id is None else f"{slurm.slug(plan.spec.name)}_{options.id}"
-    scripts = slurm.dry_run(plan.spec, request.cluster, id=name, chain=options.chain, array=plan.array)
-    for index, script in enumerate(scripts):
-        first, _, rest = script.partition("\n")
-        place = [f"# job {index + 1} of {len(scripts)}"] if len(scripts) > 1 else []
-        print("\n".join([first, "#", *place, *words, rest]), end="")
+    script = slurm.dry_run(spec, request.cluster, id=_id(options, spec))
+    first, _, rest = script.partition("\n")
+    print("\n".join([first, "#", *words, rest]), end="")
 
 
-def _slurm(options: Options, plan: Plan, request: Request) -> int:
-    spec = plan.spec
-    assert spec is not None
-    name = None if options.id is None else f"{slurm.slug(spec.name)}_{options.id}"
-    launched = slurm.submit(
-        spec, request.cluster, cluster_name=options.cluster, id=name, chain=options.chain, array=plan.array
-    )
-    numbers = ", ".join(launched.job_ids)
-    queued = f"jobs {numbers} are" if len(launched.job_ids) > 1 else f"job {numbers} is"
-    headline = f"{queued} queued on cluster {options.cluster!r}"
-    _show_launched(headline, spec)
+def _id(options: Options, spec: JobSpec) -> str | None:
+    return None if options.id is None else f"{slurm.slug(spec.name)}_{options.id}"
+
+
+def _slurm(options: Options, spec: JobSpec, request: Request) -> int:
+    job_id = slurm.submit(spec, request.cluster, cluster_name=options.cluster, id=_id(options, spec))
+    _show_launched(f"job {job_id} is queued on cluster {options.cluster!r}", spec)
     if not options.wait:
         return 0
     try:
-        status, shown = slurm.wait(launched.job_ids)
+        status, shown = slurm.wait([job_id])
     except KeyboardInterrupt:
         print("not waiting any longer; the job goes on", file=sys.stderr)
         return 1
     print("\n".join(shown))
     if any(not line.endswith((": COMPLETED", ": CANCELLED")) for line in shown):
-        _show_first_error(spec, launched.job_ids)
+        _show_first_error(spec, job_id)
     return status
 
 
@@ -247,7 +294,7 @@ def _local(options: Options, spec: JobSpec) -> int:
     words = {0: "COMPLETED", CANCELLED: "CANCELLED", SAVED: "saved, and asked to end"}
     print(f"job {job_id}: {words.get(status, f'FAILED with status {status}')}")
     if status not in words:
-        _show_first_error(spec, (job_id,))
+        _show_first_error(spec, job_id)
     return int(status != 0)
 
 
@@ -255,31 +302,28 @@ def _show_launched(headline: str, spec: JobSpec) -> None:
     run = shlex.quote(spec.run_dir)
     print(headline)
     print("\n".join(line for line in lines(spec) if not line.startswith("    ")))
-    if (report := "sweep.md" if spec.agent_module != JobSpec.agent_module else report_name(spec)) is not None:
+    if (report := report_name(spec)) is not None:
         print(f"report: {spec.run_dir}/{report}")
     print(f"watch:  {_PROGRAM} status {run}\n        {_PROGRAM} logs {run} --follow\n        {_PROGRAM} cancel {run}")
     sys.stdout.flush()
 
 
-def _show_first_error(spec: JobSpec, job_ids: Sequence[str]) -> None:
+def _show_first_error(spec: JobSpec, job_id: str) -> None:
     """What failed first, or where to look."""
-    if spec.agent_module != JobSpec.agent_module:
-        said = f"`python -m launch.sweep {shlex.quote(spec.run_dir)}` shows which elements failed"
-    else:
-        attempts = [path for job_id in job_ids for path in sorted(launch_dir(spec.run_dir).glob(f"{job_id}.*"))]
-        said = f"it left no error; `{_PROGRAM} logs {shlex.quote(spec.run_dir)}` shows its logs"
-        if not attempts and not job_ids[0].startswith("local-"):
-            said = nothing_came(spec.run_dir, job_ids[0])
-        for path in attempts:
-            if (error := error_of(path)) is not None:
-                said = f"first error of job {path.stem} ({error}):\n{error.read_text(errors='replace').strip()}"
-                break
+    attempts = sorted(launch_dir(spec.run_dir).glob(f"{job_id}.*"))
+    said = f"it left no error; `{_PROGRAM} logs {shlex.quote(spec.run_dir)}` shows its logs"
+    if not attempts and not job_id.startswith("local-"):
+        said = nothing_came(spec.run_dir, job_id)
+    if (error := next((found for path in attempts if (found := error_of(path)) is not None), None)) is not None:
+        said = f"first error of job {job_id} ({error}):\n{error.read_text(errors='replace').strip()}"
     print(said, file=sys.stderr)
 
 
 def _running(spec: JobSpec, cluster: clusters.Cluster) -> list[str]:
     """Jobs that work in the run's folder already: two would overwrite each other's checkpoints, logs and endpoints."""
     found = []
+    if str(cluster.sbatch.get("dependency", "")).partition(":")[0] in ("singleton", "afterany"):
+        return []  # Slurm keeps the jobs apart
     for job in read_jobs(spec.run_dir):
         if (state := _state(job)) is not None:
             found.append(
@@ -305,15 +349,14 @@ def _state(job: dict) -> str | None:
     return None
 
 
-def _code_dir(config_name: str) -> str | None:
-    """Where the module of a configuration of the user's own is found, when it is not part of this code."""
-    module = sys.modules.get(config_name.partition(":")[0]) if ":" in config_name else None
-    path = getattr(module, "__file__", None)
-    if path is None:
-        return None
-    depth = module.__name__.count(".") + 1 + Path(path).name.startswith("__init__")
-    root = Path(path).absolute().parents[depth - 1]
-    return None if root == Path(__file__).absolute().parents[1] else str(root)
+def _is_value(word: str) -> bool:
+    return not word.startswith("--")
+
+
+def _axis(words: list[str]) -> tuple[str, tuple[str, ...]]:
+    if len(words) < 2:
+        raise UsageError(f"--over {' '.join(words)}: name a field and its values: --over optim.lr 1e-6 3e-6")
+    return words[0], tuple(dict.fromkeys(words[1:]))
 
 
 def _number(name: str, text: str) -> int:

@@ -5,7 +5,6 @@ In: the name of a file in ``launch/clusters/``, or a path. Out: a :class:`Cluste
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib.util
 import os
@@ -13,7 +12,7 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 from megatron_fp8rl.config import Violation
 from megatron_fp8rl.preflight.memory import GPUS, GpuName
@@ -26,17 +25,22 @@ _RESERVED = {
     "account": "CLUSTER.account", "partition": "CLUSTER.partition", "time": "CLUSTER.time_limit",
     "cpus-per-task": "CLUSTER.cpus_per_node", "gpus-per-node": "CLUSTER.gpus_per_node",
     "signal": "CLUSTER.save_signal_s", "nodes": "--nodes", "job-name": "--name",
-    "array": "--job sweep", "dependency": "--chain", "wait": "--wait",
+    "array": "--over", "wait": "--wait",
 } | dict.fromkeys(("output", "error", "open-mode", "ntasks", "ntasks-per-node", "requeue", "no-requeue", "parsable",
-                   "wrap", "test-only", "kill-on-invalid-dep"))  # fmt: skip
-# What a field may hold, by its annotation without "| None", and what to write.
-_KINDS: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "str": (str, "Write text, in quotes"),
-    "GpuName": (str, f"Choose one of {', '.join(GPUS)}, in quotes"),
-    "int": (int, "Write a whole number, without quotes"),
-    "tuple[str, ...]": ((tuple, list), 'Write ("first", "second"), and of a single entry ("first",)'),
-    "dict[str, Any]": (dict, 'Write {"name": "value"}'),
-    "dict[str, str]": (dict, 'Write {"NAME": "value"}'),
+                   "wrap", "test-only"))  # fmt: skip
+# Fields of nemo-run's executor that sbatch gets as they are.
+_FURTHER = (
+    "qos", "mem", "mem_per_gpu", "mem_per_cpu", "comment", "constraint", "exclude", "gres", "exclusive", "segment",
+    "network",
+)  # fmt: skip
+# What to write, by a part of the annotation.
+_REMEDIES = {
+    "slurm": 'Choose "slurm" or "local"',
+    "h100": f"Choose one of {', '.join(GPUS)}, in quotes",
+    "tuple": 'Write ("first", "second"), and of a single entry ("first",)',
+    "dict": 'Write {"name": "value"}',
+    "int": "Write a whole number, without quotes",
+    "str": "Write text, in quotes",
 }
 
 
@@ -76,6 +80,38 @@ class Cluster:
     save_signal_s: int = 300  # before the time limit, when trainers are told to save; a step must fit in
     max_restarts: int = 20  # attempts after the first: time limits, lost nodes and failures together
 
+    @classmethod
+    def from_executor(cls, executor: Any, **more: Any) -> Cluster:
+        """The cluster that a ``nemo_run.SlurmExecutor`` describes; ``more`` are fields of which it knows nothing.
+
+        Those are ``gpu`` (the kind, unless the nodes have none), ``ranks_per_node`` (without GPUs) and ``run_root``.
+        Raises ClusterError for an executor on another machine, or with settings that the launcher would overrule.
+        """
+        if executor.tunnel.__class__.__name__ != "LocalTunnel":
+            raise ClusterError(
+                f"executor.tunnel = {type(executor.tunnel).__name__}: the run's folder and the data are read where "
+                "the run is planned. Use a LocalTunnel on a login node"
+            )
+        refused = [name for name in ("heterogeneous", "array", "het_group_indices", "retries") if getattr(executor, name)]
+        if refused:
+            value = getattr(executor, refused[0])
+            raise ClusterError(f"executor.{refused[0]} = {value!r}: agents place the roles themselves. Leave it out")
+        sbatch = {name: getattr(executor, name) for name in _FURTHER if getattr(executor, name) is not None}
+        sbatch |= executor.additional_parameters or {}
+        signal_s = re.fullmatch(r"(?:B:)?(?:USR1|SIGUSR1)@(\d+)", executor.signal or "")
+        gpus = executor.gpus_per_node or executor.gpus_per_task or 0
+        if gpus and "gpu" not in more:
+            raise ClusterError(f"executor.gpus_per_node = {gpus}: name the kind of GPU, as gpu='h100'")
+        fields = {
+            "account": executor.account, "partition": executor.partition, "time_limit": executor.time,
+            "gpu": None, "gpus_per_node": gpus, "cpus_per_node": executor.cpus_per_task,
+            "container_image": executor.container_image, "container_mounts": tuple(executor.container_mounts or ()),
+            "sbatch": sbatch, "srun": tuple(executor.srun_args or ()), "env": dict(executor.env_vars),
+            "setup": tuple((executor.setup_lines or "").splitlines()),
+            **({"save_signal_s": int(signal_s[1])} if signal_s else {}),
+        }  # fmt: skip
+        return cls(**fields | more)
+
     @property
     def slots_per_node(self) -> int:
         """Trainer ranks and engine workers that one node takes."""
@@ -99,13 +135,13 @@ class Cluster:
         limit = self.time_limit_s
         if limit is None:
             remedy = "Write hours as 04:00:00, or days as 2-00:00:00"
-            found.append(_bad("time_limit", self.time_limit, "is no time", remedy))
+            found.append(_bad("time_limit", self.time_limit, "is not a time", remedy))
         if not 1 <= self.save_signal_s <= _LONGEST_SIGNAL_S:
             remedy = f"Slurm takes 1 to {_LONGEST_SIGNAL_S} s; one step and a checkpoint have to fit in"
-            found.append(_bad("save_signal_s", self.save_signal_s, "is no time before the limit", remedy))
+            found.append(_bad("save_signal_s", self.save_signal_s, "is not a valid number of seconds before the limit", remedy))
         elif limit is not None and self.save_signal_s >= limit:
             remedy = f"Set less than the time limit of {limit} s, with room for one step"
-            found.append(_bad("save_signal_s", self.save_signal_s, "is before the job begins", remedy))
+            found.append(_bad("save_signal_s", self.save_signal_s, "is longer than the job", remedy))
         if self.max_restarts < 0:
             found.append(_bad("max_restarts", self.max_restarts, "is negative", "Set 0 or more"))
         return found + _of_environment(self) + _of_slurm(self)
@@ -117,7 +153,7 @@ class Cluster:
         if image is not None and image.startswith(("/", ".")):
             found.append(_bad("container_image", image, "does not exist", "Name an image file, or registry#name:tag"))
         for mount in self.container_mounts:
-            found.append(_bad("container_mounts", mount, "begins where nothing is", "Name what all nodes see"))
+            found.append(_bad("container_mounts", mount, "starts at a path that does not exist", "Use a path that all nodes see"))
         if self.python is not None and image is None:
             found.append(_bad("python", self.python, "does not exist", "Name the interpreter of all nodes"))
         return [one for one in found if not Path(one.value.partition(":")[0]).exists()]
@@ -126,7 +162,7 @@ class Cluster:
 def _of_nodes(cluster: Cluster) -> list[Violation]:
     found = []
     if cluster.gpu is not None and cluster.gpu not in GPUS:
-        found.append(_bad("gpu", cluster.gpu, "is no known kind", f"Choose one of {', '.join(GPUS)}, or None"))
+        found.append(_bad("gpu", cluster.gpu, "is not a known kind", f"Choose one of {', '.join(GPUS)}, or None"))
     if cluster.gpu is None and cluster.gpus_per_node:
         found.append(_bad("gpus_per_node", cluster.gpus_per_node, "with gpu=None", "Set 0, or name the kind of GPU"))
     if cluster.gpu is not None and cluster.gpus_per_node < 1:
@@ -142,7 +178,7 @@ def _of_nodes(cluster: Cluster) -> list[Violation]:
             found.append(_bad(name, value, "is below 1", "Set 1 or more, or None"))
     for name, value in cluster.env.items():
         if not isinstance(value, str) or not name or "=" in name or "\0" in name + str(value):
-            found.append(_bad(f"env[{name!r}]", value, "is no environment variable", "Use text for names and values"))
+            found.append(_bad(f"env[{name!r}]", value, "is not an environment variable", "Use text for names and values"))
     return found
 
 
@@ -162,7 +198,7 @@ def _of_slurm(cluster: Cluster) -> list[Violation]:
             found.append(_bad(f"sbatch[{name!r}]", value, "is set by the launcher", remedy))
         elif value is not True and not isinstance(value, (str, int, float)) or value is False:
             remedy = "Write text, a number, or True for an option without a value; or remove it"
-            found.append(_bad(f"sbatch[{name!r}]", value, "is no value of an option", remedy))
+            found.append(_bad(f"sbatch[{name!r}]", value, "is not a value of an option", remedy))
     return found
 
 
@@ -235,27 +271,27 @@ def load(name_or_path: str) -> Cluster:
     cluster = getattr(module, "CLUSTER", None)
     if not isinstance(cluster, Cluster):
         raise ClusterError(f"cluster file {path} sets CLUSTER to {cluster!r}; it has to be a launch.cluster.Cluster")
-    if found := _of_kinds(cluster, "CLUSTER"):
+    if found := _of_kinds(cluster):
         raise ClusterError(f"cluster file {path}: " + "\n  ".join(map(str, found)))
     return cluster
 
 
-def _of_kinds(value: Cluster, name: str) -> list[Violation]:
+def _of_kinds(cluster: Cluster) -> list[Violation]:
     """Fields that hold another kind of value than they are declared with, which nothing else could judge."""
+    import typeguard  # of tyro; not every reader of a run needs it
+
     found = []
-    for one in dataclasses.fields(value):
-        held, (declared, _, _) = getattr(value, one.name), str(one.type).partition(" | None")
-        at = f"{name}.{one.name}"
-        if held is None and declared != one.type:
-            continue
-        if one.name == "kind":
-            if held not in ("slurm", "local"):
-                found.append(Violation(at, held, "is no kind of cluster", 'Choose "slurm" or "local"'))
-        else:
-            kinds, remedy = _KINDS[declared]
-            items = held if isinstance(held, (tuple, list)) else ()
-            if not isinstance(held, kinds) or isinstance(held, bool) or not all(isinstance(i, str) for i in items):
-                found.append(Violation(at, held, f"is of type {type(held).__name__}", remedy))
+    for name, kind in get_type_hints(Cluster).items():
+        held = getattr(cluster, name)
+        try:
+            value = tuple(held) if isinstance(held, list) else held
+            typeguard.check_type(value, kind, collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS)
+            is_right = not isinstance(held, bool)
+        except typeguard.TypeCheckError:
+            is_right = False
+        if not is_right:
+            remedy = next(how for part, how in _REMEDIES.items() if part in str(kind))
+            found.append(_bad(name, held, f"is of type {type(held).__name__}", remedy))
     return found
 
 

@@ -4,7 +4,6 @@
     eval             the same, for a checkpoint that is sampled and not trained: CONFIG --checkpoint PATH ...
     study            one node that runs the precisions in turn: CONFIG --seeds 1 2 3
     convert          one node that runs a checkpoint tool: TOOL SOURCE TARGET ... in the place of CONFIG
-    sweep            many jobs of one of the first four kinds as an array: CONFIG --over FIELD VALUE VALUE ...
 
 In: words of the command line, a cluster. Out: a :class:`~launch.plan.Plan`. Light: no torch, nothing is started.
 """
@@ -29,7 +28,6 @@ KINDS = {
     "eval": "accuracy and pass@k of a checkpoint",
     "study": "compare precisions over several seeds, on one node",
     "convert": "a checkpoint tool, on one node",
-    "sweep": "one job for each value of a field, or each combination of values, as an array",
 }
 
 
@@ -54,10 +52,6 @@ def read(job: str, target: str, words: Sequence[str]) -> Target:
         raise cli.UsageError(f"--job {job!r} is unknown{hint}. Kinds: {', '.join(KINDS)}")
     if job == "convert":
         return Target(cfg=None, overrides=(), words=_tool_words(target, words))
-    if job == "sweep":
-        from launch import sweep
-
-        return sweep.read(target, words)
     commands = {command.name: dataclasses.replace(command, judges_config=True) for command in COMMANDS}
     found = cli.parse([job, target, *words], commands)
     return Target(cfg=found.cfg, overrides=found.overrides, words=_own_words(found.options))
@@ -68,10 +62,6 @@ def plan(request: Request) -> Plan:
     if request.job in TRAINING_JOBS:
         return plan_training(request)
     planners: dict[str, Callable[[Request], Plan]] = {"eval": plan_eval, "study": plan_study, "convert": plan_convert}
-    if request.job == "sweep":
-        from launch.sweep import plan_sweep
-
-        return plan_sweep(request)
     return planners[request.job](request)
 
 

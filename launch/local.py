@@ -31,7 +31,7 @@ def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[by
     log_path, job = folder / f"{name}.out", spec.save(spec_file(spec.run_dir, name))
     with log_path.open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", spec.local_module, job],
+            [sys.executable, "-m", "launch.local", job],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -48,10 +48,8 @@ def start(spec: JobSpec, *, cluster_name: str) -> tuple[str, subprocess.Popen[by
             "name": spec.name,
             "nodes": spec.nodes,
             "submitted_at": time.time(),
-            "experiment": "",
             "folder": str(folder),
             "script": str(log_path),
-            "array": None,
             "spec": job,
         },
     )

@@ -17,6 +17,7 @@ The folder is named after job and attempt, so what an earlier attempt left is ne
     error-<where>.json       a failure: {"time", "role", "node", "rank", "text", "log", "is_restarted"}
     failed.json              the attempt has failed, all stop: {"role", "node", "reason"}
     gone-<i>.json            everything on node i has ended
+    .bell                    grows with every file: agents look at it once a second, and list the folder when it rang
     outcome.json, done, first_error.txt   what came of it; see ``outcome.py``
 """
 
@@ -37,8 +38,9 @@ from pathlib import Path
 from typing import Any
 
 from launch.spec import attempt_dir
+from megatron_fp8rl.stop import Bell
 
-_POLL_S = 0.1
+POLL_S = 1.0  # between looks at a shared disk
 _SIOCGIFCONF = 0x8912  # linux/sockios.h
 STOP, STOPPED, FAILED, CANCEL = "stop.json", "stopped.json", "failed.json", "cancel"
 
@@ -78,7 +80,8 @@ class Place:
         return cls(
             job=environment["SLURM_JOB_ID"],
             attempt=int(environment.get("SLURM_RESTART_COUNT") or "0"),
-            node=int(environment["SLURM_NODEID"]),
+            # One agent a node: ranks follow the order of switches, where the batch script found one.
+            node=int(environment.get("SLURM_PROCID") or environment["SLURM_NODEID"]),
             num_nodes=int(num_nodes),
             is_slurm=True,
         )
@@ -101,10 +104,16 @@ class Board:
         self.place = place
         self.folder = attempt_dir(run_dir, place.job, place.attempt)
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.poll_s = POLL_S if place.is_slurm else 0.2
+        self._bell = Bell(self.folder)
+        self._names: set[str] = set()
 
     def names(self) -> set[str]:
-        """Names of all files. Listing a folder, unlike asking for a file, shows what other nodes wrote on NFS."""
-        return {name for name in os.listdir(self.folder) if not name.startswith(".")}
+        """Names of all files. The folder is listed when its bell has rung: a listing, unlike asking for a file, shows
+        what other nodes wrote on NFS, and is dear."""
+        if self._bell.has_rung():
+            self._names = {name for name in os.listdir(self.folder) if not name.startswith(".")}
+        return self._names
 
     def put(self, name: str, content: Mapping[str, Any] | str, *, once: bool = False) -> bool:
         """Write a file. With ``once`` the first of all nodes wins; returns whether this content is the one."""
@@ -112,6 +121,7 @@ class Board:
         temporary.write_text(content if isinstance(content, str) else json.dumps(content))
         if not once:
             os.replace(temporary, self.folder / name)
+            Bell.ring(self.folder)
             return True
         try:
             os.link(temporary, self.folder / name)
@@ -120,6 +130,7 @@ class Board:
             return os.stat(temporary).st_nlink > 1
         finally:
             temporary.unlink()
+        Bell.ring(self.folder)
         return True
 
     def get(self, name: str) -> dict[str, Any] | None:
@@ -167,7 +178,7 @@ class Board:
                     f"{time.monotonic() - start:.0f} s; here are {', '.join(here)}. Look for the output of the missing nodes in the "
                     "job's own log, and at whether they see the same run folder"
                 )
-            time.sleep(_POLL_S)
+            time.sleep(self.poll_s)
 
     def sign_of_life(self) -> None:
         """Touch this node's file, for those who watch."""

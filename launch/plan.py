@@ -11,11 +11,11 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch import user_files
 from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout, with_scorers
 from launch.spec import JobSpec, Kind, Role, endpoint_file, nodes_in_words
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.envs.rewards.functions import parse
 from megatron_fp8rl.preflight import layout_search, rules
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
 
@@ -35,7 +35,6 @@ class Request:
     nodes: int | None = None  # of trainer and replicas; None: as few as possible
     score_nodes: int = 0  # further ones, for score servers alone; 0: these share the others
     words: tuple[str, ...] = ()  # further words for the job's own program
-    code_dir: str | None = None  # what PYTHONPATH leads to, besides the copy of this code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,6 @@ class Plan:
     spec: JobSpec | None
     problems: tuple[str, ...] = ()  # each in one sentence or two, with field, value and remedy
     warnings: tuple[str, ...] = ()
-    array: str | None = None  # Slurm's --array, for a sweep
 
 
 def plan_training(request: Request) -> Plan:
@@ -64,6 +62,11 @@ def plan_training(request: Request) -> Plan:
     if not cluster.violations():
         layout, found = _lay_out(request, needs_engines)
         problems += found
+        if layout is not None and cluster.gpu is not None and layout.ranks_per_node % max(1, cfg.parallel.tensor):
+            problems.append(
+                f"--parallel.tensor = {cfg.parallel.tensor}: a tensor-parallel group would cross the edge of a node with "
+                f"{layout.ranks_per_node} trainer ranks. Choose a divisor of {layout.ranks_per_node}, or other --nodes."
+            )
         if layout is not None and (found := across_nodes(cfg, layout, needs_engines)):
             # The doctor counts GPUs alone; where they are is known here.
             problems = [text for text in problems if not text.startswith("--rollout.transport")] + found
@@ -197,9 +200,6 @@ def job_spec(
     """A job of these roles, with what the cluster's file says about all."""
     cluster = request.cluster
     env = {"PYTHONUNBUFFERED": "1", **cluster.env}
-    paths = [path for path in (env.get("PYTHONPATH"), request.code_dir) if path]
-    if paths:
-        env["PYTHONPATH"] = ":".join(paths)
     default = request.cfg.name if request.cfg is not None else request.job
     return JobSpec(
         name=name or default,
@@ -209,14 +209,9 @@ def job_spec(
         max_restarts=cluster.max_restarts,
         save_signal_s=cluster.save_signal_s,
         env=env,
-        own_files=() if request.cfg is None else own_files(request.cfg),
+        own_files=() if request.cfg is None else user_files.reward_files(request.cfg),
+        own_modules=() if request.cfg is None else user_files.modules(request.cfg, request.config_name),
     )
-
-
-def own_files(cfg: RunConfig) -> tuple[str, ...]:
-    """The files of the user's reward functions."""
-    functions_of = (reward.function for source in cfg.data.environments for reward in source.rewards)
-    return tuple(dict.fromkeys(str(parse(name)[0].absolute()) for name in functions_of if ".py:" in name))
 
 
 def task_plan(request: Request, run_dir: str, command: tuple[str, ...], *, name: str, kind: Kind = "command") -> Plan:

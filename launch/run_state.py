@@ -78,8 +78,6 @@ def describe(run_dir: Path, jobs: list[JobState]) -> list[str]:
     lines = [_line("run", str(run_dir))]
     for one in jobs[-5:]:
         lines += _job_lines(run_dir, one)
-    if jobs[-1].job.get("array") or (run_dir / "sweep.json").exists():  # without Slurm it is one job
-        return lines + _element_lines(run_dir)
     current = next((one for one in reversed(jobs) if one.attempts), None)
     if current is not None:
         lines += _role_lines(run_dir, current)
@@ -104,14 +102,6 @@ def report_name(spec: JobSpec) -> str | None:
     if program == "checkpoint_tools":
         return None
     return "study.md" if words[:1] == ["study"] else "report.html"
-
-
-def _element_lines(run_dir: Path) -> list[str]:
-    """Of a sweep, whose runs have folders of their own."""
-    begun = sorted(run_dir.glob("element-*/launch"), key=lambda path: int(path.parent.name.rpartition("-")[2]))
-    one = f"; `python -m launch status {shlex.quote(str(begun[0].parent))}` shows one" if begun else ""
-    table = f"`python -m launch.sweep {shlex.quote(str(run_dir))}` draws the table of all"
-    return [_line("elements", f"{len(begun)} have begun{one}"), _line("", table)]
 
 
 def error_of(attempt: Path) -> Path | None:
@@ -168,10 +158,9 @@ def _job_lines(run_dir: Path, one: JobState) -> list[str]:
         lines.append(_line("", one.note))
     if one.state == "PENDING":
         waits = ask_here("squeue", "-h", "-j", one.job_id, "-o", "%r, may start %S", deadline_s=_SLURM_S)
-        reasons = dict.fromkeys((waits or "").split("\n"))  # of an array one for each element
-        lines += [_line("", f"waits: {reason}") for reason in reasons if reason]
+        lines += [_line("", f"waits: {waits.strip()}")] if waits and waits.strip() else []
     has_output = (Path(job.get("folder") or "/") / f"sbatch-{one.job_id}.out").exists()
-    is_silent = job["kind"] == "slurm" and not (one.attempts or has_output or job.get("array"))
+    is_silent = job["kind"] == "slurm" and not (one.attempts or has_output)
     if is_silent and one.is_over and one.state not in ("COMPLETED", "CANCELLED"):
         lines.append(_line("", nothing_came(run_dir, one.job_id)))
     for attempt in one.attempts:

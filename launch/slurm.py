@@ -1,8 +1,7 @@
 """A job on Slurm: its batch script as text, its submission, and the wait for its end.
 
-In: a :class:`~launch.spec.JobSpec` and a cluster. Out: text, or numbers of jobs that run whether this process lives or
-not. nemo-run is imported by the functions that need it; Slurm's own commands are asked directly, since nemo-run's
-status needs accounting and its exit status says nothing.
+In: a :class:`~launch.spec.JobSpec` and a cluster. Out: text, or the number of a job that runs whether this process lives
+or not. Slurm's own commands are asked, with accounting or without.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import megatron_fp8rl
+from launch.batch_script import Submission, render
 from launch.spec import JobSpec, add_job
 from megatron_fp8rl.envs.rewards.functions import COPIES
 
@@ -33,22 +32,23 @@ _COMMAND_DEADLINE_S = 60.0
 _SILENCE_S = 600.0  # without an answer of Slurm, after which a wait ends
 _POLL_S = 5.0
 _HELD_S = 2.0  # after which Slurm says why a job may never start
-# nemo-run 0.11.1 replaces this text wherever it stands in a script without a container.
-NEMO_RUN_PLACEHOLDER = "/nemo_run"
 # What overrules a batch script in the environment of sbatch, and the field of CLUSTER that it would overrule.
 _OVERRULING = {"SBATCH_ACCOUNT": "account", "SBATCH_PARTITION": "partition", "SBATCH_TIMELIMIT": "time_limit"}
 # Reasons of a pending job that no waiting changes.
 _NEVER = {
     "PartitionTimeLimit": "CLUSTER.time_limit is above the partition's",
     "PartitionNodeLimit": "the partition has too few nodes for one job: use fewer --nodes",
-    "PartitionConfig": "the partition cannot run it: compare CLUSTER with `scontrol show partition`",
-    "BadConstraints": "no node has what is asked for: compare CLUSTER with `sinfo -o '%n %c %m %G %f'`",
     "AccountNotAllowed": "CLUSTER.account may not use this partition",
     "InvalidAccount": "CLUSTER.account is not known",
     "InvalidQOS": "CLUSTER.sbatch['qos'] is not known",
     "QOSNotAllowed": "CLUSTER.sbatch['qos'] may not be used here",
     "QOSMaxWallDurationPerJobLimit": "CLUSTER.time_limit is above the QOS's",
     "AssocMaxWallDurationPerJobLimit": "CLUSTER.time_limit is above the account's",
+}
+# Reasons that a drained node causes, too.
+_PERHAPS_NEVER = {
+    "PartitionConfig": "the partition cannot run it now: compare CLUSTER with `scontrol show partition`",
+    "BadConstraints": "no node has what is asked for now: compare CLUSTER with `sinfo -o '%n %c %m %G %f'`",
 }
 _REMEDIES = (
     (r"account", "CLUSTER.account", "`sacctmgr show associations user=$USER format=account,partition` lists yours"),
@@ -64,15 +64,6 @@ class SubmitError(RuntimeError):
     """Slurm did not take the job. The message holds what it said, and which field it is about."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Launched:
-    """Jobs in the queue."""
-
-    job_ids: tuple[str, ...]  # in the order of the chain
-    run_dir: str
-    experiment_dir: str
-
-
 def new_id(spec: JobSpec, *, now: Callable[[], float] = time.time) -> str:
     """A name for one submission: letters, digits, '-' and one '_'."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now()))
@@ -85,19 +76,8 @@ def slug(name: str) -> str:
 
 
 def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
-    """What nemo-run or Slurm would get wrong, each in one sentence with what to do."""
+    """What Slurm would get wrong, each in one sentence with what to do."""
     found = list(spec.problems())
-    texts = {"the run's folder": spec.run_dir, "CLUSTER.python": cluster.interpreter}
-    for name in ("setup", "srun"):
-        texts |= {f"CLUSTER.{name}[{i}]": text for i, text in enumerate(getattr(cluster, name))}
-    texts |= {f"CLUSTER.sbatch[{name!r}]": str(value) for name, value in cluster.sbatch.items()}
-    if cluster.container_image is None:
-        found += [
-            f"{what} = {text!r} holds {NEMO_RUN_PLACEHOLDER!r}, which nemo-run replaces in scripts without a "
-            "container. Use another folder, or a link with another name."
-            for what, text in texts.items()
-            if NEMO_RUN_PLACEHOLDER in text
-        ]
     marks = {"%": "Slurm replaces what follows it", "\\": "Slurm reads it as an escape", "\n": "it ends a line"}
     for mark, why in marks.items():
         if mark in spec.run_dir:
@@ -111,102 +91,101 @@ def problems(spec: JobSpec, cluster: Cluster) -> list[str]:
     return found
 
 
-def dry_run(
-    spec: JobSpec, cluster: Cluster, *, id: str | None = None, chain: int = 1, array: str | None = None
-) -> list[str]:
-    """The complete batch scripts. Needs no Slurm; the same text for the same id."""
-    nemo = _nemo_run()
-    id = id or f"{slug(spec.name)}_dry-run"
-    scripts = nemo.scripts(_submission(nemo, spec, cluster, id, chain, array))
-    for index in range(1, len(scripts)):
-        # It stands on sbatch's command line, with a number that only Slurm knows.
-        scripts[index] = scripts[index].replace(
-            "# Run with: sbatch --requeue --parsable",
-            f"# Run with: sbatch --requeue --parsable --dependency=afterany:JOB_{index}",
-        )
-    return scripts
+def dry_run(spec: JobSpec, cluster: Cluster, *, id: str | None = None) -> str:
+    """The complete batch script. Needs no Slurm; the same text for the same id."""
+    return render(_submission(spec, cluster, id or f"{slug(spec.name)}_dry-run"))
 
 
-def submit(
-    spec: JobSpec,
-    cluster: Cluster,
-    *,
-    cluster_name: str,
-    id: str | None = None,
-    chain: int = 1,
-    array: str | None = None,
-) -> Launched:
-    """Queue the job, or a chain of them, and return at once. Raises SubmitError, and leaves nothing queued then."""
+def submit(spec: JobSpec, cluster: Cluster, *, cluster_name: str, id: str | None = None) -> str:
+    """Queue the job and return its number at once. Raises SubmitError, and leaves nothing queued then."""
     if shutil.which("sbatch") is None:
         raise SubmitError(
             f"cluster {cluster_name!r}: this machine has no sbatch. Run this on a login node, or use --cluster local "
             "or --dry-run"
         )
-    nemo = _nemo_run()
-    submission = _submission(nemo, spec, cluster, id or new_id(spec), chain, array)
-    code_dir = Path(submission.code_dir)
-    if code_dir.exists():
-        folder = code_dir.parents[1]
-        raise SubmitError(f"there is a submission {submission.id!r} already in {folder}: choose another --id")
-    job_ids: list[str] = []
+    submission = _submission(spec, cluster, id or new_id(spec))
+    if submission.folder.exists():
+        raise SubmitError(f"there is a submission {submission.id!r} already in {submission.folder}: choose another --id")
+    job_id = None
     try:
-        copy_code(code_dir, spec.own_files)
-        submission.spec.save(submission.spec_file)
-        job_ids = nemo.submit(submission)
-        for index, job_id in enumerate(job_ids):  # at once: elements of a sweep read it when they begin
-            add_job(spec.run_dir, _record(submission, index, job_id, spec, cluster_name))
-        _refuse_hopeless(job_ids, cluster_name)
+        write(submission)
+        submission.script.write_text(render(submission), encoding="utf-8")
+        job_id = _sbatch(submission.script, cluster, cluster_name)
+        add_job(spec.run_dir, _record(submission, job_id, cluster_name))
+        _refuse_hopeless(job_id, cluster_name)
     except BaseException as error:  # an interrupt too: no job stays of which its user was not told
-        if job_ids:
-            ask_here("scancel", *job_ids)
-        shutil.rmtree(code_dir, ignore_errors=True)
-        Path(submission.spec_file).unlink(missing_ok=True)
+        if job_id is not None:
+            ask_here("scancel", job_id)
+        shutil.rmtree(submission.folder, ignore_errors=True)
         if isinstance(error, OSError):
             raise SubmitError(f"the run's folder {spec.run_dir!r} cannot be written: {error}") from error
-        if isinstance(error, SubmitError) or not isinstance(error, Exception):
-            raise
-        raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(error, cluster)}") from error
-    folder = str(Path(submission.job_dir(0)).parent)
-    return Launched(job_ids=tuple(job_ids), run_dir=spec.run_dir, experiment_dir=folder)
+        raise
+    return job_id
 
 
-def _record(submission: Any, index: int, job_id: str, spec: JobSpec, cluster_name: str) -> dict[str, Any]:
+def write(submission: Submission) -> None:
+    """Write all that the agents read: the code and the job."""
+    copy_code(submission.code_dir, submission.spec.own_files, submission.spec.own_modules)
+    submission.spec.save(submission.folder / "job.json")
+
+
+def with_code(submission: Submission) -> Submission:
+    """With the copied code first on every role's PYTHONPATH."""
+    spec, code = submission.spec, str(submission.code_dir)
+    inherited = spec.env.get("PYTHONPATH")
+    env = {**spec.env, "PYTHONPATH": f"{code}:{inherited}" if inherited else code, COPIES: f"{code}/{_OWN}"}
+    return dataclasses.replace(submission, spec=dataclasses.replace(spec, env=env))
+
+
+def _submission(spec: JobSpec, cluster: Cluster, id: str) -> Submission:
+    return with_code(Submission(spec=spec, cluster=cluster, id=id))
+
+
+def _sbatch(script: Path, cluster: Cluster, cluster_name: str) -> str:
+    """Queue a script; the number of the job. Raises SubmitError with what Slurm said."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable", str(script)],
+            capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise SubmitError(f"cluster {cluster_name!r}: sbatch gave no answer within {error.timeout:g} s") from error
+    if done.returncode:
+        raise SubmitError(f"cluster {cluster_name!r}: {_what_slurm_said(done.stderr, cluster)}")
+    return done.stdout.strip().splitlines()[-1].partition(";")[0]  # in a federation "123;name"
+
+
+def _record(submission: Submission, job_id: str, cluster_name: str) -> dict[str, Any]:
     """The line of a job in the run's file of jobs."""
-    folder = submission.job_dir(index)
     return {
         "job_id": job_id,
         "cluster": cluster_name,
         "kind": "slurm",
-        "name": spec.name,
-        "nodes": spec.nodes,
+        "name": submission.spec.name,
+        "nodes": submission.spec.nodes,
         "submitted_at": time.time(),
-        "experiment": submission.id,
-        "folder": folder,
-        "script": str(Path(folder).parent / f"{submission.task_name(index)}_sbatch.sh"),
-        "array": submission.array,
-        "spec": submission.spec_file,
+        "folder": str(submission.folder),
+        "script": str(submission.script),
+        "spec": str(submission.folder / "job.json"),
     }
 
 
-def _submission(nemo: ModuleType, spec: JobSpec, cluster: Cluster, id: str, chain: int, array: str | None) -> Any:
-    """With the copied code first on every role's PYTHONPATH."""
-    submission = nemo.Submission(spec=spec, cluster=cluster, id=id, chain=chain, array=array)
-    inherited = spec.env.get("PYTHONPATH")
-    path = f"{submission.code_dir}:{inherited}" if inherited else submission.code_dir
-    env = {**spec.env, "PYTHONPATH": path, COPIES: f"{submission.code_dir}/{_OWN}"}
-    return dataclasses.replace(submission, spec=dataclasses.replace(spec, env=env))
-
-
-def copy_code(folder: Path, own_files: Sequence[str] = ()) -> None:
-    """Keep this code, and the user's reward functions, as they are: a job that waits for days, or starts again, must not
-    run what is edited meanwhile."""
+def copy_code(folder: Path, own_files: Sequence[str] = (), own_modules: Sequence[str] = ()) -> None:
+    """Keep this code and the user's as they are: a job that waits for days, or starts again, must not run what is edited
+    meanwhile."""
     folder.mkdir(parents=True)
     ignore = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
+    roots = {"megatron_fp8rl": Path(megatron_fp8rl.__file__).parents[1]}  # elsewhere, when installed
     for package in _PACKAGES:
-        shutil.copytree(_ROOT / package, folder / package, ignore=ignore)
+        shutil.copytree(roots.get(package, _ROOT) / package, folder / package, ignore=ignore)
     for name in ("requirements.toml",):
         if (_ROOT / name).is_file():
             shutil.copy(_ROOT / name, folder / name)
+    for module in map(Path, own_modules):
+        if module.is_dir():
+            shutil.copytree(module, folder / module.name, ignore=ignore, dirs_exist_ok=True)
+        else:
+            shutil.copy(module, folder / module.name)
     for file in own_files:
         target = folder / _OWN / file.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -239,18 +218,13 @@ def wait(job_ids: Sequence[str], *, poll_s: float = _POLL_S) -> tuple[int, list[
 
 
 def job_state(job_id: str) -> str | None:
-    """Slurm's word for the state of a job; None when nobody answers.
-
-    Of an array RUNNING while any element runs, then what others wait for, then the worst.
-    """
+    """Slurm's word for the state of a job; None when nobody answers."""
     shown = ask_here("scontrol", "-o", "show", "job", job_id)
     found = re.findall(r"\bJobState=(\w+)", shown or "")
     if not found:
         accounted = ask_here("sacct", "-X", "-n", "-P", "-o", "State", "-j", job_id)
         found = [line.split()[0] for line in (accounted or "").splitlines() if line.split()]
-    running = sorted((state for state in found if not is_over(state)), key=lambda state: state != "RUNNING")
-    failed = [state for state in found if state != "COMPLETED"]
-    return (running or failed or found or [None])[0]
+    return found[0] if found else None
 
 
 def is_over(state: str) -> bool:
@@ -260,16 +234,16 @@ def is_over(state: str) -> bool:
     return state not in waiting | working
 
 
-def _refuse_hopeless(job_ids: Sequence[str], cluster_name: str) -> None:
-    """Cancel jobs that Slurm has queued and says to be impossible. Raises SubmitError."""
+def _refuse_hopeless(job_id: str, cluster_name: str) -> None:
+    """Raise SubmitError for a job that Slurm has queued and calls impossible; warn where nodes may only be drained."""
     time.sleep(_HELD_S)
-    reason = (ask_here("squeue", "-h", "-o", "%r", "-j", job_ids[0]) or "").strip()
+    reason = (ask_here("squeue", "-h", "-o", "%r", "-j", job_id) or "").strip()
     if reason in _NEVER:
-        ask_here("scancel", *job_ids)
         raise SubmitError(
-            f"cluster {cluster_name!r}: Slurm would never start job {job_ids[0]} ({reason}): {_NEVER[reason]}. "
-            "It is cancelled"
+            f"cluster {cluster_name!r}: Slurm would never start job {job_id} ({reason}): {_NEVER[reason]}. It is cancelled"
         )
+    if reason in _PERHAPS_NEVER:
+        print(f"warning: job {job_id} waits ({reason}): {_PERHAPS_NEVER[reason]}", file=sys.stderr)
 
 
 def ask_here(*words: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | None:
@@ -281,12 +255,10 @@ def ask_here(*words: str, deadline_s: float = _COMMAND_DEADLINE_S) -> str | None
     return done.stdout if done.returncode == 0 else None
 
 
-def _what_slurm_said(error: BaseException, cluster: Cluster) -> str:
-    """The lines of sbatch within an exception of nemo-run, and the field that they are about."""
-    result = getattr(error, "result", None)
-    text = getattr(result, "stderr", "") or str(error)
-    said = [line.strip() for line in text.splitlines() if "error" in line.lower()] or text.strip().splitlines()[-3:]
-    shown = "; ".join(said) or type(error).__name__
+def _what_slurm_said(stderr: str, cluster: Cluster) -> str:
+    """The errors of sbatch, and the field that they are about."""
+    said = [line.strip() for line in stderr.splitlines() if "error" in line.lower()] or stderr.strip().splitlines()[-3:]
+    shown = "; ".join(said) or "sbatch failed and said nothing"
     values = {
         "CLUSTER.account": cluster.account,
         "CLUSTER.partition": cluster.partition,
@@ -300,13 +272,3 @@ def _what_slurm_said(error: BaseException, cluster: Cluster) -> str:
     ]
     return "\n  ".join([f"Slurm refused the job: {shown}", *hints])
 
-
-def _nemo_run() -> ModuleType:
-    """``launch.experiment``, which imports nemo-run. Raises SubmitError when it cannot be imported."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            from launch import experiment
-    except ImportError as error:
-        raise SubmitError(f"nemo-run cannot be imported ({error}): run `make install EXTRAS=launch`") from error
-    return experiment

@@ -6,7 +6,7 @@ since it holds the values of environment variables, and the agent of every node 
 Files of a run, all below its folder on the shared file system::
 
     launch/jobs.jsonl                     one line for every job submitted: see ``jobs_file``
-    launch/jobs/<submission>.json         the job, mode 0600
+    launch/jobs/<submission>/             job.json (the job, mode 0600), sbatch.sh, code/, and the job's own output
     launch/<job>.<attempt>/node-<i>.json  {"host", "address", "port"} of node i in this attempt of the job
     launch/<job>.<attempt>/done           the job is over; its text is the exit status
     launch/<job>.<attempt>/first_error.txt
@@ -20,15 +20,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 SAVED = 85  # exit status of a trainer, and of an agent, that saved a checkpoint and asks to be started again
 
 Kind = Literal["torchrun", "replica", "scorer", "command"]
+SWEEP, ELEMENT = "sweep.json", "element-"  # in the folder of a sweep: what it is, and its runs
 ENDPOINTS = {"replica": "replicas", "scorer": "scorers"}  # servers, and where their endpoint files are
 
 
@@ -75,9 +75,6 @@ class NodePlan:
 class JobSpec:
     """A whole job: everything that an agent has to know."""
 
-    agent_module: ClassVar[str] = "launch.agent"  # what every node starts, with the job as its word
-    local_module: ClassVar[str] = "launch.local"  # what starts the agents on this machine
-
     name: str
     run_dir: str  # absolute, on a file system that all nodes share
     roles: tuple[Role, ...]
@@ -86,6 +83,7 @@ class JobSpec:
     save_signal_s: int = 300  # seconds before the time limit at which the job is told to save
     env: dict[str, str] = field(default_factory=dict)  # of every role
     own_files: tuple[str, ...] = ()  # absolute: reward functions of the user, of which a queued job runs copies
+    own_modules: tuple[str, ...] = ()  # absolute: folders and files of the user's Python modules, likewise
 
     def on_node(self, node: int) -> NodePlan:
         """The roles that have a part on a node, in the order of the job."""
@@ -118,11 +116,6 @@ class JobSpec:
             found.append(f"run_dir {self.run_dir!r} is not absolute")
         return found
 
-    @property
-    def launch_dir_in_shell(self) -> str:
-        """:func:`launch_dir` as a word of a batch script."""
-        return shlex.quote(str(launch_dir(self.run_dir)))
-
     def save(self, path: str | Path) -> str:
         """Write the job to a file of mode 0600 and return its path. Raises FileExistsError if it is there already."""
         path = Path(path)
@@ -137,16 +130,11 @@ class JobSpec:
     def load(cls, path: str | Path) -> JobSpec:
         """The inverse of :meth:`save`. Raises ValueError for anything else."""
         try:
-            return cls.of(json.loads(Path(path).read_text(encoding="utf-8")))
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+            sequences = {name: tuple(values.get(name, ())) for name in ("own_files", "own_modules")}
+            return cls(**{**values, **sequences, "roles": tuple(map(_role, values["roles"]))})
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path} is not the file of a job: {error}") from error
-
-    @staticmethod
-    def of(values: dict[str, Any]) -> JobSpec:
-        """The job of a decoded dictionary; of an array of jobs, what all of them have."""
-        own = {name: value for name, value in values.items() if name not in ("elements", "labels")}
-        own["own_files"] = tuple(own.get("own_files", ()))
-        return JobSpec(**{**own, "roles": tuple(_role(role) for role in values["roles"])})
 
 
 def launch_dir(run_dir: str | Path) -> Path:
@@ -154,16 +142,21 @@ def launch_dir(run_dir: str | Path) -> Path:
     return Path(run_dir) / "launch"
 
 
+def submission_dir(run_dir: str | Path, submission: str) -> Path:
+    """Where everything of a submission is."""
+    return launch_dir(run_dir) / "jobs" / submission
+
+
 def spec_file(run_dir: str | Path, submission: str) -> Path:
     """Where the job of a submission is."""
-    return launch_dir(run_dir) / "jobs" / f"{submission}.json"
+    return submission_dir(run_dir, submission) / "job.json"
 
 
 def jobs_file(run_dir: str | Path) -> Path:
     """JSON lines, oldest first, one for every job submitted:
 
-    {"job_id", "cluster", "kind": "slurm" | "local", "name", "nodes", "submitted_at" (seconds), "experiment", "script",
-    "spec" (path of :meth:`JobSpec.save`)}. The ``job_id`` of Slurm is its number as text, that of this machine "local-<pid>".
+    {"job_id", "cluster", "kind": "slurm" | "local", "name", "nodes", "submitted_at" (seconds), "folder" (of the
+    job's own output), "script", "spec" (path of :meth:`JobSpec.save`)}. The ``job_id`` of Slurm is its number as text, that of this machine "local-<pid>".
     """
     return launch_dir(run_dir) / "jobs.jsonl"
 

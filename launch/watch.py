@@ -22,7 +22,8 @@ from launch import run_state
 from launch.outcome import read_outcome
 from launch.peers import CANCEL
 from launch.run_state import JobState
-from launch.spec import JobSpec, attempt_dir, launch_dir
+from launch.spec import ELEMENT, SWEEP, JobSpec, attempt_dir, launch_dir
+from megatron_fp8rl.stop import Bell
 
 _POLL_S = 0.5
 _QUIET_S = 3.0  # after the end of a job, until its last lines have come
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             from launch import cluster as clusters  # with the doctor's tables; a login node does without
 
             root = Path(clusters.load(options.cluster).run_root or "")
-        return options.function(find_run(options.run, root), options)
+        return max(options.function(run, options) for run in _runs(find_run(options.run, root), argv[0]))
     except ValueError as error:  # of a run, a cluster's file
         print(f"python -m launch {argv[0]}: {error}", file=sys.stderr)
         return 2
@@ -64,6 +65,16 @@ def find_run(name: str, root: Path = Path()) -> Path:
     known = sorted(path.parents[1].name for path in (root / "runs").glob("*/launch/jobs.jsonl"))
     here = f" In {root / 'runs'}/ there are {', '.join(known)}." if known else ""
     raise WatchError(f"{name!r} is no folder of a run. Give the output_dir of the run.{here}")
+
+
+def _runs(folder: Path, command: str) -> list[Path]:
+    """The run of a folder, or the runs of a sweep."""
+    if not (folder / SWEEP).exists():
+        return [folder]
+    runs = sorted((path.parent for path in folder.glob(f"{ELEMENT}*/launch")), key=lambda run: int(run.name.split("-")[1]))
+    if command == "logs" or not runs:
+        raise WatchError(f"{folder} is a sweep: name one of its runs, as {folder / f'{ELEMENT}0'}")
+    return runs
 
 
 def status(run_dir: Path, options: argparse.Namespace) -> int:
@@ -87,13 +98,12 @@ def cancel(run_dir: Path, options: argparse.Namespace) -> int:
     asked = {one.job_id: folders for one in waiting if (folders := _at_work(run_dir, one))}
     for folder in (folder for folders in asked.values() for folder in folders):
         (folder / CANCEL).touch()
+        Bell.ring(folder)
     saving = [] if options.now else [one for one in waiting if one.job_id in asked]
     failed = False
-    for one in reversed(waiting):  # those behind in a chain first: they must not start when it ends
+    for one in reversed(waiting):  # those that wait for another first: they must not start when it ends
         if one not in saving:
             failed |= _end(one)
-        elif one.job.get("array"):
-            failed |= _scancel("--state=PENDING", one.job_id)
     for one in saving:
         print(f"job {one.job_id} is asked to save and to end; it was {one.state}", flush=True)
     try:
@@ -104,11 +114,10 @@ def cancel(run_dir: Path, options: argparse.Namespace) -> int:
 
 
 def _at_work(run_dir: Path, one: JobState) -> list[Path]:
-    """Folders of the attempts of this job whose agents are there to be asked; of an array, of all its elements."""
+    """The folder of the attempt of this job whose agents are there to be asked."""
     if one.state not in _WORKING:
         return []
     folders = [attempt_dir(run_dir, one.job_id, attempt) for attempt in one.attempts[-1:]]
-    folders = folders or list(run_dir.glob("*/launch/*.*"))
     return [path for path in folders if any(path.glob("node-*.json")) and not (path / "outcome.json").exists()]
 
 
@@ -268,9 +277,9 @@ def _job_logs(run_dir: Path, newest: JobState) -> list[Path]:
     job = newest.job
     if job["kind"] == "local":
         return [path for path in [Path(job.get("script") or "")] if path.is_file()]
-    folder = Path(job.get("folder") or job.get("experiment") or "/nonexistent")
-    folder = folder if folder.is_dir() else launch_dir(run_dir) / "experiments"
-    names = (f"sbatch-{newest.job_id}.out", f"log-agents_{newest.job_id}_*.out")
+    folder = Path(job.get("folder") or "/nonexistent")
+    folder = folder if folder.is_dir() else launch_dir(run_dir) / "jobs"
+    names = (f"sbatch-{newest.job_id}.out", f"agents-{newest.job_id}-*.out")
     return [path for name in names for path in sorted(folder.rglob(name))] if folder.is_dir() else []
 
 
@@ -278,8 +287,6 @@ def _nothing_chosen(run_dir: Path, jobs: list[JobState], options: argparse.Names
     everything = argparse.Namespace(role=None, node=None, rank=None)
     there = ", ".join(dict.fromkeys(view.title for view in _views(run_dir, jobs, everything)))
     chosen = [f"{name} {value}" for name in ("role", "node", "rank") if (value := getattr(options, name)) is not None]
-    if jobs[-1].job.get("array"):
-        return f"{run_dir} is a sweep: name the run of an element, as {run_dir / 'element-0'}"
     if not there:
         return f"job {jobs[-1].job_id} is {jobs[-1].state}, and has written nothing"
     return f"there is no log of {', '.join(chosen)}. There are: {there}"

@@ -171,7 +171,10 @@ def load_config(target: str) -> RunConfig:
 
 def config_functions() -> dict[str, Callable[[], RunConfig]]:
     """The configurations of ``model_configs/`` by name. Raises UsageError if two files use the same name."""
-    package = importlib.import_module(_CONFIGS_PACKAGE)
+    try:
+        package = importlib.import_module(_CONFIGS_PACKAGE)
+    except ModuleNotFoundError:  # installed, and started as ``python -m megatron_fp8rl``
+        package = importlib.import_module(f"megatron_fp8rl_programs.{_CONFIGS_PACKAGE}")
     found: dict[str, Callable[[], RunConfig]] = {}
     for info in pkgutil.iter_modules(package.__path__):
         for name, function in _functions(importlib.import_module(f"{_CONFIGS_PACKAGE}.{info.name}")).items():

@@ -300,7 +300,8 @@ class DataConfig:
 class CheckpointConfig:
     """When checkpoints are written and how many are kept."""
 
-    every_steps: int = 0  # 0: only at the end
+    every_steps: int = 0  # 0: only at the end, and every_minutes
+    every_minutes: float = 0.0  # at the end of the first step after so long without a checkpoint; 0: never
     keep: int = 2
     resume: bool = True  # continue from the newest complete checkpoint in the run's folder
     export_hf: bool = True  # write the final policy as a Hugging Face checkpoint

@@ -162,7 +162,7 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
             tokenizer=str(folder.resolve()),
             num_score_workers=4,
         ),
-        checkpoint=CheckpointConfig(every_steps=20),
+        checkpoint=CheckpointConfig(every_steps=20, every_minutes=30),
         observe=ObserveConfig(eval_every=20),
         num_steps=200,
     )

@@ -9,6 +9,7 @@ is a stream that reads a file, and a larger cluster changes only numbers in the 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -57,13 +58,11 @@ def run(
 ) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
-    ``fleet`` exists on rank 0 only and may still be starting. An error on any rank ends the run on all ranks. If
-    ``stop`` requests an early end, the run saves a checkpoint after a step and raises RunStopped. ``explain`` adds to
-    the error of an exact run that is not exact.
+    ``fleet`` exists on rank 0 only. An error on any rank ends the run on all. A run that ``stop`` asks to end saves and
+    raises RunStopped. ``explain`` adds to the error of an exact run that is not exact.
     """
     stop = stop or StopRequest()
-    is_driver = parallel.rank == 0
-    checkpoints = Path(cfg.run_dir) / CHECKPOINTS
+    is_driver, checkpoints = parallel.rank == 0, Path(cfg.run_dir) / CHECKPOINTS
     with ExitStack() as stack:
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
@@ -81,7 +80,8 @@ def run(
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = _publisher(policy, fleet, rollouts, colocated, stack)
         saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, policy)))
-        save = partial(_save, cfg, saver, parallel, rollouts)
+        save = partial(_save, cfg, saver, parallel, rollouts, _Minutes(cfg, parallel))
+        on_request = partial(_save_on_request, save, rollouts, colocated)
         evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
         if not is_complete:
@@ -89,11 +89,12 @@ def run(
                 _calibrate_kv(cfg, policy, prompts, colocated)
                 publish(step, log)
                 evaluate(step, log)
+                _resume_unfinished(rollouts, step, observer)
         while step < cfg.num_steps:
-            stop.at_boundary(parallel, step, partial(_save_on_request, save, rollouts, colocated))
+            stop.at_boundary(parallel, step, on_request)
             step += 1
             with observer.step(step) as log:
-                groups = rollouts.next_groups()
+                groups = _next_groups(rollouts, stop, parallel, step, on_request)
                 saver.poll()
                 colocated.train()
                 log.groups(groups)
@@ -119,6 +120,26 @@ def _publisher(
     stack.callback(exporter.close)
     rollouts.republish = partial(_publish_again, exporter, policy, rollouts, colocated)
     return partial(_publish, exporter, policy, rollouts, colocated)
+
+
+def _next_groups(
+    rollouts: RolloutStream,
+    stop: StopRequest,
+    parallel: Parallel,
+    step: int,
+    on_request: Callable[[int], Path | None],
+) -> tuple[RolloutGroup, ...]:
+    """Collective: the groups of a step; raises RunStopped when the run is asked to stop while they are sampled."""
+    while (groups := rollouts.next_groups(stop.is_asked)) is None:
+        rollouts.abandon()  # nothing of this step has changed the policy
+        stop.at_boundary(parallel, step - 1, on_request)
+    return groups
+
+
+def _resume_unfinished(rollouts: RolloutStream, step: int, observer: Observer) -> None:
+    """Take up the groups that an earlier run finished of the next step."""
+    if kept := rollouts.resume_unfinished():
+        observer.message(f"{kept} groups of step {step + 1} were sampled before the run was stopped")
 
 
 def _learner(cfg: RunConfig, explain: Callable[..., str]) -> Callable[..., bool]:
@@ -287,18 +308,24 @@ def _save(
     saver: checkpoint.Saver,
     parallel: Parallel,
     rollouts: RolloutStream,
+    minutes: _Minutes,
     step: int,
     log: StepLog | None = None,
     *,
     is_asked: bool = False,
 ) -> Path | None:
-    """Collective: begin a checkpoint every ``checkpoint.every_steps`` steps and after the last step.
+    """Collective: begin a checkpoint every ``checkpoint.every_steps`` steps and ``every_minutes``, and after the last step.
 
     On request the checkpoint of the step is finished too, and returned.
     """
     every = cfg.checkpoint.every_steps
     is_due = step == cfg.num_steps or (every > 0 and step % every == 0)
-    if is_due != is_asked:  # on request, a step in which it was due has begun it
+    if is_asked:
+        begins = not is_due and minutes.step != step  # otherwise the end of the step has begun it
+    else:
+        begins = is_due or minutes.are_over()
+    if begins:
+        minutes.begin(step)
         with span("checkpoint"):
             position = parallel.broadcast_object(rollouts.position)
             # A run killed between here and the step's line in metrics.jsonl writes the line when it goes on.
@@ -307,10 +334,28 @@ def _save(
     return saver.finish() if is_asked else None
 
 
+class _Minutes:
+    """The trigger of ``checkpoint.every_minutes``, by the clock of rank 0."""
+
+    def __init__(self, cfg: RunConfig, parallel: Parallel) -> None:
+        self._every_s, self._parallel = 60.0 * cfg.checkpoint.every_minutes, parallel
+        self.begin(-1)
+
+    def begin(self, step: int) -> None:
+        """Count from now, when the checkpoint of a step begins."""
+        self.step, self._begin_s = step, time.monotonic()
+
+    def are_over(self) -> bool:
+        """Collective: whether a checkpoint is due."""
+        is_over = time.monotonic() > self._begin_s + self._every_s
+        return self._every_s > 0 and self._parallel.broadcast_object(is_over)
+
+
 def _save_on_request(
     save: Callable[..., Path | None], rollouts: RolloutStream, colocated: ColocatedMemory, step: int
 ) -> Path | None:
-    """Collective: save the checkpoint of a run that ends early. Engines already sample for the next step."""
+    """Collective: save the checkpoint of a run that ends early. Engines already sample for the next step, of which
+    finished groups are kept."""
     rollouts.abandon()
     colocated.train()
     return save(step, is_asked=True)

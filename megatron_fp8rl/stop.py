@@ -1,7 +1,7 @@
-"""Early stop on request: finish the step, save a checkpoint, exit with status 85.
+"""Early stop on request: finish the update or give up the rollouts, save a checkpoint, exit with status 85.
 
-In: SIGUSR1 or SIGTERM in any trainer rank, or a file written by a launcher. Out: :class:`RunStopped` on every rank at
-the end of the same step. Runs on: every trainer rank; installed before the rank starts any other process.
+In: SIGUSR1, SIGTERM or a first Ctrl-C in any trainer rank, or a file written by a launcher. Out: :class:`RunStopped` on every rank at
+the same boundary. Runs on: every trainer rank; installed before the rank starts any other process.
 
 Schedulers announce a time limit by sending SIGUSR1 to every process of a job, including child processes; by default
 the signal kills a process. Each rank therefore blocks the signal as well as handling it: child processes inherit the
@@ -12,6 +12,7 @@ A launcher sets LAUNCH_DIR to a folder and watches these files in it:
     stop.json             written by the launcher: request to save and end
     stopped.json          written by rank 0: {"step", "checkpoint"}
     error-rank<i>.json    written by a failing rank, immediately: {"time", "role", "node", "rank", "text", "log"}
+    .bell                 grows with every file written there: who waits looks at it, and lists the folder when it rang
 """
 
 from __future__ import annotations
@@ -37,6 +38,38 @@ SAVED = 85  # exit status: not finished; start again to continue
 FOLDER_VARIABLE = "LAUNCH_DIR"
 _STOP, _STOPPED = "stop.json", "stopped.json"
 _SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+_LOOK_S = 1.0
+
+
+class Bell:
+    """Says whether somebody has written into a folder, by one look at one file: a listing of a shared disk is dear."""
+
+    _EVERY_S = 30.0  # a listing even so, for who wrote without ringing
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / ".bell"
+        self._heard: object = None
+        self._listed_s = float("-inf")
+
+    def has_rung(self) -> bool:
+        """Whether it rang since the last call; True at the first one, and after 30 s without."""
+        try:
+            with open(self._file, "rb") as file:  # opening asks the server, also on NFS
+                found = os.fstat(file.fileno())
+            heard = (found.st_size, found.st_mtime_ns)
+        except OSError:
+            heard = None
+        now = time.monotonic()
+        if heard == self._heard and now < self._listed_s + self._EVERY_S:
+            return False
+        self._heard, self._listed_s = heard, now
+        return True
+
+    @staticmethod
+    def ring(folder: Path) -> None:
+        """Call after writing into the folder."""
+        with contextlib.suppress(OSError), open(folder / ".bell", "ab") as file:
+            file.write(b".")
 
 
 class RunStopped(SystemExit):
@@ -56,6 +89,9 @@ class StopRequest:
         self.rank = rank
         self._is_signalled = False
         self._first_step: int | None = None
+        self._bell = None if folder is None else Bell(folder)
+        self._was_told = False
+        self._looked_s = float("-inf")
 
     @classmethod
     def install(cls) -> StopRequest:
@@ -65,6 +101,7 @@ class StopRequest:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 signal.signal(number, request._note_signal)
+            signal.signal(signal.SIGINT, request._note_interrupt)
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a launcher may block it for torchrun
         return request
@@ -101,9 +138,13 @@ class StopRequest:
                     self._write(name, self._describe(error))
             raise
 
+    def is_asked(self) -> bool:
+        """Whether this rank was asked to stop; a launcher's folder is looked at once a second, on rank 0."""
+        return self._is_signalled or signal.SIGUSR1 in signal.sigpending() or self._is_told()
+
     def _agreed(self, parallel: Parallel) -> bool:
         """Collective: whether any rank was asked to stop."""
-        is_asked = self._is_signalled or signal.SIGUSR1 in signal.sigpending() or self._is_told()
+        is_asked = self.is_asked() or self._is_told(is_at_boundary=True)
         if parallel.world_size == 1:
             return is_asked
         import torch
@@ -113,12 +154,24 @@ class StopRequest:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=parallel.control_group)
         return bool(flag.item())
 
-    def _is_told(self) -> bool:
-        # Only rank 0 checks, and it lists the folder: on a network file system this shows files from other nodes.
-        return self.folder is not None and self.rank == 0 and _STOP in os.listdir(self.folder)
+    def _is_told(self, is_at_boundary: bool = False) -> bool:
+        if self._bell is None or self.rank or self._was_told:
+            return self._was_told
+        now = time.monotonic()
+        if is_at_boundary or now > self._looked_s + _LOOK_S:
+            self._looked_s = now
+            # Listing shows on a network file system what other nodes wrote, which asking for the file may not.
+            self._was_told = (self._bell.has_rung() or is_at_boundary) and _STOP in os.listdir(self.folder)
+        return self._was_told
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self._is_signalled = True
+
+    def _note_interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._is_signalled:
+            raise KeyboardInterrupt
+        self._is_signalled = True
+        print("saving a checkpoint, then ending; a second Ctrl-C ends at once", flush=True)
 
     def _describe(self, error: BaseException) -> dict[str, object]:
         return {
@@ -134,6 +187,7 @@ class StopRequest:
         temporary = self.folder / f".{name}.{self.rank}"
         temporary.write_text(json.dumps(content))
         os.replace(temporary, self.folder / name)
+        Bell.ring(self.folder)
 
 
 def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
@@ -145,16 +199,18 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
         folder = Path(environment.get(FOLDER_VARIABLE, own))
 
         def ask(number: int, frame: FrameType | None) -> None:
+            if number == signal.SIGINT and (folder / _STOP).exists():
+                process.send_signal(signal.SIGINT)
+                return
             (folder / _STOP).write_text(json.dumps({"reason": signal.Signals(number).name}))
+            Bell.ring(folder)
 
         # The ranks inherit the blocked signals and unblock them once their handlers are installed.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        process = subprocess.Popen(command, env={**environment, FOLDER_VARIABLE: str(folder)})
-        for number in _SIGNALS:
+        # In a group of its own: a terminal's Ctrl-C is for this process, which asks the ranks to save.
+        process = subprocess.Popen(command, env={**environment, FOLDER_VARIABLE: str(folder)}, process_group=0)
+        for number in (*_SIGNALS, signal.SIGINT):
             signal.signal(number, ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        try:
-            status = process.wait()
-        except KeyboardInterrupt:
-            status = process.wait()  # torchrun received it, too
+        status = process.wait()
         return SAVED if status == 0 and (folder / _STOPPED).exists() else status

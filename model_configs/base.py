@@ -48,7 +48,7 @@ def grpo(
             ),
             num_score_workers=16,
         ),
-        checkpoint=CheckpointConfig(every_steps=20),
+        checkpoint=CheckpointConfig(every_steps=20, every_minutes=30),
         observe=ObserveConfig(eval_every=20),
         num_steps=400,
     )

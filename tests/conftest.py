@@ -51,8 +51,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
+# What `make test` runs without a mark: seconds for each file, one process. `core` adds single tests of other folders.
+_QUICK = ("tests/unit/", "tests/test_")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first; and leave out what takes minutes, unless it is asked for."""
+    """Long tests first; mark what `make test` leaves out as slow; and skip what takes minutes, unless it is asked for."""
+    for item in items:
+        is_quick = item.nodeid.startswith(_QUICK) and not item.get_closest_marker("slow")
+        if item.nodeid.startswith(("tests/gpu/", "tests/multi_gpu/")):
+            item.add_marker(pytest.mark.gpu)
+        if not is_quick and not item.get_closest_marker("core"):
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: next((i for i, name in enumerate(_ORDER) if item.nodeid.startswith(name)), len(_ORDER)))
     if os.environ.get("FP8RL_LONG_TESTS") == "1":
         return

@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "fp8rl-installed.json"
+LOCKS = ROOT / "locks"
 PINS = tomllib.loads((ROOT / "requirements.toml").read_text())
 
 
@@ -71,7 +72,7 @@ def only_one_at_a_time():
 def key() -> str:
     """Changes whenever an installation would: with the pins, the packaging and the place of the folder."""
     digest = hashlib.sha256(str(ROOT).encode())
-    for name in ("requirements.toml", "setup.py", "pyproject.toml"):
+    for name in ("requirements.toml", "setup.py", "pyproject.toml", "locks/cpu.txt", "locks/gpu.txt"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()[:16]
 
@@ -112,24 +113,26 @@ def make_venv() -> None:
 
 def install(extras: list[str]) -> None:
     overrides = [override for extra in extras for override in PINS["overrides"].get(extra, ())]
+    hardware = next((name for name in ("cpu", "gpu") if name in extras), None)
+    locked = ["--constraint", str(LOCKS / f"{hardware}.txt")] if hardware else []
     later = [r for extra in extras for r in PINS["extras"][extra] if name_of(r) in PINS["compiled"]["packages"]]
     now = [r for r in requirements(extras) if r not in later]
     if have_uv():
-        install_with_uv(now, overrides)
+        install_with_uv(now, overrides, *locked)
         if later:
             isolation = [f"--no-build-isolation-package={name}" for name in PINS["compiled"]["packages"]]
-            install_with_uv([*now, *later], overrides, *isolation)
+            install_with_uv([*now, *later], overrides, *isolation, *locked)
     else:
         print("uv is not available; pip installs instead, which takes longer.", flush=True)
-        install_with_pip(now, overrides)
+        install_with_pip(now, overrides, *locked)
         if later:
-            install_with_pip([*now, *later], overrides, "--no-build-isolation")
+            install_with_pip([*now, *later], overrides, "--no-build-isolation", *locked)
     # The project itself, whose requirements are there: resolving them again would undo the overrides.
     run([PYTHON, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "-e", ROOT])
 
 
 def requirements(extras: list[str]) -> list[str]:
-    """The same list that setup.py declares, plus what builds the project."""
+    """What the extras need, plus what builds the project."""
     shared = PINS["engine"] if {"cpu", "gpu"} & set(extras) else []
     own = [requirement for extra in extras for requirement in PINS["extras"][extra]]
     return [f"setuptools=={PINS['setuptools']}", *PINS["core"], *shared, *own]

@@ -1,8 +1,8 @@
-"""Run the tests, and once more, alone and in one process, the few that failed: python tools/run_tests.py [ARG...]
+"""Run the tests; one that fails beside others is run again alone, to be told apart: python tools/run_tests.py [ARG...]
 
-In: arguments of pytest, among them ``-n``, the number of processes that share the cores. Out: pytest's exit status. A
-test may fail because its neighbours left it neither time nor memory; one that fails alone as well is broken. Nothing is
-repeated after a usage error, an interrupt or a collection error, nor when more than MOST tests failed. Runs in the
+In: arguments of pytest, among them ``-n``, the number of processes that share the cores. Out: pytest's exit status. A test
+that passes only alone fails the build too, and is named: it counts on time, memory or a port that others may have. Nothing
+is repeated after a usage error, an interrupt or a collection error, nor when more than MOST tests failed. Runs in the
 installed environment; the standard library alone.
 """
 
@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from xml.etree import ElementTree
 
 MOST = 10
 TESTS_FAILED = 1  # pytest's exit status for tests that failed, as against 2 to 5
@@ -28,15 +27,11 @@ def main(arguments: list[str]) -> int:
         failed = failures(Path(cache)) if status == TESTS_FAILED else []
         if not 0 < len(failed) <= MOST or not all("::" in name for name in failed):  # a file: it cannot be imported
             return status
-        tests = "1 test" if len(failed) == 1 else f"{len(failed)} tests"
-        print(f"\n{tests} failed while others shared the cores; again, alone:", *failed, sep="\n  ", flush=True)
-        report = Path(cache) / "again.xml"
-        again = ["-n", "0", "--last-failed", "--last-failed-no-failures", "none", f"--junitxml={report}"]
-        status = pytest([*words, *again])
-        if status == 0 and ElementTree.parse(report).find(".//skipped") is not None:
-            print("a test that failed was skipped now, which proves nothing", flush=True)
-            status = TESTS_FAILED
-        print(f"{tests} again, alone: {'failed' if status else 'passed'}", flush=True)
+        print(f"\n{len(failed)} failed while others shared the cores; again, alone, to tell why:", flush=True)
+        pytest([*words, "-n", "0", "--last-failed", "--last-failed-no-failures", "none"])
+        broken = failures(Path(cache))
+        for name in failed:
+            print(f"FAILS {'ALSO ALONE' if name in broken else 'ONLY BESIDE OTHERS'}: {name}", flush=True)
         return status
 
 

@@ -5,7 +5,7 @@ from launch.cluster import Cluster
 CLUSTER = Cluster(
     # A folder on the file system that all nodes share. Runs whose output_dir is relative go below it; it is mounted
     # into the container at the same path.
-    run_root="/lustre/project/runs",
+    run_root="/lustre/project",
     # `sacctmgr show associations user=$USER` lists your accounts, `sinfo -s` the partitions and their limits.
     account="project",
     partition="batch",
@@ -15,8 +15,7 @@ CLUSTER = Cluster(
     # What doctor computes with, and what the job asks Slurm for.
     gpu="h200",
     gpus_per_node=8,
-    # An image file is pulled by nobody at the start of a job; build it once by
-    #   enroot import -o /lustre/project/images/megatron_fp8rl.sqsh docker://REGISTRY#IMAGE:TAG
+    # An image file needs no download when a job starts; docs/gpu.md builds it from tools/Dockerfile.
     container_image="/lustre/project/images/megatron_fp8rl.sqsh",
     container_mounts=("/lustre/project/models:/lustre/project/models:ro",),
     # Any other option of sbatch. True stands for an option without a value.

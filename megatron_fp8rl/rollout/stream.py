@@ -22,11 +22,11 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megatron_fp8rl.algo.samples import has_signal, require_experts
 from megatron_fp8rl.config import RunConfig
@@ -35,6 +35,8 @@ from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import read_step, steps_of
 from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, Sampling
+from megatron_fp8rl.rollout.needs import Broadcaster, PromptSource, Scorer
+from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
 
 if TYPE_CHECKING:
@@ -49,30 +51,6 @@ _LOOK_S = 0.2  # between checks whether replicas wait for weights
 
 class RolloutError(RuntimeError):
     """Rollouts could not be produced, or they violate the staleness bound."""
-
-
-class PromptSource(Protocol):
-    """The source of prompts; setting ``position`` resumes it."""
-
-    position: Any
-    num_dropped: int  # prompts left out so far
-
-    def next_prompts(self, count: int) -> list[Prompt]: ...
-
-
-class Scorer(Protocol):
-    """Scores one completion, possibly in another process."""
-
-    def score(self, prompt: Prompt, text: str) -> Awaitable[Score]: ...
-
-
-class Broadcaster(Protocol):
-    """The trainer ranks, as far as a stream needs them."""
-
-    rank: int
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Collective: the value of rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +88,8 @@ class RolloutStream:
         self._first_version: int | None = None
         self._position = None if prompts is None else prompts.position
         self._recording: dict[int, Path] | None = None
+        self._unfinished = UnfinishedGroups(cfg)
+        self._is_asked: Callable[[], bool] = lambda: False
         if parallel.rank == 0:
             if cfg.rollout.replay is not None:
                 self._recording = steps_of(cfg.rollout.replay)
@@ -121,15 +101,20 @@ class RolloutStream:
         """Where the prompt stream continues after the batches returned so far. None on ranks other than 0."""
         return self._position
 
-    def next_groups(self) -> Groups:
+    def next_groups(self, is_asked: Callable[[], bool] = lambda: False) -> Groups | None:
         """Collective: the next batch of scored groups, on every rank; routed experts stay on rank 0 (they are large, and
-        ``trainer/router_replay.py`` sends each to the ranks that train it).
+        ``trainer/router_replay.py`` sends each to the ranks that train it). None, on every rank, as soon as ``is_asked``
+        says on rank 0 that the run is to end.
 
         Call once per publication. Raises, on every rank, the error of rank 0: an engine's death, a passed deadline, a
         scorer that cannot start, the end of a recording.
         """
-        with span("rollouts"):
-            return self._sampled(self._next_trainable)
+        self._is_asked = is_asked
+        try:
+            with span("rollouts"):
+                return self._sampled(self._next_trainable) or None
+        finally:
+            self._is_asked = lambda: False
 
     def sample(self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None) -> Groups:
         """Collective: scored completions of given prompts, for evaluation, sampled by the engines in their current
@@ -163,13 +148,21 @@ class RolloutStream:
         if self._first_version is not None and self._recording is None and self._parallel.rank == 0:
             self._start_batches()
 
-    def abandon(self) -> None:
-        """On rank 0: give up the batches in progress, so that engines may sleep; :attr:`position` stays before them."""
+    def resume_unfinished(self) -> int:
+        """On rank 0, before the first batch: take up the groups that the run left at this version; how many."""
+        return self._unfinished.load(self.version) if self._parallel.rank == 0 else 0
+
+    def abandon(self) -> int:
+        """On rank 0: give up the batches in progress, so that engines may sleep; :attr:`position` stays before them.
+        Their finished groups are kept on disk for the run that goes on; returns how many."""
+        if self._parallel.rank:
+            return 0
         while self._batches:
             self._batches.popleft().groups.cancel()
         end = time.monotonic() + self.cfg.rollout.update_deadline_s
         while self._fleet and any(c.num_running for c in self._fleet.clients) and time.monotonic() < end:
             time.sleep(_LOOK_S / 10)
+        return self._unfinished.save(self.version)
 
     def take_metrics(self) -> dict[str, float]:
         """On rank 0: engine events since the last call, and the prompts left out since the start."""
@@ -215,6 +208,8 @@ class RolloutStream:
             except TimeoutError:
                 if sampling.done():  # a TimeoutError of its own
                     raise
+            if self._is_asked():
+                return ()
             if self.republish is not None and self._fleet.wants_publication:
                 return None
             if time.monotonic() > end:
@@ -223,7 +218,7 @@ class RolloutStream:
 
     def _next_trainable(self) -> Groups | None:
         groups = self._next_groups()
-        if groups is not None and self.cfg.algo.router_replay == "rollout":
+        if groups and self.cfg.algo.router_replay == "rollout":
             require_experts(groups, self.cfg)
         return groups
 
@@ -235,9 +230,10 @@ class RolloutStream:
         self._start_batches(at_least_one=True)
         deadline_s = self._deadline_s(num_rounds=1 + _MAX_REFILLS)
         groups = self._result(self._batches[0].groups, deadline_s)
-        if groups is None:
-            return None
+        if not groups:
+            return groups
         self._batches.popleft()
+        self._unfinished.forget(groups)
         self._position = self._batches[0].start_position if self._batches else self._prompts.position
         self._check_staleness(groups)
         return groups
@@ -307,6 +303,8 @@ class RolloutStream:
         sampled_s = [time.monotonic()] * len(prompts)
 
         async def group(index: int, prompt: Prompt) -> RolloutGroup:
+            if timed and (kept := self._unfinished.of(prompt, num_completions)) is not None:
+                return kept
             seed = seed_of(self.cfg.seed, prompt)
             with self._sampling_time() if timed else contextlib.nullcontext():
                 completions = await self._ask(prompt, num_completions, seed, temperature)
@@ -314,7 +312,7 @@ class RolloutStream:
             rollouts = await asyncio.gather(
                 *(self._rollout(prompt, i, completion, seed + i) for i, completion in enumerate(completions))
             )
-            return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
+            return self._unfinished.add(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)), timed)
 
         groups = tuple(await asyncio.gather(*(group(i, prompt) for i, prompt in enumerate(prompts))))
         # Scoring overlaps with sampling; the metric is how long the last scores take after the last completion.

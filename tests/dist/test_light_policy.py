@@ -12,7 +12,7 @@ from megatron_fp8rl.config import ParallelConfig
 from megatron_fp8rl.trainer.model.build import build_chunks, named_global_tensors
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.names import registry
-from tests.dist.test_export import MODELS, config
+from tests.helpers.exports import MODELS, config
 from tests.helpers.dist import run_ranks
 
 LAYOUTS = [

@@ -6,6 +6,9 @@ from megatron_fp8rl.config import ParallelConfig
 from tests.helpers.dist import RankError, run_ranks
 
 
+pytestmark = pytest.mark.core  # ranks of this machine, in seconds
+
+
 def _collectives() -> dict:
     from megatron_fp8rl.trainer.parallel import Parallel
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from test_export import MODELS, Fleet, build, config, layout_name
-from test_shards import Replica
+from tests.helpers.exports import MODELS, Fleet, build, config, layout_name
+from tests.helpers.shards import Replica
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.kernels.blockwise import quantize_weight

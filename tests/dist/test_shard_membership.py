@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_export import Fleet, build
-from test_shards import Replica, shard_config
+from tests.helpers.exports import Fleet, build
+from tests.helpers.shards import Replica, shard_config
 
 from megatron_fp8rl.config import RunConfig
 from tests.helpers.dist import run_ranks

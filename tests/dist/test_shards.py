@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_export import LAYOUTS, Fleet, build, config, digests_of, expected_wire, layout_name, report_of, timeless
+from tests.helpers.exports import LAYOUTS, Fleet, build, config, digests_of, expected_wire, layout_name, report_of, timeless
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.types import PublishReport
@@ -24,8 +24,8 @@ from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import open_store
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import continue_training, full_weights, weight_pieces
+from tests.helpers.shards import CPU, Replica, Worker, shard_config
 
-CPU = torch.device("cpu")
 CASES = [
     ("dense", "gloo", dict(world_size=2, tensor=2), dict()),
     ("dense", "ipc", dict(world_size=2, pipeline=2, virtual_stages=2), dict()),
@@ -43,96 +43,6 @@ CASES += [
     for kind, layout in LAYOUTS
     if (kind, layout) not in [(kind, layout) for kind, _, layout, _ in CASES]
 ]
-
-
-class Worker:
-    """An engine worker without an engine."""
-
-    def __init__(self, engine_rank: int):
-        self.engine_rank = engine_rank
-        self.held: dict[str, torch.Tensor] = {}
-        self.transport: Transport | None = None
-        self.die_at = -1
-
-    def join(self, info: dict) -> None:
-        self.inputs = PlanInputs.from_json(info["config"])
-        self.schedules = self.inputs.schedules()
-        peer = Peer(
-            rank=info["rank_offset"] + self.engine_rank,
-            num_trainers=info["num_trainers"],
-            num_replicas=info["num_replicas"],
-            num_engine_ranks=self.inputs.rollout.tensor,
-        )
-        store = open_store(info["host"], info["port"], info["timeout_s"], is_master=False, secret=info["secret"])
-        self.transport = open_transport(info["kind"], peer, store, CPU, info["timeout_s"], self.schedules)
-
-    def update(self, info: dict) -> None:
-        try:
-            self._update(info)
-        except Exception as error:
-            self.transport.fail(str(error))  # as the engine does, so that nobody waits for this worker
-            raise
-
-    def _update(self, info: dict) -> None:
-        schedule = self.schedules[info["mode"] == "reload"]
-        self.held.clear()
-        self.transport.begin(info["attempt"], schedule.rounds)
-        for number, messages in enumerate(schedule.rounds):
-            self.transport.receive(number)
-            if number == self.die_at:
-                raise ConnectionError("rollout-0 died with exit code -9")
-            for message in messages.received_by(self.engine_rank):
-                inbox = self.transport.inbox(message, number)
-                for part in message.parts:
-                    data = inbox[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
-                    empty = torch.empty(part.kept_shape, dtype=data.dtype)
-                    target = self.held.setdefault(part.name, empty)
-                    target.narrow(part.transfer.axis, part.start - part.kept[0], part.stop - part.start).copy_(
-                        data.view(part.shape)
-                    )
-            self.transport.release(number)
-        self.transport.finish()
-
-
-class Replica:
-    """The calls that an exporter makes."""
-
-    name = "rollout-0"
-
-    def __init__(self, cfg: RunConfig):
-        self.workers = [Worker(rank) for rank in range(cfg.rollout.tensor)]
-        self.version = None
-        self.calls: list[str] = []
-
-    async def _everywhere(self, method: str, info) -> None:
-        await asyncio.gather(*(asyncio.to_thread(getattr(worker, method), dict(info)) for worker in self.workers))
-
-    async def init_transfer(self, info) -> None:
-        await self._everywhere("join", info)
-
-    async def pause(self, mode) -> None:
-        self.calls.append("pause")
-
-    async def start_update(self) -> None:
-        self.calls.append("start")
-
-    async def update_weights(self, info) -> None:
-        self.calls.append(info["mode"])
-        await self._everywhere("update", info)
-
-    async def finish_update(self, version) -> None:
-        self.version = version
-
-    async def weight_digests(self, *, names: bool = True) -> list[dict]:
-        return [report_of(worker.engine_rank, self.version, digests_of(worker.held)) for worker in self.workers]
-
-    async def resume(self) -> None:
-        self.calls.append("resume")
-
-
-def shard_config(kind: str, transport: str, layout: dict[str, int], engine: dict[str, int]) -> RunConfig:
-    cfg = config(kind, layout)
-    return replace(cfg, rollout=replace(cfg.rollout, **{"tensor": 1, "transport": transport} | engine))
 
 
 def exporter_of(cfg: RunConfig):

@@ -12,65 +12,16 @@ import torch
 from engine_weights import policy_of
 
 from megatron_fp8rl.config import (
-    MlaConfig,
     ModelConfig,
     PrecisionConfig,
     RolloutConfig,
-    RopeScaling,
-    RouterConfig,
     RunConfig,
 )
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.publish import WeightExporter
+from tests.helpers.family_configs import DEEPSEEK, GLM, LLAMA, MIXTRAL
 from tests.tolerances import ENGINE_FP8_LOGPROB_MEDIAN, ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
-LLAMA = ModelConfig(
-    family="llama",
-    num_layers=2,
-    hidden_size=128,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    vocab_size=97,  # vLLM pads it to 128
-    ffn_hidden_size=256,
-    rope_theta=10_000.0,
-    rope_scaling=RopeScaling(kind="llama3", factor=8.0, original_max_position_embeddings=16),
-)
-MIXTRAL = replace(
-    LLAMA,
-    family="mixtral",
-    rope_scaling=None,
-    ffn_hidden_size=0,
-    num_experts=6,
-    experts_per_token=2,
-    moe_ffn_hidden_size=128,
-)
-GLM = replace(
-    MIXTRAL,
-    family="glm4_moe",
-    ffn_hidden_size=256,
-    num_shared_experts=1,
-    first_dense_layers=1,
-    qkv_bias=True,
-    qk_norm=True,
-    rotary_fraction=0.5,
-    router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=2.5),
-)
-DEEPSEEK = replace(
-    GLM,
-    family="deepseek_v3",
-    num_key_value_heads=4,
-    head_dim=96,
-    qkv_bias=False,
-    qk_norm=False,
-    rotary_fraction=1.0,
-    # vLLM takes the product of the first two numbers for the longest sequence.
-    rope_scaling=RopeScaling(
-        kind="yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.7
-    ),
-    mla=MlaConfig(q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
-    router=RouterConfig(score="sigmoid", correction_bias=True, num_groups=3, groups_per_token=1, scaling_factor=2.5),
-)
 MODELS = {
     "llama": LLAMA,
     "mistral": replace(LLAMA, family="mistral", rope_scaling=None, tie_embeddings=True),

@@ -10,7 +10,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from engine_weights import Reference, policy_of, write_hf_dir
 from inprocess import random_weights
@@ -44,7 +43,6 @@ def start_part(rank: int, before: list[str], interface: str, port: int, run_dir:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-@pytest.mark.slow
 def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path):  # noqa: F811
     cfg = spanning_cfg()
     (tmp_path / "logs").mkdir()

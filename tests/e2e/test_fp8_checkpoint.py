@@ -8,12 +8,12 @@ import inprocess
 import pytest
 import torch
 from engine_weights import policy_of
-from test_engine_families import DEEPSEEK, MIXTRAL
 from test_online_update import DENSE, MOE
 
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.publish import WeightExporter
+from tests.helpers.family_configs import DEEPSEEK, MIXTRAL
 
 EDGES = PrecisionConfig(bf16_first_layers=1)
 CASES = {

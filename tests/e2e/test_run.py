@@ -81,6 +81,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
+@pytest.mark.core
 def test_a_run_learns_in_fp8_and_proves_its_weights(finished_run: Path):
     steps = _lines(finished_run)
     assert list(steps) == [0, 1, 2, 3, 4]
@@ -127,6 +128,7 @@ def test_an_exact_run_that_is_not_names_the_operation(tmp_path: Path):
     assert not (tmp_path / "first_difference.safetensors").exists()
 
 
+@pytest.mark.core
 def test_a_run_leaves_a_report_and_a_checkpoint_that_transformers_loads(finished_run: Path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -139,6 +141,7 @@ def test_a_run_leaves_a_report_and_a_checkpoint_that_transformers_loads(finished
     assert json.loads((finished_run / "done.json").read_text())["step"] == 4
 
 
+@pytest.mark.core
 def test_a_run_records_the_kernels_of_both_ends(finished_run: Path):
     record = json.loads((finished_run / "versions.json").read_text())
     assert record["trainer kernel, FP8 linears"] == "PyTorch (emulated)"
@@ -147,6 +150,7 @@ def test_a_run_records_the_kernels_of_both_ends(finished_run: Path):
     assert record["engine kernel, attention"] == "CPU_ATTN"
 
 
+@pytest.mark.core
 def test_a_run_ends_its_engine_in_order(finished_run: Path):
     log = (finished_run / "logs" / "rollout-0.log").read_text()
     assert "Application shutdown complete" in log and "Traceback" not in log, log[-3000:]

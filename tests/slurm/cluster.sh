@@ -130,6 +130,7 @@ JobAcctGatherType=jobacct_gather/none
 SlurmdParameters=config_overrides
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
+TopologyPlugin=topology/tree
 GresTypes=gpu
 # Answers within seconds, where a real cluster takes its time.
 SchedulerParameters=sched_interval=1,sched_min_interval=0,bf_interval=1,batch_sched_delay=0
@@ -148,6 +149,12 @@ include $DIR/etc/nodes.conf
 PartitionName=main Nodes=ALL Default=YES MaxTime=1:00:00 State=UP
 PartitionName=short Nodes=ALL MaxTime=2 State=UP
 CONF
+    # Nodes with odd and with even numbers hang on a switch each, so that the order of names is not that of the network.
+    {
+        echo "SwitchName=odd Nodes=$(seq -f 'node%g' -s , 1 2 "$NODES")"
+        echo "SwitchName=even Nodes=$(seq -f 'node%g' -s , 2 2 "$NODES")"
+        echo "SwitchName=spine Switches=odd,even"
+    } >"$DIR/etc/topology.conf"
     cat >"$DIR/etc/slurmdbd.conf" <<CONF
 DbdHost=$login
 DbdAddr=$NET.1

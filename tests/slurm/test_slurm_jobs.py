@@ -5,16 +5,14 @@ The programs are a few lines each, so that these tests cost seconds; training it
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, logs_of
 
-from launch import slurm as launcher
-from launch.cluster import Cluster
 from launch.spec import JobSpec, Role, log_file
+from tests.helpers.slurm_jobs import ci_cluster, nodes_of, program, submit
 
 QUOTED = "it's \"two words\" $HOME `id` \\ * ;"
 RANKS = """
@@ -49,28 +47,6 @@ COUNT = """
 """
 
 
-def ci_cluster(**changes) -> Cluster:
-    """The test cluster, as a cluster's file describes it."""
-    values = dict(
-        account="research", partition="main", time_limit="00:10:00", gpu=None, gpus_per_node=0, ranks_per_node=2,
-        save_signal_s=60, max_restarts=3, env={"TORCHDYNAMO_DISABLE": "1"},
-    )  # fmt: skip
-    return Cluster(**(values | changes))
-
-
-def program(folder: Path, name: str, text: str) -> str:
-    """Path of a program that all nodes see."""
-    path = folder / f"{name}.py"
-    path.write_text(textwrap.dedent(text))
-    return str(path)
-
-
-def submit(spec: JobSpec, cluster: Cluster, **options) -> list[str]:
-    """Numbers of the jobs."""
-    Path(spec.run_dir).mkdir(parents=True, exist_ok=True)
-    return list(launcher.submit(spec, cluster, cluster_name="ci", **options).job_ids)
-
-
 def counting(folder: Path, *, last: int, pause: float, **changes) -> JobSpec:
     command = (program(folder, "count", COUNT), str(folder), str(last), str(pause))
     task = Role(name="task", kind="command", nodes=(0,), command=command)
@@ -102,9 +78,9 @@ def test_ranks_follow_the_order_of_nodes_and_words_arrive_as_they_are(slurm: Slu
         roles=(trainer, beside),
         env={"WITH_QUOTES": QUOTED, "lower_case": "1"},
     )
-    (job,) = submit(spec, ci_cluster())
+    job = submit(spec, ci_cluster())
     assert slurm.wait(job) == "COMPLETED", logs_of(folder)
-    nodes = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
+    nodes = nodes_of(slurm, job)
     logs = [log_file(folder, "trainer", node).read_text() for node in (1, 2)]
     for index, log in enumerate(logs):
         for rank in (2 * index, 2 * index + 1):
@@ -128,7 +104,7 @@ def test_a_crash_ends_the_job_with_its_error_its_node_and_its_rank(slurm: SlurmC
         command=(program(folder, "crash", crash),),
     )
     cluster = ci_cluster(setup=("export LAUNCH_GRACE_S=2",))
-    (job,) = submit(JobSpec(name="crash", run_dir=str(folder), nodes=2, roles=(trainer,)), cluster)
+    job = submit(JobSpec(name="crash", run_dir=str(folder), nodes=2, roles=(trainer,)), cluster)
     assert slurm.wait(job) == "FAILED", logs_of(folder)
     assert slurm.job(job)["Restarts"] == "0", "what fails before a step is not tried again"
     error = (folder / "launch" / f"{job}.0" / "first_error.txt").read_text()
@@ -137,7 +113,7 @@ def test_a_crash_ends_the_job_with_its_error_its_node_and_its_rank(slurm: SlurmC
 
 
 def test_a_request_to_save_queues_the_job_again_and_it_goes_on(slurm: SlurmCluster, folder: Path):
-    (job,) = submit(counting(folder, last=80, pause=0.25), ci_cluster())
+    job = submit(counting(folder, last=80, pause=0.25), ci_cluster())
     slurm.until(lambda: steps(folder) >= 5, "five steps", 300, lambda: logs_of(folder))
     slurm.command("scancel", "--signal=USR1", job)
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 300, lambda: logs_of(folder))
@@ -148,10 +124,19 @@ def test_a_request_to_save_queues_the_job_again_and_it_goes_on(slurm: SlurmClust
     assert log.count("=== job") == 2
 
 
+def test_nodes_follow_their_switches(slurm: SlurmCluster, folder: Path):
+    """Stages of a pipeline on neighbouring nodes of the job are on one switch: names alone would alternate."""
+    task = Role(name="task", kind="command", nodes=(0, 1, 2, 3), command=("-c", "import os; print('ON', os.uname().nodename)"))
+    job = submit(JobSpec(name="switches", run_dir=str(folder), nodes=4, roles=(task,)), ci_cluster())
+    assert slurm.wait(job) == "COMPLETED", logs_of(folder)
+    logs = [log_file(folder, "task", node).read_text() for node in range(4)]
+    assert [log.partition("ON ")[2].split()[0] for log in logs] == ["node1", "node3", "node2", "node4"]
+
+
 def test_a_server_that_is_killed_is_started_again_on_its_node_and_the_job_goes_on(slurm: SlurmCluster, folder: Path):
-    (job,) = submit(counting(folder, last=10000, pause=0.25), ci_cluster())
+    job = submit(counting(folder, last=10000, pause=0.25), ci_cluster())
     slurm.until(lambda: steps(folder) >= 3, "three steps", 300, lambda: logs_of(folder))
-    node = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()[1]
+    node = nodes_of(slurm, job)[1]
     slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", node, "pkill", "-9", "-f", "print.'serving'")
     log = log_file(folder, "serve", 1)
     slurm.until(lambda: log.read_text().count("serving\n") == 2, "its restart", 300, lambda: logs_of(folder))
@@ -163,7 +148,8 @@ def test_a_server_that_is_killed_is_started_again_on_its_node_and_the_job_goes_o
 
 def test_cancelling_lets_the_job_save_and_is_what_slurm_says_too(slurm: SlurmCluster, folder: Path):
     """A step takes longer than Slurm's KillWait, 5 s here: a mere scancel would lose it."""
-    first, second = submit(counting(folder, last=1000, pause=8.0), ci_cluster(), chain=2)
+    cluster = ci_cluster(sbatch={"dependency": "singleton"})
+    first, second = (submit(counting(folder, last=1000, pause=8.0), cluster, id=f"count_{i}") for i in range(2))
     slurm.until(lambda: steps(folder) >= 1, "a step", 300, lambda: logs_of(folder))
     then = steps(folder)
     cancelled = slurm.launch("cancel", folder)
@@ -176,42 +162,35 @@ def test_cancelling_lets_the_job_save_and_is_what_slurm_says_too(slurm: SlurmClu
     assert f"{first} on ci: CANCELLED" in status.stdout and "attempt 0: cancelled (" in status.stdout, status.output
 
 
-@pytest.mark.slow
 def test_the_time_limit_itself_saves_and_queues_the_job_again(slurm: SlurmCluster, folder: Path):
     """Slurm looks at limits twice a minute, and its shortest limit is one: nothing here is asked for by hand."""
     cluster = ci_cluster(time_limit="00:01:00", save_signal_s=50)
-    (job,) = submit(counting(folder, last=180, pause=0.25, save_signal_s=50), cluster)
+    job = submit(counting(folder, last=180, pause=0.25, save_signal_s=50), cluster)
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "the job to be queued again", 300, lambda: logs_of(folder))
     slurm.until(lambda: (folder / "launch" / f"{job}.1" / "node-1.json").exists(), "the second attempt", 300)
     assert slurm.wait(job, deadline_s=300) == "COMPLETED", logs_of(folder)
     assert "saved at" in log_file(folder, "task", 0).read_text() and steps(folder) == 180
 
 
-def test_a_chain_goes_on_where_the_job_before_it_stopped(slurm: SlurmCluster, folder: Path):
-    jobs = submit(counting(folder, last=80, pause=0.25), ci_cluster(), chain=3)
+def test_singletons_go_on_where_the_job_before_them_stopped(slurm: SlurmCluster, folder: Path):
+    """For clusters that do not requeue: the same job several times, one after the other."""
+    cluster = ci_cluster(sbatch={"dependency": "singleton"}, max_restarts=0)
+    jobs = [submit(counting(folder, last=80, pause=0.25), cluster, id=f"count_{i}") for i in range(3)]
     slurm.until(lambda: steps(folder) >= 3, "three steps", 300, lambda: logs_of(folder))
     assert [slurm.job(job)["JobState"] for job in jobs] == ["RUNNING", "PENDING", "PENDING"]
     slurm.command("scancel", "--signal=USR1", jobs[0])
-    assert [slurm.wait(job) for job in jobs] == ["COMPLETED"] * 3, logs_of(folder)
+    assert [slurm.wait(job) for job in jobs] == ["FAILED", "COMPLETED", "COMPLETED"], logs_of(folder)
     log = log_file(folder, "task", 0).read_text()
-    assert steps(folder) == 80 and log.count("=== job") == 2, "the third job finds the run finished"
-
-
-def test_a_failure_ends_its_chain(slurm: SlurmCluster, folder: Path):
-    task = Role(name="task", kind="command", nodes=(0,), command=("-c", "raise SystemExit('no such data')"))
-    spec = JobSpec(name="broken", run_dir=str(folder), nodes=1, roles=(task,))
-    jobs = submit(spec, ci_cluster(), chain=2)
-    assert [slurm.wait(job) for job in jobs] == ["FAILED", "FAILED"], logs_of(folder)
-    assert not (folder / "launch" / f"{jobs[1]}.0" / "node-0.json").exists(), "its agents were not started"
+    assert steps(folder) == 80 and log.count("=== job") == 3 and "used up" in logs_of(folder)
 
 
 @pytest.mark.long
 def test_a_node_that_loses_power_costs_an_attempt_and_not_the_run(slurm: SlurmCluster, folder: Path):
-    (job,) = submit(counting(folder, last=80, pause=0.25), ci_cluster())
+    job = submit(counting(folder, last=80, pause=0.25), ci_cluster())
     slurm.until(lambda: steps(folder) >= 5, "five steps", 300, lambda: logs_of(folder))
-    lost = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()[1]
+    lost = nodes_of(slurm, job)[1]
     slurm.kill_node(int(lost.removeprefix("node")))
     slurm.until(lambda: slurm.job(job)["Restarts"] == "1", "Slurm to notice", 300, lambda: logs_of(folder))
     assert slurm.wait(job, deadline_s=300) == "COMPLETED", logs_of(folder)
-    assert lost not in slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
+    assert lost not in nodes_of(slurm, job)
     assert steps(folder) == 80

@@ -8,11 +8,10 @@ import subprocess
 import sys
 import time
 
-import pytest
 from slurm_cluster import ROOT, SlurmCluster, last_job, lines_of, logs_of
-from test_slurm_refusals import cluster_file, run_dir
 
 from tests.helpers.own_model import make_model
+from tests.helpers.slurm_jobs import cluster_file, run_dir
 
 REWARD = "def digits(completion, answer):\n    return {'letters': len(set(completion)) / 10, 'at_launch': 1.0}\n"
 SHORT = (
@@ -22,7 +21,6 @@ SHORT = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_what_a_user_brings_travels_with_the_job(slurm_session: SlurmCluster):
     folder = slurm_session.shared / f"own job {time.time_ns()}"
     folder.mkdir(parents=True)

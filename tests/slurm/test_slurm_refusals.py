@@ -8,24 +8,7 @@ import pytest
 from slurm_cluster import SlurmCluster, last_job
 
 from launch import cli
-
-CLUSTER_NAME = "it's a \"big\" cluster.py"
-
-
-def cluster_file(folder: Path, **changes) -> Path:
-    """A cluster's file whose name and run_root need quotes in a shell."""
-    values = dict(
-        run_root=str(folder / "all runs"), account="research", partition="main", time_limit="00:20:00", gpu=None,
-        gpus_per_node=0, ranks_per_node=1, save_signal_s=60, env={"WITH_QUOTES": "it's \"a b\" $HOME"},
-    ) | changes  # fmt: skip
-    fields = ",\n    ".join(f"{name}={value!r}" for name, value in values.items())
-    path = folder / CLUSTER_NAME
-    path.write_text(f"from launch.cluster import Cluster\n\nCLUSTER = Cluster(\n    {fields},\n)\n")
-    return path
-
-
-def run_dir(folder: Path, name: str = "tiny_qwen3_moe") -> Path:
-    return folder / "all runs" / "runs" / name
+from tests.helpers.slurm_jobs import cluster_file, run_dir
 
 
 @pytest.mark.parametrize(
@@ -40,7 +23,6 @@ def run_dir(folder: Path, name: str = "tiny_qwen3_moe") -> Path:
 def test_what_slurm_refuses_is_said_with_the_field_and_leaves_nothing_queued(
     slurm: SlurmCluster, folder: Path, capsys: pytest.CaptureFixture[str], wrong: dict[str, str], said: tuple[str, ...]
 ):
-    # In this process, which imports nemo-run once for all of them.
     status = cli.main(["tiny_qwen3_moe", "--cluster", str(cluster_file(folder, **wrong))])
     error = capsys.readouterr().err
     assert status == 2, error

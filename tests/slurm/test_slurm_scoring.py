@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from slurm_cluster import SlurmCluster, logs_of
-from test_slurm_jobs import ci_cluster, program, submit
 
 from launch.plan import Request, absolute_run_dir, score_roles
 from launch.spec import JobSpec, Role, endpoint_file, log_file
 from megatron_fp8rl import cli
+from tests.helpers.slurm_jobs import ci_cluster, nodes_of, program, submit
 
 # A scorer that takes its server with it, once.
 JUDGE = """
@@ -58,11 +58,11 @@ def test_completions_are_scored_on_another_node_which_may_lose_its_server(
     request = Request(job="rl", cluster=cluster, config_name="judge:run", cfg=cfg)
     task = Role(name="task", kind="command", nodes=(0,), command=(program(folder, "ask", ASK), *words))
     roles = (task, *score_roles(request, (1,), absolute_run_dir(cfg, cluster)))
-    (job,) = submit(
+    job = submit(
         JobSpec(name="scores", run_dir=str(folder), nodes=2, roles=roles, env={"PYTHONPATH": str(folder)}), cluster
     )
     assert slurm.wait(job) == "COMPLETED", logs_of(folder)
-    first, second = slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
+    first, second = nodes_of(slurm, job)
     log = log_file(folder, "task", 0).read_text()
     right, wrong = (1.0, "scored"), (0.0, "scored")
     assert f"SCORES {[right, wrong] * 8} ASKED FROM {first}\n" in log

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, last_job, lines_of, logs_of
-from test_slurm_refusals import cluster_file, run_dir
-from test_slurm_training import last_step, nodes_of
+
+from tests.helpers.slurm_jobs import cluster_file, last_step, nodes_of, run_dir
 
 START_S = 420.0  # until a first step: imports, a warm start, an engine
 CONFIG = (

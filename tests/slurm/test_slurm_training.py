@@ -7,13 +7,15 @@ Models are tiny and steps few: these tests are about nodes, limits and losses of
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, last_job, lines_of, logs_of
-from test_slurm_refusals import cluster_file, run_dir
+
+from tests.helpers.slurm_jobs import cluster_file, last_step, nodes_of, run_dir
 
 START_S = 420.0  # until a first step: imports, a warm start, an engine
 RUN_S = 420.0
@@ -26,14 +28,6 @@ CONFIG = (
     "--optim.decay", "constant",  # each step changes the weights, the last one too
 )  # fmt: skip
 CURVE = ("reward/score/mean", "train/loss/mean", "train/grad_norm/max", "mismatch/abs_logprob_diff/mean")
-
-
-def last_step(run: Path) -> int:
-    return max((line["step"] for line in lines_of(run / "metrics.jsonl")), default=-1)
-
-
-def nodes_of(slurm: SlurmCluster, job: str) -> list[str]:
-    return slurm.command("scontrol", "show", "hostnames", slurm.job(job)["NodeList"]).split()
 
 
 def begin(slurm: SlurmCluster, folder: Path, *words: str | Path) -> tuple[str, Path]:
@@ -66,7 +60,6 @@ def uninterrupted(slurm_session: SlurmCluster, shared_folder: Path, record_tests
     return run
 
 
-@pytest.mark.slow
 def test_trainer_on_two_nodes_and_engine_on_a_third_learn_and_prove_their_weights(
     slurm: SlurmCluster, uninterrupted: Path
 ):
@@ -83,7 +76,6 @@ def test_trainer_on_two_nodes_and_engine_on_a_third_learn_and_prove_their_weight
     assert (uninterrupted / "report.html").exists() and (uninterrupted / "hf" / "config.json").exists()
 
 
-@pytest.mark.slow
 def test_saved_by_request_and_cut_off_by_a_lost_node_the_curve_is_that_of_one_go(
     slurm: SlurmCluster, uninterrupted: Path, shared_folder: Path, record_property: Callable
 ):
@@ -163,16 +155,12 @@ def test_a_lost_replica_comes_back_with_the_current_weights_while_training_goes_
 
 
 @pytest.mark.long
-def test_a_sweep_is_one_array_with_a_table_of_its_runs(slurm: SlurmCluster, folder: Path):
+def test_a_sweep_is_a_job_for_each_value_with_a_table_of_its_runs(slurm: SlurmCluster, folder: Path):
     launched = slurm.launch(
-        "tiny_qwen3_moe", "--cluster", cluster_file(folder), "--job", "sweep", "--program", "sft", "--over", "seed", "1", "2",
-        "--name", "two seeds", "--data.sft_steps", "4", "--rollout.transport", "auto",
+        "tiny_qwen3_moe", "--cluster", cluster_file(folder), "--job", "sft", "--over", "seed", "1", "2",
+        "--name", "two seeds", "--data.sft_steps", "4", "--rollout.transport", "auto", "--wait",
     )  # fmt: skip
-    assert launched.status == 0, launched.output
     swept = run_dir(folder, "two seeds_sweep")
-    job = last_job(swept)
-    slurm.until(lambda: not slurm.command("squeue", "-h", "-j", job), "the array to end", RUN_S, lambda: logs_of(swept))
-    states = slurm.command("sacct", "-X", "-n", "-P", "-o", "JobID,State", "-j", job).split()
-    assert states == [f"{job}_0|COMPLETED", f"{job}_1|COMPLETED"], logs_of(swept)
-    table = (swept / "sweep.md").read_text()
-    assert "| element-0 | 1 |" in table and "| element-1 | 2 |" in table, table
+    assert launched.status == 0 and launched.stdout.count(": COMPLETED") == 2, launched.output + logs_of(swept)
+    table = slurm.command(sys.executable, "-m", "launch.sweep", swept)
+    assert "| element-0 | 1 | finished" in table and "| element-1 | 2 | finished" in table, table

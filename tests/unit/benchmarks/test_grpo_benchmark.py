@@ -80,7 +80,7 @@ def test_section_and_plot_are_made_of_rows_alone(tmp_path):
     (tmp_path / "elsewhere" / "grpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plot = tmp_path / "docs" / "plot.png"
     assert grpo.main(["--table", "--folder", str(tmp_path / "elsewhere"), "--plot", str(plot)]) == 0
-    text = (tmp_path / "docs" / "measured.md").read_text()
+    text = (tmp_path / "docs" / "measured" / "grpo.md").read_text()
     assert "](plot.png)" in text and "fp8, seed 3 | A | 4 | 0.250 to 0.250" in text
     assert text.count("Measured 2026-11-22 on 1 NVIDIA H200: `python -m x`") == 1
     assert plot.stat().st_size > 10_000
@@ -190,13 +190,13 @@ def test_a_run_cut_by_the_budget_leaves_its_row_and_is_gone_on_with(pretended, t
     assert row["curves"]["reward"] == [step / 20 for step in range(1, row["steps"] + 1)]
     assert f"bf16-colocated-seed1: step {row['steps']} of 20: 0.20 s" in said and "is asked to stop" in said
     assert f"{row['steps']} of 20 steps, and saved; 0 s are left; run the same command again" in said
-    assert f"| {row['steps']} of 20 |" in (tmp_path / "docs" / "measured.md").read_text()
+    assert f"| {row['steps']} of 20 |" in (tmp_path / "docs" / "measured" / "grpo.md").read_text()
     assert (tmp_path / "docs" / "plot.png").exists()
     after = pretended("quick", 10)
     said = capsys.readouterr().out
     assert after["is_done"] and after["steps"] == 20 and "all 20 steps are done" in said
     assert f"step {row['steps']} of 20" not in said and f"step {row['steps'] + 1} of 20" in said
-    assert "| 20 | 0.150 to 0.900 |" in (tmp_path / "docs" / "measured.md").read_text()
+    assert "| 20 | 0.150 to 0.900 |" in (tmp_path / "docs" / "measured" / "grpo.md").read_text()
 
 
 def test_a_run_that_does_not_stop_is_killed_and_leaves_its_row(pretended, monkeypatch, capsys):

@@ -12,14 +12,16 @@ import time
 from pathlib import Path
 
 import pytest
-from test_agent import FAKE, HOLD, Job, fake_processes, nothing_is_left, replica, trainer
 
 from launch import local, outcome
-from launch.peers import Board, Peer, Place
-from launch.roles import RoleProcess
+from launch.peers import Board, Place
 from launch.spec import JobSpec, Role, endpoint_file, log_file
+from tests.helpers.agents import FAKE, HOLD, Job, fake_processes, nothing_is_left, replica, trainer
 from tests.helpers.launching import saved
 from tests.helpers.processes import DEADLINE_S, until
+from tests.helpers.role_processes import process_of
+
+pytestmark = pytest.mark.slow
 
 
 def spanning(*words: str, nodes: tuple[int, ...] = (1, 2)) -> Role:
@@ -206,14 +208,6 @@ def test_a_file_system_that_stays_away_ends_all_and_leaves_nothing(tmp_path: Pat
     statuses, outputs = job.wait()
     assert 0 not in statuses and 85 not in statuses, outputs
     assert nothing_is_left(job.run_dir)
-
-
-def process_of(folder: Path, *, num_nodes: int = 2, **env: str) -> RoleProcess:
-    """A role of node 0, on a board of its own."""
-    place = Place(job="7", attempt=0, node=0, num_nodes=num_nodes, is_slurm=False)
-    role = Role(name="rollout-0", kind="replica", nodes=(0,), command=("-c", "pass"))
-    spec = JobSpec(name="fake", run_dir=str(folder), roles=(role,), nodes=num_nodes, env=env)
-    return RoleProcess(role, spec, Board(folder, place), {0: Peer(host="h", address="127.0.0.1", port=1, pid=1)})
 
 
 def test_output_is_read_on_when_the_disk_of_the_log_is_full(tmp_path: Path):

@@ -10,7 +10,7 @@ import pytest
 from launch import cli, cluster, run_state, slurm
 from launch.cluster import Cluster, ClusterError
 from launch.slurm import SubmitError
-from launch.spec import JobSpec, Role, add_job, launch_dir, read_jobs, spec_file
+from launch.spec import JobSpec, Role, add_job, launch_dir, read_jobs, submission_dir
 from tests.helpers.launching import saved
 
 HEAD = "from pathlib import Path\nfrom launch.cluster import Cluster\n"
@@ -131,40 +131,11 @@ def test_no_two_jobs_of_any_kind_work_in_one_folder(
 # ---- submission
 
 
-@dataclass(frozen=True)
-class Submission:
-    """As ``launch.experiment`` has it, without nemo-run."""
-
-    spec: JobSpec
-    cluster: Cluster
-    id: str
-    chain: int
-    array: str | None
-
-    @property
-    def code_dir(self) -> str:
-        return str(launch_dir(self.spec.run_dir) / "code" / self.id)
-
-    @property
-    def spec_file(self) -> str:
-        return str(spec_file(self.spec.run_dir, self.id))
-
-    def task_name(self, index: int) -> str:
-        return f"job{index}"
-
-    def job_dir(self, index: int) -> str:
-        return str(launch_dir(self.spec.run_dir) / "experiments" / self.task_name(index))
-
-
 @dataclass
 class Queue:
     """A Slurm that takes every job, and what it was asked to cancel."""
 
     cancelled: list[str] = field(default_factory=list)
-    Submission: type[Submission] = Submission
-
-    def submit(self, submission: Submission) -> list[str]:
-        return ["7", "8"]
 
     def ask(self, *words: str) -> str:
         self.cancelled += words[1:] if words[0] == "scancel" else ()
@@ -174,23 +145,23 @@ class Queue:
 @pytest.fixture
 def queue(monkeypatch: pytest.MonkeyPatch) -> Queue:
     found = Queue()
-    monkeypatch.setattr(slurm, "_nemo_run", lambda: found)
+    monkeypatch.setattr(slurm, "_sbatch", lambda script, cluster, name: "7")
     monkeypatch.setattr(slurm.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(slurm, "_HELD_S", 0.0)
     monkeypatch.setattr(slurm, "ask_here", found.ask)
     return found
 
 
-def submit(run_dir: Path) -> slurm.Launched:
-    return slurm.submit(job(run_dir), Cluster(**CPU), cluster_name="c", id="run_one", chain=2)
+def submit(run_dir: Path) -> str:
+    return slurm.submit(job(run_dir), Cluster(**CPU), cluster_name="c", id="run_one")
 
 
 def test_a_submission_is_noted_and_its_name_is_not_taken_twice(tmp_path: Path, queue: Queue):
-    assert submit(tmp_path).job_ids == ("7", "8")
-    assert [one["job_id"] for one in read_jobs(tmp_path)] == ["7", "8"] and not queue.cancelled
+    assert submit(tmp_path) == "7"
+    assert [one["job_id"] for one in read_jobs(tmp_path)] == ["7"] and not queue.cancelled
     with pytest.raises(SubmitError, match="'run_one' already in .*choose another --id"):
         submit(tmp_path)
-    assert (launch_dir(tmp_path) / "code" / "run_one" / "launch").is_dir() and not queue.cancelled
+    assert (submission_dir(tmp_path, "run_one") / "code" / "launch").is_dir() and not queue.cancelled
 
 
 def test_an_interrupt_leaves_no_job_of_which_nobody_was_told(
@@ -204,8 +175,8 @@ def test_an_interrupt_leaves_no_job_of_which_nobody_was_told(
     monkeypatch.setattr(slurm, "ask_here", interrupt)
     with pytest.raises(KeyboardInterrupt):
         submit(tmp_path)
-    assert queue.cancelled == ["7", "8"]
-    assert not (launch_dir(tmp_path) / "code" / "run_one").exists()
+    assert queue.cancelled == ["7"]
+    assert not submission_dir(tmp_path, "run_one").exists()
 
 
 def test_an_interrupt_is_a_line_and_not_a_traceback(
@@ -229,7 +200,7 @@ def test_a_full_disk_queues_nothing_and_is_said_with_the_folder(
     monkeypatch.setattr(slurm, name, full)
     with pytest.raises(SubmitError, match="folder .* cannot be written: .*No space left"):
         submit(tmp_path)
-    assert queue.cancelled == ([] if name == "copy_code" else ["7", "8"])
+    assert queue.cancelled == ([] if name == "copy_code" else ["7"])
 
 
 # ---- jobs of which little is known
@@ -244,7 +215,7 @@ def test_a_job_that_wrote_nothing_is_explained(tmp_path: Path, monkeypatch, caps
     assert cli.main(["logs", str(tmp_path)]) == 2
     assert "job 5 is FAILED, and has written nothing" in capsys.readouterr().err
     add_job(tmp_path, {"job_id": "6", "folder": str(tmp_path), **how})
-    (tmp_path / "sbatch-6.out").write_text("launch: an earlier job of this chain has failed: 5 1\n")
+    (tmp_path / "sbatch-6.out").write_text("launch: attempt 4 is not started\n")
     assert cli.main(["status", str(tmp_path)]) == 1
     assert capsys.readouterr().out.count("it wrote nothing into") == 1, "of the second there is its own output"
 
@@ -254,7 +225,7 @@ def test_logs_name_what_is_not_there(tmp_path: Path, monkeypatch, capsys: pytest
     monkeypatch.setattr(run_state, "job_state", lambda job_id: "COMPLETED")
     how = record(tmp_path)
     add_job(tmp_path, {"job_id": "5", "folder": "/where/it/was/before", **how})
-    logs, output = tmp_path / "logs", launch_dir(tmp_path) / "experiments" / "x" / "sbatch-5.out"
+    logs, output = tmp_path / "logs", launch_dir(tmp_path) / "jobs" / "x" / "sbatch-5.out"
     logs.mkdir()
     output.parent.mkdir(parents=True)
     output.write_text("said by the batch script\n")
@@ -293,17 +264,15 @@ def test_the_report_is_the_one_that_the_job_writes(tmp_path: Path, command: tupl
 
 
 def test_a_sweep_leads_to_its_elements(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]):
-    """Its first element waits for the limit of --at_once, others run."""
-    monkeypatch.setattr(run_state, "job_state", lambda job_id: "RUNNING")
-    how = record(tmp_path)
-    add_job(tmp_path, {"job_id": "5", "array": "0-11%2", **how})
-    for index in (10, 9):
-        launch_dir(tmp_path / f"element-{index}").mkdir(parents=True)
-    assert cli.main(["status", str(tmp_path)]) == 0
+    monkeypatch.setattr(run_state, "job_state", {"5": "COMPLETED", "6": "FAILED"}.get)
+    (tmp_path / "sweep.json").write_text("{}")
+    for index, job_id in ((10, "6"), (9, "5")):
+        add_job(tmp_path / f"element-{index}", {"job_id": job_id, **record(tmp_path / f"element-{index}")})
+    assert cli.main(["status", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
-    assert f"2 have begun; `python -m launch status {tmp_path / 'element-9'}`" in shown and "report.html" not in shown
+    assert shown.index("5 on c: COMPLETED") < shown.index("6 on c: FAILED")
     assert cli.main(["logs", str(tmp_path)]) == 2
-    assert f"is a sweep: name the run of an element, as {tmp_path / 'element-0'}" in capsys.readouterr().err
+    assert f"is a sweep: name one of its runs, as {tmp_path / 'element-0'}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -318,11 +287,11 @@ def test_a_sweep_leads_to_its_elements(tmp_path: Path, monkeypatch, capsys: pyte
 def test_who_waited_is_told_what_failed(tmp_path: Path, monkeypatch, capsys, state: str, error: str | None, said: str):
     folder = tmp_path / "runs" / "tiny_qwen3_moe"
 
-    def submitted(*args: object, **how: object) -> slurm.Launched:
+    def submitted(*args: object, **how: object) -> str:
         if error is not None:
             (launch_dir(folder) / "7.0").mkdir(parents=True)
             (launch_dir(folder) / "7.0" / "first_error.txt").write_text(error)
-        return slurm.Launched(job_ids=("7",), run_dir=str(folder), experiment_dir="")
+        return "7"
 
     monkeypatch.setattr(slurm, "submit", submitted)
     monkeypatch.setattr(slurm, "job_state", lambda job_id, **how: state)

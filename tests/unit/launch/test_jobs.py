@@ -153,7 +153,6 @@ def test_a_conversion_gets_absolute_folders(tmp_path: Path, monkeypatch: pytest.
         ("convert", "hf_to_megatro", ("a", "b"), "did you mean hf_to_megatron"),
         ("convert", "hf_to_fp8", ("--workers", "1"), "before its options"),
         ("eval", "tiny_qwen", (), "did you mean"),
-        ("sweep", "tiny_qwen3", (), "--over FIELD"),
     ],
 )
 def test_mistakes_have_a_message(job: str, target: str, words: tuple[str, ...], said: str):

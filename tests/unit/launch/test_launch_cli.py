@@ -12,7 +12,7 @@ import pytest
 
 from launch import cli, local, slurm
 from launch.cluster import Cluster
-from launch.slurm import Launched, SubmitError
+from launch.slurm import SubmitError
 from launch.spec import JobSpec, Role, add_job, read_jobs
 from tests.helpers.launching import saved
 
@@ -42,9 +42,9 @@ def submitted(monkeypatch):
     """What would have been queued; nothing is."""
     calls: list[tuple[JobSpec, dict]] = []
 
-    def submit(spec, cluster, **how) -> Launched:
+    def submit(spec, cluster, **how) -> str:
         calls.append((spec, how))
-        return Launched(job_ids=("7", "8")[: how["chain"]], run_dir=spec.run_dir, experiment_dir="")
+        return str(6 + len(calls))
 
     monkeypatch.setattr(slurm, "submit", submit)
     return calls
@@ -71,7 +71,9 @@ def test_nothing_heavy_is_imported():
         (["tiny_qwen3_moe", "--cluster", "local", "--nodes", "two"], "--nodes 'two' is no number"),
         (["tiny_qwen3_moe", "--cluster"], "--cluster needs a value"),
         (["tiny_qwen3_moe", "--cluster", "local", "--id", "a b"], "--id 'a b'"),
-        (["tiny_qwen3_moe", "--cluster=plain", "--chain=0"], "--chain 0"),
+        (["tiny_qwen3_moe", "--cluster", "local", "--over", "seed"], "name a field and its values"),
+        (["tiny_qwen3_moe", "--cluster", "local", "--over", "seed", "1", "--over", "seed", "2"], "occurs twice"),
+        (["tiny_qwen3_moe", "--cluster", "local", "--job", "study", "--over", "seed", "1"], "cannot be swept"),
     ],
 )
 def test_a_mistake_in_the_words_is_status_2(words, said, capsys, submitted):
@@ -102,13 +104,13 @@ def test_every_problem_is_shown_and_nothing_is_queued(submitted, cluster_file, c
 
 def test_a_run_is_submitted_with_where_to_look(submitted, cluster_file, capsys, tmp_path):
     path = cluster_file()
-    assert cli.main(["tiny_qwen3_moe", "--cluster", path, "--chain", "2", "--num_steps", "3", "--id", "abc"]) == 0
+    assert cli.main(["tiny_qwen3_moe", "--cluster", path, "--num_steps", "3", "--id", "abc"]) == 0
     [(spec, how)] = submitted
     assert spec.run_dir == str(tmp_path / "the runs" / "runs" / "tiny_qwen3_moe")
-    assert how == {"cluster_name": path, "id": "tiny-qwen3-moe_abc", "chain": 2, "array": None}
+    assert how == {"cluster_name": path, "id": "tiny-qwen3-moe_abc"}
     assert "--num_steps" in spec.role("trainer").command
     out = capsys.readouterr().out
-    assert "jobs 7, 8 are queued" in out and f"{spec.run_dir}/report.html" in out and "launch cancel" in out
+    assert "job 7 is queued" in out and f"{spec.run_dir}/report.html" in out and "launch cancel" in out
 
 
 @pytest.mark.parametrize(("states", "status"), [({"7": "COMPLETED"}, 0), ({"7": "FAILED"}, 1), ({"7": "TIMEOUT"}, 1)])
@@ -179,12 +181,7 @@ def test_what_is_shown_cannot_leave_its_comment(capsys, tmp_path):
     ],
 )
 def test_what_slurm_says_leads_to_the_field(stderr, said):
-    class Failed(Exception):
-        class result:
-            pass
-
-    Failed.result.stderr = f"some warning\n{stderr}\n"
-    text = slurm._what_slurm_said(Failed(), Cluster(account="acc", partition="p"))
+    text = slurm._what_slurm_said(f"some warning\n{stderr}\n", Cluster(account="acc", partition="p"))
     assert stderr in text and said in text and "some warning" not in text
 
 
@@ -195,9 +192,6 @@ def test_what_slurm_says_leads_to_the_field(stderr, said):
         (None, "COMPLETED\n", "COMPLETED"),
         (None, "CANCELLED by 0\n", "CANCELLED"),
         (None, None, None),
-        ("JobId=2 JobState=COMPLETED x\nJobId=3 JobState=PENDING y\nJobId=4 JobState=FAILED z", None, "PENDING"),
-        ("JobId=2 JobState=COMPLETED x\nJobId=3 JobState=FAILED y", None, "FAILED"),
-        ("JobId=2 JobState=PENDING x\nJobId=3 JobState=RUNNING y", None, "RUNNING"),  # it may save when cancelled
     ],
 )
 def test_the_state_of_a_job_with_and_without_accounting(monkeypatch, shown, accounted, state):
@@ -212,18 +206,31 @@ def test_waiting_for_a_silent_slurm_ends(monkeypatch):
         slurm.wait(["7"], poll_s=0.01)
 
 
-def test_a_job_that_can_never_start_is_cancelled(monkeypatch):
-    asked = []
-
-    def ask(*words):
-        asked.append(words)
-        return "PartitionTimeLimit\n" if words[0] == "squeue" else ""
-
-    monkeypatch.setattr(slurm, "ask_here", ask)
+@pytest.mark.parametrize(("reason", "is_refused"), [("PartitionTimeLimit", True), ("BadConstraints", False)])
+def test_a_job_that_can_never_start_is_refused_and_a_drained_node_is_a_warning(monkeypatch, capsys, reason, is_refused):
+    monkeypatch.setattr(slurm, "ask_here", lambda *words: f"{reason}\n")
     monkeypatch.setattr(slurm, "_HELD_S", 0)
-    with pytest.raises(SubmitError, match=r"PartitionTimeLimit.*CLUSTER.time_limit"):
-        slurm._refuse_hopeless(["7", "8"], "c")
-    assert asked[-1] == ("scancel", "7", "8")
+    if is_refused:
+        with pytest.raises(SubmitError, match=r"PartitionTimeLimit.*CLUSTER.time_limit"):
+            slurm._refuse_hopeless("7", "c")
+    else:
+        slurm._refuse_hopeless("7", "c")
+        assert "warning: job 7 waits (BadConstraints)" in capsys.readouterr().err
+
+
+def test_jobs_that_slurm_keeps_apart_may_share_a_folder(submitted, cluster_file, monkeypatch):
+    """``singleton``: for clusters that do not requeue, the same command several times."""
+    monkeypatch.setattr(slurm, "job_state", lambda job_id: "PENDING")
+    path = cluster_file(", sbatch={'dependency': 'singleton'}")
+    for _ in range(3):
+        assert cli.main(["tiny_qwen3_moe", "--cluster", path]) == 0
+    assert len(submitted) == 3 and "#SBATCH --dependency=singleton" in slurm.dry_run(submitted[0][0], cluster_of(path))
+
+
+def cluster_of(path: str) -> Cluster:
+    from launch import cluster
+
+    return cluster.load(path)
 
 
 def test_the_copied_code_is_whole_and_stays(tmp_path):

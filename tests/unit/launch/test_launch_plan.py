@@ -7,19 +7,10 @@ import dataclasses
 import pytest
 
 from launch import plan
-from launch.cluster import Cluster
 from launch.layout import Layout, Need, Place, plan_layout
-from launch.plan import Request, plan_training
+from launch.plan import plan_training
 from megatron_fp8rl import cli
-
-CPU = Cluster(gpu=None, gpus_per_node=0, ranks_per_node=4, run_root="/shared")
-GPU = Cluster(run_root="/shared")
-
-
-def request(config: str, *words: str, cluster: Cluster = GPU, **changes) -> Request:
-    cfg = cli.parse_overrides(cli.load_config(config), list(words))
-    values = {"job": "train", "cluster": cluster, "config_name": config, "cfg": cfg, "overrides": words}
-    return Request(**values | changes)
+from tests.helpers.launch_requests import CPU, GPU, SMALL, request
 
 
 def laid_out(nodes: int | None = None, **need) -> Layout:
@@ -121,11 +112,6 @@ def test_roles_of_a_separate_run():
         words = replica.command
         assert words[words.index("--replica") + 1] == str(index)
         assert words[words.index("--endpoint") + 1] == f"{spec.run_dir}/replicas/rollout-{index}.json"
-
-
-SMALL = (
-    "--parallel.world_size", "2", "--parallel.expert", "2", "--rollout.placement", "separate", "--rollout.transport"
-)  # fmt: skip
 
 
 def test_commands_are_those_of_the_program():

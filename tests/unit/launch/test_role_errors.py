@@ -6,9 +6,9 @@ import io
 from pathlib import Path
 
 import pytest
-from test_agent_troubles import process_of
 
 from launch.roles import Failure, _one_error
+from tests.helpers.role_processes import process_of
 
 TRACEBACK = """\
 Traceback (most recent call last):

@@ -9,8 +9,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_agent import FAKE, Job, replica, trainer
-from test_launch_plan import CPU, SMALL, request
 
 from launch import cli as launch_cli
 from launch import jobs
@@ -19,6 +17,8 @@ from launch.plan import plan_training
 from launch.spec import Role, endpoint_file
 from megatron_fp8rl import cli
 from megatron_fp8rl.net.endpoint import scorer_name, scorer_path
+from tests.helpers.agents import FAKE, Job, replica, trainer
+from tests.helpers.launch_requests import CPU, SMALL, request
 
 SERVERS = "--data.score_servers"
 

@@ -44,7 +44,6 @@ def test_a_job_of_this_machine_shows_no_value_to_others(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", ["local", "slurm"])
 def test_nothing_that_the_launcher_prints_holds_a_value(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str):
-    pytest.importorskip("nemo_run") if kind == "slurm" else None
     file = tmp_path / "cluster.py"
     more = "account='a', partition='p', gpu=None, gpus_per_node=0, ranks_per_node=2"
     file.write_text(

@@ -19,7 +19,7 @@ from launch.spec import JobSpec, Role, add_job, attempt_dir, log_file
 from tests.helpers.launching import saved
 from tests.helpers.processes import DEADLINE_S, until
 
-FAKE = str(Path(__file__).with_name("fake_role.py"))
+FAKE = str(Path(__file__).resolve().parents[2] / "helpers" / "fake_role.py")
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -91,7 +91,7 @@ def test_lines_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run_dir = tmp_path / "run"
     spec = job(run_dir, "1")
     add_job(run_dir, {"job_id": "local-0", "cluster": "here", "kind": "local", "name": "x", "nodes": 2,
-                      "submitted_at": 0.0, "experiment": "", "script": "", "spec": saved(spec)})  # fmt: skip
+                      "submitted_at": 0.0, "script": "", "spec": saved(spec)})  # fmt: skip
     for node, text in ((0, "=== attempt 0 ===\n[rank 0] a\n[rank 1] b\n[rank 0] c\n"), (1, "[rank 2] d\n")):
         log_file(run_dir, "trainer", node).parent.mkdir(exist_ok=True)
         log_file(run_dir, "trainer", node).write_text(text)
@@ -115,7 +115,7 @@ def test_slurm_is_asked_for_the_state_and_to_cancel(
     spec = job(run_dir, "1")
     for job_id in ("41", "42"):
         add_job(run_dir, {"job_id": job_id, "cluster": "big", "kind": "slurm", "name": "x", "nodes": 2,
-                          "submitted_at": 0.0, "experiment": "", "script": "", "spec": saved(spec)})  # fmt: skip
+                          "submitted_at": 0.0, "script": "", "spec": saved(spec)})  # fmt: skip
     board = Board(run_dir, Place(job="41", attempt=0, node=0, num_nodes=2, is_slurm=True))
     board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
     board.put("role-trainer.node0.json", {"state": "running", "pid": 2, "incarnation": 0, "status": None})
@@ -123,7 +123,7 @@ def test_slurm_is_asked_for_the_state_and_to_cancel(
     shown = capsys.readouterr().out
     assert "41 on big: RUNNING" in shown and "trainer     node 0 (n0): running" in shown
     assert cli.main(["cancel", str(run_dir), "--now"]) == 0
-    assert (tmp_path / "cancelled").read_text().split() == ["42", "41"], "those behind in a chain first"
+    assert (tmp_path / "cancelled").read_text().split() == ["42", "41"], "those that wait for another first"
     assert (attempt_dir(run_dir, "41", 0) / "cancel").exists()
 
 
@@ -138,7 +138,7 @@ def slurm_job(run_dir: Path, **how: int) -> Board:
     """Number 41, submitted to a Slurm and at work on one node."""
     spec = job(run_dir, "1", **how)
     add_job(run_dir, {"job_id": "41", "cluster": "big", "kind": "slurm", "name": "x", "nodes": 2,
-                      "submitted_at": 0.0, "experiment": "", "script": "", "spec": saved(spec)})  # fmt: skip
+                      "submitted_at": 0.0, "script": "", "spec": saved(spec)})  # fmt: skip
     board = Board(run_dir, Place(job="41", attempt=0, node=0, num_nodes=1, is_slurm=True))
     board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
     return board
@@ -190,32 +190,6 @@ def test_a_job_that_does_not_save_in_its_time_is_ended(
     said = capsys.readouterr().out
     assert "is saving or ending, for at most" in said and "job 41 has not ended within" in said
     assert (tmp_path / "cancelled").read_text() == "41\n"
-
-
-def test_all_elements_of_an_array_are_asked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], without_slurm: None, monkeypatch: pytest.MonkeyPatch
-):
-    sweep = tmp_path / "sweep"
-    add_job(sweep, {"job_id": "50", "cluster": "big", "kind": "slurm", "name": "x", "nodes": 1, "submitted_at": 0.0,
-                    "array": "0-5%2", "script": "", "spec": saved(job(sweep, "1"))})  # fmt: skip
-    places = [Place(job=f"5{i}", attempt=0, node=0, num_nodes=1, is_slurm=True) for i in range(3)]
-    boards = [Board(sweep / f"element_{i}", place) for i, place in enumerate(places)]
-    for board in boards:
-        board.put("node-0.json", {"host": "n0", "address": "10.0.0.1", "port": 1, "pid": 1})
-    end(boards[0], sweep, "done", 0)
-    tools = {"scontrol": "echo JobState=RUNNING", "scancel": f'echo "$@" >> {tmp_path}/cancelled'}
-    for name, text in tools.items():
-        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / "bin" / name).chmod(0o755)
-
-    def all_end(seconds: float) -> None:
-        (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\necho JobState=COMPLETED JobState=CANCELLED\n")
-
-    monkeypatch.setattr(watch.time, "sleep", all_end)
-    assert cli.main(["cancel", str(sweep)]) == 0
-    assert [(board.folder / "cancel").exists() for board in boards] == [False, True, True]
-    assert (tmp_path / "cancelled").read_text() == "--state=PENDING 50\n"
-    assert "job 50: CANCELLED" in capsys.readouterr().out
 
 
 def test_an_interrupt_leaves_the_request_standing(

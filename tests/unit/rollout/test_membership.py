@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from test_stream import Client, Fleet, Numbers, Ranks, Scorer, numbers
 
 from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.net.address import own_address
@@ -30,6 +29,7 @@ from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.processes import until
+from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, numbers
 
 # ---- the stream
 

@@ -14,114 +14,12 @@ import numpy as np
 import pytest
 
 from megatron_fp8rl.algo.samples import RoutedExpertsError
-from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import RolloutWriter
-from megatron_fp8rl.rollout.client import Sampling
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
-from megatron_fp8rl.types import Completion, Prompt
+from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
 from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.processes import until
-
-
-class Numbers:
-    """Prompts 0, 1, 2, ..."""
-
-    position = 0
-
-    def next_prompts(self, count: int) -> list[Prompt]:
-        start, self.position = self.position, self.position + count
-        return [
-            Prompt(prompt_id=f"n/{i}", environment="n", token_ids=(i,), text=str(i), answer="")
-            for i in range(start, start + count)
-        ]
-
-
-class Client:
-    """Answers at once, with the version that it holds when a request begins and when it ends."""
-
-    def __init__(self, version: int = 0):
-        self.version = version
-        self.num_running = 0
-        self.prompts: list[int] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-        self.sampling = Sampling(
-            temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), stop_strings=()
-        )
-
-    async def generate(self, prompt, n, seed, *, sampling=None) -> list[Completion]:
-        self.num_running += n
-        self.prompts.append(prompt[0])
-        first = self.version
-        try:
-            await asyncio.sleep(0)
-            await self.gate.wait()
-        finally:
-            self.num_running -= n
-        return [
-            Completion(
-                token_ids=(i,),
-                rollout_logprobs=(-1.0,),
-                finish_reason="stop",
-                min_version=first,
-                max_version=self.version,
-                text=f"{prompt[0]} {i}",
-            )
-            for i in range(n)
-        ]
-
-
-class Fleet:
-    """An event loop in a thread."""
-
-    wants_publication = False
-
-    def __init__(self, num_clients: int = 1):
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.clients = [Client() for _ in range(num_clients)]
-
-    def submit(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    def sync(self, coroutine, deadline_s):
-        return self.submit(coroutine).result(deadline_s)
-
-    def call(self, function) -> None:
-        async def run() -> None:
-            function()
-
-        self.sync(run(), 60.0)
-
-
-    def turn(self) -> None:
-        """Let the loop do what it has to do."""
-        for _ in range(20):
-            self.call(lambda: None)
-
-
-class Scorer:
-    """Rewards differ within a group unless the prompt is even and ``uniform`` is set."""
-
-    def __init__(self, uniform: bool = False):
-        self.uniform = uniform
-
-    async def score(self, prompt, text):
-        number, index = map(int, text.split())
-        return Score(1.0 if self.uniform and number % 2 == 0 else float(index), "scored")
-
-
-class Ranks:
-    """Rank 0 writes what it broadcasts into a list, rank 1 reads from it."""
-
-    def __init__(self, rank: int, carried: list):
-        self.rank, self.carried = rank, carried
-
-    def broadcast_object(self, value):
-        if self.rank == 0:
-            self.carried.append(value)
-            return value
-        return self.carried.pop(0)
+from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, numbers
 
 
 def build(fleet, *, scorer=None, rollout=None, algo=None, ranks=None, num_steps=80):
@@ -143,10 +41,6 @@ def publish(fleet, stream, version: int) -> None:
     stream.before_update()
     fleet.call(set_version)
     stream.after_update(version)
-
-
-def numbers(groups) -> list[int]:
-    return [group.prompt.token_ids[0] for group in groups]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -303,3 +197,50 @@ def test_a_run_that_ends_early_gives_up_what_it_has_begun():
     stream.abandon()
     assert not any(client.num_running for client in fleet.clients) and stream.position == position
     stream.abandon()  # nothing is left to give up
+
+
+def test_a_request_to_stop_ends_the_wait_and_finished_groups_are_used_by_the_run_that_goes_on(tmp_path):
+    """One prompt of two is answered when the run is asked to stop: it is not asked again, the other one is."""
+    how = {"rollout": {"max_staleness": 0}}
+    stream, fleet = stopped_in_a_batch(tmp_path, how)
+    assert stream.abandon() == 1 and stream.position == 0 and fleet.clients[0].num_running == 0
+    first = fleet.clients[0].prompts[0]
+
+    then = Fleet()
+    again = build(then, **how)
+    again.cfg = replace(again.cfg, output_dir=str(tmp_path))
+    again._unfinished = UnfinishedGroups(again.cfg)
+    assert again.resume_unfinished() == 1 and not (tmp_path / "unfinished").exists()
+    groups = again.next_groups()
+    assert [group.prompt.text for group in groups] == ["0", "1"] and then.clients[0].prompts == [1 - first]
+
+
+@pytest.mark.parametrize("change", [{"seed": 5}, {"version": 1}])
+def test_groups_of_another_policy_or_sampling_are_not_used(tmp_path, change):
+    stream, _ = stopped_in_a_batch(tmp_path, {})
+    assert stream.abandon() == 1
+    cfg = replace(stream.cfg, seed=change.get("seed", stream.cfg.seed))
+    assert UnfinishedGroups(cfg).load(change.get("version", 0)) == 0
+    assert not (tmp_path / "unfinished").exists()
+
+
+def stopped_in_a_batch(folder, how):
+    """(a stream that was asked to stop while one of two prompts was being answered, its fleet)."""
+
+    class Half(Client):
+        async def generate(self, prompt, n, seed, *, sampling=None):
+            if self.prompts:  # the second is never answered
+                self.num_running += n
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    self.num_running -= n
+            return await super().generate(prompt, n, seed, sampling=sampling)
+
+    fleet = Fleet()
+    fleet.clients = [Half()]
+    stream = build(fleet, **how)
+    stream.cfg = replace(stream.cfg, output_dir=str(folder))
+    stream._unfinished = UnfinishedGroups(stream.cfg)
+    assert stream.next_groups(lambda: len(stream._unfinished._groups) == 1) is None
+    return stream, fleet

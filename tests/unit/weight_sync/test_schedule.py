@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from test_plan import DENSE, LAYOUTS, MOE, TIED, table
 
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout
@@ -16,6 +15,7 @@ from megatron_fp8rl.weight_sync.digest import digest, headers_of, terms_of_words
 from megatron_fp8rl.weight_sync.part_sums import PartSums
 from megatron_fp8rl.weight_sync.plan import Transfer, plan
 from megatron_fp8rl.weight_sync.schedule import Part, SendSchedule, plan_schedule
+from tests.helpers.plans import DENSE, LAYOUTS, MOE, TIED, table
 
 ENGINES = [EngineLayout(), EngineLayout(tensor=2), EngineLayout(tensor=2, expert=2), EngineLayout(tensor=4, expert=4)]
 
