@@ -24,7 +24,7 @@ from megatron_fp8rl.rollout.vllm_plugin.plugin import SCALES_VARIABLE, WEIGHT_TR
 
 CPU_KV_BLOCK_TOKENS = 128  # vLLM's own choice on a CPU
 _CPU_KV_LIMIT_BYTES = 4 << 30
-_SCHEDULERS = "megatron_fp8rl.rollout.vllm_plugin.decode_scheduler"
+_SCHEDULERS = "megatron_fp8rl.rollout.vllm_plugin.patches_scheduler"
 CPU_ENVIRONMENT = {
     # vLLM compiles its sampler even in eager mode; that takes half a minute.
     "TORCHDYNAMO_DISABLE": "1",

@@ -90,7 +90,7 @@ def accept_deep_gemm_experts() -> None:
 @patches(
     "vllm",
     ">=0.26,<0.27",
-    why="the engine core ends the requests of a pause by a message without tokens, whereas decode_scheduler.py still "
+    why="the engine core ends the requests of a pause by a message without tokens, whereas patches_scheduler.py still "
     "holds theirs (EngineCoreProc._send_finish_outputs_to_client)",
     remove_when="a scheduler makes the last messages of requests that are aborted",
 )

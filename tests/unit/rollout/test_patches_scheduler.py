@@ -45,7 +45,7 @@ def make(config, kind, num_blocks):
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
     from vllm.v1.structured_output import StructuredOutputManager
 
-    from megatron_fp8rl.rollout.vllm_plugin.decode_scheduler import DecodeScheduler
+    from megatron_fp8rl.rollout.vllm_plugin.patches_scheduler import DecodeScheduler
 
     config.cache_config.num_gpu_blocks = num_blocks
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)

@@ -4,8 +4,9 @@ In: requests, and what each step sampled. Out: the same steps and the same token
 engine core; vLLM loads a class by its name (``--scheduler-cls``).
 
 vLLM sends every sampled token of every request to its server at once, and looks at each request for prompts, images,
-drafts, grammars and cache transfers in every step. One Python thread does that between two steps of the GPU, which then
-waits for it: at 128 sequences it, not the GPU, set the pace. Here
+drafts, grammars and cache transfers in every step. One Python thread does that, and whatever it needs beyond the time of
+the GPU's step, the GPU waits: 5.7 ms of every step of 128 sequences, against 3.1 ms with this scheduler (20 layers of
+Qwen3-8B's shape in BF16, vLLM 0.26.0, one H100; the GPU took 8). Here
 
 - a request that asks for its final output only (``RequestOutputKind.FINAL_ONLY``, as all of ours do) keeps its tokens and
   log-probabilities here, and sends them at every :data:`HELD_TOKENS`-th token, with the last one, and when it is aborted.
