@@ -1,0 +1,72 @@
+"""What is the user's own: modules travel with the job, and paths that nodes would not find are named."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from launch import slurm, user_files
+from launch.cluster import Cluster
+from megatron_fp8rl.config import EnvironmentConfig
+from model_configs.tiny import tiny_qwen3
+
+MOUNTS = "/dev/sda / ext4 rw 0 0\nserver:/x /lustre lustre rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n"
+
+
+def config(dataset: str, **algo: str):
+    cfg = tiny_qwen3()
+    data = replace(cfg.data, environments=(EnvironmentConfig(dataset=dataset),))
+    return replace(cfg, data=data, algo=replace(cfg.algo, **algo))
+
+
+def test_modules_and_what_they_import_beside_them_travel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "my_task.py").write_text("import json\nimport my_words\nclass Task: ...\n")
+    (tmp_path / "my_words.py").write_text("WORDS = ()\n")
+    (tmp_path / "not_named.py").write_text("")
+    (tmp_path / "my_losses").mkdir()
+    (tmp_path / "my_losses" / "__init__.py").write_text("")
+    (tmp_path / "my_losses" / "short.py").write_text("def loss(): ...\n")
+    (tmp_path / "my_losses" / "table.csv").write_text("1,2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    cfg = config("env:my_task:Task", loss="my_losses.short:loss")
+    found = user_files.modules(cfg, "my_runs:config")
+    assert found == (str(tmp_path / "my_losses"), str(tmp_path / "my_task.py"), str(tmp_path / "my_words.py"))
+    assert not {"my_task", "my_losses.short"} & set(sys.modules), "nothing is imported to be found"
+    slurm.copy_code(tmp_path / "code", own_modules=found)
+    (tmp_path / "my_words.py").write_text("raise RuntimeError('an edit after submission')\n")
+    assert (tmp_path / "code" / "my_words.py").read_text() == "WORDS = ()\n"
+    assert (tmp_path / "code" / "my_losses" / "table.csv").is_file() and not (tmp_path / "code" / "not_named.py").exists()
+
+
+def test_modules_of_this_code_and_installed_ones_stay():
+    assert user_files.modules(config("env:reasoning_gym:X"), "model_configs.tiny:tiny_qwen3") == ()
+
+
+@pytest.mark.parametrize(
+    ("folder", "cluster", "run_dir", "said"),
+    [
+        ("/tmp", {}, "/lustre/me/run", "on a file system of this machine alone (tmpfs)"),
+        ("/tmp", {}, "/data/run", ""),  # one machine, or a mount that nobody knows
+        ("/tmp", {"container_image": "i", "container_mounts": ("/models:/models",)}, "/lustre/run", "not mounted into the container"),
+        ("/tmp", {"container_image": "i", "container_mounts": ("{here}:{here}",)}, "/data/run", ""),
+    ],
+)
+def test_paths_that_nodes_would_not_find_are_named(tmp_path: Path, folder, cluster, run_dir, said):
+    rows = tmp_path / "train.jsonl"
+    rows.write_text('{"question": "1", "answer": "1"}\n')
+    mounts = MOUNTS.replace("/tmp", str(tmp_path.parent))
+    cluster = {name: tuple(m.format(here=tmp_path) for m in v) if isinstance(v, tuple) else v for name, v in cluster.items()}
+    found = user_files.unreachable(config(str(rows)), Cluster(**cluster), run_dir, mounts)
+    assert len(found) == bool(said)
+    assert not said or (said in found[0] and found[0].startswith(f"--data.environments.0.dataset = '{rows}'"))
+
+
+def test_a_relative_path_is_named_with_the_whole_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
+    monkeypatch.chdir(tmp_path)
+    [found] = user_files.unreachable(config("data/train.jsonl"), Cluster(), "/data/run", MOUNTS)
+    assert f"Write {tmp_path}/data/train.jsonl" in found
