@@ -183,7 +183,8 @@ class RolloutConfig:
 
     num_replicas: int = 1
     tensor: int = 1  # tensor-parallel size of one replica
-    expert: int = 1  # expert-parallel size of one replica: 1 or equal to ``tensor``
+    data: int = 1  # attention data-parallel size of one replica; a replica has ``data`` * ``tensor`` ranks
+    expert: int = 1  # expert-parallel size of one replica: 1 or ``data`` * ``tensor``
     # On the trainer's GPUs, on the GPUs after them, or wherever the agents of a launched job start the engines.
     placement: Literal["colocated", "separate", "remote"] = "colocated"
     hang_deadline_s: float = 30.0  # a replica that answers nothing for so long is killed, as if it had died

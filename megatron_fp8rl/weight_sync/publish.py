@@ -158,7 +158,7 @@ class WeightExporter:
     def _publish(self, version: int, kv_scales: KVScales | None) -> PublishReport:
         """Collective: one attempt."""
         started = time.perf_counter()
-        sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.tensor)]), kv_scales=kv_scales)
+        sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.size)]), kv_scales=kv_scales)
         for sent.mode in self._modes():
             self._send(sent)
 

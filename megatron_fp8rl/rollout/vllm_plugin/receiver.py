@@ -104,7 +104,9 @@ class TransferEngine(WeightTransferEngine):
 
     @property
     def _engine_rank(self) -> int:
-        return self.parallel_config.rank
+        """In its replica: data-parallel groups of tensor-parallel ranks."""
+        parallel = self.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Collective: join the trainer and the workers of all replicas. A second call starts over."""
@@ -112,12 +114,11 @@ class TransferEngine(WeightTransferEngine):
         self._table = None
         self._copies = []
         self._slices, self._whole = PlanInputs.from_json(init_info.config).schedules()
-        parallel = self.parallel_config
         peer = Peer(
-            rank=init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            rank=init_info.rank_offset + self._engine_rank,
             num_trainers=init_info.num_trainers,
             num_replicas=init_info.num_replicas,
-            num_engine_ranks=parallel.world_size,
+            num_engine_ranks=self._slices.num_engine_ranks,
         )
         store = open_store(
             init_info.host, init_info.port, init_info.timeout_s, is_master=False, secret=init_info.secret

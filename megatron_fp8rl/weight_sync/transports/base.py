@@ -59,9 +59,10 @@ class Peer:
     def engine_rank(self) -> int:
         return (self.rank - self.num_trainers) % self.num_engine_ranks
 
-    def workers(self, engine_rank: int) -> list[int]:
-        """Ranks of the workers of all replicas that keep the same slices."""
-        return [self.num_trainers + i * self.num_engine_ranks + engine_rank for i in range(self.num_replicas)]
+    def workers(self, engine_ranks: Sequence[int]) -> list[int]:
+        """Ranks of these workers of all replicas."""
+        first = (self.num_trainers + i * self.num_engine_ranks for i in range(self.num_replicas))
+        return [start + engine_rank for start in first for engine_rank in engine_ranks]
 
     def name(self, rank: int) -> str:
         if rank < self.num_trainers:
