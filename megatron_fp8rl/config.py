@@ -213,11 +213,19 @@ class RolloutConfig:
     enforce_eager: bool = False
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"  # transport of weight updates
     bucket_bytes: int = 256 << 20  # bytes of weights sent per round
+    # Memory of an engine worker in which weights arrive while the engine goes on sampling; it pauses only to switch to
+    # them. "device" and "host" take the weights' size again, on the GPU or pinned on its host.
+    spare_weights: Literal["none", "device", "host"] = "none"
     start_deadline_s: float = 600.0
     request_deadline_s: float = 600.0
     update_deadline_s: float = 300.0
     max_tokens_per_microbatch: int = 4096  # packed tokens per trainer microbatch on one data-parallel rank
     replay: str | None = None  # folder rollouts of an earlier run, read instead of sampling
+
+    @property
+    def ranks(self) -> int:
+        """GPUs, or processes, of one replica."""
+        return self.data * self.tensor
 
 
 @dataclass(frozen=True, kw_only=True)

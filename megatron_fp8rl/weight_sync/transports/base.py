@@ -31,7 +31,7 @@ from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore
 NUM_SLOTS = 2
 _FAILED = "failed"
 _LOOK_S = 0.2  # between checks for the failure of another process
-_NAP_S = 20e-6
+_NAP_S = 20e-6  # between looks while an engine is paused
 
 
 class DeliveryError(RuntimeError):
@@ -82,6 +82,7 @@ class Transport:
         self.device = device
         self.timeout_s = timeout_s
         self.watch: Callable[[], None] = lambda: None
+        self.nap_s = _NAP_S
         self._store = store
         self._attempt = 0
         self._rounds: tuple[Round, ...] = ()
@@ -119,7 +120,7 @@ class Transport:
                 self._raise_failure(what)
             if now > self._end:
                 raise DeliveryError(f"{what()} within {self.timeout_s:g} s (rollout.update_deadline_s)")
-            time.sleep(_NAP_S)
+            time.sleep(self.nap_s)
 
     def _raise_failure(self, what: Callable[[], str]) -> None:
         key = f"{_FAILED}/{self._attempt}"
