@@ -216,6 +216,8 @@ class RolloutConfig:
     # Memory of an engine worker in which weights arrive while the engine goes on sampling; it pauses only to switch to
     # them. "device" and "host" take the weights' size again, on the GPU or pinned on its host.
     spare_weights: Literal["none", "device", "host"] = "none"
+    # Over gloo, send only what has changed of FP8 bytes and scales; needs spare_weights. For networks of 10 Gb/s or less.
+    delta_weights: bool = False
     start_deadline_s: float = 600.0
     request_deadline_s: float = 600.0
     update_deadline_s: float = 300.0

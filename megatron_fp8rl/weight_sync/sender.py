@@ -154,6 +154,7 @@ class ShardSender:
         assert self._transport is not None
         self._num_attempts += 1
         schedule, packers = self.prepare(mode)
+        self._transport.staged = mode == "stage"
         self._transport.begin(self._num_attempts, schedule.rounds)
         if self._receivers is not None:
             info = {"version": version, "mode": mode, "attempt": self._num_attempts}
