@@ -153,13 +153,14 @@ for _ in range(3):
 def over_link(gbits: float, num_bytes: int, changed: float) -> dict[str, Any]:
     """Seconds of the whole and of a delta of ``num_bytes`` between two namespaces whose link has this rate."""
     name, port, pieces = f"fd{os.getpid() % 10_000}", 29_611, 16
+    net = f"10.99.{os.getpid() % 250}"
     run = lambda *words: subprocess.run(words, check=True, capture_output=True, text=True, timeout=20)  # noqa: E731
     run("ip", "netns", "add", name)
     try:
         run("ip", "link", "add", f"{name}a", "type", "veth", "peer", "name", f"{name}b", "netns", name)
-        run("ip", "addr", "add", "10.99.7.1/30", "dev", f"{name}a")
+        run("ip", "addr", "add", f"{net}.1/30", "dev", f"{name}a")
         run("ip", "link", "set", f"{name}a", "up")
-        run("ip", "-n", name, "addr", "add", "10.99.7.2/30", "dev", f"{name}b")
+        run("ip", "-n", name, "addr", "add", f"{net}.2/30", "dev", f"{name}b")
         run("ip", "-n", name, "link", "set", f"{name}b", "up")
         burst = max(256_000, int(gbits * 1e9 / 8 / 250))
         run("tc", "qdisc", "add", "dev", f"{name}a", "root", "tbf", "rate", f"{gbits}gbit", "burst", f"{burst}", "latency",
@@ -168,13 +169,14 @@ def over_link(gbits: float, num_bytes: int, changed: float) -> dict[str, Any]:
         receiver = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:
             assert receiver.stdout is not None and receiver.stdout.readline().strip() == "ready"
-            with socket.create_connection(("10.99.7.2", port), timeout=30) as link:
+            with socket.create_connection((f"{net}.2", port), timeout=30) as link:
                 link.settimeout(120)
                 return _time_sends(link, num_bytes, pieces, changed) | {"gbits": gbits, "bytes": num_bytes}
         finally:
             receiver.kill()
             receiver.wait()
     finally:
+        subprocess.run(["ip", "link", "del", f"{name}a"], check=False, capture_output=True)
         subprocess.run(["ip", "netns", "del", name], check=False)
 
 

@@ -67,12 +67,12 @@ def choices(
     engines = {}
     for data, tensor in _ENGINES:
         change = _engine(cfg, data, tensor)
-        if change is not None and data * tensor <= num_gpus:
-            engine = engine_memory.worker(change, gpu.memory_bytes)
-            if engine.is_idle or engine.estimate.share > 1.0:
-                refused["an engine leaves no room for sequences"] += 1
-            else:
-                engines[data, tensor] = change, engine
+        if change is None or data * tensor > num_gpus:
+            continue
+        if (fitting := _with_room(change, gpu)) is None:
+            refused["an engine leaves no room for sequences"] += 1
+        else:
+            engines[data, tensor] = fitting
     fits: dict[tuple, float] = {}
     for world in _worlds(cfg, num_gpus, node):
         for trainer in _trainers(cfg, world, node):
@@ -111,6 +111,16 @@ def _engine(cfg: RunConfig, data: int, tensor: int) -> RunConfig | None:
     if data > 1 and expert == 1:
         return None
     return replace(cfg, rollout=replace(cfg.rollout, data=data, tensor=tensor, expert=expert))
+
+
+def _with_room(cfg: RunConfig, gpu: Gpu) -> tuple[RunConfig, engine_memory.EngineEstimate] | None:
+    """The largest share of a GPU for the engine that leaves room for what is outside it, such as spare weights."""
+    for share in (cfg.rollout.gpu_memory_utilization, 0.8, 0.7, 0.6, 0.5):
+        change = replace(cfg, rollout=replace(cfg.rollout, gpu_memory_utilization=share))
+        engine = engine_memory.worker(change, gpu.memory_bytes)
+        if not engine.is_idle and engine.estimate.share <= 1.0:
+            return change, engine
+    return None
 
 
 def _worlds(cfg: RunConfig, num_gpus: int, node: int) -> list[int]:

@@ -47,19 +47,41 @@ class Loss:
         return self.total / _DAY_S
 
 
+def waiting_share(failures_per_hour: float, repair_s: float, spare_nodes: int) -> float:
+    """Share of the time in which more nodes are lost than there are spares, so that the job cannot run.
+
+    The number of nodes in repair is Poisson with mean rate x repair time, whatever the distribution of that time (the
+    M/G/infinity queue).
+    """
+    mean = failures_per_hour * repair_s / 3600.0
+    term = total = math.exp(-mean)
+    for lost in range(1, spare_nodes + 1):
+        term *= mean / lost
+        total += term
+    return max(0.0, 1.0 - total)
+
+
+def spares_for(failures_per_hour: float, repair_s: float, share: float = 0.01) -> int:
+    """The smallest number of spare nodes with which the job waits for less than ``share`` of the time."""
+    spares = 0
+    while waiting_share(failures_per_hour, repair_s, spares) >= share:
+        spares += 1
+    return spares
+
+
 def loss(
     interval_s: float, *, failures_per_hour: float, save_s: float, restart: Restart, repair_s: float, spare_nodes: int
 ) -> Loss:
-    """``save_s``: for which a step waits. ``repair_s``: until a lost node is back; spares run out if more are lost."""
-    per_day = 24.0 * failures_per_hour
-    missing = max(0.0, failures_per_hour * repair_s / 3600.0 - spare_nodes)  # nodes that nobody replaces, on average
-    wait = 0.0 if spare_nodes and not missing else repair_s if not spare_nodes else repair_s * min(1.0, missing)
+    """``save_s``: for which a step waits. ``repair_s``: until a lost node is back, on average."""
+    waiting = waiting_share(failures_per_hour, repair_s, spare_nodes)
+    running = 1.0 - waiting
+    per_day = 24.0 * failures_per_hour * running
     return Loss(
         interval_s=interval_s,
-        saving=_DAY_S / interval_s * save_s,
+        saving=_DAY_S * running / interval_s * save_s,
         repeated=per_day * interval_s / 2,
         restarting=per_day * restart.total,
-        waiting=per_day * wait,
+        waiting=_DAY_S * waiting,
     )
 
 

@@ -148,7 +148,8 @@ def _failures(best: Choice, options: PlanOptions, network: rates.Network) -> lis
     load_s = state / network.storage_bytes_per_s
     restart = replace(lost_time.Restart(), load_s=load_s)
     lines = [
-        f"failures: {failures:.2f} lost nodes an hour, {options.spare_nodes} spare, back after {options.repair_hours:g} h; "
+        f"failures: {failures:.2f} lost nodes an hour, back after {options.repair_hours:g} h; {options.spare_nodes} spare, "
+        f"{lost_time.spares_for(failures, options.repair_hours * 3600)} would be enough for 99 % of the time; "
         f"a restart takes {restart.total:.0f} s, of which loading {load_s:.0f} s (computed)",
         f"  {'saved':>22} {'every':>9} {'lost a day':>11} {'saving':>8} {'repeated':>9} {'restarts':>9} {'waiting':>8}",
     ]

@@ -31,7 +31,7 @@ class DeltaError(ValueError):
 def encode(base: Tensor, new: Tensor) -> bytes | None:
     """The payload that turns ``base`` into ``new``: uint8 [n] on the CPU, n < 2^31. None if it is not shorter."""
     assert base.shape == new.shape and base.numel() < _PIECE
-    places = torch.nonzero(base != new)[:, 0].numpy()
+    places = _changed(base, new).numpy()
     if 2 * len(places) >= base.numel():
         return None
     gaps = np.diff(places, prepend=-1) - 1
@@ -45,6 +45,16 @@ def encode(base: Tensor, new: Tensor) -> bytes | None:
     )
     payload = zstandard.ZstdCompressor(level=_LEVEL).compress(b"".join(content))
     return payload if len(payload) < base.numel() else None
+
+
+def _changed(base: Tensor, new: Tensor) -> Tensor:
+    """int64 positions of bytes that differ, in order: of words of 8 bytes first, of which few differ."""
+    whole = base.numel() // 8 * 8
+    words = [tensor[:whole] if tensor.storage_offset() % 8 == 0 else tensor[:whole].clone() for tensor in (base, new)]
+    differ = torch.nonzero(words[0].view(torch.int64) != words[1].view(torch.int64))
+    candidates = (8 * differ + torch.arange(8)).reshape(-1)
+    rest = whole + torch.nonzero(base[whole:] != new[whole:])[:, 0]
+    return torch.cat([candidates[base[candidates] != new[candidates]], rest])
 
 
 def decode(payload: bytes | memoryview, num_bytes: int) -> tuple[np.ndarray, np.ndarray]:

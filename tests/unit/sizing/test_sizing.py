@@ -95,7 +95,7 @@ def test_time_lost_is_that_of_a_simulation(interval_s, save_s):
         clock, since = upto + save_s, 0.0
         failure = max(failure, clock)
     lost = lost_time.loss(
-        interval_s, failures_per_hour=1.0, save_s=save_s, restart=restart, repair_s=7200.0, spare_nodes=3
+        interval_s, failures_per_hour=1.0, save_s=save_s, restart=restart, repair_s=7200.0, spare_nodes=12
     )
     # The formula counts a first order: failures during a restart and in repeated steps come on top.
     assert 1 - useful / clock == pytest.approx(lost.share, rel=0.35 if interval_s > 3000 else 0.2)
@@ -103,10 +103,25 @@ def test_time_lost_is_that_of_a_simulation(interval_s, save_s):
 
 def test_the_best_interval_loses_least():
     every = lost_time.best_interval_s(1.0, 20.0)
-    given = dict(failures_per_hour=1.0, save_s=20.0, restart=lost_time.Restart(), repair_s=7200.0, spare_nodes=1)
+    given = dict(failures_per_hour=1.0, save_s=20.0, restart=lost_time.Restart(), repair_s=7200.0, spare_nodes=9)
     assert all(lost_time.loss(every, **given).total < lost_time.loss(every * f, **given).total for f in (0.8, 1.25))
-    alone = lost_time.loss(every, **(given | {"spare_nodes": 0}))
-    assert alone.waiting == 24 * 7200.0 and lost_time.loss(every, **(given | {"spare_nodes": 3})).waiting == 0.0
+
+
+@pytest.mark.parametrize("spares", [0, 1, 3])
+def test_waiting_for_nodes_is_that_of_a_simulation(spares):
+    """Nodes that are lost one by one and come back after times drawn from another distribution each."""
+    draw, end = random.Random(spares), 20_000.0  # hours
+    events, clock = [], 0.0
+    while clock < end:
+        clock += draw.expovariate(1.0)
+        events += [(clock, 1), (clock + draw.uniform(0.0, 4.0), -1)]
+    missing, before, waited = 0, 0.0, 0.0
+    for at, change in sorted(events):
+        waited += (at - before) * (missing > spares)
+        missing, before = missing + change, at
+    assert lost_time.waiting_share(1.0, 7200.0, spares) == pytest.approx(waited / end, rel=0.05)
+    enough = lost_time.spares_for(1.0, 7200.0)
+    assert lost_time.waiting_share(1.0, 7200.0, enough) < 0.01 <= lost_time.waiting_share(1.0, 7200.0, enough - 1)
 
 
 def timed(**fields) -> step_time.StepTime:
