@@ -58,7 +58,7 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
         return None
     cfg, rollout = job.cfg, job.cfg.rollout
     gpus = cfg.parallel.world_size
-    gpus += 0 if rollout.placement == "colocated" else rollout.num_replicas * rollout.tensor
+    gpus += 0 if rollout.placement == "colocated" else rollout.num_replicas * rollout.ranks
     log = run.run_dir / "logs" / "rollout-0.log"
     engine = read_log(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else {}
     phases = {phase: spread([one.get(f"time/{phase}/s", 0.0) for one in steps]) for phase in PHASES}

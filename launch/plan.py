@@ -272,7 +272,7 @@ def _lay_out(request: Request, needs_engines: bool) -> tuple[Layout | None, list
     need = Need(
         ranks=cfg.parallel.world_size,
         replicas=cfg.rollout.num_replicas if needs_engines else 0,
-        tensor=cfg.rollout.tensor,
+        tensor=cfg.rollout.ranks,
         slots=cluster.slots_per_node,
         shares_slots=colocated,
     )

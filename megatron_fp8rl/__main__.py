@@ -24,6 +24,7 @@ from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight import doctor, show
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, doubts
 from megatron_fp8rl.preflight.rules import local_accelerator
+from megatron_fp8rl.sizing import plan_run
 from megatron_fp8rl.stop import StopRequest, run_ranks
 
 if TYPE_CHECKING:
@@ -122,6 +123,10 @@ def _doctor(invocation: cli.Invocation) -> int:
 
 def _show(invocation: cli.Invocation) -> int:
     return show.run(invocation.cfg, invocation.options)
+
+
+def _plan(invocation: cli.Invocation) -> int:
+    return plan_run.run(invocation.cfg, invocation.options)
 
 
 def _report(invocation: cli.Invocation) -> int:
@@ -325,6 +330,13 @@ COMMANDS = (
         summary="preflight without a GPU: parameters, memory, FP8 tiling, precision, packages, and what to fix",
         run=_doctor,
         options=DoctorOptions,
+        judges_config=True,
+    ),
+    cli.Command(
+        name="plan",
+        summary="seconds by phase, memory, cost and lost time of a run on --gpus N, and the best layout; needs no GPU",
+        run=_plan,
+        options=plan_run.PlanOptions,
         judges_config=True,
     ),
     cli.Command(

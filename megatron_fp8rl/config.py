@@ -183,7 +183,8 @@ class RolloutConfig:
 
     num_replicas: int = 1
     tensor: int = 1  # tensor-parallel size of one replica
-    expert: int = 1  # expert-parallel size of one replica: 1 or equal to ``tensor``
+    data: int = 1  # attention data-parallel size of one replica; a replica has ``data`` * ``tensor`` ranks
+    expert: int = 1  # expert-parallel size of one replica: 1 or ``data`` * ``tensor``
     # On the trainer's GPUs, on the GPUs after them, or wherever the agents of a launched job start the engines.
     placement: Literal["colocated", "separate", "remote"] = "colocated"
     hang_deadline_s: float = 30.0  # a replica that answers nothing for so long is killed, as if it had died
@@ -212,11 +213,21 @@ class RolloutConfig:
     enforce_eager: bool = False
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"  # transport of weight updates
     bucket_bytes: int = 256 << 20  # bytes of weights sent per round
+    # Memory of an engine worker in which weights arrive while the engine goes on sampling; it pauses only to switch to
+    # them. "device" and "host" take the weights' size again, on the GPU or pinned on its host.
+    spare_weights: Literal["none", "device", "host"] = "none"
+    # Over gloo, send only what has changed of FP8 bytes and scales; needs spare_weights. For networks of 10 Gb/s or less.
+    delta_weights: bool = False
     start_deadline_s: float = 600.0
     request_deadline_s: float = 600.0
     update_deadline_s: float = 300.0
     max_tokens_per_microbatch: int = 4096  # packed tokens per trainer microbatch on one data-parallel rank
     replay: str | None = None  # folder rollouts of an earlier run, read instead of sampling
+
+    @property
+    def ranks(self) -> int:
+        """GPUs, or processes, of one replica."""
+        return self.data * self.tensor
 
 
 @dataclass(frozen=True, kw_only=True)

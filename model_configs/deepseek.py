@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from megatron_fp8rl.config import MlaConfig, ModelConfig, ParallelConfig, RopeScaling, RouterConfig, RunConfig
 from model_configs import base
 
@@ -38,6 +40,30 @@ def deepseek_v3() -> ModelConfig:
             mscale_all_dim=1.0,
         ),
         max_position_embeddings=163840,
+    )
+
+
+def kimi_k2() -> ModelConfig:
+    """moonshotai/Kimi-K2-Instruct: DeepSeek-V3's architecture with 384 experts and half the heads."""
+    return dataclasses.replace(
+        deepseek_v3(),
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        vocab_size=163840,
+        num_experts=384,
+        first_dense_layers=1,
+        router=RouterConfig(score="sigmoid", correction_bias=True, scaling_factor=2.827, normalize=True),
+        rope_theta=50_000.0,
+        rope_scaling=RopeScaling(
+            kind="yarn",
+            factor=32.0,
+            original_max_position_embeddings=4096,
+            beta_fast=1.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+        ),
+        max_position_embeddings=131072,
     )
 
 

@@ -21,7 +21,7 @@ FLOORS = (
     "upstream", "types", "config", "kernels", "names", "precision", "net", "algo", "envs", "data", "observe", "preflight",
     "trainer", "weight_sync", "rollout",
 )  # fmt: skip
-PROGRAMS = ("report", "diagnose")  # run by themselves or by a command: nothing in the library imports them
+PROGRAMS = ("report", "diagnose", "sizing")  # run by themselves or by a command: nothing in the library imports them
 
 # Third parties that few places know, so that a change of theirs stays there.
 CONFINED = {
@@ -42,6 +42,7 @@ LIGHT = (
     "megatron_fp8rl.cli",
     "megatron_fp8rl.preflight.doctor",
     "megatron_fp8rl.envs.score_server",
+    "megatron_fp8rl.sizing.plan_run",
     "model_configs",
 )
 

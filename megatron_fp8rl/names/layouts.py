@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -17,6 +18,13 @@ def layers_per_chunk(num_layers: int, num_chunks: int) -> list[int]:
     """
     least, rest = divmod(num_layers, num_chunks)
     return [least + (chunk < rest) for chunk in range(num_chunks)]
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _chunk(layer: int, num_layers: int, num_chunks: int) -> int:
+    """The pipeline chunk of a layer."""
+    ends = itertools.accumulate(layers_per_chunk(num_layers, num_chunks))
+    return next(chunk for chunk, end in enumerate(ends) if layer < end)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +57,7 @@ class TrainerLayout:
 
     def stage(self, layer: int, num_layers: int) -> int:
         """Pipeline rank of a layer. With virtual stages, consecutive chunks of layers go round the ranks."""
-        ends = itertools.accumulate(layers_per_chunk(num_layers, self.pipeline * self.virtual_stages))
-        chunk = next(chunk for chunk, end in enumerate(ends) if layer < end)
-        return chunk % self.pipeline
+        return _chunk(layer, num_layers, self.pipeline * self.virtual_stages) % self.pipeline
 
     def holders(self, weight: Weight, model: ModelConfig) -> list[list[int]]:
         """For each part of a parameter, in order, all ranks that hold it: its replicas, in ascending order."""
@@ -76,11 +82,22 @@ class TrainerLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLayout:
-    """Degrees of parallelism of one engine replica. ``expert`` is 1, or ``tensor`` if ranks hold whole experts."""
+    """Degrees of parallelism of one engine replica, in vLLM's terms.
 
+    Attention and dense layers are cut over ``tensor`` ranks and repeated on each of ``data`` groups. Experts are whole
+    on ``expert`` = ``data`` * ``tensor`` ranks, or with ``expert`` = 1 cut over all of them. Rank = data rank * tensor +
+    tensor rank.
+    """
+
+    data: int = 1
     tensor: int = 1
     expert: int = 1
 
     @classmethod
     def from_config(cls, rollout: RolloutConfig) -> EngineLayout:
-        return cls(tensor=rollout.tensor, expert=rollout.expert)
+        return cls(data=rollout.data, tensor=rollout.tensor, expert=rollout.expert)
+
+    @property
+    def size(self) -> int:
+        """Ranks of a replica."""
+        return self.data * self.tensor

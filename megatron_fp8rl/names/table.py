@@ -108,6 +108,7 @@ _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.")
 
 
+@functools.lru_cache(maxsize=1 << 17)
 def split_indices(name: str) -> tuple[str, int, int]:
     """``decoder.layers.3.mlp.experts.7.x`` -> (``decoder.layers.{layer}.mlp.experts.{expert}.x``, 3, 7); absent: -1."""
     layer, expert = _LAYER.search(name), _EXPERT.search(name)

@@ -211,6 +211,7 @@ _EXACT: tuple[tuple[str, tuple, str], ...] = (
     ("rollout.top_p", (1.0,), "the engine's log-probabilities are those of the truncated distribution"),
     ("rollout.top_k", (0,), "the engine's log-probabilities are those of the truncated distribution"),
     ("rollout.tensor", (1,), "ranks round their partial sums before they are added"),
+    ("rollout.data", (1,), "ranks round their partial sums before they are added"),
     ("parallel.tensor", (1,), "ranks round their partial sums before they are added"),
     ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),
     ("precision.params", ("bf16",), "engines hold BF16 and FP8 weights made of BF16"),

@@ -177,15 +177,16 @@ def engine_shape(name: str, shape: tuple[int, ...], weight: Weight, model: Model
 
 def on_engine_worker(cfg: RunConfig) -> WorkerWeights:
     """Weight bytes of one worker of a replica; all workers hold equal amounts."""
-    return _worker_weights(cfg.model, LayerTable.build(cfg.model, cfg.precision), cfg.rollout.tensor)
+    rollout = cfg.rollout
+    return _worker_weights(cfg.model, LayerTable.build(cfg.model, cfg.precision), rollout.tensor, rollout.ranks)
 
 
 @functools.lru_cache(maxsize=256)
-def _worker_weights(model: ModelConfig, table: LayerTable, ranks: int) -> WorkerWeights:
+def _worker_weights(model: ModelConfig, table: LayerTable, ranks: int, of_experts: int) -> WorkerWeights:
     fp8 = scales = bf16 = absorbed = 0
     for entry in entries(model):
         for name, whole in entry.weight.parts:
-            shape = engine_shape(name, whole, entry.weight, model, ranks)
+            shape = engine_shape(name, whole, entry.weight, model, of_experts if entry.weight.is_expert else ranks)
             numel = math.prod(shape) * entry.num_experts
             if table.rollout_fp8(name):
                 fp8 += numel

@@ -160,7 +160,7 @@ def judge(cfg: RunConfig, options: DoctorOptions) -> Judgement:
 
 def gpus_wanted(cfg: RunConfig) -> int:
     """Number of GPUs of trainer and engines, separate or shared."""
-    engines = cfg.rollout.num_replicas * cfg.rollout.tensor
+    engines = cfg.rollout.num_replicas * cfg.rollout.ranks
     is_colocated = cfg.rollout.placement == "colocated"
     return max(cfg.parallel.world_size, engines) if is_colocated else cfg.parallel.world_size + engines
 
@@ -243,9 +243,9 @@ def _of_machines(cfg: RunConfig, options: DoctorOptions) -> list[Finding]:
     """Whether there are enough GPUs, and which process groups span nodes."""
     wanted, found = gpus_wanted(cfg), []
     is_colocated = cfg.rollout.placement == "colocated"
-    engines = f"{cfg.rollout.num_replicas} replicas x {cfg.rollout.tensor}"
+    engines = f"{cfg.rollout.num_replicas} replicas x {cfg.rollout.ranks}"
     if options.num_gpus is not None and wanted > options.num_gpus and not is_colocated:
-        spare = (options.num_gpus - cfg.parallel.world_size) // cfg.rollout.tensor
+        spare = (options.num_gpus - cfg.parallel.world_size) // cfg.rollout.ranks
         found.append(
             Finding(
                 severity="error",

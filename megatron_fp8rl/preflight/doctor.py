@@ -134,7 +134,7 @@ def headline(diagnosis: Diagnosis) -> str:
     layout = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "data parallel"
     with_ = "and, in turns," if cfg.rollout.placement == "colocated" else "+"
     lines.append(
-        f"trainer {parallel.world_size} ({layout}) {with_} engines {cfg.rollout.num_replicas} x {cfg.rollout.tensor} = "
+        f"trainer {parallel.world_size} ({layout}) {with_} engines {cfg.rollout.num_replicas} x {cfg.rollout.ranks} = "
         f"{diagnosis.num_gpus} {gpu.name.upper()} of {gpu.memory_bytes / GIB:.1f} GiB"
     )
     return "\n".join(lines)

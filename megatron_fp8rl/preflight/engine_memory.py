@@ -4,7 +4,8 @@ In: a RunConfig and a GPU. Out: an :class:`EngineEstimate`. Pure; vLLM is not im
 
     weights        FP8 bytes, one FP32 scale per 128x128 block, BF16 for the rest; see ``parameters.on_engine_worker``
     activations    of the profile run with max_num_batched_tokens tokens: the widest point of one layer, and the
-                   sampler's FP32 logits, probabilities and log-probabilities of max_num_sequences rows
+                   sampler's FP32 logits, probabilities and log-probabilities of max_num_sequences rows; experts of
+                   data-parallel ranks see the tokens of all of them, before and after
     KV cache       2 x layers x key/value heads x head_dim per token (heads are replicated if there are more ranks
                    than heads), or the latent and the rotated key of latent attention, on every rank; vLLM uses the
                    rest of gpu_memory_utilization unless rollout.kv_cache_bytes is set
@@ -64,7 +65,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     """Estimate the memory of one worker of one replica."""
     rollout, model = cfg.rollout, cfg.model
     weights = on_engine_worker(cfg)
-    context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if rollout.tensor > 1 else 0)
+    context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if rollout.ranks > 1 else 0)
     longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
     activations = _activation_bytes(cfg)
     graphs = 0 if rollout.enforce_eager else _GRAPH_BYTES
@@ -99,9 +100,18 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
             formula="rollout.bucket_bytes and one layer; outside gpu_memory_utilization",
         ),
     ]
+    if rollout.spare_weights == "device":
+        spare = weights.total - weights.absorbed
+        parts.append(
+            Part(
+                name="spare weights",
+                num_bytes=spare,
+                formula="rollout.spare_weights: all weights again; outside gpu_memory_utilization",
+            )
+        )
     return EngineEstimate(
         estimate=Estimate(
-            title=f"engine, every one of {rollout.tensor} workers" if rollout.tensor > 1 else "engine, its one worker",
+            title=f"engine, every one of {rollout.ranks} workers" if rollout.ranks > 1 else "engine, its one worker",
             parts=tuple(parts),
             capacity_bytes=capacity_bytes,
         ),
@@ -133,9 +143,11 @@ def _activation_bytes(cfg: RunConfig) -> int:
     dense = model.ffn_hidden_size / tensor * (2 * 2 + 2 + 1) if has_dense else 0.0
     experts = 0.0
     if model.is_moe:
-        columns = model.moe_ffn_hidden_size / tensor
+        columns, data = model.moe_ffn_hidden_size / tensor, cfg.rollout.data
         per_copy = 2 * max(2 * columns, model.hidden_size) + columns * (2 + 1)
         experts = model.experts_per_token * per_copy + model.num_shared_experts * columns * 7
+        if data > 1:  # of all tokens, the copies that choose this rank's experts are a data-th
+            experts += 2 * data * 2 * model.hidden_size
     sampler = cfg.rollout.max_num_sequences * model.vocab_size * 4 * 3
     return int(tokens * (stream + max(attention, dense, experts)) + sampler)
 

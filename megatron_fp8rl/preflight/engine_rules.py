@@ -18,15 +18,15 @@ def check_engines(found: Findings, accelerator: Generation) -> None:
 
 def _check_placement(found: Findings, accelerator: str) -> None:
     cfg, rollout = found.cfg, found.cfg.rollout
-    wanted = rollout.num_replicas * rollout.tensor
+    wanted = rollout.num_replicas * rollout.ranks
     if accelerator == "cpu" or rollout.placement != "colocated" or rollout.replay is not None:
         return
     if wanted > cfg.parallel.world_size >= 1:
-        fitting = cfg.parallel.world_size // max(1, rollout.tensor)
+        fitting = cfg.parallel.world_size // max(1, rollout.ranks)
         lower = f"Lower it to {fitting}" if fitting else "Lower --rollout.tensor"
         found.refuse(
             "rollout.num_replicas",
-            f"colocated replicas of {rollout.tensor} take {wanted} GPUs together, and the trainer has "
+            f"colocated replicas of {rollout.ranks} take {wanted} GPUs together, and the trainer has "
             f"{cfg.parallel.world_size}",
             f"{lower}, or --rollout.placement separate",
         )
@@ -34,6 +34,12 @@ def _check_placement(found: Findings, accelerator: str) -> None:
 
 def _check_transport(found: Findings, accelerator: str) -> None:
     rollout = found.cfg.rollout
+    if rollout.delta_weights and rollout.spare_weights == "none":
+        problem = "changes the weights that an engine has in spare memory, and these have none (rollout.spare_weights)"
+        found.refuse("rollout.delta_weights", problem, "Set --rollout.spare_weights device or host")
+    elif rollout.delta_weights and rollout.transport in ("ipc", "nccl"):
+        problem = f"is compressed on hosts, and rollout.transport = {rollout.transport!r} does not pass them"
+        found.refuse("rollout.delta_weights", problem, "Set False, or --rollout.transport gloo")
     if rollout.placement == "remote" and rollout.transport == "ipc" and rollout.replay is None:
         found.refuse(
             "rollout.transport",
@@ -52,15 +58,25 @@ def _check_transport(found: Findings, accelerator: str) -> None:
 
 def _check_expert_parallel(found: Findings) -> None:
     rollout, model = found.cfg.rollout, found.cfg.model
-    if not found.in_range("rollout.expert") or rollout.expert == 1:
+    if not found.in_range("rollout.expert", "rollout.data", "rollout.tensor"):
+        return
+    if rollout.data > 1 and not model.is_moe:
+        found.refuse(
+            "rollout.data",
+            "repeats attention beside experts that are spread over all ranks, and the model is dense",
+            "Set 1, and --rollout.num_replicas higher: replicas of a dense model share nothing",
+        )
+    if rollout.data > 1 and rollout.sleep_level:
+        found.refuse("rollout.sleep_level", "is not tested with engines of several data-parallel ranks", "Set 0")
+    if rollout.expert == 1:
         return
     if not model.is_moe:
         found.refuse("rollout.expert", "divides experts, and the model is dense", "Set 1")
-    elif rollout.expert != rollout.tensor:
+    elif rollout.expert != rollout.ranks:
         found.refuse(
             "rollout.expert",
-            f"vLLM divides experts over all {rollout.tensor} ranks of a replica or over none",
-            f"Set {rollout.tensor} or 1",
+            f"vLLM spreads whole experts over all data x tensor = {rollout.ranks} ranks of a replica, or cuts each",
+            f"Set {rollout.ranks} or 1",
         )
     elif model.num_experts % rollout.expert:
         found.refuse("rollout.expert", f"does not divide {model.num_experts} experts", "Set 1")
@@ -69,6 +85,12 @@ def _check_expert_parallel(found: Findings) -> None:
 def _check_memory_turns(found: Findings) -> None:
     """Sleeping and offloading need phases in which only the trainer or only the engines work."""
     rollout, offload = found.cfg.rollout, found.cfg.optim.offload
+    if rollout.spare_weights != "none" and rollout.sleep_level:
+        found.refuse(
+            "rollout.spare_weights",
+            "is for engines that sample while weights arrive, and these sleep until they have (rollout.sleep_level)",
+            "Set none",
+        )
     if len(set(offload)) != len(offload):
         found.refuse("optim.offload", "names a part twice", "Name each once")
     if rollout.max_staleness > 0:

@@ -33,7 +33,7 @@ RANGES = {
         parallel.world_size parallel.tensor parallel.pipeline parallel.virtual_stages parallel.context parallel.expert
         parallel.expert_tensor
         precision.amax_history_len optim.logprob_chunk_tokens
-        rollout.tensor rollout.expert rollout.max_num_sequences rollout.bucket_bytes rollout.max_tokens_per_microbatch
+        rollout.data rollout.tensor rollout.expert rollout.max_num_sequences rollout.bucket_bytes rollout.max_tokens_per_microbatch
         rollout.start_deadline_s rollout.request_deadline_s rollout.update_deadline_s rollout.hang_deadline_s
         algo.updates_per_step data.sft_batch_size data.score_deadline_s checkpoint.keep observe.eval_completions
     """,

@@ -4,7 +4,7 @@ In: a configuration, and a function that judges a configuration by all of prefli
 after which the judge finds no error, or a description of what was tried. Candidates are ordered by their distance from
 the configuration, which does not depend on the machine. The number of judgements and their total time are bounded.
 
-    engines    rollout.tensor and rollout.expert that tile, a larger share of the GPU, fewer replicas if GPUs are few
+    engines    rollout.tensor and rollout.expert that tile (rollout.data stays), a larger share of the GPU, fewer replicas if GPUs are few
     trainer    tensor, pipeline, context, expert and expert tensor degrees that divide and tile, more or fewer ranks
     memory     recompute, smaller microbatches, no virtual stages; on shared GPUs also sleeping and offloading
 
@@ -266,11 +266,11 @@ def _combined(
 ) -> list[tuple[float, str, dict[str, Any]]]:
     """One way to divide an engine, with every trainer layout and as many replicas as fit."""
     found = []
-    replicas, tensor = max(1, cfg.rollout.num_replicas), engine["rollout.tensor"]
+    replicas, ranks = max(1, cfg.rollout.num_replicas), engine["rollout.tensor"] * cfg.rollout.data
     for of_layout, layout in layouts:
         world = layout["parallel.world_size"]
         room = world if cfg.rollout.placement == "colocated" else num_gpus and num_gpus - world
-        fitting = replicas if room is None else min(replicas, room // tensor)
+        fitting = replicas if room is None else min(replicas, room // ranks)
         if fitting >= 1:
             candidate = {**layout, **engine, "rollout.num_replicas": fitting}
             total = cost + of_layout + _distance(fitting, replicas, 0.5)
@@ -284,7 +284,7 @@ def _distance(new: int, old: int, weight: float) -> float:
 
 def _engines(cfg: RunConfig, gpu: Gpu, num_gpus: int, node: int) -> Iterator[Option]:
     """Ways to divide an engine that leave room for sequences, the nearest first."""
-    rollout, model = cfg.rollout, cfg.model
+    rollout, model, data = cfg.rollout, cfg.model, cfg.rollout.data
     found: list[Option] = []
     utilizations = {rollout.gpu_memory_utilization: 0.0, 0.9: 0.5}
     if cfg.rollout.placement == "colocated":
@@ -293,8 +293,9 @@ def _engines(cfg: RunConfig, gpu: Gpu, num_gpus: int, node: int) -> Iterator[Opt
     for is_expert_parallel in (False, True) if model.is_moe else (False,):
         of_experts = dataclasses.replace(rollout, tensor=1, expert=2 if is_expert_parallel else 1)
         for tensor in _degrees(dataclasses.replace(cfg, rollout=of_experts), "rollout.tensor"):
-            expert = tensor if is_expert_parallel else 1
-            if tensor > num_gpus or (is_expert_parallel and (tensor == 1 or model.num_experts % tensor)):
+            ranks = data * tensor
+            expert = ranks if is_expert_parallel else 1
+            if ranks > num_gpus or (is_expert_parallel and (ranks == 1 or model.num_experts % ranks)):
                 continue
             cost = _distance(tensor, rollout.tensor, 1.0) + (4.0 if tensor > node else 0.0)
             cost += 0.5 if is_expert_parallel != (rollout.expert > 1) else 0.0

@@ -113,8 +113,11 @@ def host_bytes(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> int:
     copied = {"params": ("weights", "reference model"), "optimizer": ("optimizer states",)}
     names = {name for part in cfg.optim.offload for name in copied.get(part, ())}
     found = sum(part.num_bytes for part in trainer.parts if part.name in names)
+    own = sum(part.num_bytes for part in engine.parts if part.name in _ENGINE_WEIGHTS)
     if cfg.rollout.placement == "colocated" and cfg.rollout.sleep_level == 1:
-        found += sum(part.num_bytes for part in engine.parts if part.name in _ENGINE_WEIGHTS)
+        found += own
+    if cfg.rollout.placement == "colocated" and cfg.rollout.spare_weights == "host":
+        found += own
     return found
 
 

@@ -153,11 +153,12 @@ class _End:
 
 def _ends(cfg: RunConfig) -> tuple[_End, _End]:
     parallel, engine = cfg.parallel, ("rollout.tensor", cfg.rollout.tensor)
+    experts = engine if cfg.rollout.data == 1 else ("rollout.data", cfg.rollout.ranks)
     trainer = ("parallel.tensor", parallel.tensor), ("parallel.expert_tensor", parallel.expert_tensor)
     whole = cfg.rollout.expert > 1  # whole experts, or parts of each
     return (
         _End("trainer", TILES[cfg.precision.trainer], on_trainer, *trainer),
-        _End("engine", TILES[cfg.precision.rollout], on_engine, engine, ("", 1) if whole else engine),
+        _End("engine", TILES[cfg.precision.rollout], on_engine, engine, ("", 1) if whole else experts),
     )
 
 

@@ -34,6 +34,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that can sleep
 
 _SETTLE_S = 1.0  # for results that the engine returned on pausing and that are still in transit
+_STAGING_POLL_S = 0.05  # between questions whether weights have arrived; each comes between two steps of the engine
 _EXIT_GRACE_S = 2.0  # vLLM's server exits after its engine core has died; time to tell the two apart
 _MAX_SEED = (1 << 63) - 1
 
@@ -218,9 +219,7 @@ class EngineClient:
         if self._asleep:
             return
         if self.num_running:
-            raise EngineError(
-                f"rollout replica {self.name} has {self.num_running} completions to finish before sleeping"
-            )
+            raise EngineError(f"rollout replica {self.name} has {self.num_running} completions to finish before sleeping")
         await self.pause("abort")
         self._asleep = {"weights", "kv_cache"}
         await self._call(f"/sleep?level={level}&mode=abort", deadline_s=self._update_deadline_s)
@@ -255,6 +254,12 @@ class EngineClient:
         """Receive the publication described by ``info``; returns when every worker has loaded it."""
         await self._call("/update_weights", body={"update_info": dict(info)}, deadline_s=self._update_deadline_s)
 
+    async def stage_weights(self, info: Mapping[str, Any]) -> None:
+        """Receive a publication in spare memory, while the engine samples; returns when every worker has all of it."""
+        await self.collective_rpc("stage_weights", version=info["version"], attempt=info["attempt"])
+        while not all(await self.collective_rpc("weights_are_staged")):
+            await asyncio.sleep(_STAGING_POLL_S)
+
     async def finish_update(self, version: int) -> None:
         """Complete the update; tokens sampled from now on are of ``version``."""
         await self._call("/finish_weight_update", deadline_s=self._update_deadline_s)
@@ -265,19 +270,15 @@ class EngineClient:
         self.version = version
 
     async def abandon_update(self) -> None:
-        """Abandon an update in progress, so that another can begin. The engine then holds weights of no version."""
+        """Abandon an update in progress, so that another can begin."""
         await self.collective_rpc("abandon_update")
 
     async def weight_digests(self, *, names: bool = True) -> list[dict[str, Any]]:
-        """Each worker's digests: see :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.weight_digests`."""
+        """Each worker's digests: see ``WorkerExtension.weight_digests`` in rollout/vllm_plugin/worker.py."""
         return await self.collective_rpc("weight_digests", names=names)
 
     async def set_kv_scales(self, scales: KVScales) -> list[dict[str, Any]]:
-        """Set the scales of the FP8 KV cache, between :meth:`finish_update` and :meth:`resume`; returns those each
-        worker holds.
-
-        See :meth:`megatron_fp8rl.rollout.vllm_plugin.worker.WorkerExtension.set_kv_scales`.
-        """
+        """Set the scales of the FP8 KV cache, before :meth:`resume`: see ``WorkerExtension.set_kv_scales``."""
         self._kv_scales = scales
         return await self.collective_rpc("set_kv_scales", scales={str(layer): row for layer, row in scales.items()})
 
@@ -288,8 +289,7 @@ class EngineClient:
         )
         return [] if answer is None else answer["results"]
 
-    async def reset_cache(self) -> None:
-        """Drop cached prefixes; :meth:`pause` does so itself."""
+    async def reset_cache(self) -> None:  # pause does so itself
         await self._call("/reset_prefix_cache", deadline_s=self._update_deadline_s)
 
     async def world_size(self) -> int:
@@ -298,7 +298,7 @@ class EngineClient:
         return answer["world_size"]
 
     async def health(self, deadline_s: float = 10.0) -> None:
-        """Return if the engine answers. Raises as every call does."""
+        """Return if the engine answers."""
         await self._call("/health", verb="GET", deadline_s=deadline_s)
 
     async def is_silent(self, deadline_s: float) -> bool:

@@ -79,7 +79,7 @@ def main(cfg: RunConfig, part: Part) -> int:
         # The address over which the parts coordinate. vLLM would otherwise ask for the route to a public name server.
         os.environ.setdefault("VLLM_HOST_IP", host)
     process, url = start_server(
-        cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, kernels=kernels, more=_nodes(part)
+        cfg, _model_dir(cfg, part), host=host, token=token, gpus=None, kernels=kernels, more=_nodes(cfg, part)
     )
     try:
         if has_server and _wait_until_ready(cfg, process, url, token, parent):
@@ -123,10 +123,19 @@ def _model_dir(cfg: RunConfig, part: Part) -> Path:
     return write_model_dir(cfg, part.endpoint.with_name(f"{part.endpoint.stem}.model{part.node_rank}"))
 
 
-def _nodes(part: Part) -> dict[str, Any]:
+def _nodes(cfg: RunConfig, part: Part) -> dict[str, Any]:
     """vLLM's options for an engine that spans nodes."""
     if part.nnodes == 1:
         return {}
+    if cfg.rollout.data > 1:
+        local = cfg.rollout.data // part.nnodes
+        return {
+            "data-parallel-size-local": local,
+            "data-parallel-start-rank": local * part.node_rank if part.node_rank else None,
+            "data-parallel-address": part.master_addr,
+            "data-parallel-rpc-port": part.master_port,
+            "headless": part.node_rank > 0,
+        }
     return {
         "nnodes": part.nnodes,
         "node-rank": part.node_rank,

@@ -161,7 +161,7 @@ def _gpus(cfg: RunConfig, rewards: Sequence[RewardConfig]) -> list[str]:
     """``CUDA_VISIBLE_DEVICES`` of each server. Raises ConfigError if there is no further GPU."""
     visible, rollout = placement.visible_gpus(), cfg.rollout
     num_used = int(os.environ.get("LOCAL_WORLD_SIZE", cfg.parallel.world_size))
-    num_used += rollout.num_replicas * rollout.tensor if rollout.placement == "separate" else 0
+    num_used += rollout.num_replicas * rollout.ranks if rollout.placement == "separate" else 0
     free, found = iter(visible[num_used:]), []
     for reward in rewards:
         gpu = reward.options.get("gpus") or next(free, None)

@@ -79,6 +79,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         "load-format": "dummy",
         "seed": cfg.seed,
         "tensor-parallel-size": rollout.tensor,
+        "data-parallel-size": rollout.data,
         "max-model-len": _max_model_len(cfg),
         "max-num-seqs": rollout.max_num_sequences,
         "max-num-batched-tokens": _max_batched_tokens(cfg),
@@ -172,7 +173,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
         if "flashinfer" not in kernels.hardware.packages:
             environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM would import it
     if cpu:
-        num_workers = cfg.rollout.num_replicas * cfg.rollout.tensor
+        num_workers = cfg.rollout.num_replicas * cfg.rollout.ranks
         environment |= {
             **CPU_ENVIRONMENT,
             # Half of the cores: OpenMP threads that share a core with the trainer's wait for each other.
@@ -180,7 +181,7 @@ def engine_environment(cfg: RunConfig, kernels: KernelChoice) -> dict[str, str]:
             # vLLM has no kernel for latent attention on a CPU; with this setting it projects keys and values up first.
             "VLLM_MLA_DISABLE": "1",
             # Allows the "uni" executor with the asynchronous front end.
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.rollout.tensor == 1 else "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if cfg.rollout.ranks == 1 else "1",
         }
     return environment
 

@@ -39,6 +39,9 @@ class Receiver(Protocol):
     async def update_weights(self, info: Mapping[str, Any]) -> None:
         """Receive and load a whole publication."""
 
+    async def stage_weights(self, info: Mapping[str, Any]) -> None:
+        """Receive a whole publication in spare memory, while sampling."""
+
     async def finish_update(self, version: int) -> None:
         """Complete the update: the weights are now those of ``version``."""
 
@@ -145,6 +148,7 @@ class Engines:
         self.call("init_weight_transfer_engine", lambda i, client: client.init_transfer(infos[i]))
 
     def update_weights(self, info: dict[str, Any]) -> None:
-        """Make all replicas receive and load a publication."""
+        """Make all replicas receive a publication and, unless its mode is ``stage``, load it."""
         what = f"policy version {info['version']} ({info['mode']})"
-        self.call(what, lambda _, client: client.update_weights(info))
+        stage = info["mode"] == "stage"
+        self.call(what, lambda _, client: client.stage_weights(info) if stage else client.update_weights(info))

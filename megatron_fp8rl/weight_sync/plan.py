@@ -16,6 +16,7 @@ bytes are those of the whole tensor, for every layout.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,9 +126,21 @@ def _even(size: int, parts: int) -> list[Range]:
 def _engine_slices(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
     """The range of a tensor that each engine rank keeps under vLLM's sharding."""
     size = shape[weight.axis]
-    if weight.is_expert and engine.expert > 1:
-        owner = split_indices(weight.name)[2] // (model.num_experts // engine.expert)
-        return tuple((0, size) if rank == owner else None for rank in range(engine.tensor))
+    if weight.is_expert:
+        if engine.expert > 1:
+            return _on_owner(split_indices(weight.name)[2] // (model.num_experts // engine.expert), size, engine.size)
+        return tuple(_even(size, engine.size))
+    return _on_tensor_ranks(name, weight, shape, model, engine) * engine.data
+
+
+@functools.lru_cache(maxsize=4096)
+def _on_owner(owner: int, size: int, num_ranks: int) -> tuple[Range | None, ...]:
+    return tuple((0, size) if rank == owner else None for rank in range(num_ranks))
+
+
+def _on_tensor_ranks(name: str, weight: Weight, shape: tuple[int, ...], model: ModelConfig, engine: EngineLayout):
+    """The range of a tensor outside experts that each tensor-parallel rank keeps."""
+    size = shape[weight.axis]
     if weight.cut == "none":
         return ((0, size),) * engine.tensor
     if shape[0] == model.vocab_size and "{layer}" not in split_indices(weight.name)[0]:
@@ -202,8 +215,8 @@ def _check_layouts(model: ModelConfig, trainer: TrainerLayout, engine: EngineLay
         problems.append(wrong)
     if model.is_moe and model.num_experts % engine.expert:
         problems.append(f"{model.num_experts} experts cannot be divided over {engine.expert} engine ranks")
-    if engine.expert not in (1, engine.tensor):
-        problems.append(f"an engine spreads experts over 1 or all {engine.tensor} ranks, not over {engine.expert}")
+    if engine.expert not in (1, engine.size):
+        problems.append(f"an engine spreads experts over 1 or all {engine.size} ranks, not over {engine.expert}")
     return problems
 
 
@@ -216,11 +229,33 @@ def plan(model: ModelConfig, table: LayerTable, trainer: TrainerLayout, engine: 
     if problems:
         raise PlanError(problems)
     transfers: list[Transfer] = []
+    alike: dict[tuple, Transfer] = {}  # tens of thousands of experts differ in name alone
     for weight in registry.weights(model).values():
-        for name, shape in (*weight.parts, *((copy, weight.shape) for copy in weight.copies)):
-            transfer, wrong = _transfer(name, weight, shape, model, table.rollout_fp8(name), (trainer, engine))
+        pattern, _, expert = split_indices(weight.name)
+        for number, (name, shape) in enumerate((*weight.parts, *((copy, weight.shape) for copy in weight.copies))):
+            is_fp8 = table.rollout_fp8(name)
+            owner = expert // (model.num_experts // engine.expert) if expert >= 0 else -1
+            key = (pattern, number, is_fp8, owner, *trainer.shards(weight, model))
+            if key in alike:
+                first = alike[key]
+                transfers.append(
+                    Transfer(
+                        name=name,
+                        mcore_name=weight.name,
+                        shape=first.shape,
+                        axis=first.axis,
+                        sources=first.sources,
+                        quantize=first.quantize,
+                        dtype=first.dtype,
+                        slices=first.slices,
+                    )
+                )
+                continue
+            transfer, wrong = _transfer(name, weight, shape, model, is_fp8, (trainer, engine))
             transfers.append(transfer)
             problems += wrong
+            if not wrong and expert >= 0:
+                alike[key] = transfer
     if problems:
         raise PlanError(problems)
     return Plan(trainer, engine, tuple(transfers))

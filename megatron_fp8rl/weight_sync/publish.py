@@ -11,6 +11,9 @@ Runs on every trainer rank; only rank 0 talks to the engines.
     engines    digest what their kernels hold                               rollout/vllm_plugin/kernel_weights.py
     rank 0     compares digests by name, and resumes the engines            weight_sync/verify.py
 
+With ``rollout.spare_weights`` the engines pause later: weights travel to their spare memory while they sample, and the
+pause covers the copy from there and the proof.
+
 The first publication to an engine is sent twice: first through vLLM's own loaders, then directly into the tensors that
 its kernels read, where the engine compares before it writes. Later publications are written directly. Replicas may join
 and leave between publications. If one is new, all replicas take part in both passes. If a replica dies during a
@@ -94,6 +97,8 @@ class WeightExporter:
             one_host=one_host and rollout.placement != "remote",
             colocated=rollout.placement == "colocated",
         )
+        if kind == "gloo" and rollout.delta_weights:
+            kind = "gloo_delta"
         if kind == "ipc" and not one_host:
             raise ValueError("rollout.transport = ipc: the trainer's ranks are on several hosts; choose nccl or auto")
         self._engines = together(lambda: self._find_engines(fleet), self._group)
@@ -158,9 +163,11 @@ class WeightExporter:
     def _publish(self, version: int, kv_scales: KVScales | None) -> PublishReport:
         """Collective: one attempt."""
         started = time.perf_counter()
-        sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.tensor)]), kv_scales=kv_scales)
+        sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.size)]), kv_scales=kv_scales)
         for sent.mode in self._modes():
             self._send(sent)
+            if sent.mode == "stage":
+                self._switch(sent)
 
         def finish() -> PublishReport | None:
             if self.rank != 0:
@@ -173,7 +180,9 @@ class WeightExporter:
         return self._from_rank_0(report)
 
     def _modes(self) -> tuple[str, ...]:
-        return ("reload", "compare") if self._has_new else ("direct",)
+        if self._has_new:
+            return "reload", "compare"
+        return ("direct",) if self.cfg.rollout.spare_weights == "none" else ("stage",)
 
     def _send(self, sent: _Sent) -> None:
         """Collective: one pass over all weights."""
@@ -184,7 +193,7 @@ class WeightExporter:
 
         def begin() -> None:
             sender.prepare(sent.mode)  # before any rank or engine waits for this one
-            if self.rank == 0:
+            if self.rank == 0 and sent.mode != "stage":
                 self._stop_engines(sent)
 
         together(begin, self._group)
@@ -195,7 +204,19 @@ class WeightExporter:
             found = sender.digests(sums)
             if self.rank == 0:
                 sent.expected.by_rank[:] = found
-        together(lambda: self._finish_update(sent) if self.rank == 0 else None, self._group)
+        if sent.mode != "stage":
+            together(lambda: self._finish_update(sent) if self.rank == 0 else None, self._group)
+
+    def _switch(self, sent: _Sent) -> None:
+        """Collective: pause the engines, which have everything in spare memory, and let them load it from there."""
+
+        def switch() -> None:
+            if self._engines is not None:
+                self._stop_engines(sent)
+                self._engines.update_weights({"version": sent.version, "mode": "switch", "attempt": 0})
+                self._finish_update(sent)
+
+        together(switch, self._group)
 
     def _stop_engines(self, sent: _Sent) -> None:
         """Rank 0: weights are ready to be sent, so the engines pause as late as possible."""

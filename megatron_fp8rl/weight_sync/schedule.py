@@ -3,13 +3,18 @@
 In:  a :class:`Plan`. Out: a :class:`SendSchedule`: rounds of messages. Trainer ranks and engine workers compute equal
 schedules from the same configuration, so only a version number has to be agreed on.
 
-    round 0    every sender's first ``bucket_bytes``, one message per engine rank
+    round 0    every sender's first ``bucket_bytes``, one message per audience
     round 1    the next ``bucket_bytes``, while the engines load round 0
     ...
 
-A message holds the intersection of what a sender holds and what an engine rank keeps: two ranges of one axis. If
-several trainer ranks hold the same part (data-parallel replicas, tensors replicated over tensor-parallel ranks), the
-one with the fewest bytes so far sends it. The engine ranks of all replicas receive the same messages.
+An audience are the engine ranks that keep the same range of a tensor: one rank for a whole expert, all data-parallel
+ranks for a part of attention. A message holds the intersection of what a sender holds and what its audience keeps, two
+ranges of one axis; it is filled once, and every rank of the audience, in every replica, receives it.
+
+If several trainer ranks hold the same part (data-parallel replicas, tensors replicated over tensor-parallel ranks), the
+one that sends the fewest bytes so far sends it; among equals, one on the rail of its audience: the GPUs with one index
+in their node, whose network cards share a switch. Every sender spreads what it sends evenly over the rounds, so that no
+rank waits for the longest of them. ``traffic.py`` counts what results.
 
 Parts of FP8 tensors start and end at block edges, so each is quantized by itself. A "gathered" tensor, whose parts do
 not, is assembled in BF16 on the rank that sends its first part.
@@ -18,13 +23,14 @@ not, is assembled in BF16 on the rank that sends its first part.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 
 from megatron_fp8rl.config import FP8_BLOCK, ModelConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.weight_sync.plan import ITEM_BYTES, Plan, Range, Source, Transfer, scale_range
 
+GPUS_PER_NODE = 8  # of a rail-optimized network, for the choice among equal senders
 _ALIGNMENT_BYTES = 64  # of every part in a message: a cache line, and enough for any vector load
 
 
@@ -122,14 +128,37 @@ class Part:
 
 @dataclass(frozen=True)
 class Message:
-    """What one trainer rank sends to one engine rank (of every replica) in one round."""
+    """What one trainer rank sends to each engine rank of one audience (of every replica) in one round."""
 
     sender: int
-    engine_rank: int
-    parts: tuple[Part, ...]
+    engine_ranks: tuple[int, ...]  # the audience
     num_bytes: int
     out_offset: int  # in the sender's slot for this round
-    in_offset: int  # in what the engine rank receives in this round
+    in_offset: int  # in what an engine rank receives in this round: set by :meth:`Round.received_by`
+    items: tuple[_Item, ...] = field(repr=False)
+    whole: bool = field(repr=False)
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Made on first use, because a rank reads only the messages that it sends or receives.
+
+        Data precede scales and rows precede columns, so that tensors which are adjacent in an engine (the stacked
+        experts of a layer) are adjacent in the message and written by one copy.
+        """
+        entries = []
+        for item in self.items:
+            transfer = item.transfer
+            kept = _kept(transfer, self.engine_ranks[0], self.whole)
+            span = max(item.span[0], kept[0]), min(item.span[1], kept[1])
+            for is_scale in (False, True) if transfer.is_fp8 else (False,):
+                entries.append(((is_scale, transfer.axis, item.index, span[0]), transfer, span, kept))
+        parts, offset = [], 0
+        for key, transfer, span, kept in sorted(entries, key=lambda entry: entry[0]):
+            part = _part(transfer, key[0], span, kept, offset)
+            parts.append(part)
+            offset += aligned(part.num_bytes)
+        assert offset == self.num_bytes
+        return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -148,11 +177,31 @@ class Round:
     messages: tuple[Message, ...]
     gatherings: tuple[Gathering, ...]
 
+    @cached_property
+    def _by_sender(self) -> dict[int, list[Message]]:
+        found: dict[int, list[Message]] = {}
+        for message in self.messages:
+            found.setdefault(message.sender, []).append(message)
+        return found
+
+    @cached_property
+    def _by_engine_rank(self) -> dict[int, list[Message]]:
+        return {}
+
     def sent_by(self, sender: int) -> list[Message]:
-        return [m for m in self.messages if m.sender == sender]
+        return self._by_sender.get(sender, [])
 
     def received_by(self, engine_rank: int) -> list[Message]:
-        return [m for m in self.messages if m.engine_rank == engine_rank]
+        """The messages of an engine rank, one after another in its memory."""
+        found = self._by_engine_rank.get(engine_rank)
+        if found is None:
+            found, offset = [], 0
+            for message in self.messages:
+                if engine_rank in message.engine_ranks:
+                    found.append(replace(message, in_offset=offset))
+                    offset += message.num_bytes
+            self._by_engine_rank[engine_rank] = found
+        return found
 
 
 @dataclass(frozen=True)
@@ -167,7 +216,7 @@ class SendSchedule:
         return sorted({m.sender for r in self.rounds for m in r.messages})
 
     def out_bytes(self, sender: int) -> int:
-        """Maximum bytes that ``sender`` sends to one replica in a round."""
+        """Maximum bytes that ``sender`` puts into its slot in a round."""
         return max((m.out_offset + m.num_bytes for r in self.rounds for m in r.sent_by(sender)), default=0)
 
     def in_bytes(self, engine_rank: int) -> int:
@@ -177,17 +226,23 @@ class SendSchedule:
     @property
     def num_bytes(self) -> int:
         """Bytes that one replica receives."""
-        return sum(part.num_bytes for r in self.rounds for m in r.messages for part in m.parts)
+        return sum(len(m.engine_ranks) * p.num_bytes for r in self.rounds for m in r.messages for p in m.parts)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Item:
     """A range of one tensor that one sender sends in one piece."""
 
     transfer: Transfer
     index: int  # of the transfer in the plan
     span: Range
-    gathering: Gathering | None
+    sent: tuple[tuple[tuple[int, ...], int], ...]  # of :func:`_sent`
+    gathering: Gathering | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Over all engine ranks of a replica."""
+        return sum(len(ranks) * size for ranks, size in self.sent)
 
 
 def _part(transfer: Transfer, is_scale: bool, span: Range, kept: Range, offset: int) -> Part:
@@ -198,116 +253,148 @@ def _part(transfer: Transfer, is_scale: bool, span: Range, kept: Range, offset: 
     return Part(transfer, is_scale, span[0], span[1], kept, tuple(shape), offset)
 
 
-def _kept(transfer: Transfer, engine_rank: int, whole: bool) -> Range | None:
-    return (0, transfer.shape[transfer.axis]) if whole else transfer.slices[engine_rank]
+def _kept(transfer: Transfer, engine_rank: int, whole: bool) -> Range:
+    kept = (0, transfer.shape[transfer.axis]) if whole else transfer.slices[engine_rank]
+    assert kept is not None
+    return kept
 
 
-def _message_parts(items: list[_Item], engine_rank: int, whole: bool) -> tuple[tuple[Part, ...], int]:
-    """The parts of a sender's items for one engine rank, and their total size.
-
-    Data precede scales and rows precede columns, so that tensors which are adjacent in an engine (the stacked experts
-    of a layer) are adjacent in the message and written by one copy.
-    """
-    entries: list[tuple[tuple[bool, int, int, int], Transfer, Range, Range]] = []
-    for item in items:
-        kept = _kept(item.transfer, engine_rank, whole)
-        if kept is None:
-            continue
-        span = max(item.span[0], kept[0]), min(item.span[1], kept[1])
-        if span[0] < span[1]:
-            axis = item.transfer.axis
-            entries.append(((False, axis, item.index, span[0]), item.transfer, span, kept))
-            if item.transfer.is_fp8:
-                entries.append(((True, axis, item.index, span[0]), item.transfer, span, kept))
-    parts, offset = [], 0
-    for key, transfer, span, kept in sorted(entries, key=lambda entry: entry[0]):
-        part = _part(transfer, key[0], span, kept, offset)
-        parts.append(part)
-        offset += aligned(part.num_bytes)
-    return tuple(parts), offset
+@lru_cache(maxsize=4096)
+def _audiences(slices: tuple[Range | None, ...], whole: bool, length: int) -> tuple[tuple[Range, tuple[int, ...]], ...]:
+    """(range, engine ranks that keep it) of a tensor. With ``whole``, whoever keeps anything receives all of it."""
+    found: dict[Range, list[int]] = {}
+    for rank, kept in enumerate(slices):
+        if kept is not None and kept[0] < kept[1]:
+            found.setdefault((0, length) if whole else kept, []).append(rank)
+    return tuple((kept, tuple(ranks)) for kept, ranks in found.items())
 
 
-def _pieces(transfer: Transfer, source: Source, limit: int) -> list[Range]:
-    """Split a source into pieces of at most about ``limit`` bytes; rows can be cut at any block edge."""
-    row_bytes = math.prod(transfer.shape[1:]) * ITEM_BYTES["float8_e4m3fn" if transfer.is_fp8 else transfer.dtype]
-    if transfer.axis != 0 or len(transfer.shape) == 1 or transfer.quantize == "gathered":
-        return [(source.start, source.stop)]
-    step = max(1, limit // (row_bytes * FP8_BLOCK)) * FP8_BLOCK
-    first = source.start + step - source.start % FP8_BLOCK
-    edges = [source.start, *range(first, source.stop, step), source.stop]
-    return list(zip(edges, edges[1:]))
+def _sent(transfer: Transfer, span: Range, whole: bool) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """(audience, bytes in its message) of a piece of a tensor."""
+    axis, shape = transfer.axis, transfer.shape
+    across = math.prod(shape) // shape[axis]
+    found = []
+    for kept, ranks in _audiences(transfer.slices, whole, shape[axis]):
+        first, end = max(span[0], kept[0]), min(span[1], kept[1])
+        if first < end and transfer.is_fp8:
+            blocks = math.prod(-(-n // FP8_BLOCK) for i, n in enumerate(shape) if i != axis)
+            first_block, end_block = scale_range((first, end))
+            found.append((ranks, aligned(across * (end - first)) + aligned(4 * blocks * (end_block - first_block))))
+        elif first < end:
+            found.append((ranks, aligned(across * (end - first) * ITEM_BYTES[transfer.dtype])))
+    return tuple(found)
 
 
-def _items_by_sender(plan: Plan, model: ModelConfig, limit: int) -> dict[int, list[_Item]]:
+def _pieces(transfer: Transfer, index: int, source: Source, limit: int, whole: bool) -> list[_Item]:
+    """Split a source at block edges into pieces of which a sender sends about ``limit`` bytes, over all receivers."""
+    start, stop = source.start, source.stop
+    item = _Item(transfer, index, (start, stop), _sent(transfer, (start, stop), whole))
+    num_bytes = item.num_bytes
+    if num_bytes <= limit or len(transfer.shape) == 1 or stop - start <= FP8_BLOCK:
+        return [item] if item.sent else []
+    step = max(1, limit * (stop - start) // num_bytes // FP8_BLOCK) * FP8_BLOCK
+    edges = [start, *range(start + step - start % FP8_BLOCK, stop, step), stop]
+    pieces = (_Item(transfer, index, span, _sent(transfer, span, whole)) for span in zip(edges, edges[1:]))
+    return [piece for piece in pieces if piece.sent]
+
+
+def _items_by_sender(plan: Plan, model: ModelConfig, limit: int, whole: bool) -> dict[int, list[_Item]]:
     """Everything that each trainer rank sends, in plan order."""
     weights = registry.weights(model)
-    holders: dict[str, dict[int, list[int]]] = {}
+    name, replicas = "", {}
     loads = [0] * plan.trainer.world_size
     by_sender: dict[int, list[_Item]] = {}
+    shared: list[tuple[int, _Item, list[int]]] = []  # (bytes, piece, the ranks that hold it)
     for index, transfer in enumerate(plan.transfers):
-        if transfer.mcore_name not in holders:
-            shards = plan.trainer.holders(weights[transfer.mcore_name], model)
-            holders = {transfer.mcore_name: {ranks[0]: ranks for ranks in shards}}  # parts of one tensor are adjacent
-        replicas = holders[transfer.mcore_name]
-        row_bytes = math.prod(transfer.shape) // transfer.shape[transfer.axis] * (1 if transfer.is_fp8 else 2)
-        sources = []
-        for source in transfer.sources:
-            rank = min(replicas[source.rank], key=lambda r: (loads[r], r))
-            loads[rank] += row_bytes * (source.stop - source.start)
-            sources.append(Source(rank, source.start, source.stop))
+        if transfer.mcore_name != name:  # parts of one tensor are adjacent
+            name = transfer.mcore_name
+            replicas = {ranks[0]: ranks for ranks in plan.trainer.holders(weights[name], model)}
         if transfer.quantize == "gathered":
-            gathering = Gathering(transfer, sources[0].rank, tuple(sources))
-            item = _Item(transfer, index, (0, transfer.shape[transfer.axis]), gathering)
-            by_sender.setdefault(gathering.collector, []).append(item)
+            sources = [Source(min(replicas[s.rank], key=loads.__getitem__), s.start, s.stop) for s in transfer.sources]
+            span, collector = (0, transfer.shape[transfer.axis]), sources[0].rank
+            gathering = Gathering(transfer, collector, tuple(sources))
+            item = _Item(transfer, index, span, _sent(transfer, span, whole), gathering)
+            loads[collector] += item.num_bytes
+            by_sender.setdefault(collector, []).append(item)
             continue
-        for source in sources:
-            items = [_Item(transfer, index, span, None) for span in _pieces(transfer, source, limit)]
-            by_sender.setdefault(source.rank, []).extend(items)
+        for source in transfer.sources:
+            holders = replicas[source.rank]
+            for item in _pieces(transfer, index, source, limit, whole):
+                if len(holders) > 1:
+                    shared.append((item.num_bytes, item, holders))
+                else:
+                    loads[source.rank] += item.num_bytes
+                    by_sender.setdefault(source.rank, []).append(item)
+    # The largest first: what comes last evens out what came before.
+    for num_bytes, item, holders in sorted(shared, key=lambda piece: (-piece[0], piece[1].index, piece[1].span)):
+        rails = {rank % GPUS_PER_NODE for rank in item.sent[0][0]}
+        least = min(loads[rank] for rank in holders)
+        near = [rank for rank in holders if loads[rank] < least + num_bytes]
+        rank = min(near, key=lambda r: (r % GPUS_PER_NODE not in rails, loads[r], r))
+        loads[rank] += num_bytes
+        by_sender.setdefault(rank, []).append(item)
+    for items in by_sender.values():
+        items.sort(key=lambda item: (item.index, item.span))
     return by_sender
 
 
-def _fill_rounds(items: list[_Item], num_engine_ranks: int, whole: bool, limit: int) -> list[list[_Item]]:
-    """Divide a sender's items into rounds of at most ``limit`` bytes (or one piece that is larger by itself)."""
-    rounds: list[list[_Item]] = []
-    filled = limit + 1
-    for item in items:
-        num_bytes = sum(_message_parts([item], rank, whole)[1] for rank in range(num_engine_ranks))
-        if filled + num_bytes > limit:
-            rounds.append([])
+def _fill(sizes: list[int], limit: int) -> list[int]:
+    """The ends of the rounds of at most ``limit`` bytes (or one piece that is larger by itself)."""
+    ends, filled = [], 0
+    for number, num_bytes in enumerate(sizes):
+        if number and filled + num_bytes > limit:
+            ends.append(number)
             filled = 0
-        rounds[-1].append(item)
         filled += num_bytes
-    return rounds
+    return [*ends, len(sizes)]
+
+
+def _spread(sizes: list[int], limit: int, num_rounds: int) -> list[int]:
+    """The ends of at most ``num_rounds`` rounds that are as equal as pieces allow, none above ``limit``."""
+    total = sum(sizes)
+    for percent in range(100, 1000, 4):
+        ends = _fill(sizes, min(limit, total * percent // (100 * num_rounds)))
+        if len(ends) <= num_rounds:
+            return ends
+    return _fill(sizes, limit)
+
+
+def _messages(sender: int, items: list[_Item], whole: bool) -> list[Message]:
+    """What a sender sends in one round, an audience after another."""
+    sizes: dict[tuple[int, ...], int] = {}
+    members: dict[tuple[int, ...], list[_Item]] = {}
+    for item in items:
+        for audience, num_bytes in item.sent:
+            sizes[audience] = sizes.get(audience, 0) + num_bytes
+            members.setdefault(audience, []).append(item)
+    found, offset = [], 0
+    for audience in sorted(members):
+        found.append(Message(sender, audience, sizes[audience], offset, 0, tuple(members[audience]), whole))
+        offset += sizes[audience]
+    return found
 
 
 def plan_schedule(plan: Plan, model: ModelConfig, *, bucket_bytes: int, whole: bool = False) -> SendSchedule:
     """The messages of one publication.
 
-    A sender puts at most ``bucket_bytes`` into a round, and less if many senders feed few engine ranks, so that an
-    engine rank receives about as much. With ``whole``, every engine rank receives every tensor whole, as vLLM's loaders
-    expect.
+    A sender sends at most ``bucket_bytes`` in a round, over all engine ranks of a replica, and less if many senders
+    feed few engine ranks, so that an engine rank receives about as much. With ``whole``, an engine rank receives whole
+    every tensor that it keeps a part of, as vLLM's loaders expect.
     """
-    num_engine_ranks = plan.engine.tensor
+    num_engine_ranks = plan.engine.size
     num_senders = len({s.rank for t in plan.transfers for s in t.sources})
     limit = max(1, bucket_bytes * min(num_engine_ranks, num_senders) // num_senders)
-    by_sender = {
-        sender: _fill_rounds(items, num_engine_ranks, whole, limit)
-        for sender, items in sorted(_items_by_sender(plan, model, limit).items())
-    }
+    items = dict(sorted(_items_by_sender(plan, model, limit, whole).items()))
+    sizes = {sender: [item.num_bytes for item in own] for sender, own in items.items()}
+    num_rounds = max(len(_fill(own, limit)) for own in sizes.values())
+    ends = {sender: [0, *_spread(own, limit, num_rounds)] for sender, own in sizes.items()}
     rounds = []
-    for number in range(max(map(len, by_sender.values()))):
-        messages, received = [], [0] * num_engine_ranks
+    for number in range(num_rounds):
+        messages: list[Message] = []
         gatherings: list[Gathering] = []
-        for sender, rounds_of_sender in by_sender.items():
-            if number >= len(rounds_of_sender):
-                continue
-            sent = 0
-            gatherings += [item.gathering for item in rounds_of_sender[number] if item.gathering is not None]
-            for rank in range(num_engine_ranks):
-                parts, num_bytes = _message_parts(rounds_of_sender[number], rank, whole)
-                if parts:
-                    messages.append(Message(sender, rank, parts, num_bytes, sent, received[rank]))
-                    sent += num_bytes
-                    received[rank] += num_bytes
+        for sender, own in items.items():
+            chosen = own[slice(*ends[sender][number : number + 2])] if number + 1 < len(ends[sender]) else []
+            messages += _messages(sender, chosen, whole)
+            gatherings += [item.gathering for item in chosen if item.gathering is not None]
         rounds.append(Round(tuple(messages), tuple(gatherings)))
     return SendSchedule(tuple(rounds), num_engine_ranks)

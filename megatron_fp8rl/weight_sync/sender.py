@@ -118,7 +118,7 @@ class ShardSender:
             rank=self.rank,
             num_trainers=parallel.world_size,
             num_replicas=self._num_replicas,
-            num_engine_ranks=rollout.tensor,
+            num_engine_ranks=self.inputs.plan.engine.size,
         )
         if self._receivers is not None:
             shared = {
@@ -154,6 +154,7 @@ class ShardSender:
         assert self._transport is not None
         self._num_attempts += 1
         schedule, packers = self.prepare(mode)
+        self._transport.staged = mode == "stage"
         self._transport.begin(self._num_attempts, schedule.rounds)
         if self._receivers is not None:
             info = {"version": version, "mode": mode, "attempt": self._num_attempts}
@@ -248,9 +249,9 @@ class ShardSender:
         return [NamedDigests(names, values[chosen]) for names, chosen in slots.of_engine]
 
     @functools.cached_property
-    def _slots_of_sums(self) -> _Slots:
+    def _slots_of_sums(self) -> Slots:
         num_trainers = self.inputs.parallel.world_size
-        return _Slots(self._slices, num_trainers)
+        return Slots(self._slices, num_trainers)
 
     # ---- errors
 
@@ -311,41 +312,47 @@ class _Named:
                 raise TransportError(f"{self._what}: {error}") from error
 
 
-class _Slots:
+class Slots:
     """Where the sums of the senders' parts (see ``part_sums.py``) are accumulated.
 
-    A slot is the sum of one tensor of one engine rank, or one word of it that several parts share.
+    A slot is the sum of one tensor of the engine ranks that keep the same of it, or one word that several parts share.
     """
 
     def __init__(self, schedule: SendSchedule, num_trainers: int):
+        self._audiences: dict[tuple[int, ...], int] = {}
         kinds: dict[tuple[int, str], tuple[torch.dtype, tuple[int, ...]]] = {}
-        index: dict[tuple[int, str, int], int] = {}  # by engine rank, name, and word; -1: the sum
+        index: dict[tuple[int, str, int], int] = {}  # by audience, name, and word; -1: the sum
         self.by_sender = [self._of_sender(schedule, sender, index, kinds) for sender in range(num_trainers)]
         self.num_slots = len(index)
-        names = [(rank, name) for rank, name, word in index if word < 0]
+        names = [(audience, name) for audience, name, word in index if word < 0]
         words = [key for key in index if key[2] >= 0]
-        self.names = np.array([index[rank, name, -1] for rank, name in names], dtype=np.int64)
+        self.names = np.array([index[audience, name, -1] for audience, name in names], dtype=np.int64)
         self.headers = headers_of(kinds[key] for key in names)
         self.words = np.array([index[key] for key in words], dtype=np.int64)
         self.word_places = np.array([word for _, _, word in words], dtype=np.int64)
-        self.of_words = np.array([index[rank, name, -1] for rank, name, _ in words], dtype=np.int64)
-        position = {key: i for i, key in enumerate(names)}
+        self.of_words = np.array([index[audience, name, -1] for audience, name, _ in words], dtype=np.int64)
+        of_rank: list[dict[str, int]] = [{} for _ in range(schedule.num_engine_ranks)]
+        ranks_of = list(self._audiences)
+        for position, (audience, name) in enumerate(names):
+            for rank in ranks_of[audience]:
+                of_rank[rank][name] = position
         self.of_engine: list[tuple[Names, np.ndarray]] = []
-        for rank in range(schedule.num_engine_ranks):
-            held = Names(name for engine_rank, name in names if engine_rank == rank)
-            self.of_engine.append((held, np.array([position[rank, name] for name in held.ordered], dtype=np.int64)))
+        for own in of_rank:
+            held = Names(own)
+            self.of_engine.append((held, np.array([own[name] for name in held.ordered], dtype=np.int64)))
 
-    @staticmethod
-    def _of_sender(schedule: SendSchedule, sender: int, index: dict, kinds: dict) -> np.ndarray:
+    def _of_sender(self, schedule: SendSchedule, sender: int, index: dict, kinds: dict) -> np.ndarray:
         """The slot of each number that a sender computes, round by round: sums of its parts, then the words they cut."""
         slots = []
         for number in schedule.rounds:
-            parts = [(m.engine_rank, part) for m in number.sent_by(sender) for part in m.parts]
-            for rank, part in parts:
-                slots.append(index.setdefault((rank, part.name, -1), len(index)))
-                # float32 values are digested as int64 words: see weight_sync/part_sums.py
-                dtype = torch.int64 if part.dtype == "float32" else getattr(torch, part.dtype)
-                kinds[rank, part.name] = dtype, part.kept_shape
-            for rank, part in parts:
-                slots += [index.setdefault((rank, part.name, word), len(index)) for word in part.cut_words]
+            cut = []
+            for message in number.sent_by(sender):
+                audience = self._audiences.setdefault(message.engine_ranks, len(self._audiences))
+                for part in message.parts:
+                    slots.append(index.setdefault((audience, part.name, -1), len(index)))
+                    # float32 values are digested as int64 words: see weight_sync/part_sums.py
+                    dtype = torch.int64 if part.dtype == "float32" else getattr(torch, part.dtype)
+                    kinds[audience, part.name] = dtype, part.kept_shape
+                    cut += [(audience, part.name, word) for word in part.cut_words]
+            slots += [index.setdefault(key, len(index)) for key in cut]
         return np.array(slots, dtype=np.int64)

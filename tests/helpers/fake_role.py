@@ -1,6 +1,6 @@
 """Small programs that behave like a trainer and a rollout replica towards an agent. Run by path; standard library alone.
 
-    train STEPS [--crash-at STEP --on RANK --times N] [--deaf] [--hold-at STEP --for FILE]
+    train STEPS [--save-every STEPS] [--crash-at STEP --on RANK --times N] [--deaf] [--hold-at STEP --for FILE]
     serve [--die-after SECONDS --on RANK --times N] [--port PORT --parts N]
 
 A trainer holds at a step until a file of the run is there, or until it is asked to save: what a test does meanwhile may
@@ -75,6 +75,8 @@ def train(arguments: argparse.Namespace) -> None:
         if RANK == 0:
             with (RUN / "metrics.jsonl").open("a") as metrics:
                 metrics.write(json.dumps({"step": step, "reward/score/mean": step / 10, "time/step/s": 0.1}) + "\n")
+        if RANK == 0 and arguments.save_every and step % arguments.save_every == 0:
+            _save(step)
         if step == arguments.crash_at and arguments.on == RANK and _count("crash") < arguments.times:
             raise RuntimeError(f"tensor layer.{step} is not finite")
         say(f"step {step}")
@@ -109,6 +111,7 @@ trainer = commands.add_parser("train")
 trainer.set_defaults(run=train)
 trainer.add_argument("steps", type=int)
 trainer.add_argument("--crash-at", type=int, default=0)
+trainer.add_argument("--save-every", type=int, default=0)
 trainer.add_argument("--on", type=int, default=0)
 trainer.add_argument("--times", type=int, default=1000)
 trainer.add_argument("--deaf", action="store_true")

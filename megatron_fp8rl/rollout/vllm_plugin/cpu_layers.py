@@ -223,8 +223,6 @@ def _check_supported(layer: RoutedExperts) -> None:
     """Refuse what the kernels here do not compute, rather than compute something else."""
     if layer.activation != MoEActivation.SILU or layer.apply_router_weight_on_input or layer.moe_config.has_bias:
         raise ValueError(f"{layer.layer_name}: only SwiGLU experts without bias are supported on a CPU")
-    if layer.expert_map is not None:
-        raise ValueError(f"{layer.layer_name}: expert parallelism is not supported on a CPU; use tensor parallelism")
 
 
 @patches(
@@ -265,6 +263,10 @@ def _mix_experts(
     """
     weights, expert_ids = _route(layer, x, router_logits)
     num_tokens, top_k = expert_ids.shape
+    if layer.expert_map is not None:  # experts of other ranks, which add theirs, multiply by zero here
+        expert_ids = layer.expert_map.to(expert_ids.device)[expert_ids.long()]
+        weights = weights.masked_fill(expert_ids < 0, 0.0)
+        expert_ids = expert_ids.clamp_min(0)
     order = expert_ids.flatten().argsort(stable=True)
     counts = expert_ids.flatten().bincount(minlength=w13.shape[0]).tolist()
 

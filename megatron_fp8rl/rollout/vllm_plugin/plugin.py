@@ -45,9 +45,10 @@ def register() -> None:
         WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.vllm_plugin.receiver", "TransferEngine"
     )
     if current_platform.is_cpu():
-        from megatron_fp8rl.rollout.vllm_plugin import cpu_layers
+        from megatron_fp8rl.rollout.vllm_plugin import cpu_experts, cpu_layers
 
         cpu_layers.register(cast(Scales, scales))
+        cpu_experts.exchange_tokens_on_cpu()
     elif os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         from megatron_fp8rl.rollout.vllm_plugin import patches
 

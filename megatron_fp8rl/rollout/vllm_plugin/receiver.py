@@ -6,13 +6,15 @@ Runs in every engine worker; ``rollout/vllm_plugin/plugin.py`` registers the eng
 
 One request covers a whole publication: messages from every trainer rank with this worker's slices. The worker runs the
 rounds of the same schedule that the trainer ranks compute (``weight_sync/transports/base.py``) and loads the messages
-in one of three ways (``UpdateInfo.mode``):
+in one of four ways (``UpdateInfo.mode``):
 
     reload      through vLLM's layerwise reload, which slices and fuses checkpoint tensors as a fresh load does
     compare     into the tensors that the kernels read, after checking that vLLM's loaders had put the same data there
     direct      into the tensors that the kernels read
+    switch      the same, from spare memory, in which they have arrived while the engine sampled (``spare_weights.py``)
 
-An engine's first publication uses the first two, which proves where every weight lies; later ones are direct.
+An engine's first publication uses the first two, which proves where every weight lies; later ones are direct, or with
+``rollout.spare_weights`` staged and then switched to.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from megatron_fp8rl.kernels.blockwise import canonical
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import DerivedTensors, KernelTable, UnwritableKernel
 from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights, quiet_reload
+from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
 from megatron_fp8rl.upstream import patches
 from megatron_fp8rl.weight_sync.copies import Copies
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
@@ -100,24 +103,33 @@ class TransferEngine(WeightTransferEngine):
         self._table: KernelTable | None = None
         self._derived: DerivedTensors | None = None
         self._copies: list[Copies] = []
+        self._spare: SpareWeights | None = None
+        self._switch: Copies | None = None
         quiet_reload()
 
     @property
-    def _engine_rank(self) -> int:
-        return self.parallel_config.rank
+    def engine_rank(self) -> int:
+        """In its replica: data-parallel groups of tensor-parallel ranks."""
+        parallel = self.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Collective: join the trainer and the workers of all replicas. A second call starts over."""
         self.shutdown()
         self._table = None
         self._copies = []
-        self._slices, self._whole = PlanInputs.from_json(init_info.config).schedules()
-        parallel = self.parallel_config
+        self._switch = None
+        inputs = PlanInputs.from_json(init_info.config)
+        self._slices, self._whole = inputs.schedules()
+        self._timeout_s = init_info.timeout_s
+        if inputs.rollout.spare_weights != "none" and self._spare is None:
+            on_host = inputs.rollout.spare_weights == "host"
+            self._spare = SpareWeights(self._slices, self.engine_rank, self.device, on_host=on_host)
         peer = Peer(
-            rank=init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank,
+            rank=init_info.rank_offset + self.engine_rank,
             num_trainers=init_info.num_trainers,
             num_replicas=init_info.num_replicas,
-            num_engine_ranks=parallel.world_size,
+            num_engine_ranks=self._slices.num_engine_ranks,
         )
         store = open_store(
             init_info.host, init_info.port, init_info.timeout_s, is_master=False, secret=init_info.secret
@@ -146,9 +158,34 @@ class TransferEngine(WeightTransferEngine):
         if self._mode == "reload":
             self._is_reloading = True
             initialize_layerwise_reload(self.model)
-        self._load_rounds(update_info.attempt, self._transport)
+        if self._mode == "switch":
+            self._switch_to(update_info.version)
+        else:
+            self._load_rounds(update_info.attempt, self._transport)
         self._loaded = update_info.version
         self.load_s += time.perf_counter() - started
+
+    def stage(self, version: int, attempt: int) -> None:
+        """Begin to receive a publication in spare memory, while the engine samples."""
+        if self._transport is None or self._spare is None:
+            raise RuntimeError("weights are to arrive in spare memory of an engine that has none (rollout.spare_weights)")
+        if self._switch is None:
+            pairs = self._pairs(self._slices, self._spare)
+            self._switch = Copies([pair for of_round in pairs for pair in of_round])
+        self._spare.start(self._transport, attempt, version)
+
+    def is_staged(self) -> bool:
+        """Whether everything has arrived in spare memory. Raises what went wrong on the way."""
+        return self._spare is not None and self._spare.is_complete()
+
+    def _switch_to(self, version: int) -> None:
+        if self._spare is None or self._switch is None or self._spare.version != version:
+            raise RuntimeError(f"the engine is to switch to policy version {version}, which is not in its spare memory")
+        self._spare.wait(self._timeout_s)
+        with torch.inference_mode():
+            self._switch()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
 
     def finish_weight_update(self) -> None:
         """Complete the update. Raises RuntimeError if no weights were received."""
@@ -188,6 +225,7 @@ class TransferEngine(WeightTransferEngine):
     def _load_rounds(self, attempt: int, transport: Transport) -> None:
         schedule = self._whole if self._mode == "reload" else self._slices
         try:
+            transport.staged = False
             transport.begin(attempt, schedule.rounds)
             with torch.inference_mode():
                 if self._mode == "reload":
@@ -205,17 +243,19 @@ class TransferEngine(WeightTransferEngine):
         for number, copies in enumerate(self._copies):
             transport.receive(number)
             if self._mode == "compare":
-                for message in schedule.rounds[number].received_by(self._engine_rank):
+                for message in schedule.rounds[number].received_by(self.engine_rank):
                     compare([(part.name, s, self._target(part)) for part, s in _parts(message, transport, number)])
             copies()
             transport.release(number)
 
-    def _pairs(self, schedule: SendSchedule, transport: Transport) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    def _pairs(
+        self, schedule: SendSchedule, transport: Transport | SpareWeights
+    ) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """(target, source) of everything received, by round. Raises if a weight would receive nothing."""
         named = set()
         for number, messages in enumerate(schedule.rounds):
             pairs = []
-            for message in messages.received_by(self._engine_rank):
+            for message in messages.received_by(self.engine_rank):
                 for part, source in _parts(message, transport, number):
                     pairs.append((self._target(part), source))
                     named.add(part.name)
@@ -238,7 +278,7 @@ class TransferEngine(WeightTransferEngine):
         for number, messages in enumerate(schedule.rounds):
             transport.receive(number)
             complete: list[tuple[str, Tensor]] = []
-            for message in messages.received_by(self._engine_rank):
+            for message in messages.received_by(self.engine_rank):
                 for part, source in _parts(message, transport, number):
                     whole, missing = incomplete.pop(part.name, (None, 0))
                     if whole is None:
@@ -256,7 +296,7 @@ class TransferEngine(WeightTransferEngine):
         assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not come"
 
 
-def _parts(message: Message, transport: Transport, number: int) -> Iterator[tuple[Part, Tensor]]:
+def _parts(message: Message, transport: Transport | SpareWeights, number: int) -> Iterator[tuple[Part, Tensor]]:
     """The parts of a received message, as tensors."""
     inbox = transport.inbox(message, number)
     for part in message.parts:

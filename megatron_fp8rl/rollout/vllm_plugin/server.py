@@ -16,6 +16,7 @@ everything a second time (11 s of a start of 14 s); and no process of the replic
 from __future__ import annotations
 
 import argparse
+import asyncio
 import atexit
 import ctypes
 import gc
@@ -29,7 +30,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fp8rl import upstream
 from megatron_fp8rl.upstream import patches
@@ -115,7 +116,9 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
     remove_when="run_headless forks, and tells that a worker has ended",
 )
 def work(config: VllmConfig) -> NoReturn:
-    """Start this node's workers of an engine that spans nodes. Exits with status 1 when one of them has ended.
+    """Start this node's part of an engine that spans nodes: data-parallel ranks, or workers of the only one.
+
+    Exits with status 1 when one of them has ended.
 
     vLLM's ``run_headless`` would spawn them, which our kernels' configuration, a local class, does not survive, and
     exit with status 0.
@@ -123,9 +126,35 @@ def work(config: VllmConfig) -> NoReturn:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    if config.parallel_config.data_parallel_size > 1:
+        manager = _data_parallel_ranks(config)
+        try:
+            manager.monitor_engine_liveness()
+        finally:
+            manager.shutdown()
+        sys.exit(1)
     executor = MultiprocExecutor(config, monitor_workers=False)
     executor.start_worker_monitor(inline=True)
     sys.exit(1)
+
+
+def _data_parallel_ranks(config: VllmConfig) -> Any:
+    """This node's data-parallel ranks, which report to the first node."""
+    from vllm.utils.network_utils import get_tcp_uri
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.executor.abstract import Executor
+
+    parallel = config.parallel_config
+    return CoreEngineProcManager(
+        local_engine_count=parallel.data_parallel_size_local,
+        start_index=parallel.data_parallel_rank,
+        local_start_index=0,
+        vllm_config=config,
+        local_client=False,
+        handshake_address=get_tcp_uri(parallel.data_parallel_master_ip, parallel.data_parallel_rpc_port),
+        executor_class=Executor.get_class(config),
+        log_stats=False,
+    )
 
 
 async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socket) -> None:
@@ -142,11 +171,28 @@ async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socke
     @patches(
         "vllm",
         ">=0.25.1,<0.27",
-        why="AsyncLLM stops reading after the engine ends, and often reports a dead engine (output_handler)",
-        remove_when="AsyncLLM.shutdown stops its reader first",
+        why="AsyncLLM stops reading after the engine ends, and often reports a dead engine (output_handler); of several "
+        "data-parallel ranks it returns the first one's answer to a collective call (_call_utility_async)",
+        remove_when="AsyncLLM.shutdown stops its reader first, and collective_rpc returns the answers of all ranks",
     )
     class Engine(AsyncLLM):
-        """Stops reading before the engine ends; vLLM's own stops after it, and often reports a dead engine in between."""
+        """Stops reading before the engine ends; vLLM's own stops after it, and often reports a dead engine in between.
+
+        Of several data-parallel ranks, answers of all are returned; vLLM returns those of the first.
+        """
+
+        async def collective_rpc(
+            self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        ) -> list[Any]:
+            core = self.engine_core
+            ranks = getattr(core, "core_engines", None) or []
+            if len(ranks) < 2:
+                return await super().collective_rpc(method, timeout, args, kwargs)
+            calls = (
+                core._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=rank)
+                for rank in ranks
+            )
+            return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
         def shutdown(self, timeout: float | None = None) -> None:
             cancel_task_threadsafe(getattr(self, "output_handler", None))

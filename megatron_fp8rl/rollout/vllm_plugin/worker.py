@@ -25,6 +25,14 @@ class WorkerExtension(Probe):
         self.weight_transfer_engine.abandon()
         allow_new_update(self)
 
+    def stage_weights(self, version: int, attempt: int) -> None:
+        """Begin to receive a publication in spare memory; the engine goes on sampling."""
+        self.weight_transfer_engine.stage(version, attempt)
+
+    def weights_are_staged(self) -> bool:
+        """Whether everything has arrived in spare memory. Raises what went wrong on the way."""
+        return self.weight_transfer_engine.is_staged()
+
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
         """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,
         "digests": {Hugging Face name: digest}}; the last is omitted without ``names``.
@@ -35,7 +43,7 @@ class WorkerExtension(Probe):
         with torch.inference_mode():
             digests = held_digests(self.model_runner.model, getattr(self.weight_transfer_engine, "num_reloads", 0))
         report = {
-            "rank": self.rank,
+            "rank": self.weight_transfer_engine.engine_rank,
             "version": getattr(self.weight_transfer_engine, "version", None),
             "combined": digests.combined,
             "load_s": getattr(self.weight_transfer_engine, "load_s", 0.0),
@@ -53,4 +61,4 @@ class WorkerExtension(Probe):
         strings, as JSON requires. Raises what :func:`megatron_fp8rl.rollout.vllm_plugin.kv_cache.set_kv_scales` raises.
         """
         held = set_kv_scales(self.model_runner.model, {int(layer): row for layer, row in scales.items()})
-        return {"rank": self.rank, "scales": {str(layer): row for layer, row in held.items()}}
+        return {"rank": self.weight_transfer_engine.engine_rank, "scales": {str(layer): row for layer, row in held.items()}}

@@ -31,7 +31,7 @@ from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore
 NUM_SLOTS = 2
 _FAILED = "failed"
 _LOOK_S = 0.2  # between checks for the failure of another process
-_NAP_S = 20e-6
+_NAP_S = 20e-6  # between looks while an engine is paused
 
 
 class DeliveryError(RuntimeError):
@@ -59,9 +59,10 @@ class Peer:
     def engine_rank(self) -> int:
         return (self.rank - self.num_trainers) % self.num_engine_ranks
 
-    def workers(self, engine_rank: int) -> list[int]:
-        """Ranks of the workers of all replicas that keep the same slices."""
-        return [self.num_trainers + i * self.num_engine_ranks + engine_rank for i in range(self.num_replicas)]
+    def workers(self, engine_ranks: Sequence[int]) -> list[int]:
+        """Ranks of these workers of all replicas."""
+        first = (self.num_trainers + i * self.num_engine_ranks for i in range(self.num_replicas))
+        return [start + engine_rank for start in first for engine_rank in engine_ranks]
 
     def name(self, rank: int) -> str:
         if rank < self.num_trainers:
@@ -81,6 +82,8 @@ class Transport:
         self.device = device
         self.timeout_s = timeout_s
         self.watch: Callable[[], None] = lambda: None
+        self.nap_s = _NAP_S
+        self.staged = False  # whether the publication goes to spare memory; both ends set it before :meth:`begin`
         self._store = store
         self._attempt = 0
         self._rounds: tuple[Round, ...] = ()
@@ -118,7 +121,7 @@ class Transport:
                 self._raise_failure(what)
             if now > self._end:
                 raise DeliveryError(f"{what()} within {self.timeout_s:g} s (rollout.update_deadline_s)")
-            time.sleep(_NAP_S)
+            time.sleep(self.nap_s)
 
     def _raise_failure(self, what: Callable[[], str]) -> None:
         key = f"{_FAILED}/{self._attempt}"
@@ -152,6 +155,10 @@ class Transport:
     def receive(self, number: int) -> None:
         """Wait until the messages of round ``number`` may be read on the current stream."""
         raise NotImplementedError
+
+    def deliver(self, message: Message, number: int, target: Tensor) -> None:
+        """Write a received message to ``target``, uint8, on the current stream."""
+        target.copy_(self.inbox(message, number), non_blocking=True)
 
     def release(self, number: int) -> None:
         """Mark round ``number`` as read by the current stream."""

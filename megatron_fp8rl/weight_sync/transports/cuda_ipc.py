@@ -42,7 +42,8 @@ class IpcTransport(Transport):
                 self._slots, handle = _export(num_bytes, self.device)
                 self._store.set(f"ipc/{peer.rank}", json.dumps(handle))
         else:
-            senders = sorted({sender for x in schedules for sender in x.senders})
+            received = (m for x in schedules for r in x.rounds for m in r.received_by(peer.engine_rank))
+            senders = sorted({message.sender for message in received})
             self._mapped = {}
             for sender in senders:
                 key = f"ipc/{sender}"
@@ -86,8 +87,8 @@ class IpcTransport(Transport):
 
     def _wait_for_readers(self, number: int) -> None:
         """Wait until every worker to which this rank sent something in round ``number`` has read it."""
-        to = {m.engine_rank for m in self._rounds[number].sent_by(self.peer.rank)}
-        readers = [worker for rank in to for worker in self.peer.workers(rank)]
+        to = {rank for m in self._rounds[number].sent_by(self.peer.rank) for rank in m.engine_ranks}
+        readers = self.peer.workers(sorted(to))
         self._wait_for(readers, number, "read")
 
     def _wait_for(self, ranks: list[int], number: int, verb: str) -> None:

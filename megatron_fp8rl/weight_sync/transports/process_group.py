@@ -60,7 +60,7 @@ class _GroupTransport(Transport):
         operations = [
             (self._group.send, wire[m.out_offset : m.out_offset + m.num_bytes], worker)
             for m in messages
-            for worker in self.peer.workers(m.engine_rank)
+            for worker in self.peer.workers(m.engine_ranks)
         ]
         self._pending[number] = self._start(operations, number)
         self._peers[number] = [peer for _, _, peer in operations]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -17,14 +18,22 @@ from megatron_fp8rl.weight_sync.plan import Transfer, plan
 from megatron_fp8rl.weight_sync.schedule import Part, SendSchedule, plan_schedule
 from tests.helpers.plans import DENSE, LAYOUTS, MOE, TIED, table
 
-ENGINES = [EngineLayout(), EngineLayout(tensor=2), EngineLayout(tensor=2, expert=2), EngineLayout(tensor=4, expert=4)]
+ENGINES = [
+    EngineLayout(),
+    EngineLayout(tensor=2),
+    EngineLayout(tensor=2, expert=2),
+    EngineLayout(tensor=4, expert=4),
+    EngineLayout(data=2, expert=2),
+    EngineLayout(data=2, tensor=2, expert=4),
+    EngineLayout(data=2),
+]
 
 
 def every_case():
     for model in (DENSE, MOE, TIED):
         for layout in LAYOUTS:
             for engine in ENGINES:
-                if model.is_moe or layout.expert == engine.expert == 1:
+                if model.is_moe or layout.expert == engine.expert == engine.data == 1:
                     yield model, layout, engine
 
 
@@ -61,12 +70,12 @@ def test_every_kept_byte_arrives_once_and_the_sums_of_its_parts_are_its_digest(m
             for part in message.parts:
                 assert part.offset >= end and part.offset % 64 == 0
                 end = part.offset + part.num_bytes
-                key = message.engine_rank, part.name
                 sent = part_of(tensors[part.name], part)
                 local = (part.transfer.axis, part.start - part.kept[0], part.stop - part.start)
-                held.setdefault(key, torch.zeros(part.kept_shape, dtype=sent.dtype)).narrow(*local).copy_(sent)
-                counts.setdefault(key, torch.zeros(part.kept_shape)).narrow(*local).add_(1)
-                sums.setdefault(key, []).append((part, PartSums([(sent, part.extent)])()))
+                for key in ((rank, part.name) for rank in message.engine_ranks):
+                    held.setdefault(key, torch.zeros(part.kept_shape, dtype=sent.dtype)).narrow(*local).copy_(sent)
+                    counts.setdefault(key, torch.zeros(part.kept_shape)).narrow(*local).add_(1)
+                    sums.setdefault(key, []).append((part, PartSums([(sent, part.extent)])()))
             assert message.num_bytes >= end
     assert all((count == 1).all() for count in counts.values())
     for transfer in made.transfers:
@@ -104,7 +113,7 @@ def test_senders_hold_what_they_send_and_share_the_work(model, layout):
     sent = dict.fromkeys(range(layout.world_size), 0)
     for message in (m for r in planned.rounds for m in r.messages):
         for part in message.parts:
-            sent[message.sender] += part.num_bytes
+            sent[message.sender] += part.num_bytes * len(message.engine_ranks)
             if part.transfer.quantize == "gathered":
                 continue
             shards = layout.holders(weights[part.transfer.mcore_name], model)
@@ -124,6 +133,8 @@ def test_rounds_are_bounded_and_end_together():
     for sender in planned.senders:
         assert planned.out_bytes(sender) <= 1 << 17  # eight senders feed two ranks; the largest piece is smaller
     assert all(planned.in_bytes(rank) <= 8 << 17 for rank in range(2))
+    ends = {sender: max(i for i, r in enumerate(planned.rounds) if r.sent_by(sender)) for sender in planned.senders}
+    assert min(ends.values()) >= len(planned.rounds) - 2
     assert planned == plan_schedule(made, MOE, bucket_bytes=1 << 18)
     assert planned.num_bytes >= made.num_bytes  # what both ranks keep is sent to both
 
@@ -131,7 +142,28 @@ def test_rounds_are_bounded_and_end_together():
 def test_whole_tensors_for_loaders():
     made = plan(MOE, table(MOE, "fp8"), LAYOUTS[9], EngineLayout(tensor=2, expert=2))
     planned = plan_schedule(made, MOE, bucket_bytes=1 << 20, whole=True)
-    assert planned.num_bytes == 2 * made.num_bytes
+    experts = {t.name: t for t in made.transfers if ".experts." in t.name}
+    bytes_of_experts = sum(tensor.num_bytes for t in experts.values() for tensor in t.wire_tensors())
+    # Both ranks receive the whole of all other tensors, and of the experts those that they keep.
+    assert planned.num_bytes == 2 * made.num_bytes - bytes_of_experts
+    for message in (m for r in planned.rounds for m in r.messages):
+        for part in message.parts:
+            assert part.transfer.name not in experts or len(message.engine_ranks) == 1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_several_engine_ranks_keep_is_packed_once(engine):
+    made = plan(MOE, table(MOE, "bf16"), LAYOUTS[-1], engine)
+    planned = plan_schedule(made, MOE, bucket_bytes=1 << 17)
+    packed, distinct = {}, {}
+    for message in (m for r in planned.rounds for m in r.messages):
+        for part in message.parts:
+            packed[part.name] = packed.get(part.name, 0) + part.num_bytes
+    for transfer in made.transfers:
+        item = math.prod(transfer.shape) // transfer.shape[transfer.axis] * (4 if transfer.dtype == "float32" else 2)
+        kept = {span for span in transfer.slices if span is not None}
+        distinct[transfer.name] = sum(item * (stop - start) for start, stop in kept)
+    assert packed == {name: size for name, size in distinct.items() if size}
 
 
 def test_experts_lie_as_the_engine_stacks_them():

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_fp8rl.kernels import compat
+from megatron_fp8rl.weight_sync.schedule import Message, Round
 from megatron_fp8rl.weight_sync.transports.base import Peer
 from megatron_fp8rl.weight_sync.transports.cuda_ipc import IpcTransport
 from megatron_fp8rl.weight_sync.transports.signed_store import UnsignedError, open_store
@@ -95,7 +96,7 @@ def test_a_worker_runs_no_code_from_the_store(store, stranger, tmp_path):
     stranger.set("ipc/0", pickle.dumps(Command(tmp_path / "it ran")))
 
     class Schedule:
-        senders = (0,)
+        rounds = (Round((Message(0, (0,), 1, 0, 0, (), False),), ()),)
 
     with pytest.raises(UnsignedError, match="ipc/0"):
         worker.connect([Schedule()])

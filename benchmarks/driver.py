@@ -1,0 +1,161 @@
+"""What trainer rank 0 does for many engines: processor time, memory and latency for each step, with stand-in engines.
+
+    python -m benchmarks.driver --engines 8 64 512 --sequences 16384 --tokens 512
+
+Stand-ins speak the real protocol on loopback: a request for several completions, an answer of ids and log-probabilities
+in bytes, after a delay that is drawn from a long-tailed distribution, as are the lengths. They run in processes of their
+own, answer from memory and sample nothing. The client, the decoding, the records and the broadcast are those of a run;
+scores are not computed. Bounded: ``--sequences`` completions over all engines, ``--tokens`` on average.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_fp8rl.rollout.client import EngineClient, Sampling
+from megatron_fp8rl.rollout.completions import GENERATE_PATH, write_answer, write_choice
+from megatron_fp8rl.rollout.replicas import Replica
+from megatron_fp8rl.types import Completion
+
+_PER_PROCESS = 64  # stand-ins that share a process
+_PER_PROMPT = 16
+_LONGEST = 8  # of a completion, in means
+
+
+def draw_length(draw: random.Random, mean: float) -> int:
+    """A long tail: exponential, cut at :data:`_LONGEST` means."""
+    return max(1, min(int(draw.expovariate(1 / mean)), int(_LONGEST * mean)))
+
+
+def stand_in(sockets: Sequence[socket.socket], mean_tokens: float, mean_delay_s: float, life_s: float) -> None:
+    """Serve on all sockets until ``life_s`` is over."""
+    from aiohttp import web
+
+    async def generate(request: web.Request) -> web.Response:
+        body = await request.json()
+        sampling, draw = body["sampling_params"], random.Random(body["sampling_params"]["seed"])
+        lengths = [min(draw_length(draw, mean_tokens), sampling["max_tokens"]) for _ in range(sampling["n"])]
+        numbers = np.random.default_rng(sampling["seed"])
+        await asyncio.sleep(mean_delay_s * max(lengths) / mean_tokens)
+        choices = [
+            write_choice(numbers.integers(0, 150_000, n).tolist(), numbers.normal(-1.0, 0.5, n).tolist(), "length", None)
+            for n in lengths
+        ]
+        return web.json_response(write_answer(choices))
+
+    async def serve() -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post(GENERATE_PATH, generate)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        for one in sockets:
+            await web.SockSite(runner, one).start()
+        await asyncio.sleep(life_s)
+
+    asyncio.run(serve())
+
+
+def _memory_gb() -> float:
+    fields = Path("/proc/self/statm").read_text().split()
+    return int(fields[1]) * resource.getpagesize() / 1e9
+
+
+async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tuple[list[Completion], dict[str, float]]:
+    """Ask all engines for their share at once, as a step does; (completions, what it took)."""
+    loop = asyncio.get_running_loop()
+    sampling = Sampling(
+        temperature=1.0, top_p=1.0, top_k=0, max_tokens=int(_LONGEST * mean_tokens), stop_token_ids=(), stop_strings=()
+    )
+    clients = [
+        EngineClient(
+            Replica(name=f"rollout-{i}", url=url, log_path=Path(os.devnull), process_group=0, exited=loop.create_future()),
+            sampling=sampling, decode=lambda ids: " ".join(map(str, ids[:8])), request_deadline_s=300.0,
+            update_deadline_s=60.0,
+        )
+        for i, url in enumerate(urls)
+    ]  # fmt: skip
+    prompt = list(range(512))
+    late: list[float] = []
+
+    async def watch() -> None:  # how long a ready task waits: what a request or an answer waits for the interpreter
+        while True:
+            before = time.perf_counter()
+            await asyncio.sleep(0.01)
+            late.append(time.perf_counter() - before - 0.01)
+
+    watching = asyncio.ensure_future(watch())
+    before, cpu, started = _memory_gb(), time.process_time(), time.perf_counter()
+    asked = (
+        clients[i % len(clients)].generate(prompt, _PER_PROMPT, _PER_PROMPT * i) for i in range(sequences // _PER_PROMPT)
+    )
+    found = [completion for group in await asyncio.gather(*asked) for completion in group]
+    took = {"wall_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu, "gb": _memory_gb() - before}
+    watching.cancel()
+    for client in clients:
+        await client.close()
+    return found, took | {"latency_mean_s": sum(late) / len(late), "latency_max_s": max(late)}
+
+
+def measure(engines: int, sequences: int, mean_tokens: float, mean_delay_s: float) -> dict[str, Any]:
+    """One step with ``engines`` stand-ins."""
+    sockets = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(engines)]
+    urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+    context = multiprocessing.get_context("fork")
+    parts = [sockets[i : i + _PER_PROCESS] for i in range(0, engines, _PER_PROCESS)]
+    processes = [context.Process(target=stand_in, args=(p, mean_tokens, mean_delay_s, 300.0), daemon=True) for p in parts]
+    try:
+        for process in processes:
+            process.start()
+        time.sleep(1.0)
+        found, took = asyncio.run(drive(urls, sequences, mean_tokens))
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for one in sockets:
+            one.close()
+    tokens = sum(len(completion.token_ids) for completion in found)
+    cpu = time.process_time()
+    carried = pickle.dumps(found, protocol=pickle.HIGHEST_PROTOCOL)
+    took["pickle_s"] = time.process_time() - cpu
+    took["broadcast_gb"] = len(carried) / 1e9
+    cpu = time.process_time()
+    pickle.loads(carried)
+    took["unpickle_s"] = time.process_time() - cpu
+    return {"engines": engines, "completions": len(found), "tokens": tokens, **took}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", nargs="+", type=int, default=[8, 64, 512])
+    parser.add_argument("--sequences", type=int, default=4096)
+    parser.add_argument("--tokens", type=float, default=512.0)
+    parser.add_argument("--delay-s", type=float, default=1.0, help="of an answer of mean length")
+    options = parser.parse_args()
+    if options.sequences * options.tokens > 4e7 or max(options.engines) > 1024:
+        parser.error("--sequences x --tokens may be 40 million at most, and --engines 1024: this is one machine")
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    for engines in options.engines:
+        row = measure(engines, options.sequences, options.tokens, options.delay_s)
+        print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

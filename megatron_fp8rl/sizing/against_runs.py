@@ -1,0 +1,126 @@
+"""The arithmetic of a plan against every run that was measured, phase by phase.
+
+In: rows of docs/measured of this repository. Out: the predicted and the measured seconds, and the error. Rates come from
+some of these rows (``rates.py``): for those the error says how well a few numbers fit many, not how well they predict.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.preflight.memory import GPUS
+from megatron_fp8rl.sizing import rates
+from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
+
+FOLDER = Path(__file__).parents[2] / "docs" / "measured"
+_PHASES = ("rollouts", "old_logprobs", "update", "publish")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One phase of one run."""
+
+    run: str
+    phase: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def _rows(name: str) -> list[dict[str, Any]]:
+    path = FOLDER / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) -> tuple[RunConfig, Lengths] | None:
+    """The configuration of a row of the ledger on two separate GPUs; None for a model that is not known here."""
+    model = models.get((row["model"]["family"], row["model"]["hidden_size"]))
+    if model is None or row["gpus"] != 2 or row["layout"]["placement"] != "separate":
+        return None
+    model = replace(model, num_layers=row["layers"])
+    in_fp8, sequences = row["arm"] != "bf16", int(row["sequences"])
+    mean = row["sampled_tokens"] / sequences
+    # The row has the operations of its update, of which the mean length of prompts follows.
+    counted = parameters.count(model)
+    per_token = 2.0 * (counted.active - counted.embedding // 2)
+    forward = row["update_tflops_gpu"] * 1e12 * median(row["phases_s"]["update"]) / 3
+    prompt = max(1.0, forward / per_token / sequences - mean)
+    for _ in range(20):  # attention grows with the square
+        square = 2.0 * model.num_layers * model.num_attention_heads * model.head_dim * (prompt + mean) ** 2
+        prompt = max(1.0, (forward / sequences - square) / per_token - mean)
+    precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
+    if "old_logprobs" in row["phases_s"] and median(row["phases_s"]["old_logprobs"]) < 0.01:
+        precision = replace(precision, exact=True)  # one update of a synchronous step: its own are the old ones
+    rollout = RolloutConfig(
+        placement="separate",
+        kv_cache_dtype="fp8" if row["arm"] == "fp8_kv" else "auto",
+        prompts_per_step=sequences,
+        completions_per_prompt=1,
+        max_prompt_tokens=512,
+        max_completion_tokens=row["completion_tokens"],
+        max_tokens_per_microbatch=row["layout"]["microbatch"],
+    )
+    cfg = RunConfig(name=row["arm"], model=model, parallel=ParallelConfig(), precision=precision, rollout=rollout)
+    return cfg, Lengths(prompt=prompt, mean=mean, longest=row["completion_tokens"])
+
+
+def compared() -> Iterator[Compared]:
+    """Every phase of every measured run that the arithmetic knows."""
+    from model_configs import qwen3
+
+    models = {("qwen3", 4096): qwen3.qwen3_8b(), ("qwen3_moe", 2048): qwen3.qwen3_30b_a3b()}
+    for row in _rows("ledger"):
+        known = _of_ledger(row, models)
+        if known is None:
+            continue
+        cfg, lengths = known
+        found: StepTime = step_time(
+            cfg, lengths, rates.H200, rates.Network(), memory_bytes=GPUS["h200"].memory_bytes, gpus=row["gpus"]
+        )
+        name = f"ledger {row.get('run', '?')}: {row['shape']} {row['arm']}, {row['layers']} layers"
+        for phase in _PHASES:
+            seconds = median(row["phases_s"].get(phase, [0.0]))
+            if seconds > 0.01:
+                yield Compared(name, phase, getattr(found, phase), seconds)
+        yield Compared(name, "step", found.step, median(row["step_s"]))
+    for row in _rows("publish"):
+        model = {"qwen3_8b": qwen3.qwen3_8b, "qwen3_30b_a3b": qwen3.qwen3_30b_a3b}.get(row["model"])
+        if model is None or row["precision"] != "fp8":
+            continue
+        shape = replace(model(), num_layers=row["layers"] or model().num_layers)
+        ranks = 1 if row["layout"] == "colocated" else 2
+        rollout = RolloutConfig(tensor=ranks, expert=ranks if "ep2" in row["layout"].split("+")[-1] else 1)
+        cfg = RunConfig(
+            name="publish", model=shape, parallel=ParallelConfig(world_size=ranks), precision=PrecisionConfig(), rollout=rollout
+        )
+        found = step_time(
+            cfg, Lengths(prompt=1, mean=1, longest=1), rates.H200, rates.Network(),
+            memory_bytes=GPUS["h200"].memory_bytes, gpus=2 * ranks,
+        )  # fmt: skip
+        name = f"publish: {row['model']}, {row['layout']}, {row['transport']}"
+        yield Compared(name, "publish", found.publish, row["later"]["seconds"])
+
+
+def report() -> list[str]:
+    """A table, or a line that says why there is none."""
+    found = list(compared())
+    if not found:
+        return ["no measured runs are at hand to check this arithmetic against (docs/measured of the repository)"]
+    lines = ["this arithmetic against measured runs (H200): predicted, measured, error"]
+    for one in found:
+        lines.append(f"  {one.run:<64} {one.phase:<13}{one.predicted:9.3f} s{one.measured:9.3f} s {one.error:+7.1%}")
+    for phase in (*_PHASES, "step"):
+        errors = [abs(one.error) for one in found if one.phase == phase]
+        if errors:
+            lines.append(f"  {phase}: {median(errors):.1%} in the median, {max(errors):.1%} at most, of {len(errors)} runs")
+    return lines

@@ -1,0 +1,82 @@
+"""Rates that a plan counts with: what a GPU reaches, as measured, and what a network does, as assumed. Pure.
+
+``H200`` holds numbers measured on NVIDIA H200 GPUs (rows of docs/measured; ``tests/unit/sizing`` computes them again
+from the rows). No other kind of GPU has been measured: :func:`of` scales the H200's by peak FLOP/s and bandwidth from
+data sheets, and says so. Every field can be set on the command line.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron_fp8rl.preflight.memory import GpuName
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What one GPU reaches. FLOP/s count two for each weight that a token meets, and causal attention."""
+
+    update_fp8: float  # FLOP/s of forward and backward of an update, blockwise FP8, dense
+    update_bf16: float
+    update_moe_fp8: float  # the same with grouped experts
+    update_moe_bf16: float
+    forward_fp8: float  # FLOP/s of a pass for old log-probabilities
+    forward_bf16: float
+    prefill: float  # FLOP/s of an engine's prompts
+    read_bytes_per_s: float  # at which decode steps read weights and cache
+    decode_layer_s: float  # of a decode step for each layer, whatever it reads
+    decode_sequence_s: float  # of a decode step for each of its sequences: sampling, log-probabilities, HTTP
+    publish_s: float  # a publication, whatever it carries
+    publish_s_per_byte: float  # of a worker's weights: quantized, loaded, digested at both ends; not the wire
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Assumed, never measured here. Bytes per second of one GPU, in each direction."""
+
+    nvlink_bytes_per_s: float = 360e9  # of 450 on an H100 or H200
+    nic_bytes_per_s: float = 40e9  # of 50: 400 Gb/s per GPU
+    node_collective_s: float = 15e-6  # of a small collective within a node
+    cluster_collective_s: float = 60e-6  # and across nodes
+    storage_bytes_per_s: float = 2e9  # of one GPU, to and from the shared file system
+
+
+# From rows of 2026-11-24 in docs/measured: ledger (updates, old log-probabilities and rollouts of 20 layers of Qwen3-8B),
+# layers of Qwen3-30B-A3B, rollout_speed (decode steps of Qwen3-8B and 30B-A3B), publish (30B-A3B and 8B).
+H200 = Rates(
+    update_fp8=521e12,
+    update_bf16=386e12,
+    update_moe_fp8=238e12,
+    update_moe_bf16=243e12,
+    forward_fp8=675e12,
+    forward_bf16=429e12,
+    prefill=500e12,
+    read_bytes_per_s=4.3e12,
+    decode_layer_s=96e-6,
+    decode_sequence_s=11.6e-6,
+    publish_s=0.034,
+    publish_s_per_byte=4.05e-12,
+    source="measured on H200",
+)
+
+# (peak FP8 and BF16 FLOP/s, memory bytes/s), data sheets
+_SHEETS = {"h200": (1979e12, 4.8e12), "h100": (1979e12, 3.35e12), "b200": (4500e12, 8.0e12)}
+
+
+def of(gpu: GpuName) -> Rates:
+    """The rates of a kind of GPU: measured for H200, scaled by data sheets for others."""
+    if gpu == "h200":
+        return H200
+    flops, read = (theirs / ours for theirs, ours in zip(_SHEETS[gpu], _SHEETS["h200"]))
+    return replace(
+        H200,
+        **{
+            name: getattr(H200, name) * flops
+            for name in ("update_fp8", "update_bf16", "update_moe_fp8", "update_moe_bf16", "forward_fp8", "forward_bf16",
+                         "prefill")
+        },  # fmt: skip
+        read_bytes_per_s=H200.read_bytes_per_s * read,
+        publish_s_per_byte=H200.publish_s_per_byte / read,
+        source=f"H200's, times {flops:.2f} (FLOP/s) and {read:.2f} (memory) by data sheets; not measured on {gpu.upper()}",
+    )

@@ -1,0 +1,223 @@
+"""Seconds of one step, phase by phase, from a configuration, rates and a network. Arithmetic; pure, no torch.
+
+    rollouts       prompts: their FLOP. Decoding: every step reads the matrices that it needs once and the cache of its
+                   sequences; the steps last until the longest sequence ends
+    old_logprobs   one forward pass over all tokens; 0 with ``precision.exact``, which takes the engine's
+    update         forward and backward, the recomputed forward, the pipeline's bubble, tensor- and expert-parallel
+                   traffic, gradients and parameters between data-parallel ranks, and the optimizer's reads and writes
+    publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
+    driver         what trainer rank 0 does for all engines
+
+Colocated or synchronous phases add up. With ``rollout.max_staleness`` > 0 sampling overlaps training: a step takes the
+longer of the two, and the pause.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.preflight.engine_memory import kv_token_bytes, worker
+from megatron_fp8rl.preflight.trainer_memory import num_microbatches
+from megatron_fp8rl.sizing.rates import Network, Rates
+
+_OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
+_TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice as many in backward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lengths:
+    """Tokens of the sequences of a step."""
+
+    prompt: float
+    mean: float  # of completions
+    longest: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Driver:
+    """What trainer rank 0 does for each sampled token and each completion, in seconds; measured: docs/scale.md."""
+
+    token_s: float = 0.2e-6
+    completion_s: float = 0.3e-3
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds by phase. ``pause``: of sampling, part of ``publish``; ``wire``: its part that is traffic."""
+
+    rollouts: float
+    old_logprobs: float
+    update: float
+    publish: float
+    driver: float
+    pause: float
+    wire: float
+    bubble: float  # of the update
+    expert_traffic: float  # of the update
+    overlaps: bool
+    tokens: float  # trained
+    gpus: int
+
+    @property
+    def training(self) -> float:
+        return self.old_logprobs + self.update
+
+    @property
+    def step(self) -> float:
+        if self.overlaps:
+            return max(self.rollouts + self.driver + self.pause, self.training + self.publish)
+        return self.rollouts + self.driver + self.training + self.publish
+
+    @property
+    def gpu_seconds_per_million(self) -> float:
+        """Of all GPUs, for a million trained tokens."""
+        return self.step * self.gpus / self.tokens * 1e6
+
+
+def flops(model: ModelConfig, tokens: float, mean_square: float) -> float:
+    """Operations of one forward pass: two for each weight that a token meets, and causal attention.
+
+    ``mean_square``: the sum over sequences of the square of their length.
+    """
+    counted = parameters.count(model)
+    inputs = 0 if model.tie_embeddings else counted.embedding // 2  # looked up, not multiplied
+    width = model.num_attention_heads * model.head_dim
+    return 2.0 * (counted.active - inputs) * tokens + 2.0 * model.num_layers * width * mean_square
+
+
+def step_time(
+    cfg: RunConfig,
+    lengths: Lengths,
+    rates: Rates,
+    network: Network,
+    *,
+    memory_bytes: int,
+    gpus: int,
+    gpus_per_node: int = 8,
+    driver: Driver = Driver(),
+) -> StepTime:
+    """Seconds by phase. ``memory_bytes``: of one GPU, which bounds the sequences that an engine holds."""
+    sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
+    length = lengths.prompt + lengths.mean
+    # Of an exponential distribution the mean square is twice the square of the mean; of equal lengths it is the square.
+    square = length**2 * (1.0 if lengths.longest <= lengths.mean else 1.5)
+    forward = flops(cfg.model, sequences * length, sequences * square)
+    update, bubble, traffic = _update_s(cfg, forward, sequences * length, rates, network, gpus_per_node)
+    wire, proof = _publish_s(cfg, rates, network, gpus, gpus_per_node)
+    in_spare = cfg.rollout.spare_weights != "none"
+    return StepTime(
+        rollouts=_rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node),
+        old_logprobs=0.0 if cfg.precision.exact else forward / (_forward_rate(cfg, rates) * cfg.parallel.world_size),
+        update=update,
+        publish=wire + proof,
+        driver=sequences * (driver.completion_s + lengths.mean * driver.token_s),
+        pause=proof if in_spare else wire + proof,
+        wire=wire,
+        bubble=bubble,
+        expert_traffic=traffic,
+        overlaps=cfg.rollout.max_staleness > 0 and cfg.rollout.placement != "colocated",
+        tokens=sequences * length,
+        gpus=gpus,
+    )
+
+
+def _forward_rate(cfg: RunConfig, rates: Rates) -> float:
+    dense = rates.forward_bf16 if cfg.precision.trainer == "bf16" else rates.forward_fp8
+    if not cfg.model.is_moe:
+        return dense
+    return dense * _update_rate(cfg, rates) / (rates.update_bf16 if cfg.precision.trainer == "bf16" else rates.update_fp8)
+
+
+def _update_rate(cfg: RunConfig, rates: Rates) -> float:
+    in_fp8 = cfg.precision.trainer != "bf16"
+    if cfg.model.is_moe:
+        return rates.update_moe_fp8 if in_fp8 else rates.update_moe_bf16
+    return rates.update_fp8 if in_fp8 else rates.update_bf16
+
+
+def _update_s(
+    cfg: RunConfig, forward: float, tokens: float, rates: Rates, network: Network, node: int
+) -> tuple[float, float, float]:
+    """(seconds, of which the pipeline's bubble, of which expert-parallel traffic)."""
+    model, parallel = cfg.model, cfg.parallel
+    passes = 3.0 + {"none": 0.0, "selective": 0.5, "full": 1.0}[cfg.optim.recompute]
+    compute = passes * forward / (_update_rate(cfg, rates) * parallel.world_size)
+    own = tokens / parallel.data / parallel.context  # of one rank
+    layers = model.num_layers / parallel.pipeline
+    rounds = 2.0 + (cfg.optim.recompute == "full")  # forward, backward, and forward again
+    experts = tensor = 0.0
+    if model.is_moe and parallel.expert > 1:
+        share = (parallel.expert - 1) / parallel.expert
+        link = network.nvlink_bytes_per_s if parallel.expert <= node else network.nic_bytes_per_s
+        moved = own / parallel.tensor * model.experts_per_token * model.hidden_size * 2 * share
+        moe_layers = layers * (model.num_layers - model.first_dense_layers) / model.num_layers
+        experts = rounds * 2 * moe_layers * moved / link  # dispatch and combine
+    if parallel.tensor > 1:
+        link = network.nvlink_bytes_per_s if parallel.tensor <= node else network.nic_bytes_per_s
+        moved = own * model.hidden_size * 2 * (parallel.tensor - 1) / parallel.tensor
+        tensor = rounds * _TENSOR_COLLECTIVES * layers * moved / link
+    microbatches = max(1, num_microbatches(cfg))
+    busy = compute + experts + tensor
+    bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
+    stages = [parameters.on_trainer_rank(cfg, stage) for stage in range(parallel.pipeline)]
+    held = max(stage.dense + stage.expert for stage in stages)
+    copies = max(1, parallel.data)
+    link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s
+    reduced = 0.0 if copies == 1 else held * (4 + 2) / link  # gradients in FP32, parameters in BF16
+    optimizer = held / copies * _OPTIMIZER_BYTES / rates.read_bytes_per_s
+    updates = cfg.algo.updates_per_step
+    return busy + bubble + updates * (reduced + optimizer), bubble, experts
+
+
+def _rollout_s(
+    cfg: RunConfig, sequences: int, lengths: Lengths, rates: Rates, network: Network, memory_bytes: int, node: int
+) -> float:
+    model, rollout = cfg.model, cfg.rollout
+    own = math.ceil(sequences / rollout.num_replicas)
+    engine = worker(cfg, memory_bytes)
+    per_group = math.ceil(own / rollout.data)  # sequences of one data-parallel rank
+    fitting = max(1, int(engine.kv_tokens / (lengths.prompt + lengths.mean)))
+    held = min(per_group, rollout.max_num_sequences, fitting)
+    steps = max(lengths.longest, per_group * lengths.mean / held)
+    average = per_group * lengths.mean / steps  # sequences of a step
+    kv_read = per_group * lengths.mean * (lengths.prompt + lengths.mean / 2)
+    kv_read *= kv_token_bytes(model, rollout.tensor, fp8=rollout.kv_cache_dtype == "fp8")
+    read = steps * _read_bytes(cfg, average * rollout.data) + kv_read
+    prefill = flops(model, own * lengths.prompt, own * lengths.prompt**2) / (rates.prefill * rollout.ranks)
+    fixed = model.num_layers * rates.decode_layer_s + average * rates.decode_sequence_s
+    is_wide = rollout.ranks > node
+    latency = network.cluster_collective_s if is_wide else network.node_collective_s
+    calls = 2 * model.num_layers * (rollout.tensor > 1) + 2 * model.num_layers * (rollout.expert > 1 and model.is_moe)
+    link = network.nic_bytes_per_s if is_wide else network.nvlink_bytes_per_s
+    moved = 0.0
+    if rollout.expert > 1 and model.is_moe:
+        moved = 2 * average * model.experts_per_token * model.hidden_size * 2 * model.num_layers / rollout.tensor
+    return prefill + read / rates.read_bytes_per_s + steps * (fixed + calls * latency + moved / link)
+
+
+def _read_bytes(cfg: RunConfig, num_sequences: float) -> float:
+    """Bytes of weights that one worker reads in a decode step: of experts, those that the batch reaches."""
+    model, rollout = cfg.model, cfg.rollout
+    held = parameters.on_engine_worker(cfg)
+    matrices = float(held.fp8 + held.scales + held.bf16)
+    if not model.tie_embeddings:  # the input embedding is looked up
+        matrices -= 2 * model.vocab_size * model.hidden_size / rollout.tensor
+    if not model.is_moe:
+        return matrices
+    counted = parameters.count(model)
+    element = 2 if cfg.precision.rollout == "bf16" else 1
+    experts = counted.expert / rollout.ranks * element
+    reached = 1 - (1 - model.experts_per_token / model.num_experts) ** max(1.0, num_sequences)
+    return matrices - experts * (1 - reached)
+
+
+def _publish_s(cfg: RunConfig, rates: Rates, network: Network, gpus: int, node: int) -> tuple[float, float]:
+    """(seconds of the wire, of everything else). The busiest cards are those of engines, or of trainers if they are few."""
+    weights = parameters.on_engine_worker(cfg)
+    own = weights.fp8 + weights.scales + weights.bf16
+    link = network.nvlink_bytes_per_s if gpus <= node else network.nic_bytes_per_s
+    sent = own * cfg.rollout.ranks * cfg.rollout.num_replicas / cfg.parallel.world_size
+    return max(own, sent) / link, rates.publish_s + rates.publish_s_per_byte * own

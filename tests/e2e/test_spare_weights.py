@@ -1,0 +1,126 @@
+"""Publications into spare memory: the engine samples while weights arrive, and pauses for the switch alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_weights import Reference, policy_of, random_weights, write_hf_dir
+from inprocess import set_weights
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.weight_sync.engines import TransportError
+from megatron_fp8rl.weight_sync.publish import WeightExporter
+from megatron_fp8rl.weight_sync.transports import choose
+from megatron_fp8rl.weight_sync.transports.base import Transport
+from megatron_fp8rl.weight_sync.verify import WeightMismatch
+from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
+
+PROMPT = list(range(20, 40))
+NETWORK_S = 3.0  # of a slow network, over all rounds
+
+
+def with_spare(cfg: RunConfig, where: str, transport: str) -> RunConfig:
+    rollout = replace(cfg.rollout, spare_weights=where, transport=transport, bucket_bytes=100_000)
+    return replace(cfg, rollout=replace(rollout, max_replica_restarts=0))
+
+
+@pytest.fixture(params=["ipc", "gloo"])
+def slow(request, monkeypatch):
+    """The trainer's end of a transport that takes its time, and can do harm; the engine's end is the real one."""
+    kind = request.param
+
+    class Slow(choose.TRANSPORTS[kind]):
+        num_rounds = 1
+        before = staticmethod(lambda transport, number, messages: None)
+
+        def begin(self, attempt, rounds):
+            super().begin(attempt, rounds)
+            Slow.num_rounds = len(rounds)
+
+        def send(self, number, messages):
+            time.sleep(NETWORK_S / Slow.num_rounds)
+            Slow.before(self, number, messages)
+            super().send(number, messages)
+
+    monkeypatch.setitem(choose.TRANSPORTS, kind, Slow)
+    return kind, Slow
+
+
+def sampling(fleet: Fleet, num_tokens: int):
+    client = fleet.clients[0]
+    how = replace(client.sampling, max_tokens=num_tokens, stop_token_ids=())
+    return fleet.submit(client.generate(PROMPT, 1, 3, sampling=how))
+
+
+def flip(transport: Transport, number: int, messages) -> None:
+    for message in messages:
+        for part in message.parts:
+            if part.name == "model.layers.0.self_attn.o_proj.weight" and part.start == 0:
+                transport.slot(number)[message.out_offset + part.offset] ^= 0x10
+
+
+def test_an_engine_samples_while_weights_arrive(engine_cfg, tmp_path: Path, slow):
+    kind, transport = slow
+    cfg = with_spare(engine_cfg, "device", kind)
+    weights = [random_weights(cfg, seed) for seed in (1, 2)]
+    policy = policy_of(cfg, weights[0])
+    with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
+        exporter = WeightExporter(policy, fleet, cfg)
+        exporter.publish(1)  # new: through vLLM's loaders, while it pauses
+
+        set_weights(policy, weights[1])
+        running = sampling(fleet, 500)
+        time.sleep(0.5)
+        staged = exporter.publish(2)
+        (completion,) = running.result(timeout=240.0)
+        assert staged.seconds > NETWORK_S > 2 * staged.pause_s
+        first, second = [start for start, _ in completion.version_spans]
+        assert [version for _, version in completion.version_spans] == [1, 2] and first == 0 < second < 500
+        # A token takes about a hundredth of a second here: many were sampled while weights travelled.
+        assert second > 50, second
+        tokens = [*PROMPT, *completion.token_ids]
+        for start, stop, held in ((0, second, weights[0]), (second, 500, weights[1])):
+            routes = completion.routed_experts.astype("int64")
+            if start:  # the context was computed again: the engine chose other experts for it, and kept those of then
+                routes[: len(PROMPT) + start - 1] = -1
+            expected = Reference(cfg, held).logprobs(tokens, 1.0, routes)[len(PROMPT) - 1 :]
+            difference = (torch.tensor(completion.rollout_logprobs) - expected).abs()[start:stop]
+            assert difference.mean() < ENGINE_LOGPROB_MEAN and difference.max() < ENGINE_LOGPROB_MAX
+
+        exporter.cfg = replace(cfg, rollout=replace(cfg.rollout, spare_weights="none"))
+        set_weights(policy, weights[0])
+        direct = exporter.publish(3)
+        assert direct.pause_s > NETWORK_S
+        print(f"\n{kind}: pause {direct.pause_s:.3f} s without, {staged.pause_s:.3f} s with spare memory")
+        exporter.cfg = cfg
+
+        transport.before = staticmethod(flip)
+        set_weights(policy, weights[1])
+        with pytest.raises(WeightMismatch, match="o_proj.weight in replica 0 rank 0: corrupted"):
+            exporter.publish(4)
+        exporter.close()
+
+
+def test_an_engine_that_dies_while_weights_arrive_is_named(engine_cfg, tmp_path: Path, slow):
+    kind, transport = slow
+    cfg = with_spare(engine_cfg, "host", kind)
+    with Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path) as fleet:
+        exporter = WeightExporter(policy_of(cfg, random_weights(cfg, 1)), fleet, cfg)
+        exporter.publish(1)
+        exporter.publish(2)  # from host memory
+        group = fleet.clients[0].replica.process_group
+        threading.Timer(NETWORK_S / 2, os.killpg, (group, signal.SIGKILL)).start()
+        started = time.monotonic()
+        with pytest.raises(TransportError) as end:
+            exporter.publish(3)
+        assert "rollout-0 died with exit code -9" in f"{end.value} {end.value.__cause__}"
+        assert time.monotonic() - started < 60.0
+        exporter.close()

@@ -1,0 +1,183 @@
+"""A plan's arithmetic: rates are those of the measured rows, failures cost what a simulation says, the best is the best."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from statistics import median
+
+import numpy as np
+import pytest
+
+from benchmarks.ledger_rows import flops as flops_of_ledger
+from benchmarks.roofline import SHAPES, roofline
+from megatron_fp8rl import __main__ as program
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.preflight.engine_memory import kv_token_bytes
+from megatron_fp8rl.preflight.memory import GPUS
+from megatron_fp8rl.sizing import against_runs, layout_choices, lost_time, rates, step_time
+from megatron_fp8rl.sizing.step_time import Driver, Lengths
+from model_configs import deepseek, qwen3
+
+NETWORK = rates.Network()
+
+
+def rows(name: str) -> list[dict]:
+    return [json.loads(line) for line in (against_runs.FOLDER / f"{name}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("arm", ["fp8", "bf16"])
+def test_rates_of_training_are_those_of_the_ledger(arm):
+    found = [row for row in rows("ledger") if row["arm"] == arm and row["shape"] == "8b_separate"]
+    assert getattr(rates.H200, f"update_{arm}") == pytest.approx(
+        median(row["update_tflops_gpu"] for row in found) * 1e12, rel=0.02
+    )
+    (first,) = [row for row in found if "old_logprobs" in row["phases_s"] and median(row["phases_s"]["old_logprobs"]) > 1]
+    forward = first["update_tflops_gpu"] * 1e12 * median(first["phases_s"]["update"]) / 3
+    assert getattr(rates.H200, f"forward_{arm}") == pytest.approx(
+        forward / median(first["phases_s"]["old_logprobs"]), rel=0.02
+    )
+
+
+def test_decode_steps_cost_what_the_measured_engines_took():
+    """Least squares of the nine engines that a run starts, with the rates for prompts and memory fixed."""
+    matrix, rest = [], []
+    for row in rows("rollout_speed"):
+        if row["engine"] != "run":
+            continue
+        model, shape, cache = getattr(qwen3, row["model"])(), SHAPES[row["shape"]], row["precision"] == "fp8_kv"
+        bandwidth = rates.H200.read_bytes_per_s
+        limit = roofline(model, row["precision"], shape, bandwidth)
+        steps, seconds = shape.completion_tokens, row["seconds"]
+        prompts = [shape.prompt_tokens] * shape.num_sequences
+        fixed = flops_of_ledger(model, prompts) / rates.H200.prefill
+        fixed += steps * shape.num_sequences / limit.tokens_per_s
+        assert kv_token_bytes(model, 1, fp8=cache) == limit.kv_bytes_per_token
+        matrix.append([steps * model.num_layers / seconds, steps * shape.num_sequences / seconds])
+        rest.append((seconds - fixed) / seconds)
+    layer_s, sequence_s = np.linalg.lstsq(np.array(matrix), np.array(rest), rcond=None)[0]
+    assert rates.H200.decode_layer_s == pytest.approx(layer_s, rel=0.03)
+    assert rates.H200.decode_sequence_s == pytest.approx(sequence_s, rel=0.03)
+
+
+def test_operations_are_those_of_the_ledger():
+    model = replace(qwen3.qwen3_8b(), num_layers=20)
+    lengths = [900.0, 1500.0, 40.0]
+    assert step_time.flops(model, sum(lengths), sum(n * n for n in lengths)) == flops_of_ledger(model, lengths)
+
+
+def test_measured_runs_are_met():
+    """How far off the arithmetic is; a change that makes it worse has to say so here."""
+    found = list(against_runs.compared())
+    errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
+    assert len(errors["step"]) >= 6 and len(errors["publish"]) >= 10
+    assert median(errors["step"]) < 0.1 and max(errors["step"]) < 0.2
+    assert median(errors["rollouts"]) < 0.2 and median(errors["update"]) < 0.05 and median(errors["publish"]) < 0.1
+
+
+@pytest.mark.parametrize(("interval_s", "save_s"), [(600.0, 20.0), (3600.0, 5.0), (1800.0, 60.0)])
+def test_time_lost_is_that_of_a_simulation(interval_s, save_s):
+    """Node failures drawn one by one over a thousand days, against the formula."""
+    draw, restart, rate = random.Random(7), lost_time.Restart(load_s=30.0), 1 / 3600
+    useful = since = clock = 0.0
+    end = 1000 * 86_400.0
+    failure = draw.expovariate(rate)
+    while clock < end:
+        upto = clock + (interval_s - since)
+        if failure < upto:
+            clock = failure + restart.total
+            failure = clock + draw.expovariate(rate)
+            since = 0.0
+            continue
+        useful += interval_s
+        clock, since = upto + save_s, 0.0
+        failure = max(failure, clock)
+    lost = lost_time.loss(
+        interval_s, failures_per_hour=1.0, save_s=save_s, restart=restart, repair_s=7200.0, spare_nodes=12
+    )
+    # The formula counts a first order: failures during a restart and in repeated steps come on top.
+    assert 1 - useful / clock == pytest.approx(lost.share, rel=0.35 if interval_s > 3000 else 0.2)
+
+
+def test_the_best_interval_loses_least():
+    every = lost_time.best_interval_s(1.0, 20.0)
+    given = dict(failures_per_hour=1.0, save_s=20.0, restart=lost_time.Restart(), repair_s=7200.0, spare_nodes=9)
+    assert all(lost_time.loss(every, **given).total < lost_time.loss(every * f, **given).total for f in (0.8, 1.25))
+
+
+@pytest.mark.parametrize("spares", [0, 1, 3])
+def test_waiting_for_nodes_is_that_of_a_simulation(spares):
+    """Nodes that are lost one by one and come back after times drawn from another distribution each."""
+    draw, end = random.Random(spares), 20_000.0  # hours
+    events, clock = [], 0.0
+    while clock < end:
+        clock += draw.expovariate(1.0)
+        events += [(clock, 1), (clock + draw.uniform(0.0, 4.0), -1)]
+    missing, before, waited = 0, 0.0, 0.0
+    for at, change in sorted(events):
+        waited += (at - before) * (missing > spares)
+        missing, before = missing + change, at
+    assert lost_time.waiting_share(1.0, 7200.0, spares) == pytest.approx(waited / end, rel=0.05)
+    enough = lost_time.spares_for(1.0, 7200.0)
+    assert lost_time.waiting_share(1.0, 7200.0, enough) < 0.01 <= lost_time.waiting_share(1.0, 7200.0, enough - 1)
+
+
+def timed(**fields) -> step_time.StepTime:
+    rollout = RolloutConfig(
+        placement="separate", prompts_per_step=256, completions_per_prompt=16, max_prompt_tokens=1024,
+        max_completion_tokens=7168, max_tokens_per_microbatch=8192, num_replicas=4, data=32, expert=32, **fields,
+    )  # fmt: skip
+    cfg = deepseek.grpo_deepseek_v3()
+    cfg = replace(cfg, rollout=rollout, parallel=replace(cfg.parallel, world_size=256, expert=64))
+    return step_time.step_time(
+        cfg, Lengths(prompt=512, mean=3584, longest=7168), rates.H200, NETWORK,
+        memory_bytes=GPUS["h200"].memory_bytes, gpus=384,
+    )  # fmt: skip
+
+
+def test_spare_memory_takes_the_wire_out_of_the_pause():
+    direct, spare = timed(), timed(spare_weights="device")
+    assert direct.pause == direct.publish == spare.publish
+    assert spare.pause == pytest.approx(direct.publish - direct.wire) and spare.pause < 0.3
+    # A worker keeps 1/32 of the experts and all of the rest: 39.5 GB at 40 GB/s, as weight_sync/traffic.py counts.
+    assert direct.wire == pytest.approx(39.5e9 / 40e9, rel=0.02)
+
+
+def test_sampling_overlaps_training_when_it_may():
+    one, two = timed(), timed(max_staleness=1)
+    assert one.step == pytest.approx(one.rollouts + one.driver + one.training + one.publish)
+    assert two.step == max(two.rollouts + two.driver + two.pause, two.training + two.publish) < one.step
+
+
+def test_layouts_are_allowed_and_the_cheapest_comes_first():
+    cfg = qwen3.grpo_qwen3_30b_a3b()
+    rollout = replace(cfg.rollout, placement="separate")
+    cfg = replace(cfg, rollout=rollout)
+    lengths = Lengths(prompt=256, mean=1024, longest=2048)
+    found = layout_choices.choices(cfg, GPUS["h200"], 32, lengths, rates.H200, NETWORK, Driver(), 8)
+    assert len(found.found) > 20 and found.num_considered == len(found.found) + found.refused.total()
+    costs = [choice.time.gpu_seconds_per_million for choice in found.found]
+    assert costs == sorted(costs)
+    for choice in found.found:
+        used = choice.cfg.parallel.world_size + choice.cfg.rollout.num_replicas * choice.cfg.rollout.ranks
+        assert used <= 32 and choice.trainer_share <= 0.92 and choice.engine_share <= 1.0
+    few = layout_choices.choices(cfg, GPUS["h200"], 2, lengths, rates.H200, NETWORK, Driver(), 8)
+    assert not few.found and few.refused
+
+
+def test_the_command(capsys):
+    assert cli.main(program.COMMANDS, ["plan", "grpo_qwen3_30b_a3b", "--gpus", "16", "--dollars", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "layouts considered" in text and "lost a day" in text and "in the median" in text and "dollars" in text
+    assert cli.main(program.COMMANDS, ["plan", "grpo_deepseek_v3", "--gpus", "8"]) == 2
+    assert "No layout works" in capsys.readouterr().out
+    assert cli.main(program.COMMANDS, ["plan", "grpo_deepseek_v3", "--gpus", "0"]) == 2
+
+
+def test_of_a_gpu_that_was_not_measured_it_says_so():
+    assert rates.of("h200") is rates.H200
+    assert "not measured on H100" in rates.of("h100").source
+    assert rates.of("h100").update_fp8 == rates.H200.update_fp8
+    assert RunConfig(name="x", model=qwen3.qwen3_8b(), precision=PrecisionConfig()).rollout.spare_weights == "none"
