@@ -7,6 +7,7 @@ marked in the same way. vLLM is imported by the functions that need it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -85,6 +86,39 @@ def accept_deep_gemm_experts() -> None:
     from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
     TritonOrDeepGemmExperts._supports_batch_invariance = staticmethod(is_deep_gemm_e8m0_used)
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="AsyncLLM stops reading after the engine ends, and often reports a dead engine (output_handler); of several "
+    "data-parallel ranks it returns the first one's answer to a collective call (_call_utility_async)",
+    remove_when="AsyncLLM.shutdown stops its reader first, and collective_rpc returns the answers of all ranks",
+)
+def engine_class() -> type:
+    """vLLM's AsyncLLM, which stops reading before the engine ends and returns the answers of all data-parallel ranks."""
+    from vllm.utils.async_utils import cancel_task_threadsafe
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class Engine(AsyncLLM):
+        async def collective_rpc(
+            self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
+        ) -> list[Any]:
+            core = self.engine_core
+            ranks = getattr(core, "core_engines", None) or []
+            if len(ranks) < 2:
+                return await super().collective_rpc(method, timeout, args, kwargs)
+            calls = (
+                core._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=rank)
+                for rank in ranks
+            )
+            return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
+        def shutdown(self, timeout: float | None = None) -> None:
+            cancel_task_threadsafe(getattr(self, "output_handler", None))
+            super().shutdown(timeout)
+
+    return Engine
 
 
 @patches(

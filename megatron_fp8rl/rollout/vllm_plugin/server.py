@@ -16,7 +16,6 @@ everything a second time (11 s of a start of 14 s); and no process of the replic
 from __future__ import annotations
 
 import argparse
-import asyncio
 import atexit
 import ctypes
 import gc
@@ -163,42 +162,11 @@ async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socke
     from vllm.entrypoints.launcher import serve_http
     from vllm.entrypoints.openai.api_server import build_app, init_app_state
     from vllm.usage.usage_lib import UsageContext
-    from vllm.utils.async_utils import cancel_task_threadsafe
-    from vllm.v1.engine.async_llm import AsyncLLM
 
     from megatron_fp8rl.rollout.vllm_plugin import generate_route
+    from megatron_fp8rl.rollout.vllm_plugin import patches as vllm_patches
 
-    @patches(
-        "vllm",
-        ">=0.25.1,<0.27",
-        why="AsyncLLM stops reading after the engine ends, and often reports a dead engine (output_handler); of several "
-        "data-parallel ranks it returns the first one's answer to a collective call (_call_utility_async)",
-        remove_when="AsyncLLM.shutdown stops its reader first, and collective_rpc returns the answers of all ranks",
-    )
-    class Engine(AsyncLLM):
-        """Stops reading before the engine ends; vLLM's own stops after it, and often reports a dead engine in between.
-
-        Of several data-parallel ranks, answers of all are returned; vLLM returns those of the first.
-        """
-
-        async def collective_rpc(
-            self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
-        ) -> list[Any]:
-            core = self.engine_core
-            ranks = getattr(core, "core_engines", None) or []
-            if len(ranks) < 2:
-                return await super().collective_rpc(method, timeout, args, kwargs)
-            calls = (
-                core._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=rank)
-                for rank in ranks
-            )
-            return [answer for answers in await asyncio.gather(*calls) for answer in answers]
-
-        def shutdown(self, timeout: float | None = None) -> None:
-            cancel_task_threadsafe(getattr(self, "output_handler", None))
-            super().shutdown(timeout)
-
-    engine = Engine.from_vllm_config(
+    engine = vllm_patches.engine_class().from_vllm_config(
         config,
         usage_context=UsageContext.OPENAI_API_SERVER,
         disable_log_stats=args.disable_log_stats,

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.upstream import patches
 
+_PIECE = 1 << 26  # numbers of optimizer state that are gathered at a time, 256 MiB
+
 
 @patches(
     "megatron-core",
@@ -74,24 +76,37 @@ def _gathered(part: Any, use_gloo_comm: bool, empty_data: bool, return_on_all_ra
         for bucket, of_bucket in zip(buffer.buckets, of_buckets, strict=True):
             end = offset + bucket.numel_unpadded
             for key, values in whole.items():
-                values[offset:end].copy_(_bucket(part, bucket.grad_data, of_bucket["param_map"], key)[: end - offset])
+                _gather_bucket(part, bucket.grad_data, of_bucket["param_map"], key, values[offset:end])
             offset = end
         state[index] = {dtype: whole | {"numel_unpadded": buffer.numel_unpadded}}
     return state
 
 
-def _bucket(part: Any, like: Tensor, param_map: dict[Any, Any], key: str) -> Tensor:
-    """Collective over data-parallel ranks: one kind of state of a bucket, float32 [bucket], on the device of ``like``."""
+def _gather_bucket(part: Any, like: Tensor, param_map: dict[Any, Any], key: str, out: Tensor) -> None:
+    """Collective over data-parallel ranks: one kind of state of a bucket, into ``out``, float32 [bucket] on the CPU.
+
+    Gathered on the device of ``like``, at most :data:`_PIECE` numbers at a time: a GPU in training has little to spare.
+    """
     group = part.data_parallel_group
-    own = torch.zeros(like.numel() // group.size(), dtype=torch.float32, device=like.device)
-    for parameter, places in param_map.items():
-        place = places["gbuf_local"]
-        own[place.start : place.end].copy_(part._get_main_param_and_optimizer_states(parameter)[key].detach())
-    if group.size() == 1:
-        return own
-    gathered = torch.empty(like.numel(), dtype=torch.float32, device=like.device)
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    return gathered
+    shard = like.numel() // group.size()
+    parts = [
+        (places["gbuf_local"], part._get_main_param_and_optimizer_states(parameter)[key].detach().view(-1))
+        for parameter, places in param_map.items()
+    ]
+    step = max(1, _PIECE // group.size())
+    for start in range(0, shard, step):
+        own = torch.zeros(min(step, shard - start), dtype=torch.float32, device=like.device)
+        for place, values in parts:
+            first, last = max(place.start, start), min(place.end, start + len(own))
+            if first < last:
+                own[first - start : last - start].copy_(values[first - place.start : last - place.start])
+        gathered = own[None]
+        if group.size() > 1:
+            gathered = torch.empty(group.size(), len(own), dtype=torch.float32, device=like.device)
+            dist.all_gather_into_tensor(gathered.view(-1), own, group=group)
+        for rank, row in enumerate(gathered):
+            target = out[rank * shard + start :][: len(row)]
+            target.copy_(row[: len(target)])
 
 
 @patches(
