@@ -80,6 +80,7 @@ def _replace(name: str, text: str, path: Path) -> None:
         after = head + new + rest.partition(end)[2]
     else:
         after = f"{before.rstrip()}\n\n{new}\n" if before.strip() else new + "\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(after, encoding="utf-8")
     partial.replace(path)

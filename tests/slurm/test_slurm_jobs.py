@@ -175,7 +175,7 @@ def test_the_time_limit_itself_saves_and_queues_the_job_again(slurm: SlurmCluste
 def test_singletons_go_on_where_the_job_before_them_stopped(slurm: SlurmCluster, folder: Path):
     """For clusters that do not requeue: the same job several times, one after the other."""
     cluster = ci_cluster(sbatch={"dependency": "singleton"}, max_restarts=0)
-    jobs = [submit(counting(folder, last=80, pause=0.25), cluster, id=f"count_{i}") for i in range(3)]
+    jobs = [submit(counting(folder, last=80, pause=0.25, max_restarts=0), cluster, id=f"count_{i}") for i in range(3)]
     slurm.until(lambda: steps(folder) >= 3, "three steps", 300, lambda: logs_of(folder))
     assert [slurm.job(job)["JobState"] for job in jobs] == ["RUNNING", "PENDING", "PENDING"]
     slurm.command("scancel", "--signal=USR1", jobs[0])

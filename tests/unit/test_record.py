@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import record
+from benchmarks.results import Results, next_letter
 
 FILE = """# Title
 
@@ -71,7 +74,25 @@ def test_a_section_says_how_it_was_made(tmp_path, monkeypatch):
     assert text.endswith(f"{command}\n<!-- end a -->\n") and "/some/where" not in text
 
 
-def test_the_document_has_a_section_for_every_benchmark_that_it_lists():
-    text = Path(record.MEASURED).read_text()
-    listed = [line.split("`")[1] for line in text.splitlines() if line.startswith("| `")]
-    assert listed and all(f"<!-- begin {name} -->" in text and f"<!-- end {name} -->" in text for name in listed)
+def test_every_table_that_the_document_lists_has_its_markers_and_tables_of_old_rows_say_so():
+    document = Path(record.MEASURED)
+    listed = set(re.findall(r"\(measured/(\w+)\.md\)", document.read_text()))
+    files = {path.stem: path for path in (document.parent / "measured").glob("*.md")}
+    assert listed == set(files) and "<!-- begin ledger -->" in document.read_text()
+    for name, path in files.items():
+        text, rows = path.read_text(), (path.parent / f"{name}.jsonl").read_text().splitlines()
+        assert f"<!-- begin {name} -->" in text and f"<!-- end {name} -->" in text
+        is_old = any("run" not in json.loads(row) for row in rows)
+        assert is_old == ("Measured before rows were stamped" in text), name
+
+
+def test_rows_carry_a_letter_and_a_stamp_of_their_invocation(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    for value in (1, 2):
+        results = Results(path, ["value", "arm"])
+        for arm in "ab":
+            results.add({"value": value, "arm": arm, "device": "cpu"})
+    rows = Results(path, ["value", "arm"]).rows()
+    assert [row["run"] for row in rows] == ["A", "A", "B", "B"]
+    assert all({"date", "commit", "machine", "host", "command"} == set(row["stamp"]) for row in rows)
+    assert [next_letter(taken) for taken in (["A", None], ["Z"], ["AZ"], [])] == ["B", "AA", "BA", "A"]

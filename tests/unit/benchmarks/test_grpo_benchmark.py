@@ -81,7 +81,7 @@ def test_section_and_plot_are_made_of_rows_alone(tmp_path):
     plot = tmp_path / "docs" / "plot.png"
     assert grpo.main(["--table", "--folder", str(tmp_path / "elsewhere"), "--plot", str(plot)]) == 0
     text = (tmp_path / "docs" / "measured" / "grpo.md").read_text()
-    assert "](plot.png)" in text and "fp8, seed 3 | A | 4 | 0.250 to 0.250" in text
+    assert "](../plot.png)" in text and "fp8, seed 3 | A | 4 | 0.250 to 0.250" in text
     assert text.count("Measured 2026-11-22 on 1 NVIDIA H200: `python -m x`") == 1
     assert plot.stat().st_size > 10_000
 
