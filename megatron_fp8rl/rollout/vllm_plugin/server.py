@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -157,6 +158,12 @@ def _data_parallel_ranks(config: VllmConfig) -> Any:
     )
 
 
+async def _of_all_ranks(core: Any, ranks: Sequence[Any], *call: Any) -> list[Any]:
+    """The answers of every worker of every data-parallel rank to a collective call."""
+    calls = (core._call_utility_async("collective_rpc", *call, engine=rank) for rank in ranks)
+    return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+
+
 async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socket) -> None:
     """Start the engine and answer requests until a signal ends the server."""
     from vllm import envs
@@ -184,15 +191,10 @@ async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socke
         async def collective_rpc(
             self, method: str, timeout: float | None = None, args: tuple = (), kwargs: dict | None = None
         ) -> list[Any]:
-            core = self.engine_core
-            ranks = getattr(core, "core_engines", None) or []
+            ranks = getattr(self.engine_core, "core_engines", ())
             if len(ranks) < 2:
                 return await super().collective_rpc(method, timeout, args, kwargs)
-            calls = (
-                core._call_utility_async("collective_rpc", method, timeout, args, kwargs, engine=rank)
-                for rank in ranks
-            )
-            return [answer for answers in await asyncio.gather(*calls) for answer in answers]
+            return await _of_all_ranks(self.engine_core, ranks, method, timeout, args, kwargs)
 
         def shutdown(self, timeout: float | None = None) -> None:
             cancel_task_threadsafe(getattr(self, "output_handler", None))
