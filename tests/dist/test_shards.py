@@ -37,6 +37,8 @@ CASES = [
     ("moe", "ipc", dict(world_size=2), dict(tensor=2)),
     ("moe", "ipc", dict(world_size=4, tensor=2, expert=2, expert_tensor=2), dict(tensor=2, expert=2)),
     ("latent", "gloo", dict(world_size=2, tensor=2, expert=2), dict()),
+    ("moe", "gloo", dict(world_size=2, expert=2), dict(data=2, expert=2)),
+    ("moe", "ipc", dict(world_size=2, tensor=2), dict(data=2, tensor=2, expert=4)),
 ]
 CASES += [
     (kind, "ipc", layout, dict(tensor=config(kind, layout).rollout.tensor))
@@ -109,6 +111,37 @@ def test_every_worker_holds_its_slices_of_the_quantized_whole(kind, transport, l
     # The first publication goes twice: through the loaders, and straight into the kernels' tensors.
     first = ["pause", "start", "reload", "start", "compare", "resume"]
     assert calls == [*first, "pause", "start", "direct", "resume"]
+
+
+def publish_to_spare_memory(cfg: RunConfig):
+    """Runs on a rank: (what the workers hold after an update, bytes that the last three publications sent, calls, the
+    weights after it)."""
+    exporter, policy, replicas = exporter_of(cfg)
+    sent = []
+    for version in (1, 2, 3, 4):
+        if version == 4:
+            continue_training(policy, 1)
+        exporter.publish(version)
+        sent.append(getattr(exporter.sender._transport, "num_sent_bytes", 0))
+    exporter.close()
+    return [worker.held for worker in replicas[0].workers], sent[1:], replicas[0].calls, weight_pieces(policy)
+
+
+@pytest.mark.parametrize(
+    ("transport", "more"), [("ipc", {}), ("gloo", {}), ("gloo", dict(delta_weights=True))], ids=["ipc", "gloo", "delta"]
+)
+def test_weights_arrive_in_spare_memory_before_the_pause(transport, more):
+    engine = dict(data=2, expert=2, num_replicas=2, spare_weights="host", bucket_bytes=100_000)
+    cfg = shard_config("moe", transport, dict(world_size=2, tensor=2, expert=2), engine | more)
+    ranks = run_ranks(2, publish_to_spare_memory, cfg)
+    workers, _, calls, _ = ranks[0]
+    require_slices(cfg, workers, expected_wire(cfg, full_weights(cfg.model, [pieces for *_, pieces in ranks])))
+    first = ["pause", "start", "reload", "start", "compare", "resume"]
+    assert calls == [*first, *["stage", "pause", "start", "switch", "resume"] * 3]
+    for _, (whole_bytes, same, updated), _, _ in ranks:
+        if more:
+            assert 0 < same < 0.05 * whole_bytes  # nothing has changed: headers of deltas
+            assert same < updated < whole_bytes
 
 
 def train_and_publish(cfg: RunConfig):

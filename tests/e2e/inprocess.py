@@ -210,12 +210,6 @@ class Client:
     async def update_weights(self, info: Mapping[str, Any]) -> None:
         self.llm.update_weights({"update_info": json.loads(json.dumps(info))})
 
-    async def stage_weights(self, info: Mapping[str, Any]) -> None:
-        arguments = {"version": info["version"], "attempt": info["attempt"]}
-        self.llm.collective_rpc("stage_weights", kwargs=arguments)
-        while not all(self.llm.collective_rpc("weights_are_staged")):
-            await asyncio.sleep(0.01)
-
     async def finish_update(self, version: int) -> None:
         self.llm.finish_weight_update()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from engine_weights import Reference, policy_of, random_weights, write_hf_dir
 from inprocess import set_weights
@@ -18,6 +19,7 @@ from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 PROMPT = list(range(20, 44))
 
 
+@pytest.mark.slow
 def test_two_data_parallel_ranks_with_two_expert_parallel_ranks(engine_cfg, tmp_path: Path):
     rollout = replace(
         engine_cfg.rollout, data=2, expert=2, record_routed_experts=False, spare_weights="device", start_deadline_s=280.0

@@ -8,7 +8,9 @@ from dataclasses import replace
 import torch
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from megatron_fp8rl.weight_sync.schedule import Message
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import open_store
@@ -29,6 +31,7 @@ class Worker:
         self.held: dict[str, torch.Tensor] = {}
         self.transport: Transport | None = None
         self.die_at = -1
+        self.spare: SpareWeights | None = None
 
     def join(self, info: dict) -> None:
         self.inputs = PlanInputs.from_json(info["config"])
@@ -37,10 +40,16 @@ class Worker:
             rank=info["rank_offset"] + self.engine_rank,
             num_trainers=info["num_trainers"],
             num_replicas=info["num_replicas"],
-            num_engine_ranks=self.inputs.rollout.tensor,
+            num_engine_ranks=self.inputs.rollout.ranks,
         )
         store = open_store(info["host"], info["port"], info["timeout_s"], is_master=False, secret=info["secret"])
         self.transport = open_transport(info["kind"], peer, store, CPU, info["timeout_s"], self.schedules)
+
+    def stage(self, info: dict) -> None:
+        if self.spare is None:
+            self.spare = SpareWeights(self.schedules[0], self.engine_rank, CPU, on_host=True)
+        self.spare.start(self.transport, info["attempt"], info["version"])
+        self.spare.wait(60.0)
 
     def update(self, info: dict) -> None:
         try:
@@ -52,22 +61,28 @@ class Worker:
     def _update(self, info: dict) -> None:
         schedule = self.schedules[info["mode"] == "reload"]
         self.held.clear()
+        if info["mode"] == "switch":
+            for number, messages in enumerate(schedule.rounds):
+                for message in messages.received_by(self.engine_rank):
+                    self._keep(message, self.spare.inbox(message, number))
+            return
+        self.transport.staged = False
         self.transport.begin(info["attempt"], schedule.rounds)
         for number, messages in enumerate(schedule.rounds):
             self.transport.receive(number)
             if number == self.die_at:
                 raise ConnectionError("rollout-0 died with exit code -9")
             for message in messages.received_by(self.engine_rank):
-                inbox = self.transport.inbox(message, number)
-                for part in message.parts:
-                    data = inbox[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
-                    empty = torch.empty(part.kept_shape, dtype=data.dtype)
-                    target = self.held.setdefault(part.name, empty)
-                    target.narrow(part.transfer.axis, part.start - part.kept[0], part.stop - part.start).copy_(
-                        data.view(part.shape)
-                    )
+                self._keep(message, self.transport.inbox(message, number))
             self.transport.release(number)
         self.transport.finish()
+
+    def _keep(self, message: Message, inbox: torch.Tensor) -> None:
+        for part in message.parts:
+            data = inbox[part.offset : part.offset + part.num_bytes].view(getattr(torch, part.dtype))
+            target = self.held.setdefault(part.name, torch.empty(part.kept_shape, dtype=data.dtype))
+            place = target.narrow(part.transfer.axis, part.start - part.kept[0], part.stop - part.start)
+            place.copy_(data.view(part.shape))
 
 
 class Replica:
@@ -76,7 +91,7 @@ class Replica:
     name = "rollout-0"
 
     def __init__(self, cfg: RunConfig):
-        self.workers = [Worker(rank) for rank in range(cfg.rollout.tensor)]
+        self.workers = [Worker(rank) for rank in range(cfg.rollout.ranks)]
         self.version = None
         self.calls: list[str] = []
 
@@ -95,6 +110,10 @@ class Replica:
     async def update_weights(self, info) -> None:
         self.calls.append(info["mode"])
         await self._everywhere("update", info)
+
+    async def stage_weights(self, info) -> None:
+        self.calls.append("stage")
+        await self._everywhere("stage", info)
 
     async def finish_update(self, version) -> None:
         self.version = version
