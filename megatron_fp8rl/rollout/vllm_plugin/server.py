@@ -28,7 +28,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -155,12 +154,6 @@ def _data_parallel_ranks(config: VllmConfig) -> Any:
         executor_class=Executor.get_class(config),
         log_stats=False,
     )
-
-
-async def _of_all_ranks(core: Any, ranks: Sequence[Any], *call: Any) -> list[Any]:
-    """The answers of every worker of every data-parallel rank to a collective call."""
-    calls = (core._call_utility_async("collective_rpc", *call, engine=rank) for rank in ranks)
-    return [answer for answers in await asyncio.gather(*calls) for answer in answers]
 
 
 async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socket) -> None:
