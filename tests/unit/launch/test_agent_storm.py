@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 import pytest
-from test_agent import FAKE, ROOT, Job, replica, trainer
 
 from launch.spec import attempt_dir
+from tests.helpers.agents import FAKE, ROOT, Job, replica, trainer
 from tests.helpers.launching import saved
 from tests.helpers.processes import until
 
