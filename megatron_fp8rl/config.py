@@ -238,6 +238,8 @@ class AlgoConfig:
     loss_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the loss, e.g. dual_clip
     advantage: str = "grpo"  # grpo or dr_grpo from algo/advantages.py, or module:function
     advantage_options: dict[str, Any] = field(default_factory=dict)
+    # Rollouts of several turns: compare whole rewards, or, turn by turn, the reward from that turn on.
+    advantage_unit: Literal["trajectory", "turn"] = "trajectory"
     clip_low: float = 0.2
     clip_high: float = 0.2
     updates_per_step: int = 1  # optimizer updates per batch of rollouts

@@ -237,11 +237,11 @@ def _sample_row(rollout: Rollout) -> str:
     kind = "good" if rollout.reward >= 1 else "bad"
     parts = "".join(f" {name} {value:.2g}" for name, value in rollout.reward_parts.items())
     status = rollout.status + (f": {rollout.detail}" if rollout.detail else "") + parts
-    cells = (rollout.prompt.text, rollout.completion.text, rollout.prompt.answer)
+    cells = (rollout.prompt.text, "".join(branch.text for branch in rollout.branches[-1:]), rollout.prompt.answer)
     return (
         f'<tr><td class="n {kind}">{rollout.reward:.2f}</td>'
         + "".join(f"<td><code>{escape(text[:1500]) or '&nbsp;'}</code></td>" for text in cells)
-        + f'<td class="n">{len(rollout.completion.token_ids)}</td><td>{escape(status)}</td></tr>'
+        + f'<td class="n">{rollout.num_sampled_tokens}</td><td>{escape(status)}</td></tr>'
     )
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8rl.algo.samples import has_signal, require_experts
+from megatron_fp8rl.algo.samples import has_signal, require_experts, without_experts
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
 from megatron_fp8rl.envs.scoring import Score
@@ -37,7 +37,7 @@ from megatron_fp8rl.observe.spans import add_seconds, span
 from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, Sampling
 from megatron_fp8rl.rollout.needs import Broadcaster, PromptSource, Scorer
 from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
@@ -190,7 +190,7 @@ class RolloutStream:
                 error = exception
                 outcome = None, f"{type(exception).__name__}: {exception}"
         groups, failure = outcome
-        value, failure = self._parallel.broadcast_object((_without_experts(groups), failure))
+        value, failure = self._parallel.broadcast_object((without_experts(groups), failure))
         if error is not None:
             raise error
         if failure is not None:
@@ -260,7 +260,8 @@ class RolloutStream:
     def _check_staleness(self, groups: Groups) -> None:
         for group in groups:
             for rollout in group.rollouts:
-                staleness = self.version - rollout.completion.min_version
+                oldest = min((c.min_version for c in rollout.completions), default=self.version)
+                staleness = self.version - oldest
                 if staleness > self.cfg.rollout.max_staleness:
                     raise RolloutError(
                         f"rollout {rollout.name} was sampled {staleness} policy versions ago; at most "
@@ -362,7 +363,7 @@ class RolloutStream:
         return Rollout(
             prompt=prompt,
             index=index,
-            completion=completion,
+            branches=single_turn(prompt, completion),
             reward=score.reward,
             status=status,
             detail=score.detail,
@@ -385,14 +386,3 @@ class RolloutStream:
 def seed_of(run_seed: int, prompt: Prompt) -> int:
     """Engine seed of a prompt's first completion, 0 <= seed < 2**40; completion i uses this plus i."""
     return int.from_bytes(hashlib.blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=5).digest(), "big")
-
-
-def _without_experts(groups: Groups | None) -> Groups | None:
-    """The groups without the experts of their completions."""
-    if groups is None or not any(r.completion.routed_experts is not None for g in groups for r in g.rollouts):
-        return groups
-
-    def bare(rollout: Rollout) -> Rollout:
-        return replace(rollout, completion=replace(rollout.completion, routed_experts=None))
-
-    return tuple(replace(group, rollouts=tuple(map(bare, group.rollouts))) for group in groups)

@@ -52,7 +52,7 @@ def test_batches_come_in_order_and_never_too_old(max_staleness):
     for step in range(8):
         groups = stream.next_groups()
         assert numbers(groups) == [2 * step, 2 * step + 1]
-        staleness = {stream.version - r.completion.min_version for g in groups for r in g.rollouts}
+        staleness = {stream.version - r.completions[0].min_version for g in groups for r in g.rollouts}
         assert max(staleness) <= max_staleness
         oldest = max(oldest, *staleness)
         asked = fleet.clients[0].prompts
@@ -152,8 +152,8 @@ def test_routed_experts_stay_on_rank_0_and_a_missing_record_ends_all_ranks():
         client.generate = routed
     first, second = build(fleet, ranks=Ranks(0, carried)), build(None, ranks=Ranks(1, carried))
     here, there = first.next_groups(), second.next_groups()
-    assert all(r.completion.routed_experts is not None for g in here for r in g.rollouts)
-    assert all(r.completion.routed_experts is None for g in there for r in g.rollouts)
+    assert all(r.completions[0].routed_experts is not None for g in here for r in g.rollouts)
+    assert all(r.completions[0].routed_experts is None for g in there for r in g.rollouts)
     assert [r.reward for g in here for r in g.rollouts] == [r.reward for g in there for r in g.rollouts]
 
     replay = {"algo": {"router_replay": "rollout"}}
