@@ -161,6 +161,7 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
         published, again = _publish(cfg, parallel, fleet, prompts, stack)
         ready_s = time.monotonic()
         rollouts = RolloutStream(cfg, fleet, stream if parallel.rank == 0 else None, scorers, parallel)
+        stack.callback(rollouts.close)
         rollouts.republish = again
         groups: list[RolloutGroup] = []
         for part in _rounds(cfg, prompts, evaluation.num_completions):

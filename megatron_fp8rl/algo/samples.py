@@ -42,6 +42,8 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
         NamedFunctionError: ``advantage_fn`` did not return one finite number per reward.
     """
     samples = []
+    # Answers that go on over publications may hold tokens of versions that are too old to be trained.
+    oldest = version - cfg.rollout.max_staleness if cfg.rollout.window_groups else None
     for group in groups:
         rollouts, rewards = shaped_rewards(group, cfg)
         if cfg.algo.zero_variance != "keep" and not is_varied(rollouts, rewards, cfg.algo):
@@ -51,8 +53,9 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
             turns = iter(of_turns)
             for number, branch in enumerate(rollout.branches):
                 own = [next(turns) for _ in branch.completions]
-                if any(completion.token_ids for completion in branch.completions):
-                    samples.append(_sample(rollout, number, branch, own, version))
+                sample = _sample(rollout, number, branch, own, version, oldest)
+                if sample is not None:
+                    samples.append(sample)
     return samples
 
 
@@ -156,13 +159,24 @@ def _longest(rollout: Rollout) -> int:
     return max((len(completion.token_ids) for completion in rollout.completions), default=0)
 
 
-def _sample(rollout: Rollout, number: int, branch: Trajectory, advantages: Sequence[float], version: int) -> Sample:
-    """The sample of one branch; what was given after its last sampled token is left out."""
+def _sample(
+    rollout: Rollout,
+    number: int,
+    branch: Trajectory,
+    advantages: Sequence[float],
+    version: int,
+    oldest: int | None,
+) -> Sample | None:
+    """The sample of one branch, without what was given after its last sampled token; None if nothing of it is trained.
+
+    Tokens of versions before ``oldest`` are not trained.
+    """
     token_ids: list[int] = []
     mask: list[bool] = []
     rollout_logprobs: list[float] = []
     of_tokens: list[float] = []
     num_prompt = num_used = 0
+    versions: list[int] = []
     of_completion = iter(advantages)
     for segment in branch.segments:
         num = len(segment.token_ids)
@@ -176,12 +190,18 @@ def _sample(rollout: Rollout, number: int, branch: Trajectory, advantages: Seque
             raise ValueError(
                 f"rollout {rollout.name}: {len(segment.rollout_logprobs)} log-probabilities for {num} tokens"
             )
-        if num and not any(mask):
+        if num and not num_used:
             num_prompt = len(mask)
-        mask += [True] * num
+        is_fresh = [True] * num if oldest is None else [v >= oldest for v in versions_of(segment)]
+        advantage = next(of_completion)
+        mask += is_fresh
         rollout_logprobs += segment.rollout_logprobs
-        of_tokens += [next(of_completion)] * num
+        of_tokens += [advantage if fresh else 0.0 for fresh in is_fresh]
         num_used = len(mask) if num else num_used
+        if any(is_fresh):
+            versions.append(segment.min_version if oldest is None else max(segment.min_version, oldest))
+    if not versions:
+        return None
     sampled = [completion for completion in branch.completions if completion.token_ids]
     recorded = [completion.routed_experts for completion in sampled]
     experts = None
@@ -195,6 +215,14 @@ def _sample(rollout: Rollout, number: int, branch: Trajectory, advantages: Seque
         loss_mask=tuple(mask[:num_used]),
         rollout_logprobs=tuple(rollout_logprobs[:num_used]),
         advantages=tuple(of_tokens[:num_used]),
-        staleness=version - min(completion.min_version for completion in sampled),
+        staleness=version - min(versions),
         routed_experts=experts,
     )
+
+
+def versions_of(completion: Completion) -> list[int]:
+    """The policy version that sampled each token, [C]."""
+    found = [completion.min_version] * len(completion.token_ids)
+    for first, version in completion.version_spans:
+        found[first:] = [version] * (len(found) - first)
+    return found

@@ -80,6 +80,18 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/num_retried/sum", "Prompts resubmitted to another replica because the first one died."),
         Metric("rollout/prefill_saved/sum", "Prompt tokens of the step's requests that the prefix cache already held."),
         Metric("rollout/prefill_saved/mean", "The same as a fraction of all prompt tokens of the step's requests."),
+        Metric("rollout/window_restarted/sum", "Groups that began anew because they were too late to be trained."),
+        Metric("rollout/window_left_out/sum", "Groups given up because they were too late again and again."),
+        Metric(
+            "rollout/window_stale_tokens/mean",
+            "Fraction of the sampled tokens of the step that max_staleness keeps from being trained.",
+        ),
+        Metric("rollout/window_complete/sum", "Groups that are complete and wait to be trained."),
+        Metric(
+            "rollout/window_length_bias/mean",
+            "Mean length of the trained groups over that of all complete groups since the start; below 1, training sees "
+            "shorter answers than the policy gives.",
+        ),
         Metric("rollout/staleness/mean", "Mean age of the completions at training time, in policy versions."),
         Metric("rollout/staleness/max", "Maximum age of a completion at training time, in policy versions."),
     ),

@@ -17,30 +17,8 @@ from megatron_fp8rl.algo.samples import RoutedExpertsError
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
 from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
-from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.processes import until
-from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, numbers
-
-
-def build(fleet, *, scorer=None, rollout=None, algo=None, ranks=None, num_steps=80):
-    cfg = tiny_qwen3_moe()
-    cfg = replace(
-        cfg,
-        num_steps=num_steps,
-        rollout=replace(cfg.rollout, **({"prompts_per_step": 2, "completions_per_prompt": 2} | (rollout or {}))),
-        algo=replace(cfg.algo, **(algo or {})),
-    )
-    return RolloutStream(cfg, fleet, Numbers(), scorer or Scorer(), ranks or Ranks(0, []))
-
-
-def publish(fleet, stream, version: int) -> None:
-    def set_version() -> None:
-        for client in fleet.clients:
-            client.version = version
-
-    stream.before_update()
-    fleet.call(set_version)
-    stream.after_update(version)
+from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, build, numbers, publish
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
