@@ -1,8 +1,7 @@
 """Run configuration: frozen dataclasses, and the error that reports all mistakes at once.
 
 A run is defined by a function in ``model_configs/`` that returns a :class:`RunConfig`; the command line overrides
-single fields (``--parallel.tensor 2``). This module imports no torch and no other heavy package, so a login node can
-check a configuration in a second.
+single fields (``--parallel.tensor 2``). This module imports nothing heavy: a login node checks a run in a second.
 """
 
 from __future__ import annotations
@@ -398,5 +397,4 @@ class ConfigError(ValueError):
     def __init__(self, violations: list[Violation]):
         self.violations = violations
         lines = "\n".join(f"  {i}. {v}" for i, v in enumerate(violations, 1))
-        plural = "s" if len(violations) > 1 else ""
-        super().__init__(f"{len(violations)} mistake{plural} in the configuration:\n{lines}")
+        super().__init__(f"{len(violations)} mistake{'s' * (len(violations) > 1)} in the configuration:\n{lines}")

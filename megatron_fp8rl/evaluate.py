@@ -160,8 +160,8 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
             raise ValueError("no source has held-out problems; name rows by --data.environments.0.eval")
         published, again = _publish(cfg, parallel, fleet, prompts, stack)
         ready_s = time.monotonic()
-        rollouts = RolloutStream(cfg, fleet, stream if parallel.rank == 0 else None, scorers, parallel)
-        stack.callback(rollouts.close)
+        source = stream if parallel.rank == 0 else None
+        rollouts = stack.enter_context(RolloutStream(cfg, fleet, source, scorers, parallel))
         rollouts.republish = again
         groups: list[RolloutGroup] = []
         for part in _rounds(cfg, prompts, evaluation.num_completions):

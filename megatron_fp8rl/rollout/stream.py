@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from megatron_fp8rl.algo.samples import has_signal, require_experts, without_experts
 from megatron_fp8rl.config import RunConfig
@@ -99,7 +99,7 @@ class RolloutStream:
             else:
                 self._requests = Requests(fleet)
                 if cfg.rollout.window_groups:
-                    self._window = Window(cfg, fleet, self._take, self._collect_one)
+                    self._window = Window(cfg, fleet, self._take, self._collect_one, self._unfinished.forget)
                 if any(one.agent for one in cfg.data.environments):
                     self._agents = AgentPool(cfg, self._requests, score_pool, prompts.chat_format)
 
@@ -175,9 +175,11 @@ class RolloutStream:
             time.sleep(_LOOK_S / 10)
         return self._unfinished.save(self.version)
 
-    def close(self) -> None:
-        """On rank 0: end the agents, while the fleet still runs. Idempotent."""
-        if self._agents is not None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._agents is not None:  # on rank 0: while the fleet still runs
             self._fleet.sync(self._agents.close(), self.cfg.rollout.update_deadline_s)
 
     def take_metrics(self) -> dict[str, float]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -50,7 +50,10 @@ class Window:
         fleet: Fleet,
         take: Callable[[int], list[Prompt]],
         sample: Callable[[Prompt], Coroutine[Any, Any, RolloutGroup]],
+        forget: Callable[[Iterable[RolloutGroup]], None],
     ) -> None:
+        """``forget`` hears of finished groups that are not to be used."""
+        self._forget = forget
         self._cfg, self._fleet, self._take, self._sample = cfg, fleet, take, sample
         self._ahead: list[_Ahead] = []
         self._num_restarted = self._num_left_out = 0  # since take_metrics
@@ -76,7 +79,8 @@ class Window:
             if not self._is_lost(one, version):
                 kept.append(one)
                 continue
-            one.sampling.cancel()
+            if not one.sampling.cancel() and one.sampling.exception() is None:
+                self._forget([one.sampling.result()])
             if one.num_restarts < _MAX_RESTARTS:
                 self._num_restarted += 1
                 kept.append(self._start(one.prompt, version, one.num_restarts + 1))
@@ -136,6 +140,7 @@ class Window:
         if self._cfg.algo.zero_variance != "refill":
             return
         useless = [one for one in self._ready() if not has_signal(one.sampling.result(), self._cfg)]
+        self._forget(one.sampling.result() for one in useless)
         self._ahead = [one for one in self._ahead if one not in useless]
         self._ahead += [self._start(prompt, version) for prompt in self._take(len(useless))]
 
