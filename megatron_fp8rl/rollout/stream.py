@@ -396,6 +396,5 @@ class RolloutStream:
         score_s = data.score_deadline_s * (1 + num_scores / data.num_score_workers)
         replaced_s = rollout.start_deadline_s + rollout.request_deadline_s
         if self._agents is not None:  # as many rounds of sessions as run at a time
-            rounds = -(-num_scores // self.cfg.session.max_running)
-            replaced_s += rounds * self.cfg.session.deadline_s
+            replaced_s += -(-num_scores // self.cfg.session.max_running) * self.cfg.session.deadline_s
         return num_rounds * (rollout.request_deadline_s + rollout.update_deadline_s + score_s) + replaced_s

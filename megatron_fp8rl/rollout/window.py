@@ -92,9 +92,9 @@ class Window:
 
     def collect(self, version: int, timeout_s: float) -> tuple[RolloutGroup, ...] | None:
         """The groups of a step, if enough are complete within ``timeout_s``; None otherwise. Raises what sampling raised."""
-        ready = self._ready()
         wanted = self._cfg.rollout.prompts_per_step
-        if len(ready) < wanted:
+        self._refill(version)
+        if len(self._ready()) < wanted:
             running = [one.sampling for one in self._ahead if not one.sampling.done()]
             self._fleet.wait_for_any(running, timeout_s)
             self._refill(version)
