@@ -1,8 +1,7 @@
 """Run configuration: frozen dataclasses, and the error that reports all mistakes at once.
 
 A run is defined by a function in ``model_configs/`` that returns a :class:`RunConfig`; the command line overrides
-single fields (``--parallel.tensor 2``). This module imports no torch and no other heavy package, so a login node can
-check a configuration in a second.
+single fields (``--parallel.tensor 2``). This module imports nothing heavy: a login node checks a run in a second.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FP8_BLOCK = 128  # weight blocks are 128 x 128, activation blocks 1 x 128
-
 
 Family = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"]
 _QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
@@ -205,6 +203,8 @@ class RolloutConfig:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the tokenizer's EOS token
     stop_strings: tuple[str, ...] = ()
     max_staleness: int = 0  # 0: sample from the current policy; k: from a policy at most k versions old
+    window_groups: int = 0  # groups sampled or waiting at a time, trained as they are complete; 0: batches in order
+    partials: Literal["carry", "drop"] = "carry"  # answers in progress at a publication: go on, or begin anew
     record_routed_experts: bool = False
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization
@@ -231,6 +231,20 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SessionConfig:
+    """Sessions of agents: several turns of the policy, with tools, users or environments between them."""
+
+    max_tokens: int | None = None  # of all turns and what lies between; None: max_prompt_tokens + max_completion_tokens
+    max_turns: int = 16
+    deadline_s: float = 600.0  # of one session, from its start
+    num_workers: int = 1  # processes that run agents, many sessions each
+    max_running: int = 256
+    rewritten_history: Literal["fork", "refuse", "keep"] = "fork"  # where a chat template rewrites what was sampled
+    host: str = "127.0.0.1"  # where the endpoint of sessions listens; an address that agents elsewhere can reach
+    tool_parser: str = ""  # of vLLM, for the calls of tools in answers: hermes, llama3_json, mistral, ...; "": none
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
     """Group-relative policy optimization and the correction of the train/rollout mismatch."""
 
@@ -238,6 +252,7 @@ class AlgoConfig:
     loss_options: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the loss, e.g. dual_clip
     advantage: str = "grpo"  # grpo or dr_grpo from algo/advantages.py, or module:function
     advantage_options: dict[str, Any] = field(default_factory=dict)
+    advantage_unit: Literal["trajectory", "turn"] = "trajectory"  # turn: compare the reward from each turn on
     clip_low: float = 0.2
     clip_high: float = 0.2
     updates_per_step: int = 1  # optimizer updates per batch of rollouts
@@ -283,6 +298,8 @@ class EnvironmentConfig:
     answer_column: str = ""  # column with the reference answer; "": found by its name
     eval: str = ""  # held-out rows, named like ``dataset``; "" holds out one eighth of a generator's questions, no rows
     rewards: tuple[RewardConfig, ...] = ()  # of rows; classes and generators score by themselves
+    agent: str = ""  # FILE.py:function or module:function that plays a session per completion; "": one answer
+    agent_options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,6 +360,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    session: SessionConfig = field(default_factory=SessionConfig)
     algo: AlgoConfig = field(default_factory=AlgoConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -354,6 +372,10 @@ class RunConfig:
     @property
     def run_dir(self) -> str:
         return self.output_dir.format(name=self.name)
+
+    @property
+    def max_sequence_tokens(self) -> int:  # of the longest sequence that is sampled and trained
+        return max(self.rollout.max_prompt_tokens + self.rollout.max_completion_tokens, self.session.max_tokens or 0)
 
 
 @dataclass(frozen=True)
@@ -375,5 +397,4 @@ class ConfigError(ValueError):
     def __init__(self, violations: list[Violation]):
         self.violations = violations
         lines = "\n".join(f"  {i}. {v}" for i, v in enumerate(violations, 1))
-        noun = "mistake" if len(violations) == 1 else "mistakes"
-        super().__init__(f"{len(violations)} {noun} in the configuration:\n{lines}")
+        super().__init__(f"{len(violations)} mistake{'s' * (len(violations) > 1)} in the configuration:\n{lines}")

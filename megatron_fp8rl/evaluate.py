@@ -160,7 +160,8 @@ def run(evaluation: Evaluation, *, deadline_s: float) -> None:
             raise ValueError("no source has held-out problems; name rows by --data.environments.0.eval")
         published, again = _publish(cfg, parallel, fleet, prompts, stack)
         ready_s = time.monotonic()
-        rollouts = RolloutStream(cfg, fleet, stream if parallel.rank == 0 else None, scorers, parallel)
+        source = stream if parallel.rank == 0 else None
+        rollouts = stack.enter_context(RolloutStream(cfg, fleet, source, scorers, parallel))
         rollouts.republish = again
         groups: list[RolloutGroup] = []
         for part in _rounds(cfg, prompts, evaluation.num_completions):
@@ -230,8 +231,8 @@ def result_of(groups: Sequence[RolloutGroup], ks: Sequence[int]) -> dict[str, An
         "accuracy": asdict(accuracy(counts)),
         "pass_at": {str(k): asdict(estimate) for k, estimate in pass_at_ks(counts, ks).items()},
         "mean_reward": statistics.fmean(rollout.reward for rollout in rollouts),
-        "mean_length_tokens": statistics.fmean(len(rollout.completion.token_ids) for rollout in rollouts),
-        "truncated": statistics.fmean(rollout.completion.finish_reason == "length" for rollout in rollouts),
+        "mean_length_tokens": statistics.fmean(rollout.num_sampled_tokens for rollout in rollouts),
+        "truncated": statistics.fmean(rollout.finish_reason == "length" for rollout in rollouts),
         "not_scored": statistics.fmean(rollout.status == "score_failed" for rollout in rollouts),
     }
 
@@ -314,9 +315,9 @@ def _problem(group: RolloutGroup) -> dict[str, Any]:
         "answer": group.prompt.answer,
         "completions": [
             {
-                "text": rollout.completion.text,
+                "text": "".join(branch.text for branch in rollout.branches[-1:]),
                 "reward": rollout.reward,
-                "num_tokens": len(rollout.completion.token_ids),
+                "num_tokens": rollout.num_sampled_tokens,
                 "status": rollout.status,
                 "seed": rollout.seed,
                 **({"detail": rollout.detail} if rollout.detail else {}),

@@ -41,6 +41,7 @@ from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, judge
 from megatron_fp8rl.preflight.doctor import headline
 from megatron_fp8rl.preflight.memory import GIB, GpuName
 
+VERIFIERS = "verifiers:"  # what a taskset of that library is named by
 _PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
 _ON_A_CPU = dict(prompts_per_step=8, completions_per_prompt=8, kv_cache_bytes=256 << 20, enforce_eager=True)
 
@@ -50,8 +51,9 @@ class GrpoOptions:
     """What a run of one's own needs; all fields of a configuration are options as well."""
 
     model: str = ""  # folder of a Hugging Face model: config.json, tokenizer and weights
-    data: tuple[str, ...] = ()  # files, folders, hub:NAME, env:module:Class, or generators of reasoning-gym
+    data: tuple[str, ...] = ()  # files, folders, hub:NAME, verifiers:NAME, env:module:Class, or generators of reasoning-gym
     reward: tuple[str, ...] = ()  # for rows: exact, number, choice, math, code, ..., model:DIR, or FILE.py:function
+    agent: str = ""  # FILE.py:function or module:function that plays a session for each completion (docs/agents.md)
     eval: tuple[str, ...] = ()  # held-out rows, in the order of --data
     gpus: int | None = None  # GPUs of trainer and engines; None: those of this machine; 0: the CPU
     gpu: GpuName | None = None  # kind of GPU to plan for; None: that of this machine, else h200
@@ -119,7 +121,7 @@ def _problems(options: GrpoOptions) -> list[Violation]:
     if not options.data:
         found.append(Violation("--data", "", "there is nothing to learn", "Name a file, such as train.jsonl"))
     rows = [name for name in options.data if has_rows(name)]
-    if rows and not options.reward:
+    if rows and not options.reward and not options.agent:
         remedy = "Name a reward: exact, number, choice, math, code, or FILE.py:function"
         found.append(Violation("--reward", "", f"nothing scores the answers to {rows[0]}", remedy))
     if options.reward and options.data and not rows:
@@ -136,11 +138,14 @@ def _problems(options: GrpoOptions) -> list[Violation]:
 def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
     prompt = min(_PROMPT_TOKENS, model.max_sequence_tokens // 3)
     rewards = tuple(map(_reward, options.reward))
+    agent = _absolute(options.agent) if ".py:" in options.agent else options.agent
     held_out = map(_absolute, options.eval)
     environments = tuple(
-        EnvironmentConfig(dataset=_absolute(name), rewards=rewards, eval=next(held_out, ""))
+        EnvironmentConfig(dataset=_absolute(name), rewards=rewards, eval=next(held_out, ""), agent=agent)
         if has_rows(name)
-        else EnvironmentConfig(dataset=name)
+        else _of_verifiers(name.removeprefix(VERIFIERS))
+        if name.startswith(VERIFIERS)
+        else EnvironmentConfig(dataset=name, agent=agent)
         for name in options.data
     )
     return RunConfig(
@@ -165,6 +170,15 @@ def _base(options: GrpoOptions, folder: Path, model: ModelConfig) -> RunConfig:
         checkpoint=CheckpointConfig(every_steps=20, every_minutes=30),
         observe=ObserveConfig(eval_every=20),
         num_steps=200,
+    )
+
+
+def _of_verifiers(taskset: str) -> EnvironmentConfig:
+    """A taskset of the library ``verifiers``: an installed one, or a file with one."""
+    options = {"taskset": _absolute(taskset) if taskset.endswith(".py") else taskset}
+    door = "megatron_fp8rl.envs.verifiers_door"
+    return EnvironmentConfig(
+        dataset=f"env:{door}:Tasks", options=options, agent=f"{door}:rollout", agent_options=options
     )
 
 

@@ -76,7 +76,7 @@ def run(
         stop.at_boundary(parallel, step)
         if not is_complete:
             _wait_for_engines(fleet, kernels, observer)
-        rollouts = RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel)
+        rollouts = stack.enter_context(RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel))
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = _publisher(policy, fleet, rollouts, colocated, stack)
         saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, policy)))

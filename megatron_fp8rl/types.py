@@ -1,9 +1,10 @@
 """Data types of one reinforcement-learning step.
 
-    Prompt -> Completion -> Rollout -> RolloutGroup -> Sample -> Microbatch -> TrainBatch
+    Prompt -> Completion -> Trajectory -> Rollout -> RolloutGroup -> Sample -> Microbatch -> TrainBatch
 
-All classes are frozen. No other types cross a process boundary or a package boundary.
-Shapes: L = tokens of one sequence (prompt and completion), C = tokens of one completion,
+A :class:`Trajectory` is a list of segments, each given or sampled; an answer in one turn has two of them, the prompt and
+the completion. All classes are frozen. No other types cross a process boundary or a package boundary.
+Shapes: L = tokens of one sequence (all segments of a trajectory), C = tokens of one completion,
 T = tokens of one packed microbatch, S = sequences of one packed microbatch.
 
 Log-probabilities are natural logarithms at the sampling temperature. Their names always say whose they are:
@@ -39,7 +40,7 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """One sampled completion, as the engine returned it."""
+    """A sampled segment: what the engine returned for one request."""
 
     token_ids: tuple[int, ...]  # [C] includes the EOS token, if any
     rollout_logprobs: tuple[float, ...]  # [C] of the sampled tokens
@@ -47,32 +48,99 @@ class Completion:
     min_version: int  # policy version that sampled the first token
     max_version: int  # policy version that sampled the last token
     version_spans: tuple[tuple[int, int], ...] = ()  # (first token index, version), one entry per version, ascending
-    routed_experts: np.ndarray | None = None  # uint8/uint16 [L - 1, num_layers, top_k]; None when not recorded
+    # uint8/uint16 [N, num_layers, top_k] of the N tokens from the end of the completion before, or from the first token,
+    # to the last but one of this; None when not recorded.
+    routed_experts: np.ndarray | None = None
+    text: str = ""
+    num_prompt_tokens: int = 0  # tokens before it that the engine read, over all requests for this completion
+    num_cached_tokens: int = 0  # those of them that the engine had in its prefix cache
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """A segment that was not sampled here: a prompt, what a user, a tool or an environment says, parts of a template."""
+
+    token_ids: tuple[int, ...]
+    role: str  # "prompt", or the role of the message: system, user, tool, assistant, environment
     text: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Trajectory:
+    """One training sequence: segments in order, each sampled or given. The loss covers what was sampled in it."""
+
+    segments: tuple[Given | Completion, ...]
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:  # [L]
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """The sampled segments: the turns of the policy."""
+        return tuple(segment for segment in self.segments if isinstance(segment, Completion))
+
+    @property
+    def text(self) -> str:
+        """The text after the first segment."""
+        return "".join(segment.text for segment in self.segments[1:])
+
+
+def single_turn(prompt: Prompt, completion: Completion) -> tuple[Trajectory, ...]:
+    """The trajectory of one completion of a prompt, as ``Rollout.branches``."""
+    given = Given(token_ids=prompt.token_ids, role="prompt", text=prompt.text)
+    return (Trajectory(segments=(given, completion)),)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """A scored completion."""
+    """A scored trajectory.
+
+    It has several branches where a chat template rewrote what was said before: each branch is a training sequence, and
+    each sampled token is sampled in one branch and given in the others. A session that was lost has none.
+    """
 
     prompt: Prompt
-    index: int  # position among the completions of its prompt
-    completion: Completion
+    index: int  # position among the rollouts of its prompt
+    branches: tuple[Trajectory, ...]
     reward: float
     status: Literal["scored", "truncated", "score_failed"]
     detail: str = ""  # why scoring failed; empty otherwise
     reward_parts: dict[str, float] = field(default_factory=dict)  # unweighted, by the reward's name; may be empty
-    seed: int = 0  # the engine's sampling seed of this completion
+    seed: int = 0  # the engine's sampling seed of the first completion
+    turn_rewards: tuple[
+        float, ...
+    ] = ()  # of the completions in order, parts of ``reward``; empty if only the end counts
+    seconds: dict[str, float] = field(default_factory=dict)  # where a session's time went: model, tools, queue
 
     @property
     def name(self) -> str:
         """Identifies the rollout in logs, alarms and records."""
         return f"{self.prompt.prompt_id}#{self.index}"
 
+    @property
+    def completions(self) -> tuple[Completion, ...]:
+        """Everything that was sampled, in order."""
+        return tuple(completion for branch in self.branches for completion in branch.completions)
+
+    @property
+    def num_sampled_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length", "abort"]:
+        """How the last completion ended; "abort" if nothing was sampled."""
+        return self.completions[-1].finish_reason if self.completions else "abort"
+
+    @property
+    def answer_text(self) -> str:
+        """The text of the last completion."""
+        return self.completions[-1].text if self.completions else ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutGroup:
-    """All scored completions of one prompt."""
+    """All scored rollouts of one prompt."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
@@ -80,16 +148,16 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One training sequence. Per-token fields describe the token at the same position; prompt positions hold 0."""
+    """One training sequence. Per-token fields describe the token at the same position; given tokens hold 0."""
 
     name: str
     environment: str
-    token_ids: tuple[int, ...]  # [L] prompt followed by completion
-    num_prompt_tokens: int
+    token_ids: tuple[int, ...]  # [L] all segments, up to the last sampled token
+    num_prompt_tokens: int  # before the first sampled token
     loss_mask: tuple[bool, ...]  # [L] True for sampled tokens that contribute to the loss
-    rollout_logprobs: tuple[float, ...]  # [L] 0.0 at prompt positions
-    advantages: tuple[float, ...]  # [L] 0.0 at prompt positions
-    staleness: int = 0  # trainer version at the start of the step minus Completion.min_version
+    rollout_logprobs: tuple[float, ...]  # [L] 0.0 at given positions
+    advantages: tuple[float, ...]  # [L] 0.0 at given positions
+    staleness: int = 0  # trainer version at the start of the step minus the smallest Completion.min_version
     routed_experts: np.ndarray | None = None  # [L - 1, num_layers, top_k]
 
 
@@ -111,7 +179,7 @@ class Microbatch:
     advantages_T: torch.Tensor  # float32 [T]
     names: tuple[str, ...]  # [S] Sample.name; empty string for a filler sequence
     environments: tuple[str, ...]  # [S]
-    completion_positions_T: torch.Tensor  # int64 [T] index of the target within its completion; -1 outside
+    completion_positions_T: torch.Tensor  # int64 [T] index of the target after the prompt; -1 outside
     old_logprobs_T: torch.Tensor | None = None  # float32 [T]
     ref_logprobs_T: torch.Tensor | None = None  # float32 [T]
     routed_experts_T: torch.Tensor | None = None  # int16 [T, num_layers, top_k] at t: engine's or old pass's

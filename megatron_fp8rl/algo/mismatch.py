@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megatron_fp8rl.algo.turns import turn_of_tokens
 from megatron_fp8rl.config import AlgoConfig
 from megatron_fp8rl.types import Microbatch, TrainBatch
 
@@ -108,6 +109,7 @@ class MismatchReport:
     metrics: dict[str, float]  # flat keys what/name/reduce; empty if there are no loss tokens
     by_position: tuple[MismatchSlice, ...]  # completion positions in ranges of doubling length, ascending
     by_environment: tuple[MismatchSlice, ...]  # by name
+    by_turn: tuple[MismatchSlice, ...]  # by the turn's number in its trajectory, from 1
     worst: tuple[MismatchSlice, ...]  # sequences with the largest mean |old - rollout|, worst first
     alarms: tuple[str, ...]  # one message per exceeded threshold
 
@@ -221,10 +223,12 @@ def mismatch_metrics(
     worst = tuple(sums.slice(name) for name, sums in sequences[:num_worst])
     positions = _merge_by_key([rank.positions for rank in everyone])
     environments = _merge_by_key([rank.environments for rank in everyone])
+    turns = _merge_by_key([rank.turns for rank in everyone])
     metrics = total.metrics()
     report = MismatchReport(
         metrics=metrics,
         by_position=tuple(sums.slice(_position_label(bucket)) for bucket, sums in positions.items()),
+        by_turn=tuple(sums.slice(str(turn)) for turn, sums in turns.items()),
         by_environment=tuple(sums.slice(name) for name, sums in environments.items()),
         worst=worst,
         alarms=_alarms(metrics, cfg, worst),
@@ -317,6 +321,7 @@ class _RankStatistics:
     total: _Sums = field(default_factory=_Sums)
     positions: dict[int, _Sums] = field(default_factory=dict)
     environments: dict[str, _Sums] = field(default_factory=dict)
+    turns: dict[int, _Sums] = field(default_factory=dict)
     sequences: list[tuple[str, _Sums]] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
 
@@ -344,6 +349,9 @@ class _RankStatistics:
         for bucket in buckets.unique().tolist():
             part = {bucket: sums_of(buckets == bucket)}
             self.positions = _merge_by_key([self.positions, part])
+        turns = turn_of_tokens(mb.loss_mask_T, mb.sequence_ids_T)[mask_T].cpu()
+        for turn in turns.unique().tolist():
+            self.turns = _merge_by_key([self.turns, {turn: sums_of(turns == turn)}])
         for index in ids.unique().tolist():
             part = sums_of(ids == index)
             self.sequences.append((mb.names[index], part))

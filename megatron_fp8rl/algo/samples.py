@@ -1,18 +1,22 @@
 """Converts scored groups to training samples. Pure; every rank computes the same samples.
 
-Each completion's advantage is computed from the rewards of its group by the ``algo.advantage`` function
-(algo/advantages.py). Completions whose scoring failed or that the engine aborted have no reward: they are excluded from
-their group's advantages and from the samples.
+The advantage of a rollout, or of each of its turns, is computed from the rewards of its group by the ``algo.advantage``
+function (algo/advantages.py). Rollouts whose scoring failed or that the engine aborted have no reward: they are excluded
+from their group's advantages and from the samples. A rollout in several branches gives a sample for each.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
-from megatron_fp8rl.algo.named import AdvantageFn, NamedFunctionError
+import numpy as np
+
+from megatron_fp8rl.algo.named import AdvantageFn
+from megatron_fp8rl.algo.turns import advantages_of_turns, is_varied
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
-from megatron_fp8rl.types import Rollout, RolloutGroup, Sample
+from megatron_fp8rl.types import Completion, Given, Rollout, RolloutGroup, Sample, Trajectory
 
 # A record of this many tokens cannot be all zeros, even if a token has one expert only.
 _TOKEN_RICH = 16
@@ -27,7 +31,7 @@ class NonFiniteRewardError(ValueError):
 
 
 def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: RunConfig, version: int) -> list[Sample]:
-    """One sample per completion to train on, in the order of the groups.
+    """One sample per trajectory to train on, in the order of the groups.
 
     ``version`` is the trainer's version at the start of the step; staleness is relative to it. Groups without variance
     are dropped unless ``cfg.algo.zero_variance`` is "keep". Every sample has at least one loss token.
@@ -38,29 +42,35 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
         NamedFunctionError: ``advantage_fn`` did not return one finite number per reward.
     """
     samples = []
+    # Answers that go on over publications may hold tokens of versions that are too old to be trained.
+    oldest = version - cfg.rollout.max_staleness if cfg.rollout.window_groups else None
     for group in groups:
         rollouts, rewards = shaped_rewards(group, cfg)
-        if cfg.algo.zero_variance != "keep" and not _varies(rewards):
+        if cfg.algo.zero_variance != "keep" and not is_varied(rollouts, rewards, cfg.algo):
             continue
-        advantages = _advantages(rewards, advantage_fn, cfg.algo)
-        for rollout, advantage in zip(rollouts, advantages, strict=True):
-            if rollout.completion.token_ids:
-                samples.append(_sample(rollout, advantage, version))
+        by_rollout = advantages_of_turns(rollouts, rewards, advantage_fn, cfg.algo)
+        for rollout, of_turns in zip(rollouts, by_rollout, strict=True):
+            turns = iter(of_turns)
+            for number, branch in enumerate(rollout.branches):
+                own = [next(turns) for _ in branch.completions]
+                sample = _sample(rollout, number, branch, own, version, oldest)
+                if sample is not None:
+                    samples.append(sample)
     return samples
 
 
 def has_signal(group: RolloutGroup, cfg: RunConfig) -> bool:
     """Whether the group's rewards differ, so that some advantage is nonzero; the criterion of drop and refill."""
-    return _varies(shaped_rewards(group, cfg)[1])
+    return is_varied(*shaped_rewards(group, cfg), cfg.algo)
 
 
 def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], list[float]]:
     """The rollouts of a group that count, and their rewards after the overlong rule.
 
-    keep: a completion truncated at the limit keeps its reward. mask: it is ignored, because the reward of an unfinished
-    answer is meaningless. penalty: :func:`overlong_penalty` of its length is subtracted from each completion's reward.
+    keep: a rollout truncated at a limit keeps its reward. mask: it is ignored, because the reward of an unfinished
+    answer is meaningless. penalty: :func:`overlong_penalty` of its longest completion is subtracted from its reward.
     """
-    rollouts = [r for r in group.rollouts if r.status != "score_failed" and r.completion.finish_reason != "abort"]
+    rollouts = [r for r in group.rollouts if r.status != "score_failed" and r.finish_reason != "abort"]
     for rollout in rollouts:
         if not math.isfinite(rollout.reward):
             raise NonFiniteRewardError(
@@ -68,11 +78,11 @@ def shaped_rewards(group: RolloutGroup, cfg: RunConfig) -> tuple[list[Rollout], 
                 "must be a finite number"
             )
     if cfg.algo.overlong == "mask":
-        rollouts = [r for r in rollouts if r.completion.finish_reason != "length"]
+        rollouts = [r for r in rollouts if r.finish_reason != "length" and r.status != "truncated"]
     rewards = [r.reward for r in rollouts]
     if cfg.algo.overlong == "penalty":
         limit = cfg.rollout.max_completion_tokens
-        rewards = [r.reward - overlong_penalty(_length(r), limit, cfg.algo) for r in rollouts]
+        rewards = [r.reward - overlong_penalty(_longest(r), limit, cfg.algo) for r in rollouts]
     return rollouts, rewards
 
 
@@ -91,14 +101,43 @@ def require_experts(groups: Sequence[RolloutGroup], cfg: RunConfig) -> None:
     """Raise RoutedExpertsError, with the rollout's name, unless every completion has experts that can be replayed."""
     for group in groups:
         for rollout in group.rollouts:
-            if rollout.completion.token_ids:
-                _require_experts(rollout, cfg.model)
+            for branch in rollout.branches:
+                num_before = 0
+                for end, completion in _ends(branch):
+                    if completion.token_ids:
+                        _require_experts(rollout, completion, end - 1 - num_before, cfg.model)
+                        num_before = end - 1
 
 
-def _require_experts(rollout: Rollout, model: ModelConfig) -> None:
-    """Raise RoutedExpertsError unless the completion has the ids of this model's experts, [L - 1, layers, top_k]."""
-    experts = rollout.completion.routed_experts
-    num_tokens = len(rollout.prompt.token_ids) + _length(rollout) - 1
+def without_experts(groups: tuple[RolloutGroup, ...] | None) -> tuple[RolloutGroup, ...] | None:
+    """The groups without the experts of their completions."""
+    if groups is None or not any(
+        c.routed_experts is not None for g in groups for r in g.rollouts for c in r.completions
+    ):
+        return groups
+
+    def bare_segment(segment: Given | Completion) -> Given | Completion:
+        return replace(segment, routed_experts=None) if isinstance(segment, Completion) else segment
+
+    def bare(rollout: Rollout) -> Rollout:
+        branches = (Trajectory(segments=tuple(map(bare_segment, branch.segments))) for branch in rollout.branches)
+        return replace(rollout, branches=tuple(branches))
+
+    return tuple(replace(group, rollouts=tuple(map(bare, group.rollouts))) for group in groups)
+
+
+def _ends(branch: Trajectory) -> Iterator[tuple[int, Completion]]:
+    """(tokens of the trajectory up to its end, completion) of every completion."""
+    end = 0
+    for segment in branch.segments:
+        end += len(segment.token_ids)
+        if isinstance(segment, Completion):
+            yield end, segment
+
+
+def _require_experts(rollout: Rollout, completion: Completion, num_tokens: int, model: ModelConfig) -> None:
+    """Raise RoutedExpertsError unless the completion has the ids of this model's experts, [tokens, layers, top_k]."""
+    experts = completion.routed_experts
     wanted = (num_tokens, model.num_layers, model.experts_per_token)
     problem = None
     if experts is None:
@@ -116,39 +155,74 @@ def _require_experts(rollout: Rollout, model: ModelConfig) -> None:
         raise RoutedExpertsError(f"rollout {rollout.name} {problem}, or set --algo.router_replay old or off")
 
 
-def _advantages(rewards: Sequence[float], advantage_fn: AdvantageFn, cfg: AlgoConfig) -> list[float]:
-    advantages = advantage_fn(rewards)
-    if len(advantages) != len(rewards) or not all(math.isfinite(advantage) for advantage in advantages):
-        raise NamedFunctionError(
-            f"--algo.advantage = {cfg.advantage!r}: returned {advantages} for the rewards {rewards}. "
-            "Return one finite number for each reward."
-        )
-    return [float(advantage) for advantage in advantages]
+def _longest(rollout: Rollout) -> int:
+    return max((len(completion.token_ids) for completion in rollout.completions), default=0)
 
 
-def _length(rollout: Rollout) -> int:
-    return len(rollout.completion.token_ids)
+def _sample(
+    rollout: Rollout,
+    number: int,
+    branch: Trajectory,
+    advantages: Sequence[float],
+    version: int,
+    oldest: int | None,
+) -> Sample | None:
+    """The sample of one branch, without what was given after its last sampled token; None if nothing of it is trained.
 
-
-def _varies(rewards: Sequence[float]) -> bool:
-    return len(rewards) > 1 and max(rewards) > min(rewards)
-
-
-def _sample(rollout: Rollout, advantage: float, version: int) -> Sample:
-    prompt, completion = rollout.prompt.token_ids, rollout.completion
-    num_prompt, num_completion = len(prompt), len(completion.token_ids)
-    if len(completion.rollout_logprobs) != num_completion:
-        raise ValueError(
-            f"rollout {rollout.name}: {len(completion.rollout_logprobs)} log-probabilities for {num_completion} tokens"
-        )
+    Tokens of versions before ``oldest`` are not trained.
+    """
+    token_ids: list[int] = []
+    mask: list[bool] = []
+    rollout_logprobs: list[float] = []
+    of_tokens: list[float] = []
+    num_prompt = num_used = 0
+    versions: list[int] = []
+    of_completion = iter(advantages)
+    for segment in branch.segments:
+        num = len(segment.token_ids)
+        token_ids += segment.token_ids
+        if not isinstance(segment, Completion):
+            mask += [False] * num
+            rollout_logprobs += [0.0] * num
+            of_tokens += [0.0] * num
+            continue
+        if len(segment.rollout_logprobs) != num:
+            raise ValueError(
+                f"rollout {rollout.name}: {len(segment.rollout_logprobs)} log-probabilities for {num} tokens"
+            )
+        if num and not num_used:
+            num_prompt = len(mask)
+        is_fresh = [True] * num if oldest is None else [v >= oldest for v in versions_of(segment)]
+        advantage = next(of_completion)
+        mask += is_fresh
+        rollout_logprobs += segment.rollout_logprobs
+        of_tokens += [advantage if fresh else 0.0 for fresh in is_fresh]
+        num_used = len(mask) if num else num_used
+        if any(is_fresh):
+            versions.append(segment.min_version if oldest is None else max(segment.min_version, oldest))
+    if not versions:
+        return None
+    sampled = [completion for completion in branch.completions if completion.token_ids]
+    recorded = [completion.routed_experts for completion in sampled]
+    experts = None
+    if all(one is not None for one in recorded):
+        experts = recorded[0] if len(recorded) == 1 else np.concatenate(recorded)
     return Sample(
-        name=rollout.name,
+        name=rollout.name + (f"/{number}" if len(rollout.branches) > 1 else ""),
         environment=rollout.prompt.environment,
-        token_ids=(*prompt, *completion.token_ids),
+        token_ids=tuple(token_ids[:num_used]),
         num_prompt_tokens=num_prompt,
-        loss_mask=(False,) * num_prompt + (True,) * num_completion,
-        rollout_logprobs=(0.0,) * num_prompt + tuple(completion.rollout_logprobs),
-        advantages=(0.0,) * num_prompt + (advantage,) * num_completion,
-        staleness=version - completion.min_version,
-        routed_experts=completion.routed_experts,
+        loss_mask=tuple(mask[:num_used]),
+        rollout_logprobs=tuple(rollout_logprobs[:num_used]),
+        advantages=tuple(of_tokens[:num_used]),
+        staleness=version - min(versions),
+        routed_experts=experts,
     )
+
+
+def versions_of(completion: Completion) -> list[int]:
+    """The policy version that sampled each token, [C]."""
+    found = [completion.min_version] * len(completion.token_ids)
+    for first, version in completion.version_spans:
+        found[first:] = [version] * (len(found) - first)
+    return found

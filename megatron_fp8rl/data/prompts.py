@@ -20,12 +20,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_fp8rl.config import EnvironmentConfig, RunConfig
 from megatron_fp8rl.data.columns import ColumnError, Columns, find_columns
+from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.data.dropped import DroppedLog, RowError, row_errors
 from megatron_fp8rl.data.rows import Rows, open_rows
 from megatron_fp8rl.data.tokenizer import encode
@@ -98,6 +100,12 @@ class ProblemSource:
         if wanted and not tokenizer.chat_template:
             raise ValueError(f"data.chat_template is set, but tokenizer {cfg.data.tokenizer!r} has no chat template")
         self._uses_chat = bool(tokenizer.chat_template) if wanted is None else wanted
+        self.chat_format = ChatFormat(
+            tokenizer,
+            self._uses_chat,
+            cfg.data.chat_template_arguments,
+            frozenset({tokenizer.eos_token_id, *cfg.rollout.stop_token_ids}),
+        )
         self.cfg = cfg
         self.tokenizer = tokenizer
         self.configs = environments_by_key(cfg.data.environments)
@@ -237,12 +245,24 @@ class PromptStream:
         """``log``: name what is left out in ``data/dropped.jsonl`` of the run's folder; for one rank."""
         self._source = ProblemSource(cfg, tokenizer)
         self._dropped = DroppedLog(Path(cfg.run_dir) if log else None, cfg.data.max_dropped)
-        self.position = position  # of the next prompt
+        self.chat_format = self._source.chat_format
+        self._next = position
+        self._pending: list[int] = []  # positions that were drawn and not trained before a resume
 
     @property
     def num_dropped(self) -> int:
         """Prompts left out by this stream so far."""
         return self._dropped.num_dropped
+
+    @property
+    def position(self) -> Any:
+        """Of the next prompt; a run that trains groups out of order keeps the positions that it still owes as well."""
+        return {"next": self._next, "pending": list(self._pending)} if self._pending else self._next
+
+    @position.setter
+    def position(self, value: Any) -> None:
+        is_whole = not isinstance(value, dict)
+        self._next, self._pending = (value, []) if is_whole else (value["next"], list(value["pending"]))
 
     def next_prompts(self, count: int) -> list[Prompt]:
         """The next ``count`` training prompts; advances the position. Ids read "<environment>/<position>".
@@ -251,11 +271,14 @@ class PromptStream:
         """
         prompts: list[Prompt] = []
         while len(prompts) < count:
-            prompt = self._at(self.position)
-            self.position += 1
+            prompt = self._at(self._pending.pop(0) if self._pending else self._advance())
             if prompt is not None:
                 prompts.append(prompt)
         return prompts
+
+    def _advance(self) -> int:
+        self._next += 1
+        return self._next - 1
 
     def upcoming(self, count: int) -> list[Prompt]:
         """The prompts that :meth:`next_prompts` will return; the position stays."""

@@ -23,7 +23,7 @@ import psutil
 START_DEADLINE_S = 180.0  # covers importing all environments on a busy machine
 _STDERR_TAIL_BYTES = 400
 _MAX_STDERR_BYTES = 1 << 20  # of what a scorer prints; looked at once a second
-_TOKEN = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and all that it starts
+MARK = "MEGATRON_FP8RL_SCORER"  # environment variable that marks a worker and all that it starts
 # Variables that scorers see; the rest of the trainer's environment, with its keys, is not theirs.
 _VARIABLES = re.compile(
     r"FP8RL_RUN_DIR|PATH|HOME|USER|LANG|LC_.*|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|OMP_.*|HF_HOME|HF_.*_OFFLINE|SSL_CERT_.*|"
@@ -67,7 +67,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._stderr,
-            env={**self._environ, _TOKEN: self._token},
+            env={**self._environ, MARK: self._token},
             start_new_session=True,  # own process group, to kill all child processes of a scorer
             bufsize=0,
         )
@@ -109,7 +109,7 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            _kill_marked(self._token)
+            kill_marked(self._token)
 
     def close_pipes(self) -> None:
         """Close the file descriptors of a killed process once no thread reads them."""
@@ -169,9 +169,9 @@ class Worker:
         return f"ended with exit code {code}" + (f": {tail}" if tail else "")
 
 
-def _kill_marked(token: str) -> None:
+def kill_marked(token: str) -> None:
     """Kill what a worker has started in sessions of their own: such processes have its mark in their environment."""
-    mark = f"{_TOKEN}={token}".encode()
+    mark = f"{MARK}={token}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # gone, or another user's
             if mark in (folder / "environ").read_bytes().split(b"\0"):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_fp8rl.algo.pass_at_k import Estimate, accuracy, pass_at_ks, powers_of_two
 from megatron_fp8rl.observe.metrics import key_part
-from megatron_fp8rl.types import Rollout, RolloutGroup
+from megatron_fp8rl.types import Completion, Rollout, RolloutGroup
 
 FULL_REWARD = 1.0
 
@@ -55,9 +55,9 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
-    completions = [rollout.completion for rollout in rollouts]
+    completions = [completion for rollout in rollouts for completion in rollout.completions]
     rewards = [rollout.reward for rollout in rollouts]
-    lengths = [len(completion.token_ids) for completion in completions]
+    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     num_tokens = sum(lengths)
     surprisal = -sum(sum(completion.rollout_logprobs) for completion in completions)
 
@@ -86,12 +86,56 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/length/mean": num_tokens / len(lengths),
         "rollout/length/max": max(lengths),
         "rollout/length/min": min(lengths),
-        "rollout/truncated/mean": statistics.fmean(c.finish_reason == "length" for c in completions),
-        "rollout/aborted/mean": statistics.fmean(c.finish_reason == "abort" for c in completions),
+        "rollout/truncated/mean": statistics.fmean(
+            r.finish_reason == "length" or r.status == "truncated" for r in rollouts
+        ),
+        "rollout/aborted/mean": statistics.fmean(r.finish_reason == "abort" for r in rollouts),
         "rollout/surprisal/mean": surprisal / max(1, num_tokens),
         "rollout/num_tokens/sum": num_tokens,
         "rollout/num_completions/sum": len(rollouts),
-        "rollout/version/min": min(completion.min_version for completion in completions),
-        "rollout/version/max": max(completion.max_version for completion in completions),
-        "rollout/mixed_versions/mean": statistics.fmean(c.min_version != c.max_version for c in completions),
+        **_version_metrics(rollouts),
+        **_session_metrics(rollouts),
+    }
+
+
+def _version_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Which policy versions sampled; empty if nothing was sampled."""
+    spans = [[(c.min_version, c.max_version) for c in rollout.completions] for rollout in rollouts]
+    ranges = [(min(low for low, _ in of_one), max(high for _, high in of_one)) for of_one in spans if of_one]
+    if not ranges:
+        return {}
+    return {
+        "rollout/version/min": min(low for low, _ in ranges),
+        "rollout/version/max": max(high for _, high in ranges),
+        "rollout/mixed_versions/mean": statistics.fmean(low != high for low, high in ranges),
+    }
+
+
+def _session_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Turns, branches, and what the prefix cache saved; of prompts that were answered in one turn only the last."""
+    completions = [completion for rollout in rollouts for completion in rollout.completions]
+    num_read = sum(completion.num_prompt_tokens for completion in completions)
+    found: dict[str, float] = {}
+    if num_read:
+        num_cached = sum(completion.num_cached_tokens for completion in completions)
+        found |= {"rollout/prefill_saved/sum": num_cached, "rollout/prefill_saved/mean": num_cached / num_read}
+    if not any(rollout.seconds or len(rollout.completions) > 1 for rollout in rollouts):
+        return found
+    turns = [len(rollout.completions) for rollout in rollouts]
+    given = [
+        len(segment.token_ids)
+        for rollout in rollouts
+        for branch in rollout.branches[:1]
+        for segment in branch.segments[1:]
+        if not isinstance(segment, Completion)
+    ]
+    for name in sorted({name for rollout in rollouts for name in rollout.seconds}):
+        spent = [rollout.seconds.get(name, 0.0) for rollout in rollouts]
+        found |= {f"session/{key_part(name)}/s": statistics.fmean(spent)}
+    return found | {
+        "session/turns/mean": statistics.fmean(turns),
+        "session/turns/max": max(turns),
+        "session/given_tokens/mean": sum(given) / len(rollouts),
+        "session/forked/mean": statistics.fmean(len(rollout.branches) > 1 for rollout in rollouts),
+        "session/num_branches/sum": sum(len(rollout.branches) for rollout in rollouts),
     }

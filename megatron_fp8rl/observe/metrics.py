@@ -62,9 +62,9 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         ),
     ),
     "Rollouts": (
-        Metric("rollout/length/mean", "Mean length of a completion, in tokens."),
-        Metric("rollout/length/max", "Longest completion, in tokens."),
-        Metric("rollout/length/min", "Shortest completion, in tokens."),
+        Metric("rollout/length/mean", "Mean number of sampled tokens of a completion, over all turns of a session."),
+        Metric("rollout/length/max", "Largest number of sampled tokens of a completion or session."),
+        Metric("rollout/length/min", "Smallest number of sampled tokens of a completion or session."),
         Metric("rollout/truncated/mean", "Fraction of completions truncated at max_completion_tokens."),
         Metric("rollout/aborted/mean", "Fraction of completions that the engine aborted."),
         Metric("rollout/surprisal/mean", "Mean of -rollout_logprobs, an estimate of the sampler's entropy, in nats."),
@@ -78,14 +78,38 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/replicas_lost/sum", "Replicas that died since the last weight update."),
         Metric("rollout/replicas_joined/sum", "Replicas that restarted and got weights since the last weight update."),
         Metric("rollout/num_retried/sum", "Prompts resubmitted to another replica because the first one died."),
+        Metric("rollout/prefill_saved/sum", "Prompt tokens of the step's requests that the prefix cache already held."),
+        Metric("rollout/prefill_saved/mean", "The same as a fraction of all prompt tokens of the step's requests."),
+        Metric("rollout/window_restarted/sum", "Groups that began anew because they were too late to be trained."),
+        Metric("rollout/window_left_out/sum", "Groups given up because they were too late again and again."),
+        Metric(
+            "rollout/window_stale_tokens/mean",
+            "Fraction of the sampled tokens of the step that max_staleness keeps from being trained.",
+        ),
+        Metric("rollout/window_complete/sum", "Groups that are complete and wait to be trained."),
+        Metric(
+            "rollout/window_length_bias/mean",
+            "Mean length of the trained groups over that of all complete groups since the start; below 1, training sees "
+            "shorter answers than the policy gives.",
+        ),
         Metric("rollout/staleness/mean", "Mean age of the completions at training time, in policy versions."),
         Metric("rollout/staleness/max", "Maximum age of a completion at training time, in policy versions."),
+    ),
+    "Sessions": (
+        Metric("session/turns/mean", "Mean number of turns of the policy in a session."),
+        Metric("session/turns/max", "Largest number of turns of a session."),
+        Metric("session/given_tokens/mean", "Mean number of tokens that tools, users and templates gave to a session."),
+        Metric("session/forked/mean", "Fraction of sessions whose past a chat template rewrote, in several branches."),
+        Metric("session/num_branches/sum", "Trajectories of the step; each branch of a session is one."),
+        Metric("session/<part>/s", "Mean seconds of a session in the model, in tools, or in a queue."),
     ),
     "Mismatch between trainer and engine": (
         Metric(
             "mismatch/abs_logprob_diff/mean",
             "Mean of |old_logprobs - rollout_logprobs| over the loss tokens: how far trainer and engine differ.",
         ),
+        Metric("mismatch/abs_logprob_diff_turn_<turn>/mean", "The same over one turn of the sessions, from 1."),
+        Metric("mismatch/abs_logprob_diff_turn_<turn>/max", "The largest in one turn of the sessions."),
         Metric("mismatch/abs_logprob_diff/max", "Largest |old_logprobs - rollout_logprobs| of a token."),
         Metric("mismatch/kl_k1/mean", "Mean of rollout - old, the k1 estimate of KL(rollout || old)."),
         Metric(

@@ -319,7 +319,11 @@ class StepLog:
     def mismatch(self, report: MismatchReport) -> None:
         """Add the mismatch metrics of trainer and engine, and display the alarms."""
         self.update(report.metrics)
-        for name in ("by_position", "by_environment", "worst"):
+        if len(report.by_turn) > 1:
+            for part in report.by_turn:
+                key = f"mismatch/abs_logprob_diff_turn_{part.label}"
+                self.update({f"{key}/mean": part.abs_logprob_diff_mean, f"{key}/max": part.abs_logprob_diff_max})
+        for name in ("by_position", "by_environment", "by_turn", "worst"):
             self.details[name] = [dataclasses.asdict(part) for part in getattr(report, name)]
         for alarm in report.alarms:
             self._observer.warn(f"step {self.step}: {alarm}")

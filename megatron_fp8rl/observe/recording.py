@@ -1,7 +1,7 @@
 """Writes every rollout of a run to disk and reads it back.
 
 In: the scored groups of a step. Out: ``rollouts/step_00000012.parquet``, a file for each step and a row for each
-completion; reading yields groups that are equal in every field. Runs on: a thread of the writing trainer rank; any
+trajectory; reading yields groups that are equal in every field. Runs on: a thread of the writing trainer rank; any
 process may read, also with pandas, Polars or DuckDB.
 
 A file gets its name when it is whole. The steps of an earlier run that come after the one that a run continues from
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_fp8rl.data.checkpoint_dir import make_folder, sync_to_disk
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 
 if TYPE_CHECKING:
     import pyarrow
@@ -34,18 +34,21 @@ _NAME = re.compile(r"step_(\d{8,})\.parquet")
 _ROWS_TOKENS = 1 << 21  # tokens of a row group at most, unless one prompt has more: bounds what a reader holds
 _PROMPT = tuple(field.name for field in dataclasses.fields(Prompt))
 _LISTS = ("prompt_token_ids", "token_ids", "rollout_logprobs")
+_INTEGERS = ("step", "seed", "min_version", "max_version", "num_prompt_tokens", "num_cached_tokens")
 _TYPES = {
-    **dict.fromkeys(("step", "seed", "min_version", "max_version"), "int64"),
-    **dict.fromkeys(("group", "index"), "int32"),
+    **dict.fromkeys(_INTEGERS, "int64"),
+    **dict.fromkeys(("group", "index", "branch"), "int32"),
     "reward": "float64",
     "routed_experts": "large_binary",
 }
-_COMPLETION = (
-    *(field.name for field in dataclasses.fields(Rollout) if field.name not in ("prompt", "completion")),
-    *(field.name for field in dataclasses.fields(Completion)),
-    "routed_experts_layout",
+_OF_ROLLOUT = tuple(field.name for field in dataclasses.fields(Rollout) if field.name not in ("prompt", "branches"))
+_OF_COMPLETION = tuple(field.name for field in dataclasses.fields(Completion))
+_TRAJECTORY = (*_OF_ROLLOUT, "branch", *_OF_COMPLETION, "routed_experts_layout", "segments")
+_AS_JSON = (
+    *("prompt_metadata", "prompt_messages", "version_spans", "reward_parts", "turn_rewards", "seconds"),
+    *("routed_experts_layout", "segments"),
 )
-_AS_JSON = ("prompt_metadata", "prompt_messages", "version_spans", "reward_parts", "routed_experts_layout")
+_ARRAYS = ("token_ids", "rollout_logprobs", "routed_experts")  # of a segment, which the columns of its row hold
 
 
 class RolloutWriter:
@@ -174,12 +177,13 @@ def lacks_experts(folder: Path | str) -> bool:
 def _tables(step: int, groups: Sequence[RolloutGroup]) -> list[pyarrow.Table]:
     """The rows of a step, cut into tables of a bounded number of tokens; a group stays in one."""
     # float32 holds what engines return, float64 any other number.
-    sampled = (_floats(rollout.completion.rollout_logprobs) for group in groups for rollout in group.rollouts)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    sampled = (_floats(completion.rollout_logprobs) for rollout in rollouts for completion in rollout.completions)
     fits = all(np.array_equal(values, values.astype(np.float32), equal_nan=True) for values in sampled)
     float_type = np.float32 if fits else np.float64
     tables, rows, num_tokens = [], [], 0
     for number, group in enumerate(groups):
-        more = sum(len(group.prompt.token_ids) + len(r.completion.token_ids) for r in group.rollouts)
+        more = sum(len(s.token_ids) for r in group.rollouts for branch in r.branches for s in branch.segments)
         if rows and num_tokens + more > _ROWS_TOKENS:
             tables.append(_table(rows, float_type))
             rows, num_tokens = [], 0
@@ -193,24 +197,58 @@ def _floats(values: Sequence[float]) -> np.ndarray:
 
 
 def _encode(group: RolloutGroup) -> Iterator[dict[str, Any]]:
-    """A row for each completion; a group without one has a row without ``index``."""
+    """A row for each trajectory. A rollout without one has a row without ``branch``, and a group without rollouts a row
+    without ``index``."""
     prompt = {name if name == "prompt_id" else f"prompt_{name}": getattr(group.prompt, name) for name in _PROMPT}
-    for rollout in group.rollouts or (None,):
-        row = {**prompt, **dict.fromkeys(_COMPLETION)} if rollout is None else {**prompt, **_encode_rollout(rollout)}
+    rows = [row for rollout in group.rollouts for row in _encode_rollout(rollout)] or [dict.fromkeys(_TRAJECTORY)]
+    for row in rows:
+        row = {**prompt, **row}
         yield row | {name: None if row[name] is None else json.dumps(row[name]) for name in _AS_JSON}
 
 
-def _encode_rollout(rollout: Rollout) -> dict[str, Any]:
-    values = {field.name: getattr(rollout, field.name) for field in dataclasses.fields(rollout)}
-    completion = values.pop("completion")
-    del values["prompt"]
-    values |= {field.name: getattr(completion, field.name) for field in dataclasses.fields(completion)}
+def _encode_rollout(rollout: Rollout) -> Iterator[dict[str, Any]]:
+    own = {name: getattr(rollout, name) for name in _OF_ROLLOUT}
+    if not rollout.branches:
+        yield {**dict.fromkeys(_TRAJECTORY), **own}
+    for number, branch in enumerate(rollout.branches):
+        yield {**own, "branch": number, **_encode_trajectory(rollout.prompt, branch)}
+
+
+def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
+    """The columns of a trajectory. One that is a completion of its prompt has that completion's fields; of others the
+    rows hold all tokens, 0 as the log-probability of a given one, and ``segments`` says where each begins and what it is.
+    """
+    completions = branch.completions
+    if len(completions) == 1 and (branch,) == single_turn(prompt, completions[0]):
+        values = {name: getattr(completions[0], name) for name in _OF_COMPLETION} | {"segments": None}
+    else:
+        recorded = [one.routed_experts for one in completions]
+        is_recorded = bool(recorded) and all(one is not None for one in recorded)
+        values = dict.fromkeys(_OF_COMPLETION) | {
+            "token_ids": branch.token_ids,
+            "rollout_logprobs": [x for s in branch.segments for x in _logprobs(s)],
+            "text": "".join(segment.text for segment in branch.segments),
+            "routed_experts": np.concatenate(recorded) if is_recorded else None,
+            "segments": [_layout_of(segment) for segment in branch.segments],
+        }
     experts = values["routed_experts"]
-    layout = None if experts is None else {"dtype": experts.dtype.str, "shape": experts.shape}
     return values | {
         "routed_experts": None if experts is None else experts.tobytes(),
-        "routed_experts_layout": layout,
+        "routed_experts_layout": None if experts is None else {"dtype": experts.dtype.str, "shape": experts.shape},
     }
+
+
+def _logprobs(segment: Given | Completion) -> Sequence[float]:
+    return segment.rollout_logprobs if isinstance(segment, Completion) else (0.0,) * len(segment.token_ids)
+
+
+def _layout_of(segment: Given | Completion) -> dict[str, Any]:
+    """What the arrays of a row do not say of a segment."""
+    fields = (field.name for field in dataclasses.fields(segment) if field.name not in _ARRAYS)
+    layout = {name: getattr(segment, name) for name in fields} | {"num_tokens": len(segment.token_ids)}
+    if isinstance(segment, Completion) and segment.routed_experts is not None:
+        layout["num_experts"] = len(segment.routed_experts)
+    return layout
 
 
 def _table(rows: Sequence[Mapping[str, Any]], float_type: type) -> pyarrow.Table:
@@ -267,16 +305,40 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> RolloutGroup:
     row = rows[0]
     fields = {name: row[name if name == "prompt_id" else f"prompt_{name}"] for name in _PROMPT}
     prompt = Prompt(**{**fields, "messages": tuple(fields["messages"])})
-    return RolloutGroup(
-        prompt=prompt, rollouts=tuple(_rollout(row, prompt) for row in rows if row["index"] is not None)
-    )
+    recorded = groupby((row for row in rows if row["index"] is not None), key=lambda row: row["index"])
+    return RolloutGroup(prompt=prompt, rollouts=tuple(_rollout(list(of_one), prompt) for _, of_one in recorded))
 
 
-def _rollout(row: Mapping[str, Any], prompt: Prompt) -> Rollout:
+def _rollout(rows: Sequence[Mapping[str, Any]], prompt: Prompt) -> Rollout:
+    own = _known(Rollout, rows[0])
+    branches = tuple(_trajectory(row, prompt) for row in rows if row.get("branch", 0) is not None)
+    return Rollout(**{**own, "turn_rewards": tuple(own.get("turn_rewards", ()))}, prompt=prompt, branches=branches)
+
+
+def _trajectory(row: Mapping[str, Any], prompt: Prompt) -> Trajectory:
     experts, layout = row["routed_experts"], row["routed_experts_layout"]
-    of_completion = {field.name: row[field.name] for field in dataclasses.fields(Completion)} | {
-        "version_spans": tuple(tuple(span) for span in row["version_spans"]),
-        "routed_experts": layout and np.frombuffer(experts, layout["dtype"]).reshape(layout["shape"]),
-    }
-    own = {f.name: row[f.name] for f in dataclasses.fields(Rollout) if f.name not in ("prompt", "completion")}
-    return Rollout(**own, prompt=prompt, completion=Completion(**of_completion))
+    experts = None if layout is None else np.frombuffer(experts, layout["dtype"]).reshape(layout["shape"])
+    if row.get("segments") is None:
+        return single_turn(prompt, _completion(row | {"routed_experts": experts}))[0]
+    segments: list[Given | Completion] = []
+    start = start_experts = 0
+    for fields in row["segments"]:
+        end, end_experts = start + fields["num_tokens"], start_experts + fields.get("num_experts", 0)
+        fields |= {"token_ids": row["token_ids"][start:end]}
+        if "role" in fields:
+            segments.append(Given(**_known(Given, fields)))
+        else:
+            rollout_logprobs = row["rollout_logprobs"][start:end]
+            own = None if "num_experts" not in fields else experts[start_experts:end_experts]
+            segments.append(_completion(fields | {"rollout_logprobs": rollout_logprobs, "routed_experts": own}))
+        start, start_experts = end, end_experts
+    return Trajectory(segments=tuple(segments))
+
+
+def _completion(fields: Mapping[str, Any]) -> Completion:
+    return Completion(**_known(Completion, fields) | {"version_spans": tuple(map(tuple, fields["version_spans"]))})
+
+
+def _known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``kind`` that are recorded; older recordings lack some."""
+    return {field.name: fields[field.name] for field in dataclasses.fields(kind) if field.name in fields}

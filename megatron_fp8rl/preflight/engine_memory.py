@@ -66,7 +66,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
     rollout, model = cfg.rollout, cfg.model
     weights = on_engine_worker(cfg)
     context = _CONTEXT_BYTES + (_TENSOR_PARALLEL_BYTES if rollout.ranks > 1 else 0)
-    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    longest = cfg.max_sequence_tokens
     activations = _activation_bytes(cfg)
     graphs = 0 if rollout.enforce_eager else _GRAPH_BYTES
     per_token = kv_token_bytes(model, rollout.tensor, fp8=rollout.kv_cache_dtype == "fp8")
@@ -125,7 +125,7 @@ def worker(cfg: RunConfig, capacity_bytes: int) -> EngineEstimate:
 def batched_tokens(cfg: RunConfig) -> int:
     """vLLM's ``max_num_batched_tokens``, as ``rollout/vllm_args.py`` sets it."""
     rollout = cfg.rollout
-    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    longest = cfg.max_sequence_tokens
     return max(_MIN_BATCHED_TOKENS, longest, rollout.max_num_sequences)
 
 

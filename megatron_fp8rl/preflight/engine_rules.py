@@ -1,7 +1,8 @@
-"""Rules for the placement of engines and for sharing GPU memory with the trainer. Pure."""
+"""Rules for the placement of engines, for sharing GPU memory with the trainer, and for what is sampled ahead. Pure."""
 
 from __future__ import annotations
 
+from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.precision.kernel_choice import is_invariant
 from megatron_fp8rl.preflight.findings import Findings
@@ -118,3 +119,43 @@ def _check_batch_invariance(found: Findings, accelerator: Generation) -> None:
             "that differ in these may wait for each other for ever",
             "Set gloo, or ipc on one host",
         )
+
+
+def too_long(cfg: RunConfig, limit: str) -> tuple[str, str, str]:
+    """(field, problem, remedy) of sequences longer than the model's."""
+    rollout, most = cfg.rollout, cfg.model.max_sequence_tokens
+    if (cfg.session.max_tokens or 0) > most:
+        return "session.max_tokens", f"sessions reach {cfg.session.max_tokens} tokens, {limit}", f"Lower it to {most}"
+    return (
+        "rollout.max_completion_tokens",
+        f"prompt and completion reach {cfg.max_sequence_tokens} tokens, {limit}",
+        f"Lower it to {max(1, most - rollout.max_prompt_tokens)} or less, or lower --rollout.max_prompt_tokens",
+    )
+
+
+def check_window(found: Findings) -> None:
+    """Check the window of groups that are sampled ahead."""
+    rollout = found.cfg.rollout
+    if not rollout.window_groups:
+        if rollout.partials != "carry":
+            found.refuse("rollout.partials", "has no effect without a window", "Set --rollout.window_groups")
+    elif not rollout.max_staleness:
+        problem = "takes groups out of order, which a synchronous run, reproducible bit for bit, does not"
+        found.refuse("rollout.window_groups", problem, "Set --rollout.max_staleness 1 or more, or 0 here")
+    elif rollout.window_groups < rollout.prompts_per_step:
+        problem = f"is smaller than a step of {rollout.prompts_per_step} groups"
+        found.refuse("rollout.window_groups", problem, f"Set {2 * rollout.prompts_per_step} or more")
+
+
+def check_session(found: Findings) -> None:
+    """Check the limits of sessions, and what only sessions use."""
+    cfg = found.cfg
+    found.in_range("session")
+    if cfg.session.max_tokens is not None and cfg.session.max_tokens <= cfg.rollout.max_prompt_tokens:
+        found.refuse(
+            "session.max_tokens",
+            f"leaves no token to sample after a prompt of {cfg.rollout.max_prompt_tokens}",
+            "Raise it above --rollout.max_prompt_tokens",
+        )
+    if cfg.algo.advantage_unit == "turn" and not any(one.agent for one in cfg.data.environments):
+        found.refuse("algo.advantage_unit", "has no effect: no source has an agent", "Set trajectory, or name an agent")

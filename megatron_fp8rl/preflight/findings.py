@@ -22,6 +22,7 @@ RANGES = {
         model.num_experts model.ffn_hidden_size
         precision.bf16_first_layers precision.bf16_last_layers
         optim.warmup_steps optim.min_lr optim.weight_decay optim.moe_aux_loss_coef
+        rollout.window_groups
         rollout.top_k rollout.max_replica_restarts
         algo.kl_coef algo.entropy_coef algo.overlong_buffer_tokens algo.correction_low
         data.sft_steps data.score_servers
@@ -35,13 +36,14 @@ RANGES = {
         precision.amax_history_len optim.logprob_chunk_tokens
         rollout.data rollout.tensor rollout.expert rollout.max_num_sequences rollout.bucket_bytes rollout.max_tokens_per_microbatch
         rollout.start_deadline_s rollout.request_deadline_s rollout.update_deadline_s rollout.hang_deadline_s
+        session.max_tokens session.max_turns session.deadline_s session.max_running
         algo.updates_per_step data.sft_batch_size data.score_deadline_s checkpoint.keep observe.eval_completions
     """,
     "[0, 4294967295]": "seed",
     "[1, 10000000]": "rollout.max_prompt_tokens rollout.max_completion_tokens",
     "[1, 1000000]": "rollout.prompts_per_step",
     "[1, 65536]": "rollout.completions_per_prompt rollout.num_replicas",
-    "[1, 4096]": "data.num_score_workers",
+    "[1, 4096]": "data.num_score_workers session.num_workers",
     "[0, 1000]": "rollout.max_staleness",
     "[0.01, 100]": "rollout.temperature",
     "(0, inf)": """

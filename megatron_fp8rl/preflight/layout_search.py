@@ -380,7 +380,7 @@ def _steps(cfg: RunConfig) -> Iterator[Option]:
     """Ways to save memory in the same layout: recompute, smaller microbatches, no virtual stages, sharing in turns."""
     rollout, optim = cfg.rollout, cfg.optim
     order = ("none", "selective", "full")
-    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    longest = cfg.max_sequence_tokens
     sizes = [max(longest, rollout.max_tokens_per_microbatch)]
     while sizes[-1] > longest and len(sizes) < 5:
         sizes.append(max(longest, sizes[-1] // 2))

@@ -27,7 +27,7 @@ from megatron_fp8rl.envs.rewards import configured as rewards
 from megatron_fp8rl.envs.source_kind import files_of, has_rows, kind_of
 from megatron_fp8rl.precision.hardware import Generation, Hardware, generation_of
 from megatron_fp8rl.precision.kernel_choice import refusals
-from megatron_fp8rl.preflight.engine_rules import check_engines
+from megatron_fp8rl.preflight.engine_rules import check_engines, check_session, check_window, too_long
 from megatron_fp8rl.preflight.findings import Findings
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model, check_source
 from megatron_fp8rl.preflight.tiling import check_tiling
@@ -47,6 +47,8 @@ def check(cfg: RunConfig, *, accelerator: Generation | None = None) -> list[Viol
     _check_optim(found)
     _check_rollout(found)
     check_engines(found, accelerator)
+    check_window(found)
+    check_session(found)
     _check_algo(found)
     _check_data(found)
     _check_storage(found)
@@ -125,19 +127,17 @@ def _check_rollout(found: Findings) -> None:
     counts = ("prompts_per_step", "completions_per_prompt")
     if not found.in_range(*(f"rollout.{name}" for name in (*tokens, *counts))):
         return
-    longest = rollout.max_prompt_tokens + rollout.max_completion_tokens
+    longest = cfg.max_sequence_tokens
     if longest > model.max_sequence_tokens:
         limit = "positions" if model.max_sequence_tokens == model.max_position_embeddings else "tokens in its window"
         found.refuse(
-            "rollout.max_completion_tokens",
-            f"prompt and completion reach {longest} tokens, the model has {model.max_sequence_tokens} {limit}",
-            f"Lower it to {max(1, model.max_sequence_tokens - rollout.max_prompt_tokens)} or less, or lower "
-            "--rollout.max_prompt_tokens",
+            *too_long(cfg, f"the model has {model.max_sequence_tokens} {limit}"),
         )
     elif longest > rollout.max_tokens_per_microbatch:
         found.refuse(
             "rollout.max_tokens_per_microbatch",
-            f"cannot hold one sequence of {longest} tokens (max_prompt_tokens + max_completion_tokens)",
+            f"cannot hold one sequence of {longest} tokens (max_prompt_tokens + max_completion_tokens, or "
+            "session.max_tokens)",
             f"Set it to {longest} or more",
         )
     if rollout.kv_cache_bytes is not None:

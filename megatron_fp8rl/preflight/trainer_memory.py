@@ -71,7 +71,7 @@ def num_microbatches(cfg: RunConfig) -> int:
     """Microbatches of one update on one data-parallel rank if every completion has its full length."""
     rollout = cfg.rollout
     sequences = rollout.prompts_per_step * rollout.completions_per_prompt / cfg.algo.updates_per_step
-    tokens = sequences * (rollout.max_prompt_tokens + rollout.max_completion_tokens)
+    tokens = sequences * cfg.max_sequence_tokens
     return max(1, math.ceil(tokens / cfg.parallel.data / rollout.max_tokens_per_microbatch))
 
 

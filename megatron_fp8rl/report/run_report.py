@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 
 from megatron_fp8rl.observe.display import duration, interval_text
 from megatron_fp8rl.observe.metrics import meaning
+from megatron_fp8rl.report.conversations import CSS as CONVERSATION_CSS
+from megatron_fp8rl.report.conversations import conversation, is_session
 from megatron_fp8rl.report.evaluation_figures import draw_pass_at_k
 from megatron_fp8rl.report.figures import SECTIONS, make_figure, overview
 from megatron_fp8rl.report.run_data import RunData
@@ -94,7 +96,7 @@ def render(run: RunData) -> str:
     body = "\n".join(part for part in parts if part)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_CSS}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_CSS}{CONVERSATION_CSS}</style></head>\n'
         f"<body><main>{body}<footer>Written by megatron_fp8rl.</footer></main></body></html>\n"
     )
 
@@ -219,7 +221,10 @@ def _samples_of(step: int, groups: Sequence[RolloutGroup]) -> str:
     rollouts = sorted((r for g in groups for r in g.rollouts), key=lambda r: (-r.reward, r.name))
     shown = _distinct(rollouts, _NUM_SAMPLES)
     worst = [r for r in _distinct(rollouts[::-1], _NUM_SAMPLES) if all(r is not other for other in shown)]
-    rows = "".join(_sample_row(rollout) for rollout in [*shown, *worst[::-1]])
+    shown += worst[::-1]
+    if any(map(is_session, shown)):
+        return f'<h2>Sessions of step {step}</h2><div class="card">{"".join(map(conversation, shown))}</div>'
+    rows = "".join(map(_sample_row, shown))
     head = "".join(f"<th>{h}</th>" for h in ("reward", "prompt", "completion", "answer", "tokens", "status"))
     return f'<h2>Completions of step {step}</h2><div class="card"><table><tr>{head}</tr>{rows}</table></div>'
 
@@ -237,11 +242,11 @@ def _sample_row(rollout: Rollout) -> str:
     kind = "good" if rollout.reward >= 1 else "bad"
     parts = "".join(f" {name} {value:.2g}" for name, value in rollout.reward_parts.items())
     status = rollout.status + (f": {rollout.detail}" if rollout.detail else "") + parts
-    cells = (rollout.prompt.text, rollout.completion.text, rollout.prompt.answer)
+    cells = (rollout.prompt.text, "".join(branch.text for branch in rollout.branches[-1:]), rollout.prompt.answer)
     return (
         f'<tr><td class="n {kind}">{rollout.reward:.2f}</td>'
         + "".join(f"<td><code>{escape(text[:1500]) or '&nbsp;'}</code></td>" for text in cells)
-        + f'<td class="n">{len(rollout.completion.token_ids)}</td><td>{escape(status)}</td></tr>'
+        + f'<td class="n">{rollout.num_sampled_tokens}</td><td>{escape(status)}</td></tr>'
     )
 
 

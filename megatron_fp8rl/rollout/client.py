@@ -26,7 +26,13 @@ import aiohttp
 
 from megatron_fp8rl.config import RolloutConfig
 from megatron_fp8rl.net import auth
-from megatron_fp8rl.rollout.completions import GENERATE_PATH, PartialCompletion, read_choice, read_prompt_logprobs
+from megatron_fp8rl.rollout.completions import (
+    GENERATE_PATH,
+    PartialCompletion,
+    read_choice,
+    read_prompt_logprobs,
+    write_request,
+)
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.types import Completion, KVScales
 
@@ -36,7 +42,6 @@ Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that can
 _SETTLE_S = 1.0  # for results that the engine returned on pausing and that are still in transit
 _STAGING_POLL_S = 0.05  # between questions whether weights have arrived; each comes between two steps of the engine
 _EXIT_GRACE_S = 2.0  # vLLM's server exits after its engine core has died; time to tell the two apart
-_MAX_SEED = (1 << 63) - 1
 
 
 class EngineError(RuntimeError):
@@ -144,11 +149,15 @@ class EngineClient:
         """Send one request. Several parts share it only while they have no tokens."""
         await self._until_open()
         version, num_pauses = self.version, self._num_pauses
-        body = _generate_body(prompt, parts, sampling)
+        body = write_request(prompt, parts, sampling)
         task = asyncio.ensure_future(self._call(GENERATE_PATH, body=body, deadline_s=self._request_deadline_s))
         self._in_flight.add(task)
         try:
-            choices = (await task)["choices"]
+            answer = await task
+            choices = answer["choices"]
+            if len(parts) == 1:  # vLLM counts the prefix of several that share a request in no defined way
+                parts[0].num_prompt_tokens += len(body["token_ids"])
+                parts[0].num_cached_tokens += answer.get("num_cached_tokens") or 0
         except asyncio.CancelledError:
             if not task.cancelled() or asyncio.current_task().cancelling():
                 raise
@@ -377,24 +386,3 @@ class EngineClient:
             f"rollout replica {replica.name} {problem}, during {path}; {remedy}look into {replica.log_path}, "
             f"which ends with\n{replica.last_log_lines()}"
         )
-
-
-def _generate_body(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:
-    """The body of a request for the rest of ``parts``."""
-    done = parts[0].token_ids
-    return {
-        "token_ids": [*prompt, *done],
-        "sampling_params": {
-            "n": len(parts),
-            "seed": parts[0].next_seed() & _MAX_SEED,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "max_tokens": sampling.max_tokens - len(done),
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "ignore_eos": True,  # the EOS token is in the list above; nothing else stops
-            "stop": list(sampling.stop_strings),
-            "detokenize": bool(sampling.stop_strings),  # vLLM needs text to find stop strings, and only then
-            "logprobs": 0,  # of the sampled token only
-        },
-    }

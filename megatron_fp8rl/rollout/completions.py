@@ -13,16 +13,20 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from megatron_fp8rl.types import Completion
 
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.client import Sampling
+
 FinishReason = Literal["stop", "length", "abort"]
 GENERATE_PATH = "/fp8rl/generate"  # of the sampling request
 
 _TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
+_MAX_SEED = (1 << 63) - 1
 _SEED_STRIDE = 1 << 40  # between the segments of one completion; far more than completions per prompt
 
 
@@ -51,10 +55,12 @@ def write_choice(
     }
 
 
-def write_answer(choices: list[dict[str, Any]], *, prompt_logprobs: Sequence[float] | None = None) -> dict[str, Any]:
+def write_answer(
+    choices: list[dict[str, Any]], *, num_cached_tokens: int = 0, prompt_logprobs: Sequence[float] | None = None
+) -> dict[str, Any]:
     """The answer to a request. ``prompt_logprobs``, if requested: of each prompt token but the first."""
     rows = {} if prompt_logprobs is None else {"prompt_logprobs": _write_row(prompt_logprobs, _LOGPROB)}
-    return {"choices": choices} | rows
+    return {"choices": choices, "num_cached_tokens": num_cached_tokens} | rows
 
 
 def read_choice(choice: dict[str, Any]) -> Segment:
@@ -98,6 +104,8 @@ class PartialCompletion:
     finish_reason: FinishReason | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
     routed_experts: np.ndarray | None = None
+    num_prompt_tokens: int = 0  # over all requests of its own, as the next
+    num_cached_tokens: int = 0
     _num_requests: int = 0
     _version: int = 0
 
@@ -142,6 +150,8 @@ class PartialCompletion:
             max_version=versions[-1],
             version_spans=tuple(self.spans),
             routed_experts=self.routed_experts,
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_cached_tokens=self.num_cached_tokens,
             text=decode(self.token_ids),
         )
 
@@ -157,3 +167,24 @@ class PartialCompletion:
                     self.routed_experts = self.routed_experts[:-dropped]
                 self.finish_reason = "stop"
                 return
+
+
+def write_request(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:
+    """The body of a request for the rest of ``parts``."""
+    done = parts[0].token_ids
+    return {
+        "token_ids": [*prompt, *done],
+        "sampling_params": {
+            "n": len(parts),
+            "seed": parts[0].next_seed() & _MAX_SEED,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_tokens - len(done),
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "ignore_eos": True,  # the EOS token is in the list above; nothing else stops
+            "stop": list(sampling.stop_strings),
+            "detokenize": bool(sampling.stop_strings),  # vLLM needs text to find stop strings, and only then
+            "logprobs": 0,  # of the sampled token only
+        },
+    }

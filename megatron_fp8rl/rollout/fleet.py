@@ -20,8 +20,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -155,7 +155,7 @@ class Fleet:
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result(timeout=deadline_s)
-        except FutureTimeoutError:
+        except TimeoutError:
             if future.done():  # the coroutine's own TimeoutError
                 raise
             future.cancel()
@@ -167,6 +167,8 @@ class Fleet:
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start ``coroutine`` on the fleet's event loop without waiting for it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    wait_for_any = staticmethod(partial(wait, return_when=FIRST_COMPLETED))  # (submitted, timeout_s)
 
     # ---- replicas that come and go
 
@@ -383,8 +385,7 @@ class Fleet:
     async def _cancel_all(self) -> None:
         for client in (*self.clients, *self._joining):
             await client.close()
-        current = asyncio.current_task()
-        tasks = [task for task in asyncio.all_tasks() if task is not current]
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

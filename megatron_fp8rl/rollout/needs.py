@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable
 from typing import Any, Protocol
 
+from megatron_fp8rl.data.conversation import ChatFormat
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.types import Prompt
 
@@ -14,6 +15,7 @@ class PromptSource(Protocol):
 
     position: Any
     num_dropped: int  # prompts left out so far
+    chat_format: ChatFormat  # for sources with agents
 
     def next_prompts(self, count: int) -> list[Prompt]: ...
 

@@ -7,7 +7,7 @@ Synchronous and asynchronous training are one code path. Batches are numbered; b
 publications, and its sampling may start up to ``max_staleness`` publications earlier. With ``max_staleness = 0`` a
 batch is sampled when it is requested; with k, up to k further batches are sampled while the trainer works, and no token
 of a returned batch is older than k versions. Batches are returned in order regardless of their lengths, so there is no
-bias towards short answers.
+bias towards short answers. With ``rollout.window_groups`` groups are returned as they are complete (rollout/window.py).
 
 With ``max_staleness = 0`` the rollouts of a run depend only on its configuration: prompts come in order, and the seed
 of a completion follows from the run's and its prompt. The unfinished requests of a replica that dies go to the others.
@@ -17,27 +17,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
-from megatron_fp8rl.algo.samples import has_signal, require_experts
+from megatron_fp8rl.algo.samples import has_signal, require_experts, without_experts
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.observe.recording import read_step, steps_of
 from megatron_fp8rl.observe.spans import add_seconds, span
-from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, Sampling
+from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
+from megatron_fp8rl.rollout.agents.requests import Requests, seed_of
 from megatron_fp8rl.rollout.needs import Broadcaster, PromptSource, Scorer
 from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_fp8rl.rollout.window import Window, positions_of
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
@@ -83,18 +84,24 @@ class RolloutStream:
         self._lock = threading.Lock()  # prompts are taken on the caller's thread and, for refills, on the fleet's
         self._batches: deque[_Batch] = deque()
         self._num_started = 0
-        self._num_sampling = 0  # active requests, and since when there are any; on the fleet's loop
-        self._sampling_since_s = 0.0
         self._first_version: int | None = None
         self._position = None if prompts is None else prompts.position
         self._recording: dict[int, Path] | None = None
         self._unfinished = UnfinishedGroups(cfg)
         self._is_asked: Callable[[], bool] = lambda: False
+        self._agents: AgentPool | None = None
+        self._window: Window | None = None
         if parallel.rank == 0:
             if cfg.rollout.replay is not None:
                 self._recording = steps_of(cfg.rollout.replay)
             elif fleet is None or prompts is None or score_pool is None:
                 raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or rollout.replay")
+            else:
+                self._requests = Requests(fleet)
+                if cfg.rollout.window_groups:
+                    self._window = Window(cfg, fleet, self._take, self._collect_one, self._unfinished.forget)
+                if any(one.agent for one in cfg.data.environments):
+                    self._agents = AgentPool(cfg, self._requests, score_pool, prompts.chat_format)
 
     @property
     def position(self) -> Any:
@@ -146,6 +153,8 @@ class RolloutStream:
         """Call when the engines hold policy ``version``; starts the batches that this version allows."""
         self.version = version
         if self._first_version is not None and self._recording is None and self._parallel.rank == 0:
+            if self._window is not None:
+                return self._window.publish(version, self.cfg.num_steps - version)
             self._start_batches()
 
     def resume_unfinished(self) -> int:
@@ -157,6 +166,8 @@ class RolloutStream:
         Their finished groups are kept on disk for the run that goes on; returns how many."""
         if self._parallel.rank:
             return 0
+        if self._window is not None:
+            self._window.abandon()
         while self._batches:
             self._batches.popleft().groups.cancel()
         end = time.monotonic() + self.cfg.rollout.update_deadline_s
@@ -164,11 +175,19 @@ class RolloutStream:
             time.sleep(_LOOK_S / 10)
         return self._unfinished.save(self.version)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._agents is not None:  # on rank 0: while the fleet still runs
+            self._fleet.sync(self._agents.close(), self.cfg.rollout.update_deadline_s)
+
     def take_metrics(self) -> dict[str, float]:
         """On rank 0: engine events since the last call, and the prompts left out since the start."""
         if self._fleet is None:
             return {}
-        return {**self._fleet.take_metrics(), "data/dropped/sum": self._prompts.num_dropped}
+        found = {**self._fleet.take_metrics(), "data/dropped/sum": self._prompts.num_dropped}
+        return found if self._window is None else found | self._window.take_metrics()
 
     # ---- every rank
 
@@ -190,7 +209,7 @@ class RolloutStream:
                 error = exception
                 outcome = None, f"{type(exception).__name__}: {exception}"
         groups, failure = outcome
-        value, failure = self._parallel.broadcast_object((_without_experts(groups), failure))
+        value, failure = self._parallel.broadcast_object((without_experts(groups), failure))
         if error is not None:
             raise error
         if failure is not None:
@@ -227,6 +246,8 @@ class RolloutStream:
             return self._next_recorded(self._recording)
         if self._first_version is None:
             self._first_version = self.version
+        if self._window is not None:
+            return self._next_of_window(self._window)
         self._start_batches(at_least_one=True)
         deadline_s = self._deadline_s(num_rounds=1 + _MAX_REFILLS)
         groups = self._result(self._batches[0].groups, deadline_s)
@@ -236,6 +257,22 @@ class RolloutStream:
         self._unfinished.forget(groups)
         self._position = self._batches[0].start_position if self._batches else self._prompts.position
         self._check_staleness(groups)
+        return groups
+
+    def _next_of_window(self, window: Window) -> Groups | None:
+        """The first groups that are complete; None if the replicas that should sample wait for weights."""
+        end = time.monotonic() + self._deadline_s(num_rounds=1 + _MAX_REFILLS)
+        window.fill(self.version, self.cfg.num_steps - self.version)
+        while (groups := window.collect(self.version, _LOOK_S)) is None:
+            if self._is_asked():
+                return ()
+            if self.republish is not None and self._fleet.wants_publication:
+                return None
+            if time.monotonic() > end:
+                raise RolloutError("rollouts were not ready in time; look into the engines' logs")
+        window.fill(self.version, self.cfg.num_steps - self.version - 1)
+        self._unfinished.forget(groups)
+        self._position = positions_of(self._prompts.position, window.pending)
         return groups
 
     def _start_batches(self, *, at_least_one: bool = False) -> None:
@@ -260,7 +297,8 @@ class RolloutStream:
     def _check_staleness(self, groups: Groups) -> None:
         for group in groups:
             for rollout in group.rollouts:
-                staleness = self.version - rollout.completion.min_version
+                oldest = min((c.min_version for c in rollout.completions), default=self.version)
+                staleness = self.version - oldest
                 if staleness > self.cfg.rollout.max_staleness:
                     raise RolloutError(
                         f"rollout {rollout.name} was sampled {staleness} policy versions ago; at most "
@@ -296,6 +334,9 @@ class RolloutStream:
             _log.info("%d of %d groups differ in reward after %d refills", len(useful), wanted, _MAX_REFILLS)
         return tuple(useful) or groups
 
+    async def _collect_one(self, prompt: Prompt) -> RolloutGroup:
+        return (await self._gather_groups([prompt], self.cfg.rollout.completions_per_prompt, None, timed=True))[0]
+
     async def _gather_groups(
         self, prompts: Sequence[Prompt], num_completions: int, temperature: float | None, *, timed: bool = False
     ) -> Groups:
@@ -306,8 +347,14 @@ class RolloutStream:
             if timed and (kept := self._unfinished.of(prompt, num_completions)) is not None:
                 return kept
             seed = seed_of(self.cfg.seed, prompt)
-            with self._sampling_time() if timed else contextlib.nullcontext():
-                completions = await self._ask(prompt, num_completions, seed, temperature)
+            if self._agents is not None and self._agents.plays(prompt):
+                rollouts = await asyncio.gather(
+                    *(self._agents.play(prompt, i, seed + i, temperature=temperature) for i in range(num_completions))
+                )
+                sampled_s[index] = time.monotonic()
+                return self._unfinished.add(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)), timed)
+            with self._requests.timed() if timed else contextlib.nullcontext():
+                completions = await self._requests.ask(prompt.token_ids, num_completions, seed, temperature=temperature)
             sampled_s[index] = time.monotonic()
             rollouts = await asyncio.gather(
                 *(self._rollout(prompt, i, completion, seed + i) for i, completion in enumerate(completions))
@@ -320,37 +367,6 @@ class RolloutStream:
             add_seconds("score", time.monotonic() - max(sampled_s))
         return groups
 
-    async def _ask(
-        self, prompt: Prompt, num_completions: int, seed: int, temperature: float | None
-    ) -> list[Completion]:
-        """Completions from the least loaded replica; if it dies, from another, with the same seeds."""
-        while True:
-            if not self._fleet.clients:
-                await self._fleet.wait_for_members()
-            client: EngineClient = min(self._fleet.clients, key=lambda c: c.num_running)
-            sampling: Sampling = client.sampling
-            if temperature is not None:
-                sampling = replace(sampling, temperature=temperature)
-            try:
-                return await client.generate(prompt.token_ids, num_completions, seed, sampling=sampling)
-            except EngineDeadError as error:
-                self._fleet.remove(client, str(error), num_retried=1)
-
-    @contextlib.contextmanager
-    def _sampling_time(self) -> Iterator[None]:
-        """Count as "generate" the time during which at least one request of a batch runs; overlapping requests count
-        once.
-        """
-        if self._num_sampling == 0:
-            self._sampling_since_s = time.monotonic()
-        self._num_sampling += 1
-        try:
-            yield
-        finally:
-            self._num_sampling -= 1
-            if self._num_sampling == 0:
-                add_seconds("generate", time.monotonic() - self._sampling_since_s)
-
     async def _rollout(self, prompt: Prompt, index: int, completion: Completion, seed: int) -> Rollout:
         if completion.finish_reason == "abort":
             score = Score.failed("the engine ended the completion early")
@@ -362,7 +378,7 @@ class RolloutStream:
         return Rollout(
             prompt=prompt,
             index=index,
-            completion=completion,
+            branches=single_turn(prompt, completion),
             reward=score.reward,
             status=status,
             detail=score.detail,
@@ -379,20 +395,6 @@ class RolloutStream:
         num_scores = num_scores or rollout.prompts_per_step * rollout.completions_per_prompt
         score_s = data.score_deadline_s * (1 + num_scores / data.num_score_workers)
         replaced_s = rollout.start_deadline_s + rollout.request_deadline_s
+        if self._agents is not None:  # as many rounds of sessions as run at a time
+            replaced_s += -(-num_scores // self.cfg.session.max_running) * self.cfg.session.deadline_s
         return num_rounds * (rollout.request_deadline_s + rollout.update_deadline_s + score_s) + replaced_s
-
-
-def seed_of(run_seed: int, prompt: Prompt) -> int:
-    """Engine seed of a prompt's first completion, 0 <= seed < 2**40; completion i uses this plus i."""
-    return int.from_bytes(hashlib.blake2b(f"{run_seed}/{prompt.prompt_id}".encode(), digest_size=5).digest(), "big")
-
-
-def _without_experts(groups: Groups | None) -> Groups | None:
-    """The groups without the experts of their completions."""
-    if groups is None or not any(r.completion.routed_experts is not None for g in groups for r in g.rollouts):
-        return groups
-
-    def bare(rollout: Rollout) -> Rollout:
-        return replace(rollout, completion=replace(rollout.completion, routed_experts=None))
-
-    return tuple(replace(group, rollouts=tuple(map(bare, group.rollouts))) for group in groups)

@@ -64,7 +64,7 @@ def kv_cache_bytes(cfg: RunConfig, *, cpu: bool) -> int | None:
     kv_heads = max(1, model.num_key_value_heads // rollout.tensor)
     element_bytes = 1 if rollout.kv_cache_dtype == "fp8" else 2
     token_bytes = 2 * model.num_layers * kv_heads * model.head_dim * element_bytes
-    blocks_per_sequence = -(-_max_model_len(cfg) // CPU_KV_BLOCK_TOKENS)
+    blocks_per_sequence = -(-cfg.max_sequence_tokens // CPU_KV_BLOCK_TOKENS)
     num_blocks = rollout.max_num_sequences * blocks_per_sequence + 1  # vLLM reserves one block for padding
     return min(num_blocks * CPU_KV_BLOCK_TOKENS * token_bytes, _CPU_KV_LIMIT_BYTES)
 
@@ -80,7 +80,7 @@ def engine_arguments(cfg: RunConfig, hf_dir: Path | str, kernels: KernelChoice) 
         "seed": cfg.seed,
         "tensor-parallel-size": rollout.tensor,
         "data-parallel-size": rollout.data,
-        "max-model-len": _max_model_len(cfg),
+        "max-model-len": cfg.max_sequence_tokens,
         "max-num-seqs": rollout.max_num_sequences,
         "max-num-batched-tokens": _max_batched_tokens(cfg),
         "kv-cache-dtype": rollout.kv_cache_dtype,
@@ -201,8 +201,4 @@ def server_command(arguments: dict[str, Any], *, listen_fd: int) -> list[str]:
 
 
 def _max_batched_tokens(cfg: RunConfig) -> int:
-    return max(8192, _max_model_len(cfg), cfg.rollout.max_num_sequences)
-
-
-def _max_model_len(cfg: RunConfig) -> int:
-    return cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens
+    return max(8192, cfg.max_sequence_tokens, cfg.rollout.max_num_sequences)

@@ -220,7 +220,7 @@ def contents(folder: Path) -> dict[str, object]:
                 found[f"step {record['step']}: {key}"] = value
     for step, groups in read_steps(folder / "rollouts"):
         found[f"step {step}: rollouts"] = [
-            (r.name, r.completion.token_ids, r.completion.rollout_logprobs, r.reward, r.status)
+            (r.name, r.completions[0].token_ids, r.completions[0].rollout_logprobs, r.reward, r.status)
             for group in groups
             for r in group.rollouts
         ]

@@ -40,7 +40,7 @@ def stream_of(fleet: Fleet, **rollout) -> tuple[RunConfig, RolloutStream]:
 
 def contents(groups: Groups) -> list:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return [(r.name, r.seed, r.reward, r.completion.token_ids, r.completion.rollout_logprobs) for r in rollouts]
+    return [(r.name, r.seed, r.reward, r.completions[0].token_ids, r.completions[0].rollout_logprobs) for r in rollouts]
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_asynchronous_batches_span_an_update_and_stay_within_the_bound(published
         publish(published, weights[version], version)
         stream.after_update(version)
         batches.append((version, stream.next_groups()))
-    completions = [(v, r.completion) for v, groups in batches for g in groups for r in g.rollouts]
+    completions = [(v, r.completions[0]) for v, groups in batches for g in groups for r in g.rollouts]
     assert {v - c.min_version for v, c in completions} <= {0, 1}
     assert any(c.max_version > c.min_version for _, c in completions)  # sampled on across an update
 
@@ -90,7 +90,7 @@ def test_evaluation_is_repeatable(published):
     first, second = (contents(stream.sample(prompts, num_completions=2)) for _ in range(2))
     assert first == second
     greedy = stream.sample(prompts, num_completions=2, temperature=0.0)
-    assert all(len({r.completion.token_ids for r in group.rollouts}) == 1 for group in greedy)
+    assert all(len({r.completions[0].token_ids for r in group.rollouts}) == 1 for group in greedy)
 
 
 def test_replay_returns_what_was_recorded(published, tmp_path):

@@ -103,7 +103,7 @@ def curve(fleet: Fleet, accidents: dict[str, Callable[[], None]]) -> list[list]:
 
 def contents(groups: Groups) -> list:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    return [(r.name, r.reward, r.completion.token_ids, r.completion.rollout_logprobs) for r in rollouts]
+    return [(r.name, r.reward, r.completions[0].token_ids, r.completions[0].rollout_logprobs) for r in rollouts]
 
 
 @pytest.mark.long

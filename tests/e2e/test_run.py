@@ -63,7 +63,7 @@ def _lines(run_dir: Path, name: str = "metrics.jsonl") -> dict[int, dict]:
 def _sampled(run_dir: Path, step: int) -> list[tuple[int, ...]]:
     """The completions of a recorded step."""
     groups = dict(read_steps(run_dir / "rollouts"))[step]
-    return [rollout.completion.token_ids for group in groups for rollout in group.rollouts]
+    return [rollout.completions[0].token_ids for group in groups for rollout in group.rollouts]
 
 
 def tiny_num_parameters() -> int:

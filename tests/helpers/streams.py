@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import replace
 
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.rollout.client import Sampling
+from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.types import Completion, Prompt
+from model_configs.tiny import tiny_qwen3_moe
 
 
 class Numbers:
@@ -74,6 +78,9 @@ class Fleet:
     def sync(self, coroutine, deadline_s):
         return self.submit(coroutine).result(deadline_s)
 
+    def wait_for_any(self, submitted, timeout_s):
+        wait(submitted, timeout_s, FIRST_COMPLETED)
+
     def call(self, function) -> None:
         async def run() -> None:
             function()
@@ -113,3 +120,24 @@ class Ranks:
 
 def numbers(groups) -> list[int]:
     return [group.prompt.token_ids[0] for group in groups]
+
+
+def build(fleet, *, scorer=None, rollout=None, algo=None, ranks=None, num_steps=80):
+    cfg = tiny_qwen3_moe()
+    cfg = replace(
+        cfg,
+        num_steps=num_steps,
+        rollout=replace(cfg.rollout, **({"prompts_per_step": 2, "completions_per_prompt": 2} | (rollout or {}))),
+        algo=replace(cfg.algo, **(algo or {})),
+    )
+    return RolloutStream(cfg, fleet, Numbers(), scorer or Scorer(), ranks or Ranks(0, []))
+
+
+def publish(fleet, stream, version: int) -> None:
+    def set_version() -> None:
+        for client in fleet.clients:
+            client.version = version
+
+    stream.before_update()
+    fleet.call(set_version)
+    stream.after_update(version)

@@ -16,7 +16,7 @@ from megatron_fp8rl.evaluate import EvalOptions
 from megatron_fp8rl.observe.groups import evaluation_metrics
 from megatron_fp8rl.observe.metrics import check_keys, meaning
 from megatron_fp8rl.report.run_report import write_report
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 from model_configs.tiny import tiny_qwen3_moe
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def make_group(number: int, rewards: list[float], environment: str = "chain_sum"
         token_ids=(5, 6), rollout_logprobs=(-1.0, -1.0), finish_reason="stop", min_version=0, max_version=0
     )
     rollouts = [
-        Rollout(prompt=prompt, index=i, completion=completion, reward=reward, status="scored")
+        Rollout(prompt=prompt, index=i, branches=single_turn(prompt, completion), reward=reward, status="scored")
         for i, reward in enumerate(rewards)
     ]
     return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
@@ -152,7 +152,9 @@ def test_portions_keep_requests_within_their_deadline(cfg: RunConfig):
 
 
 def test_metrics_during_training_are_listed_and_right():
-    metrics = evaluation_metrics([make_group(i, [1.0] * passed + [0.0] * (4 - passed)) for i, passed in enumerate((0, 1, 4))])
+    metrics = evaluation_metrics(
+        [make_group(i, [1.0] * passed + [0.0] * (4 - passed)) for i, passed in enumerate((0, 1, 4))]
+    )
     check_keys(metrics)
     assert metrics["eval/pass_rate/mean"] == pytest.approx(5 / 12)
     assert metrics["eval/pass_at_2/mean"] == pytest.approx(0.5)
@@ -170,7 +172,9 @@ def test_the_report_shows_evaluations_also_where_nothing_was_trained(tmp_path: P
     for name, step in (("step_00000040", 40), ("step_00000005", 5), ("base <hf>", None)):
         folder = tmp_path / "evaluations" / name.replace("<", "").replace(">", "")
         folder.mkdir(parents=True)
-        (folder / "eval.json").write_text(json.dumps({"name": name, "step": step, **evaluate.summarize(groups, (1, 4))}))
+        (folder / "eval.json").write_text(
+            json.dumps({"name": name, "step": step, **evaluate.summarize(groups, (1, 4))})
+        )
     page = write_report(tmp_path).read_text()
     assert "Evaluations of checkpoints" in page and "pass@k on held-out problems" in page
     assert page.index("step_00000005") < page.index("step_00000040") < page.index("base &lt;hf&gt;")

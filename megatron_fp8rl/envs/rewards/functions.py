@@ -69,21 +69,26 @@ def takes_batches(spec: str) -> bool:
     return any(argument.arg == "completions" for one in found for argument in (*one.args.args, *one.args.kwonlyargs))
 
 
-def load(spec: str, options: Mapping[str, Any]) -> Callable[[Sequence[Prompt], Sequence[str]], list[Any]]:
-    """The function as ``(prompts, completions) -> a number or dict of each``. ``options`` are further arguments.
-
-    Raises RewardError.
-    """
+def function_of(spec: str) -> Callable[..., Any]:
+    """The function of ``FILE.py:function``. Raises RewardError."""
     if found := problem(spec):
         raise RewardError(found)
     path, name = parse(spec)
-    loaded = importlib.util.spec_from_file_location(f"reward_{path.stem}", path)
+    loaded = importlib.util.spec_from_file_location(f"own_{path.stem}", path)
     module = importlib.util.module_from_spec(loaded)
     try:
         loaded.loader.exec_module(module)
     except Exception as error:
         raise RewardError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    function = getattr(module, name)
+    return getattr(module, name)
+
+
+def load(spec: str, options: Mapping[str, Any]) -> Callable[[Sequence[Prompt], Sequence[str]], list[Any]]:
+    """The function as ``(prompts, completions) -> a number or dict of each``. ``options`` are further arguments.
+
+    Raises RewardError.
+    """
+    function = function_of(spec)
     parameters = inspect.signature(function).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 

@@ -54,6 +54,7 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
                 )
                 for output in result.outputs
             ],
+            num_cached_tokens=result.num_cached_tokens or 0,
             prompt_logprobs=None if prompt is None else prompt.logprobs,
         )
     )

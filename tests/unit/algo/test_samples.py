@@ -11,7 +11,7 @@ from megatron_fp8rl.algo import samples as algo_samples
 from megatron_fp8rl.algo.named import NamedFunctionError, load_advantage
 from megatron_fp8rl.algo.samples import NonFiniteRewardError, RoutedExpertsError, has_signal, overlong_penalty
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 from tests.tolerances import FLOAT64_ORDER
 
 MODEL = ModelConfig(
@@ -36,12 +36,15 @@ def group(*rollouts: tuple[float, int], **changes) -> RolloutGroup:
             index=i,
             reward=reward,
             status="truncated" if length == 10 else "scored",
-            completion=Completion(
-                token_ids=tuple(range(length)),
-                rollout_logprobs=tuple(-0.1 * t for t in range(length)),
-                finish_reason="length" if length == 10 else "stop",
-                min_version=3,
-                max_version=4,
+            branches=single_turn(
+                PROMPT,
+                Completion(
+                    token_ids=tuple(range(length)),
+                    rollout_logprobs=tuple(-0.1 * t for t in range(length)),
+                    finish_reason="length" if length == 10 else "stop",
+                    min_version=3,
+                    max_version=4,
+                ),
             ),
         )
         for i, (reward, length) in enumerate(rollouts)
@@ -94,8 +97,11 @@ def test_failed_scores_and_aborted_completions_do_not_count():
     expected = [s.advantages for s in to_samples([whole], config(), version=3)]
     assert [s.advantages for s in to_samples([failed], config(), version=3)] == expected
     aborted = group((9.0, 2), (1.0, 2), (0.0, 2), (0.0, 2))
-    completion = dataclasses.replace(aborted.rollouts[0].completion, finish_reason="abort")
-    rollouts = (dataclasses.replace(aborted.rollouts[0], completion=completion), *aborted.rollouts[1:])
+    completion = dataclasses.replace(aborted.rollouts[0].completions[0], finish_reason="abort")
+    rollouts = (
+        dataclasses.replace(aborted.rollouts[0], branches=single_turn(PROMPT, completion)),
+        *aborted.rollouts[1:],
+    )
     samples = to_samples([dataclasses.replace(aborted, rollouts=rollouts)], config(), version=3)
     assert [s.advantages for s in samples] == expected
 
@@ -133,7 +139,7 @@ def test_missing_logprobs_are_named():
         token_ids=(1, 2), rollout_logprobs=(0.0,), finish_reason="stop", min_version=0, max_version=0
     )
     with pytest.raises(ValueError, match="sum/7#0: 1 log-probabilities for 2 tokens"):
-        to_samples([group((1.0, 2), (0.0, 2), completion=completion)], config(), version=3)
+        to_samples([group((1.0, 2), (0.0, 2), branches=single_turn(PROMPT, completion))], config(), version=3)
 
 
 def test_a_record_of_experts_that_cannot_be_replayed_is_named():
@@ -149,7 +155,7 @@ def test_a_record_of_experts_that_cannot_be_replayed_is_named():
             token_ids=tokens, rollout_logprobs=(-0.1,) * 18, finish_reason="stop", min_version=0, max_version=0,
             routed_experts=experts,
         )  # fmt: skip
-        groups = [group((1.0, 18), (0.0, 0), completion=completion)]
+        groups = [group((1.0, 18), (0.0, 0), branches=single_turn(PROMPT, completion))]
         if cfg.algo.router_replay == "rollout":
             algo_samples.require_experts(groups, cfg)
         return to_samples(groups, cfg, version=3)
@@ -173,5 +179,7 @@ def test_an_advantage_function_that_returns_nonsense_is_named(tmp_path, monkeypa
         "def nan(rewards):\n    return [float('nan')] * len(rewards)\n\n\ndef one(rewards):\n    return [1.0]\n"
     )
     for name in ("nan", "one"):
-        with pytest.raises(NamedFunctionError, match=f"--algo.advantage = 'nonsense:{name}': returned .* for each reward"):
+        with pytest.raises(
+            NamedFunctionError, match=f"--algo.advantage = 'nonsense:{name}': returned .* for each reward"
+        ):
             to_samples([group((1.0, 2), (0.0, 2))], config(advantage=f"nonsense:{name}"), version=3)

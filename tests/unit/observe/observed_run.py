@@ -5,7 +5,7 @@ from dataclasses import replace
 from megatron_fp8rl.algo.mismatch import MismatchReport, MismatchSlice
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.observe.observer import Observer
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 
 
 def make_config() -> RunConfig:
@@ -34,7 +34,9 @@ def make_groups(step: int) -> tuple[RolloutGroup, ...]:
             max_version=step - 1,
             text=text,
         )
-        return Rollout(prompt=prompt, index=index, completion=completion, reward=reward, status="scored")
+        return Rollout(
+            prompt=prompt, index=index, branches=single_turn(prompt, completion), reward=reward, status="scored"
+        )
 
     return (RolloutGroup(prompt=prompt, rollouts=(rollout(0, str(2 * step), 1.0), rollout(1, "1000", 0.0))),)
 
@@ -67,6 +69,7 @@ def make_report(level: float, step: int = 1, alarms: tuple[str, ...] = ()) -> Mi
         },
         by_position=tuple(map(part, ("0", "1", "2-3"))),
         by_environment=(part("chain_sum"),),
+        by_turn=(part("1"),),
         worst=(part(f"chain_sum/{step}#0"),),
         alarms=alarms,
     )

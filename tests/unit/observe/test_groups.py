@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_fp8rl.observe.groups import group_metrics
-from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 
 
 def make_group(environment: str, rewards, lengths, *, finish="stop", status="scored", versions=(3, 3)) -> RolloutGroup:
@@ -18,7 +18,9 @@ def make_group(environment: str, rewards, lengths, *, finish="stop", status="sco
             min_version=versions[0],
             max_version=versions[1],
         )
-        rollouts.append(Rollout(prompt=prompt, index=index, completion=completion, reward=reward, status=status))
+        rollouts.append(
+            Rollout(prompt=prompt, index=index, branches=single_turn(prompt, completion), reward=reward, status=status)
+        )
     return RolloutGroup(prompt=prompt, rollouts=tuple(rollouts))
 
 

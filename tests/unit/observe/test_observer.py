@@ -41,7 +41,7 @@ def test_a_step_is_one_line_with_everything_that_was_logged(tmp_path):
         )
         log.update({"train/loss/mean": math.nan})
     (record,) = read_json_lines(tmp_path / "metrics.jsonl")
-    num_tokens = sum(len(r.completion.token_ids) for g in groups for r in g.rollouts)
+    num_tokens = sum(len(r.completions[0].token_ids) for g in groups for r in g.rollouts)
     assert record["step"] == 1
     assert record["reward/score/mean"] == 0.5
     assert record["mismatch/abs_logprob_diff/mean"] == 0.01

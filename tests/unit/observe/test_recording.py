@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_fp8rl.algo.samples import without_experts
 from megatron_fp8rl.observe import recording
 from megatron_fp8rl.observe.recording import RolloutWriter, lacks_experts, read_steps, steps_of
-from megatron_fp8rl.types import RolloutGroup
+from megatron_fp8rl.types import Given, RolloutGroup, Trajectory, single_turn
 from tests.helpers.rollouts import make_group
 
 
@@ -33,6 +34,30 @@ def test_groups_read_back_equal_step_by_step(tmp_path, monkeypatch):
     assert list(read_steps(tmp_path)) == [(1, groups), (2, (make_group(2),))]
 
 
+def test_sessions_of_several_turns_and_branches_read_back_equal(tmp_path):
+    whole = make_group(3, experts=True).rollouts[0]
+    first, prompt = whole.completions[0], whole.prompt
+    second = replace(
+        first, token_ids=(9,), rollout_logprobs=(-0.25,), routed_experts=first.routed_experts[:2], text="9"
+    )
+    asked, told = Given(token_ids=(5, 6, 7), role="prompt", text=prompt.text), Given(token_ids=(4,), role="tool")
+    turns = Trajectory(segments=(asked, first, told, second, replace(told, text="unread “€”")))
+    bare = replace(second, routed_experts=None, num_prompt_tokens=11, num_cached_tokens=8)
+    rewritten = Trajectory(segments=(replace(asked, token_ids=(5, 1)), bare))
+    session = replace(
+        whole, branches=(turns, rewritten), turn_rewards=(0.5, 0.0, 0.25), seconds={"model": 0.5, "tools": 1.25}
+    )
+    lost = replace(whole, index=1, branches=(), status="score_failed", detail="a tool ended")
+    group = RolloutGroup(prompt=prompt, rollouts=(session, lost, replace(whole, index=2)))
+    with closing(RolloutWriter(tmp_path)) as writer:
+        writer.write(1, [group])
+    ((_, (found,)),) = read_steps(tmp_path)
+    for read, written in zip(found.rollouts, group.rollouts, strict=True):
+        for ours, theirs in zip(read.completions, written.completions, strict=True):
+            np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
+    assert without_experts((found,)) == without_experts((group,))
+
+
 def test_other_programs_read_a_row_for_each_completion(tmp_path):
     import pandas
 
@@ -48,8 +73,10 @@ def test_log_probabilities_take_four_bytes_only_where_that_loses_nothing(tmp_pat
     import pyarrow.parquet
 
     rollout = make_group(0).rollouts[0]
-    engine = replace(rollout.completion, rollout_logprobs=(float(np.float32(-0.1)), -math.inf))
-    group = RolloutGroup(prompt=rollout.prompt, rollouts=(replace(rollout, completion=engine),))
+    engine = replace(rollout.completions[0], rollout_logprobs=(float(np.float32(-0.1)), -math.inf))
+    group = RolloutGroup(
+        prompt=rollout.prompt, rollouts=(replace(rollout, branches=single_turn(rollout.prompt, engine)),)
+    )
     with closing(RolloutWriter(tmp_path)) as writer:
         writer.write(1, [group])
         writer.write(2, [make_group(0)])
@@ -62,8 +89,8 @@ def test_routed_experts_read_back_with_their_type_and_values(tmp_path):
     with closing(RolloutWriter(tmp_path)) as writer:
         writer.write(1, [make_group(3, experts=True)])
     ((_, (group,)),) = read_steps(tmp_path)
-    want = make_group(3, experts=True).rollouts[0].completion.routed_experts
-    got = group.rollouts[0].completion.routed_experts
+    want = make_group(3, experts=True).rollouts[0].completions[0].routed_experts
+    got = group.rollouts[0].completions[0].routed_experts
     assert got.dtype == want.dtype
     np.testing.assert_array_equal(got, want)
     assert not lacks_experts(tmp_path)
@@ -73,11 +100,12 @@ def test_routed_experts_read_back_with_their_type_and_values(tmp_path):
 
 def test_text_that_has_no_utf_8_is_recorded_as_far_as_it_has(tmp_path):
     rollout = make_group(0).rollouts[0]
-    broken = replace(rollout, completion=replace(rollout.completion, text="a\ud800b\0"))
+    completion = replace(rollout.completions[0], text="a\ud800b\0")
+    broken = replace(rollout, branches=single_turn(rollout.prompt, completion))
     with closing(RolloutWriter(tmp_path)) as writer:
         writer.write(1, [RolloutGroup(prompt=rollout.prompt, rollouts=(broken,))])
     ((_, (group,)),) = read_steps(tmp_path)
-    assert group.rollouts[0].completion.text == "a?b\0"
+    assert group.rollouts[0].completions[0].text == "a?b\0"
 
 
 def test_a_damaged_file_is_named(tmp_path):

@@ -76,7 +76,7 @@ def stream_on(fleet, **rollout):
 
 
 def contents(groups):
-    return [(r.name, r.seed, r.reward, r.completion.token_ids) for group in groups for r in group.rollouts]
+    return [(r.name, r.seed, r.reward, r.completions[0].token_ids) for group in groups for r in group.rollouts]
 
 
 @pytest.mark.parametrize("dies_at", [1, 3])

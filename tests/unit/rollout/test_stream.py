@@ -17,30 +17,8 @@ from megatron_fp8rl.algo.samples import RoutedExpertsError
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.rollout.stream import RolloutError, RolloutStream
 from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
-from model_configs.tiny import tiny_qwen3_moe
 from tests.helpers.processes import until
-from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, numbers
-
-
-def build(fleet, *, scorer=None, rollout=None, algo=None, ranks=None, num_steps=80):
-    cfg = tiny_qwen3_moe()
-    cfg = replace(
-        cfg,
-        num_steps=num_steps,
-        rollout=replace(cfg.rollout, **({"prompts_per_step": 2, "completions_per_prompt": 2} | (rollout or {}))),
-        algo=replace(cfg.algo, **(algo or {})),
-    )
-    return RolloutStream(cfg, fleet, Numbers(), scorer or Scorer(), ranks or Ranks(0, []))
-
-
-def publish(fleet, stream, version: int) -> None:
-    def set_version() -> None:
-        for client in fleet.clients:
-            client.version = version
-
-    stream.before_update()
-    fleet.call(set_version)
-    stream.after_update(version)
+from tests.helpers.streams import Client, Fleet, Numbers, Ranks, Scorer, build, numbers, publish
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
@@ -52,7 +30,7 @@ def test_batches_come_in_order_and_never_too_old(max_staleness):
     for step in range(8):
         groups = stream.next_groups()
         assert numbers(groups) == [2 * step, 2 * step + 1]
-        staleness = {stream.version - r.completion.min_version for g in groups for r in g.rollouts}
+        staleness = {stream.version - r.completions[0].min_version for g in groups for r in g.rollouts}
         assert max(staleness) <= max_staleness
         oldest = max(oldest, *staleness)
         asked = fleet.clients[0].prompts
@@ -152,8 +130,8 @@ def test_routed_experts_stay_on_rank_0_and_a_missing_record_ends_all_ranks():
         client.generate = routed
     first, second = build(fleet, ranks=Ranks(0, carried)), build(None, ranks=Ranks(1, carried))
     here, there = first.next_groups(), second.next_groups()
-    assert all(r.completion.routed_experts is not None for g in here for r in g.rollouts)
-    assert all(r.completion.routed_experts is None for g in there for r in g.rollouts)
+    assert all(r.completions[0].routed_experts is not None for g in here for r in g.rollouts)
+    assert all(r.completions[0].routed_experts is None for g in there for r in g.rollouts)
     assert [r.reward for g in here for r in g.rollouts] == [r.reward for g in there for r in g.rollouts]
 
     replay = {"algo": {"router_replay": "rollout"}}

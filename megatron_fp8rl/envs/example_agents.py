@@ -1,0 +1,84 @@
+"""Examples of agents, of the protocol ``async def rollout(session, row) -> reward``: a calculator, a program, a game."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+from megatron_fp8rl.envs.agent_session import AgentSession
+from megatron_fp8rl.envs.environment import Problem
+from megatron_fp8rl.envs.tools import calculate, python
+from megatron_fp8rl.types import Prompt
+
+_PILE = 7  # of the game
+
+
+class Products:
+    """Products of two numbers, to be found with a calculator: the policy writes what to calculate, then the result.
+
+    ``answer`` is a whole session as a demonstration: the call, its end, what the calculator says, and the answer.
+    """
+
+    def __init__(self, *, digits: int = 2) -> None:
+        self._digits = digits
+
+    def make_problem(self, index: int) -> Problem:
+        rng = random.Random(index)
+        low, high = 10 ** (self._digits - 1), 10**self._digits - 1
+        call = f"{rng.randint(low, high)}*{rng.randint(low, high)}"
+        result = calculate(call)
+        return Problem(question=f"{call}=", answer=f"{call}<eos>{result}{result}", metadata={"result": result})
+
+    def score(self, prompt: Prompt, completion_text: str) -> float:
+        return float(completion_text.strip() in (prompt.metadata["result"], prompt.answer))
+
+
+async def with_calculator(session: AgentSession, row: dict[str, Any]) -> None:
+    """Two turns: the policy's first answer is calculated, its second is scored by the source."""
+    session.say(calculate(await session.ask()), role="tool")
+    await session.ask()
+
+
+async def with_python(session: AgentSession, row: dict[str, Any], *, num_programs: int = 3) -> None:
+    """The policy may run programs in a sandbox: answers that begin with ```python. The first other one is scored."""
+    for _ in range(num_programs):
+        answer = await session.ask()
+        _, fence, program = answer.partition("```python\n")
+        if not fence:
+            return
+        session.say(await python(program.partition("```")[0]), role="tool")
+    await session.ask()
+
+
+async def nim(session: AgentSession, row: dict[str, Any]) -> float:
+    """A game for two: both take 1 to 3 of a pile in turn, and who takes the last one wins.
+
+    The session plays first and is trained. Its opponent is the same policy in a conversation beside it, whose turns are
+    not. A move that the rules do not allow loses.
+    """
+    pile, players = _PILE, (session, session.aside())
+    for turn in range(2 * _PILE):
+        player = players[turn % 2]
+        player.say(f"{pile}:")
+        move = (await player.ask(max_tokens=2)).strip()
+        won_if_legal, allowed = 1.0 if turn % 2 == 0 else 0.0, [str(n) for n in range(1, min(3, pile) + 1)]
+        if move not in allowed:
+            return 1.0 - won_if_legal
+        pile -= int(move)
+        if not pile:
+            return won_if_legal
+    return 0.0
+
+
+async def long_talk(
+    session: AgentSession, row: dict[str, Any], *, num_turns: int = 8, fastest_s: float = 0.05, slowest_s: float = 2.0
+) -> dict[str, float]:
+    """Turns with a tool between them that takes its time; for measurements. The reward is a number that varies."""
+    rng = random.Random(session.name)
+    for turn in range(num_turns):
+        answer = await session.ask()
+        if turn < num_turns - 1:
+            await asyncio.sleep(rng.uniform(fastest_s, slowest_s))
+            session.say(f"\ntool {turn + 1}: {rng.randrange(10**6)}\n", role="tool")
+    return {"reward": float(len(answer) % 2)}

@@ -1,0 +1,129 @@
+"""Tasksets of the ``verifiers`` library (0.4): its data, harnesses, tools and rewards, unchanged, through the endpoint of a
+session.
+
+In: the name of a taskset, or the path of a Python file with one. Out: its tasks as problems, and its rewards. ``Taskset``,
+``Task``, ``Toolset`` and ``Env`` classes of that library play as they do in its own evaluations: an episode's agents talk
+to the session's OpenAI endpoint, and what they sample there is trained. Needs the extra ``verifiers``; its bundled harnesses
+are programs that it runs by ``uv`` in a process for each session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_fp8rl.envs.agent_session import AgentError, AgentSession
+from megatron_fp8rl.envs.environment import Problem
+from megatron_fp8rl.types import Prompt
+
+MOST_TASKS = 100_000  # of a taskset without end
+
+_open = contextlib.AsyncExitStack()  # their servers, which end with the process
+_serving: dict[str, asyncio.Future[Any]] = {}  # environments of this process, by their configuration
+
+
+class Tasks:
+    """The tasks of a taskset as problems; one eighth of them is held out, as of any class. They score themselves."""
+
+    def __init__(self, *, taskset: str, options: Mapping[str, Any] | None = None) -> None:
+        self._tasks = _tasks(taskset, _frozen(options))
+
+    def make_problem(self, index: int) -> Problem:
+        number = index % len(self._tasks)
+        data = self._tasks[number].data
+        messages = [] if not data.system_prompt else [{"role": "system", "content": data.system_prompt}]
+        question = data.prompt_text or f"task {number}"
+        messages.append({"role": "user", "content": question})
+        answer = str(getattr(data, "answer", "") or "")
+        return Problem(question=question, answer=answer, metadata={"task": number}, messages=tuple(messages))
+
+    def score(self, prompt: Prompt, completion_text: str) -> float:
+        raise AgentError("a task of verifiers is scored by its episode; set the agent of this source")
+
+
+async def rollout(
+    session: AgentSession, row: Mapping[str, Any], *, taskset: str, options: Mapping[str, Any] | None = None, env: str = ""
+) -> dict[str, float]:
+    """One episode. The reward is that of its trainable traces, their named rewards are its parts."""
+    vf = await asyncio.to_thread(importlib.import_module, "verifiers.v1")  # takes seconds
+    from verifiers.v1.env import RunSlot
+
+    environment = await _environment(taskset, _frozen(options), env)
+    variable = f"MEGATRON_FP8RL_SESSION_{abs(hash(session.api_key)):x}"  # that library reads keys from the environment
+    os.environ[variable] = session.api_key
+    try:
+        client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=variable)
+        context = vf.ModelContext(model="policy", client=client)
+        slot = RunSlot(_tasks(taskset, _frozen(options))[row["task"]])
+        episode = await environment.run_slot(slot, context)
+    finally:
+        del os.environ[variable]
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        raise AgentError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
+    rewards = [(name, one) for trace in episode.traces for name, one in trace.rewards.items() if one is not None]
+    parts = {name: float(one.score) for name, one in rewards}
+    return {**parts, "reward": float(sum(trace.reward for trace in episode.traces))}
+
+
+def _frozen(options: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+    return tuple(sorted((options or {}).items()))
+
+
+@functools.lru_cache(maxsize=8)
+def _tasks(taskset: str, options: tuple[tuple[str, Any], ...]) -> list[Any]:
+    from itertools import islice
+
+    from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
+
+    _make_importable(taskset)
+    config = taskset_config_type(_name(taskset))(id=_name(taskset), **dict(options))
+    tasks = list(islice(iter(load_taskset(config)), MOST_TASKS))
+    if not tasks:
+        raise ValueError(f"verifiers:{taskset} has no tasks")
+    return tasks
+
+
+async def _environment(taskset: str, options: tuple[tuple[str, Any], ...], env: str) -> Any:
+    """The environment, with its servers running, once in this process."""
+    key = f"{taskset} {options} {env}"
+    if key not in _serving:
+        _serving[key] = asyncio.get_running_loop().create_future()
+        try:
+            _serving[key].set_result(await _start(taskset, options, env))
+        except BaseException as error:
+            _serving.pop(key).set_exception(error)
+            raise
+    return await asyncio.shield(_serving[key])
+
+
+async def _start(taskset: str, options: tuple[tuple[str, Any], ...], env: str) -> Any:
+    from verifiers.v1.configs.agent import AgentConfig
+    from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
+
+    _make_importable(taskset)
+    name = _name(taskset)
+    fields = env_config_type(name, env).model_fields
+    # The chat loop without a shell, in a process of this machine.
+    local = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
+    roles = {role: local for role, one in fields.items() if one.annotation is AgentConfig}
+    environment = load_environment(resolve_env_config({"id": env, "taskset": {"id": name, **dict(options)}, **roles}))
+    await _open.enter_async_context(environment.serving())
+    return environment
+
+
+def _name(taskset: str) -> str:
+    return Path(taskset).stem if taskset.endswith(".py") else taskset
+
+
+def _make_importable(taskset: str) -> None:
+    folder = str(Path(taskset).absolute().parent)
+    if taskset.endswith(".py") and folder not in sys.path:
+        sys.path.insert(0, folder)

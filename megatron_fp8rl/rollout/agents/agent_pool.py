@@ -1,0 +1,207 @@
+"""Plays the sessions of agents: worker processes that run them, and the trainer's end of each session.
+
+In: a prompt of a source with ``agent``. Out: a scored :class:`~megatron_fp8rl.types.Rollout`. Runs on trainer rank 0, on
+the fleet's event loop.
+
+Agents are user code: they crash, block, or never end. A worker runs many sessions, and knows which one's code is running:
+that session alone is lost with the worker, and the others are played again, with the same seeds. A session that has cost
+two workers is played alone, and lost if it costs a third.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_fp8rl.config import EnvironmentConfig, RunConfig
+from megatron_fp8rl.data.conversation import ChatFormat, ConversationError
+from megatron_fp8rl.envs.environment import environments_by_key
+from megatron_fp8rl.envs.scorer_process import ScorePoolError
+from megatron_fp8rl.envs.scoring import Score
+from megatron_fp8rl.rollout.agents.agent_process import AgentLostError, AgentProcess
+from megatron_fp8rl.rollout.agents.gateway import Gateway
+from megatron_fp8rl.rollout.agents.requests import Requests
+from megatron_fp8rl.rollout.agents.session import Session, SessionError, SessionLimitError
+from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
+from megatron_fp8rl.rollout.client import EngineError
+from megatron_fp8rl.types import Completion, Prompt, Rollout
+
+_log = logging.getLogger(__name__)
+
+_NUM_TRIES = 3
+
+
+class AgentPool:
+    """``scorer`` scores the last answer of agents that return None. Use from the fleet's loop."""
+
+    def __init__(self, cfg: RunConfig, requests: Requests, scorer: Any, chat: ChatFormat) -> None:
+        self._cfg, self._requests, self._scorer, self._chat = cfg, requests, scorer, chat
+        self._tools = ToolCalls(cfg.session.tool_parser, chat.tokenizer)
+        self._gateway: Gateway | None = None
+        self._starting = asyncio.Lock()
+        sources = environments_by_key(cfg.data.environments)
+        self._agents: dict[str, EnvironmentConfig] = {key: one for key, one in sources.items() if one.agent}
+        self._workers: list[AgentProcess] = []
+        self._slots = asyncio.Semaphore(cfg.session.max_running)
+        self._closed = False
+
+    def plays(self, prompt: Prompt) -> bool:
+        """Whether the source of a prompt has an agent."""
+        return prompt.environment in self._agents
+
+    async def play(self, prompt: Prompt, index: int, seed: int, *, temperature: float | None = None) -> Rollout:
+        """One session. Raises what the engines raise, and ScorePoolError if no agent can be started."""
+        queued_s = time.monotonic()
+        async with self._slots:
+            await self._open()
+            queue_s = time.monotonic() - queued_s
+            for attempt in range(_NUM_TRIES):
+                session = self._session(f"{prompt.prompt_id}#{index}", seed, temperature, prompt)
+                try:
+                    outcome = await self._run(session, prompt, temperature, alone=attempt == _NUM_TRIES - 1)
+                    break
+                except AgentLostError as lost:
+                    session.end("its agent has ended")
+                    outcome = {"status": "failed", "detail": f"the agent's process {lost}"}
+                    if lost.by_this or self._closed:
+                        break
+            return await self._rollout(session, prompt, index, seed, outcome, queue_s)
+
+    async def close(self) -> None:
+        """Kill the workers with all that they have started. Idempotent."""
+        self._closed = True
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            await worker.kill("was closed")
+        if self._gateway is not None:
+            await self._gateway.close()
+
+    async def _open(self) -> None:
+        """Start the endpoint, once."""
+        async with self._starting:
+            if self._gateway is None:
+                await asyncio.get_running_loop().run_in_executor(None, self._tools.load)
+                self._gateway = Gateway(self._cfg.name, self._tools, host=self._cfg.session.host)
+                await self._gateway.start()
+
+    def _session(
+        self, name: str, seed: int, temperature: float | None, prompt: Prompt, *, is_trained: bool = True
+    ) -> Session:
+        async def sample(token_ids: list[int], seed: int, session: Session, **sampling: Any) -> Completion:
+            with self._requests.timed():
+                return (
+                    await self._requests.ask(token_ids, 1, seed, temperature=temperature, session=session, **sampling)
+                )[0]
+
+        return Session(name, self._cfg, self._chat, sample, seed, is_trained=is_trained)
+
+    async def _run(self, session: Session, prompt: Prompt, temperature: float | None, *, alone: bool) -> dict[str, Any]:
+        """The outcome of one attempt: what the worker says, or why the session was ended."""
+        worker = await self._worker(alone=alone)
+        asides: dict[int, Session] = {0: session}
+
+        async def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+            number = request["aside"]
+            if number not in asides:
+                name, seed = f"{session.name} aside {number}", session.seed + (number << 33)
+                asides[number] = self._session(name, seed, temperature, prompt, is_trained=False)
+            return await _answer(asides[number], request, self._tools)
+
+        key = self._gateway.open_session(session)
+        try:
+            return await worker.play(session, prompt, answer, self._cfg.session.deadline_s, key)
+        finally:
+            self._gateway.close_session(key)
+            for one in asides.values():
+                one.end()
+            if alone or (worker.is_retired and not worker.num_sessions):
+                self._forget(worker)
+                await worker.kill("has ended")
+
+    async def _worker(self, *, alone: bool) -> AgentProcess:
+        """The worker with the fewest sessions; a new one for a session that is played alone. Starts those that miss."""
+        if self._closed:
+            raise ScorePoolError("the agents' workers are closed")
+        self._workers = [one for one in self._workers if one.is_alive]
+        usable = [one for one in self._workers if not one.is_retired]
+        if alone or len(usable) < self._cfg.session.num_workers:
+            worker = AgentProcess(self._greeting(), self._cfg)
+            self._workers.append(worker)
+            if alone:
+                worker.is_retired = True
+        else:
+            worker = min(usable, key=lambda one: one.num_sessions)
+        worker.num_sessions += 1  # before it waits, so that others choose another one
+        try:
+            await worker.ready()
+        except BaseException:
+            worker.num_sessions -= 1
+            raise
+        return worker
+
+    def _greeting(self) -> dict[str, Any]:
+        agents = {key: {"agent": one.agent, "options": one.agent_options} for key, one in self._agents.items()}
+        return {
+            "agents": agents,
+            "memory_bytes": int(self._cfg.data.score_memory_gib * 2**30),
+            "base_url": self._gateway.url,
+            "max_tokens": self._cfg.max_sequence_tokens,
+        }
+
+    def _forget(self, worker: AgentProcess) -> None:
+        self._workers = [one for one in self._workers if one is not worker]
+
+    async def _rollout(
+        self, session: Session, prompt: Prompt, index: int, seed: int, outcome: Mapping[str, Any], queue_s: float
+    ) -> Rollout:
+        branches = session.trajectories()
+        status, detail = outcome["status"], outcome.get("detail", "")
+        score = Score(outcome.get("reward", 0.0), "scored", "", outcome.get("parts", {}))
+        rollout = Rollout(
+            prompt=prompt,
+            index=index,
+            branches=branches,
+            reward=0.0,
+            status="scored",
+            seed=seed,
+            turn_rewards=session.rewards_of_turns(),
+            seconds={"model": session.model_s, "tools": outcome.get("tools_s", 0.0), "queue": queue_s},
+        )
+        if status == "unscored":
+            score = await self._scorer.score(prompt, rollout.answer_text)
+        elif status not in ("scored", "truncated"):
+            score = Score.failed(detail)
+        if not branches and score.status == "scored":
+            score = Score.failed(detail or "the agent has asked for nothing")
+        if score.status != "scored":
+            _log.warning("session %s is lost: %s", session.name, score.detail)
+        is_cut = status == "truncated" or rollout.finish_reason == "length"
+        final = score.status if score.status != "scored" else "truncated" if is_cut else "scored"
+        reward = score.reward + (sum(rollout.turn_rewards) if score.status == "scored" else 0.0)
+        return dataclasses.replace(
+            rollout, reward=reward, status=final, detail=score.detail or detail, reward_parts=score.parts
+        )
+
+
+async def _answer(session: Session, request: Mapping[str, Any], tools: ToolCalls) -> dict[str, Any]:
+    """The answer to one request of an agent; a refusal is an answer as well."""
+    try:
+        if request["do"] == "reward":
+            session.reward_turn(request["value"])
+            return {}
+        completion, turn = await session.chat(
+            request["messages"], tools=request["tools"], max_tokens=request["max_tokens"], stop=request["stop"]
+        )
+        message = {"role": "assistant", **tools.message(completion.text, request["tools"])}
+        session.said(turn, message)
+        return {"text": completion.text, "message": message, "finish_reason": completion.finish_reason}
+    except SessionLimitError as error:
+        return {"error": str(error), "kind": "limit"}
+    except (SessionError, ConversationError) as error:
+        return {"error": str(error), "kind": "session"}
+    except EngineError as error:
+        return {"error": str(error), "kind": "engine"}

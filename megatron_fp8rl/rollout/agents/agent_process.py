@@ -1,0 +1,240 @@
+"""One agent worker process: starts it, talks to it, and ends it when it has crashed or hangs.
+
+In: sessions to play. Out: what became of each. Runs on trainer rank 0, on the fleet's event loop; the worker's end is
+``envs/agent_worker.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.envs.agent_worker import MARK as SESSION_MARK
+from megatron_fp8rl.envs.scorer_process import MARK as PROCESS_MARK
+from megatron_fp8rl.envs.scorer_process import START_DEADLINE_S, ScorePoolError, environ_of, kill_marked
+from megatron_fp8rl.rollout.agents.session import Session
+from megatron_fp8rl.types import Prompt
+
+_PING_S = 1.0
+BLOCKED_S = 60.0  # without an answer of a worker's event loop
+CANCEL_S = 5.0  # for an agent to end after its session has
+_STDERR_TAIL_BYTES = 400
+_LINE_BYTES = 64 << 20
+
+
+class AgentLostError(Exception):
+    """A worker crashed or hung while a session ran in it; ``by_this`` if that session's code was running."""
+
+    def __init__(self, why: str, *, by_this: bool) -> None:
+        super().__init__(why)
+        self.by_this = by_this
+
+
+class AgentProcess:
+    """One worker process. It starts when it is made, and ends with :meth:`kill`."""
+
+    def __init__(self, greeting: Mapping[str, Any], cfg: RunConfig) -> None:
+        self.num_sessions = 0
+        self.is_retired = False  # takes no further sessions: one of them did not end
+        self.is_alive = True
+        self._greeting, self._variables = greeting, cfg.data.score_variables
+        self._token = os.urandom(8).hex()
+        self._outcomes: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._answers: dict[int, Callable[[Mapping[str, Any]], Any]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._number = 0
+        self._lost = ""
+        self._culprit = -1
+        self._process: asyncio.subprocess.Process | None = None
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._keep = asyncio.ensure_future(self._live())
+
+    async def ready(self) -> None:
+        """Return when its agents are loaded. Raises ScorePoolError."""
+        await asyncio.shield(self._ready)
+
+    async def play(
+        self, session: Session, prompt: Prompt, answer: Callable[..., Any], deadline_s: float, api_key: str
+    ) -> dict[str, Any]:
+        """Run one agent to its end. ``num_sessions`` counts it already. Raises AgentLostError."""
+        self._number += 1
+        number = self._number
+        self._outcomes[number] = outcome = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        row = {**prompt.metadata, "prompt": prompt.text, "answer": prompt.answer}
+        messages = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+        try:
+            if not self.is_alive:
+                raise AgentLostError(self._lost, by_this=False)
+            start = {"start": number, "environment": prompt.environment, "row": row, "messages": messages}
+            self._send(start | {"name": session.name, "api_key": api_key})
+            done, _ = await asyncio.wait({outcome}, timeout=deadline_s)
+            if not done:
+                return await self._give_up(session, number, outcome, deadline_s)
+            found = outcome.result()
+            if found["status"] == "lost":
+                raise AgentLostError(self._lost, by_this=self._culprit == number)
+            return found
+        finally:
+            if not outcome.done():
+                self._send({"cancel": number})
+            self.num_sessions -= 1
+            del self._outcomes[number], self._answers[number]
+
+    async def _give_up(
+        self, session: Session, number: int, outcome: asyncio.Future[dict[str, Any]], deadline_s: float
+    ) -> dict[str, Any]:
+        session.end(f"it has not ended within {deadline_s:g} s (--session.deadline_s)")
+        self._send({"cancel": number})
+        await asyncio.wait({outcome}, timeout=CANCEL_S)
+        self.is_retired = True  # a thread of a tool may hang in it
+        return {
+            "status": "failed",
+            "detail": f"the session did not end within {deadline_s:g} s (--session.deadline_s); it had taken "
+            f"{session.num_turns} turns",
+        }
+
+    async def kill(self, why: str) -> None:
+        """End the process with all that it has started."""
+        self._lost = self._lost or why
+        self._keep.cancel()
+        await asyncio.gather(self._keep, return_exceptions=True)
+
+    # ---- the process
+
+    async def _live(self) -> None:
+        """Start the process, read what it writes, and end it when it has crashed or hangs."""
+        shared = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        errors = tempfile.TemporaryFile()  # noqa: SIM115
+        shared.truncate(SESSION_MARK.size)
+        mark = mmap.mmap(shared.fileno(), SESSION_MARK.size)
+        mark[:] = SESSION_MARK.pack(-1)
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "megatron_fp8rl.envs.agent_worker", str(shared.fileno())),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                pass_fds=(shared.fileno(),),
+                env={**environ_of(self._variables), PROCESS_MARK: self._token},
+                start_new_session=True,
+                limit=_LINE_BYTES,
+            )
+            self._send(self._greeting)
+            await self._read()
+        except asyncio.CancelledError:
+            pass
+        except ValueError:
+            self._lost = f"wrote a line of more than {_LINE_BYTES >> 20} MiB"
+        finally:
+            self._culprit = SESSION_MARK.unpack(mark[:])[0]
+            await self._end(errors)
+            mark.close()
+            shared.close()
+            errors.close()
+
+    async def _read(self) -> None:
+        """Read until the process ends or its event loop does not answer."""
+        started_s, pinged_s, num_silent = time.monotonic(), 0.0, 0
+        read = asyncio.ensure_future(self._process.stdout.readline())
+        try:
+            while True:
+                done, _ = await asyncio.wait({read}, timeout=_PING_S)
+                # Counted in questions, not by the clock: this process may have been suspended itself.
+                num_silent = 0 if done else num_silent + 1
+                if done:
+                    line = read.result()
+                    if not line:
+                        return
+                    self._take(json.loads(line))
+                    read = asyncio.ensure_future(self._process.stdout.readline())
+                now_s = time.monotonic()
+                if not self._ready.done():
+                    if now_s - started_s > START_DEADLINE_S:
+                        self._lost = f"did not start within {START_DEADLINE_S:g} s"
+                        return
+                elif num_silent * _PING_S > BLOCKED_S:
+                    self._lost = f"answered nothing for {BLOCKED_S:g} s: its event loop was blocked"
+                    return
+                elif now_s - pinged_s > _PING_S:
+                    pinged_s = now_s
+                    self._send({"ping": 1})
+        finally:
+            read.cancel()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "request" in message:
+            task = asyncio.ensure_future(self._reply(message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif "done" in message:
+            outcome = self._outcomes.get(message["done"])
+            if outcome is not None and not outcome.done():
+                outcome.set_result(message)
+        elif "ready" in message:
+            self._ready.set_result(None)
+        elif "error" in message:
+            self._fail_start(f"an agent cannot be loaded: {message['error']}")
+
+    async def _reply(self, message: Mapping[str, Any]) -> None:
+        number = message["request"][0]
+        answer = self._answers.get(number)
+        if answer is None:
+            return
+        try:
+            found = await answer(message)
+        except Exception as error:  # of the engines, or a defect: it ends the run, not only the session
+            outcome = self._outcomes.get(number)
+            if outcome is not None and not outcome.done():
+                outcome.set_exception(error)
+            return
+        self._send({"answer": message["request"], **found})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    def _fail_start(self, why: str) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(ScorePoolError(why))
+            self._ready.exception()  # nobody may be waiting
+
+    async def _end(self, errors: Any) -> None:
+        self.is_alive = False
+        process = self._process
+        if process is not None:
+            loop = asyncio.get_running_loop()
+            if not self._lost:  # it ended by itself
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(process.wait(), CANCEL_S)
+                tail = await loop.run_in_executor(None, partial(_tail, errors))
+                self._lost = f"ended with exit code {process.returncode}" + (f": {tail}" if tail else "")
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            await process.wait()
+            await loop.run_in_executor(None, kill_marked, self._token)
+            process.stdin.close()
+            await asyncio.sleep(0)  # the pipe is closed by the event loop
+        self._fail_start(f"an agent's worker {self._lost}")
+        for task in self._tasks:
+            task.cancel()
+        for outcome in self._outcomes.values():
+            if not outcome.done():
+                outcome.set_result({"status": "lost"})
+
+
+def _tail(errors: Any) -> str:
+    errors.seek(0, os.SEEK_END)
+    errors.seek(max(errors.tell() - _STDERR_TAIL_BYTES, 0))
+    return errors.read().decode(errors="replace").strip()

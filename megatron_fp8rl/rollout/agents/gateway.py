@@ -1,0 +1,303 @@
+"""An OpenAI-compatible endpoint in front of the engines: any agent that takes a ``base_url`` can be trained.
+
+In: requests to ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` whose API key names a session. Out: what
+the policy sampled. Runs on trainer rank 0, on the fleet's event loop.
+
+The key is the session: whoever has it can go on with that session until it ends, and nothing else. Sampling parameters
+are the run's, since a token is trained under the distribution that it was sampled from: a request's temperature, top_p,
+top_k and seed are replaced, and what would change the distribution otherwise is refused by name. A request is answered
+when its tokens are there, also a streamed one: then in one piece. A client that disconnects withdraws its request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import secrets
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+
+from megatron_fp8rl.data.conversation import ConversationError
+from megatron_fp8rl.rollout.agents.session import Session, SessionEndedError, SessionError, SessionLimitError
+from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
+from megatron_fp8rl.rollout.client import EngineError
+from megatron_fp8rl.types import Completion
+
+_log = logging.getLogger(__name__)
+
+_MAX_BODY_BYTES = 32 << 20
+_START_S = 10.0
+# What changes the distribution of tokens, with the value that does not.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "frequency_penalty": (None, 0),
+    "presence_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "bad_words": (None, []),
+    "response_format": (None, {"type": "text"}),
+    "structured_outputs": (None,),
+    "guided_json": (None,),
+    "use_beam_search": (None, False),
+    "ignore_eos": (None, False),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "tool_choice": (None, "none", "auto"),
+}
+_STATUS = {SessionEndedError: 410, SessionLimitError: 429, SessionError: 409, ConversationError: 400, EngineError: 503}
+
+
+class Gateway:
+    """Start it with :meth:`start`; sessions open and close."""
+
+    def __init__(self, model: str, tools: ToolCalls, *, host: str = "127.0.0.1") -> None:
+        self._model, self._tools = model, tools
+        self._sessions: dict[str, Session] = {}
+        self._ended: dict[str, None] = {}  # keys of the last sessions that ended
+        self._socket = socket.create_server((host, 0), backlog=1024)
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
+        self._server = uvicorn.Server(
+            uvicorn.Config(self._app(), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Return when it listens."""
+        self._task = asyncio.ensure_future(self._server.serve(sockets=[self._socket]))
+        end = time.monotonic() + _START_S
+        while not self._server.started and time.monotonic() < end:
+            if self._task.done():
+                await self._task
+            await asyncio.sleep(0.01)
+
+    async def close(self) -> None:
+        """Refuse further requests, and stop. Idempotent."""
+        for key in list(self._sessions):
+            self.close_session(key)
+        if self._task is not None:
+            self._server.should_exit = True
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        self._socket.close()
+
+    def open_session(self, session: Session) -> str:
+        """The API key of a session."""
+        key = f"session-{secrets.token_urlsafe(24)}"
+        self._sessions[key] = session
+        return key
+
+    def close_session(self, key: str) -> None:
+        """End the session of a key."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            session.end()
+            self._ended[key] = None
+            while len(self._ended) > 10_000:
+                del self._ended[next(iter(self._ended))]
+
+    # ---- the endpoint
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(openapi_url=None)
+        app.add_api_route("/v1/models", self._models, methods=["GET"])
+        app.add_api_route("/v1/chat/completions", self._chat, methods=["POST"])
+        app.add_api_route("/v1/completions", self._complete, methods=["POST"])
+        return app
+
+    async def _models(self, request: Request) -> Response:
+        if isinstance(found := self._session(request), Response):
+            return found
+        return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "trainer"}]})
+
+    async def _chat(self, request: Request) -> Response:
+        if isinstance(session := self._session(request), Response):
+            return session
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
+        messages, tools = body.get("messages"), body.get("tools") or []
+        if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
+            return _error(400, "messages is no list of messages")
+        if body.get("tool_choice") == "none":
+            tools = []
+
+        async def sample() -> tuple[Completion, dict[str, Any]]:
+            completion, turn = await session.chat(messages, tools=tools, **_sampling(body))
+            message = self._tools.message(_told(completion, body), tools)
+            session.said(turn, message)
+            return completion, message
+
+        outcome = await _until_disconnect(request, sample())
+        if isinstance(outcome, Response):
+            return outcome
+        completion, message = outcome
+        reason = "tool_calls" if message.get("tool_calls") else completion.finish_reason
+        found = {"index": 0, "finish_reason": reason, "logprobs": _chat_logprobs(completion, body)}
+        if not body.get("stream"):
+            choice = found | {"message": {"role": "assistant", **message}}
+            return JSONResponse(self._answer("chat.completion", [choice], completion))
+        calls = [{"index": i, **one} for i, one in enumerate(message.get("tool_calls") or ())]
+        delta = {"role": "assistant", "content": message["content"]} | ({"tool_calls": calls} if calls else {})
+        chunks = [[{"index": 0, "delta": delta, "finish_reason": None}], [found | {"delta": {}}]]
+        return self._stream("chat.completion.chunk", chunks, completion, body)
+
+    async def _complete(self, request: Request) -> Response:
+        if isinstance(session := self._session(request), Response):
+            return session
+        body = await _body(request)
+        if isinstance(body, Response):
+            return body
+        prompt = body.get("prompt")
+        is_ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
+        if not is_ids and not (isinstance(prompt, str) and prompt):
+            return _error(400, "prompt is neither a text nor a list of token ids; send one prompt in a request")
+        outcome = await _until_disconnect(request, session.complete(prompt, **_sampling(body)))
+        if isinstance(outcome, Response):
+            return outcome
+        completion, _ = outcome
+        rows = None
+        if body.get("logprobs") is not None:
+            rows = {"token_logprobs": list(completion.rollout_logprobs), "tokens": _names(completion)}
+        choice = {"index": 0, "text": _told(completion, body), "logprobs": rows}
+        choice["finish_reason"] = completion.finish_reason
+        if not body.get("stream"):
+            return JSONResponse(self._answer("text_completion", [choice], completion))
+        return self._stream("text_completion", [[choice]], completion, body)
+
+    def _session(self, request: Request) -> Session | Response:
+        key = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if (session := self._sessions.get(key)) is not None:
+            return session
+        if key in self._ended:
+            return _error(410, "the session of this API key has ended")
+        return _error(401, "the API key names no session")
+
+    def _answer(self, kind: str, choices: Sequence[Mapping[str, Any]], completion: Completion) -> dict[str, Any]:
+        num_sampled, num_prompt = len(completion.token_ids), completion.num_prompt_tokens
+        usage = {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_sampled,
+            "total_tokens": num_prompt + num_sampled,
+            "prompt_tokens_details": {"cached_tokens": completion.num_cached_tokens},
+        }
+        return {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": self._model,
+            "choices": list(choices),
+            "usage": usage,
+        }
+
+    def _stream(
+        self, kind: str, chunks: Sequence[Any], completion: Completion, body: Mapping[str, Any]
+    ) -> StreamingResponse:
+        whole = self._answer(kind, [], completion)
+        usage = whole.pop("usage")
+
+        async def events() -> AsyncIterator[str]:
+            for choices in chunks:
+                yield f"data: {json.dumps(whole | {'choices': choices})}\n\n"
+            if (body.get("stream_options") or {}).get("include_usage"):
+                yield f"data: {json.dumps(whole | {'usage': usage})}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+
+async def _body(request: Request) -> dict[str, Any] | Response:
+    """The JSON object of a request, or why it is refused."""
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > _MAX_BODY_BYTES:
+        return _error(413, f"the request has {length} bytes, more than {_MAX_BODY_BYTES}")
+    content = b""
+    async for chunk in request.stream():
+        content += chunk
+        if len(content) > _MAX_BODY_BYTES:
+            return _error(413, f"the request has more than {_MAX_BODY_BYTES} bytes")
+    try:
+        body = json.loads(content)
+    except ValueError as error:
+        return _error(400, f"the request is no JSON: {error}")
+    if not isinstance(body, dict):
+        return _error(400, "the request is no JSON object")
+    for name, harmless in _REFUSED.items():
+        if body.get(name) not in harmless:
+            return _error(
+                400,
+                f"{name} = {json.dumps(body[name])[:200]} would sample from another distribution than the one that is "
+                "trained; leave it out",
+            )
+    if not isinstance(body.get("stop") or "", str | list):
+        return _error(400, "stop is neither a text nor a list of texts")
+    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    if limit is not None and (type(limit) is not int or limit < 1):
+        return _error(400, f"max_tokens = {limit!r} is no positive number")
+    return body
+
+
+def _sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    stop = body.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    return {"max_tokens": body.get("max_completion_tokens") or body.get("max_tokens"), "stop": stop}
+
+
+def _told(completion: Completion, body: Mapping[str, Any]) -> str:
+    """The text of a completion up to a stop string of the request; the tokens of that string are trained too."""
+    text = completion.text
+    for stop in _sampling(body)["stop"]:
+        text = text.partition(stop)[0]
+    return text
+
+
+def _chat_logprobs(completion: Completion, body: Mapping[str, Any]) -> dict[str, Any] | None:
+    if not body.get("logprobs"):
+        return None
+    rows = zip(_names(completion), completion.rollout_logprobs, strict=True)
+    return {"content": [{"token": name, "logprob": value, "bytes": None, "top_logprobs": []} for name, value in rows]}
+
+
+def _names(completion: Completion) -> list[str]:
+    return [f"token_id:{token}" for token in completion.token_ids]
+
+
+async def _until_disconnect(request: Request, sampling: Any) -> Any:
+    """The result of a coroutine, or the response to its error; it is cancelled if the client disconnects."""
+    task = asyncio.ensure_future(sampling)
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    watch = asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            return Response(status_code=499)
+        return task.result()
+    except tuple(_STATUS) as error:
+        status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+        return _error(status, str(error))
+    finally:
+        for one in (task, watch):
+            one.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def _error(status: int, message: str) -> JSONResponse:
+    body = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    # Clients try again after some of these by themselves; only an engine that comes back makes that useful.
+    return JSONResponse({"error": body}, status_code=status, headers={"x-should-retry": str(status == 503).lower()})

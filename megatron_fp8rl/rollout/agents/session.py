@@ -1,0 +1,280 @@
+"""Sessions: conversations with the policy of which every sampled token is trained.
+
+In: lists of messages, or prompts, from agents. Out: completions, and at the end the trajectories of the session. Runs on
+trainer rank 0, on the fleet's event loop.
+
+A request continues the branch whose messages it begins with: its ids are that branch's ids and those of what is new. A
+request that continues none, or whose past the chat template rewrites, begins a branch, or is refused, or keeps the ids
+that the branch has (``session.rewritten_history``). Requests of one session to the same branch follow one another.
+
+All requests of a session go to one replica, which has its prefix in its cache, until that replica dies: then another
+goes on from the ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.conversation import ChatFormat, Message, Rendered, plain
+from megatron_fp8rl.envs.agent_session import CHARACTERS_PER_TOKEN
+from megatron_fp8rl.types import Completion, Given, Trajectory
+
+_TURN_STRIDE = 1 << 20  # between the seeds of two turns; more than completions per prompt
+_MAX_OPEN = 64  # requests of one session that wait for an answer
+Sample = Callable[..., Awaitable[Completion]]  # (token_ids, seed, affinity, **sampling) -> completion
+
+
+class SessionError(RuntimeError):
+    """A request that a session refuses; the message says why and what to do."""
+
+
+class SessionEndedError(SessionError):
+    """A request to a session that has ended."""
+
+
+class SessionLimitError(SessionError):
+    """A session has used up its turns, tokens or time."""
+
+
+@dataclass
+class _Branch:
+    """A growing trajectory."""
+
+    segments: list[Given | Completion]
+    messages: list[Message]  # that the ids stand for, the last answer included
+    rendered: str  # as the template wrote the last prompt
+    tools: tuple[Any, ...] = ()
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token for segment in self.segments for token in segment.token_ids]
+
+
+class Session:
+    """One conversation, or several branches of one. ``sample`` asks the engines."""
+
+    def __init__(
+        self, name: str, cfg: RunConfig, chat: ChatFormat, sample: Sample, seed: int, *, is_trained: bool = True
+    ) -> None:
+        self.name = name
+        self.seed = seed
+        self.is_trained = is_trained
+        self.num_turns = 0
+        self.num_rewritten = 0  # requests whose past the chat template told otherwise
+        self.limit: str = ""  # that ended the session early
+        self.model_s = 0.0  # within requests
+        self.turn_rewards: dict[int, float] = {}  # by turn, from 0
+        self.token_budget = cfg.max_sequence_tokens
+        self._limits, self._max_new = cfg.session, cfg.rollout.max_completion_tokens
+        self._chat, self._sample = chat, sample
+        self._branches: list[_Branch] = []
+        self._order: list[int] = []  # the branch of each turn
+        self._running: set[asyncio.Task[Any]] = set()
+        self._num_open = 0
+        self._ended = ""
+        self._started_s = time.monotonic()
+
+    # ---- requests
+
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), **sampling: Any
+    ) -> tuple[Completion, int]:
+        """The policy's answer to a conversation, and the number of its turn. ``sampling``: max_tokens, stop.
+
+        Raises SessionError, ConversationError or what the engines raise.
+        """
+        num_characters = sum(len(plain(message)["content"]) for message in messages)
+        if num_characters > CHARACTERS_PER_TOKEN * self.token_budget:
+            raise self._limit(f"its messages have {num_characters} characters (--session.max_tokens)")
+        with self._counted():
+            while True:
+                branch = self._branch_of(messages, tools)
+                if branch is None:
+                    return await self._begin(self._chat.begin(messages, tools), messages, tools, sampling)
+                async with branch.lock:
+                    if self._branch_of(messages, tools) is branch:  # no other request has continued it meanwhile
+                        return await self._extend(branch, messages, sampling)
+
+    async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> tuple[Completion, int]:
+        """The continuation of a text, or of token ids; of a branch's own, if they begin with it."""
+        with self._counted():
+            for branch in reversed(self._branches):
+                async with branch.lock:
+                    given = self._rest_of(branch, prompt)
+                    if given is not None:
+                        return await self._continue(branch, given, "", [], sampling)
+            if isinstance(prompt, str):
+                found = replace(self._chat, uses_chat=False).begin([{"content": prompt}])
+            else:
+                found = Rendered(text="", new_text="", new_ids=tuple(prompt))
+            return await self._begin(found, [], (), sampling)
+
+    def reward_turn(self, value: float) -> None:
+        """Give the last turn a reward of its own."""
+        if not self._order:
+            raise SessionError("no turn has been taken that a reward could be for")
+        turn = len(self._order) - 1
+        self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + float(value)
+
+    def end(self, reason: str = "it is over") -> None:
+        """Refuse further requests, and withdraw those that run."""
+        self._ended = self._ended or reason
+        for task in self._running:
+            task.cancel()
+
+    # ---- the outcome
+
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """The branches in which something was sampled."""
+        found = (branch for branch in self._branches if any(isinstance(s, Completion) for s in branch.segments))
+        return tuple(Trajectory(segments=tuple(branch.segments)) for branch in found)
+
+    def rewards_of_turns(self) -> tuple[float, ...]:
+        """The rewards of turns in the order of the completions of :meth:`trajectories`; empty if none was given."""
+        if not self.turn_rewards:
+            return ()
+        turns = range(len(self._order))
+        by_branch = [t for number in range(len(self._branches)) for t in turns if self._order[t] == number]
+        return tuple(self.turn_rewards.get(turn, 0.0) for turn in by_branch)
+
+    # ---- parts of a request
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Refuse a request while many others of this session are not answered."""
+        if self._num_open >= _MAX_OPEN:
+            raise SessionError(f"session {self.name} has {self._num_open} requests open; wait for an answer")
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+
+    def _branch_of(self, messages: Sequence[Message], tools: Sequence[Any]) -> _Branch | None:
+        """The branch with the most messages that ``messages`` begin with."""
+        wanted = [plain(message) for message in messages]
+        fits = [
+            branch
+            for branch in self._branches
+            if branch.messages
+            and len(branch.messages) < len(wanted)
+            and branch.tools == tuple(tools)
+            and [plain(message) for message in branch.messages] == wanted[: len(branch.messages)]
+        ]
+        return max(fits, key=lambda branch: len(branch.messages), default=None)
+
+    def _rest_of(self, branch: _Branch, prompt: str | Sequence[int]) -> Given | None:
+        ids = branch.token_ids
+        if not isinstance(prompt, str):
+            rest = tuple(prompt[len(ids) :])
+            return Given(token_ids=rest, role="user") if list(prompt[: len(ids)]) == ids else None
+        text = self._chat.tokenizer.decode(ids, skip_special_tokens=True)
+        if branch.messages or not text or not prompt.startswith(text):
+            return None
+        rest = prompt[len(text) :]
+        given = self._chat.tokenizer.encode(rest, add_special_tokens=False)
+        return Given(token_ids=tuple(given), role="user", text=rest)
+
+    async def _extend(
+        self, branch: _Branch, messages: Sequence[Message], sampling: Mapping[str, Any]
+    ) -> tuple[Completion, int]:
+        new = messages[len(branch.messages) :]
+        found = self._chat.extend(branch.rendered, branch.messages, branch.segments[-1].token_ids, new, branch.tools)
+        if not found.keeps_past:
+            self.num_rewritten += 1
+            if self._limits.rewritten_history == "refuse":
+                raise SessionError(
+                    "the chat template rewrites what was said before, and --session.rewritten_history is refuse. "
+                    "Set fork to train the branches separately, or keep to go on from what was sampled"
+                )
+            if self._limits.rewritten_history == "fork":
+                return await self._begin(self._chat.begin(messages, branch.tools), messages, branch.tools, sampling)
+        given = Given(token_ids=found.new_ids, role=str(new[-1].get("role", "user")), text=found.new_text)
+        return await self._continue(branch, given, found.text, messages, sampling)
+
+    async def _begin(
+        self, found: Rendered, messages: Sequence[Message], tools: Sequence[Any], sampling: Mapping[str, Any]
+    ) -> tuple[Completion, int]:
+        if self._branches and self._limits.rewritten_history == "refuse":
+            raise SessionError(
+                "the messages do not continue the conversation of this session, and --session.rewritten_history is "
+                "refuse. Send what was said before unchanged, or set fork"
+            )
+        if len(self._branches) >= self._limits.max_turns:
+            raise self._limit(f"it has {len(self._branches)} branches (--session.max_turns)")
+        branch = _Branch(segments=[], messages=[], rendered="", tools=tuple(tools))
+        given = Given(token_ids=found.new_ids, role="prompt", text=found.new_text)
+        self._check(branch, given)
+        self._branches.append(branch)
+        async with branch.lock:
+            return await self._continue(branch, given, found.text, messages, sampling)
+
+    async def _continue(
+        self, branch: _Branch, given: Given, rendered: str, messages: Sequence[Message], sampling: Mapping[str, Any]
+    ) -> tuple[Completion, int]:
+        """Sample an answer; the branch changes only once it is there."""
+        room = self._check(branch, given)
+        wanted = sampling.get("max_tokens") or self._max_new
+        turn, self.num_turns = self.num_turns, self.num_turns + 1
+        prompt = [*branch.token_ids, *given.token_ids]
+        started_s = time.monotonic()
+        task = asyncio.ensure_future(
+            self._sample(
+                prompt,
+                self.seed + turn * _TURN_STRIDE,
+                self,
+                max_tokens=max(1, min(wanted, self._max_new, room)),
+                stop=tuple(sampling.get("stop") or ()),
+            )
+        )
+        self._running.add(task)
+        try:
+            completion = await task
+        except asyncio.CancelledError:
+            if self._ended and not asyncio.current_task().cancelling():
+                raise SessionEndedError(f"session {self.name} has ended: {self._ended}") from None
+            raise
+        finally:
+            self._running.discard(task)
+            task.cancel()
+            self.model_s += time.monotonic() - started_s
+        num_before = len(branch.token_ids) - 1 if branch.segments else 0
+        if completion.routed_experts is not None and num_before:
+            completion = replace(completion, routed_experts=completion.routed_experts[num_before:])
+        if given.token_ids or not branch.segments:
+            branch.segments.append(given)
+        branch.segments.append(completion)
+        branch.rendered = rendered
+        branch.messages = [*messages, {"role": "assistant", "content": completion.text}] if messages else []
+        self._order.append(self._branches.index(branch))
+        return completion, len(self._order) - 1
+
+    def said(self, turn: int, message: Message) -> None:
+        """Record how a turn's answer was told to the agent, who will send it back so: with the calls of tools."""
+        branch = self._branches[self._order[turn]]
+        if branch.messages:
+            branch.messages[-1] = {"role": "assistant", **message}
+
+    def _check(self, branch: _Branch, given: Given) -> int:
+        """The tokens that may still be sampled. Raises SessionError if there are none."""
+        if self._ended:
+            raise SessionEndedError(f"session {self.name} has ended: {self._ended}")
+        if self.num_turns >= self._limits.max_turns:
+            raise self._limit(f"it has taken {self.num_turns} turns (--session.max_turns)")
+        if time.monotonic() - self._started_s > self._limits.deadline_s:
+            raise self._limit(f"it is older than {self._limits.deadline_s:g} s (--session.deadline_s)")
+        num_tokens = len(branch.token_ids) + len(given.token_ids)
+        if num_tokens >= self.token_budget:
+            raise self._limit(f"its next prompt has {num_tokens} of {self.token_budget} tokens (--session.max_tokens)")
+        return self.token_budget - num_tokens
+
+    def _limit(self, what: str) -> SessionLimitError:
+        self.limit = self.limit or what
+        return SessionLimitError(f"session {self.name} is at its limit: {what}")

@@ -1,0 +1,78 @@
+"""Runs of agents: several turns, with tools between them, on two CPU cores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_fp8rl.config import (
+    CheckpointConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+    SessionConfig,
+)
+from model_configs.tiny import tiny_qwen3_moe
+
+
+def tiny_calculator() -> RunConfig:
+    """The tiny mixture of experts multiplies with a calculator: it writes the call, reads the result, and answers.
+
+    The warm start shows whole sessions, most of them of another product.
+    """
+    base = tiny_qwen3_moe()
+    source = EnvironmentConfig(
+        dataset="env:megatron_fp8rl.envs.example_agents:Products",
+        agent="megatron_fp8rl.envs.example_agents:with_calculator",
+    )
+    return replace(
+        base,
+        name="tiny_calculator",
+        rollout=replace(base.rollout, prompts_per_step=32, max_prompt_tokens=16, max_completion_tokens=18),
+        session=SessionConfig(max_tokens=128, max_turns=2),
+        data=replace(base.data, environments=(source,), sft_steps=600, sft_wrong_answers=0.7),
+        observe=replace(base.observe, eval_prompts=128, eval_every=10),
+        num_steps=60,
+    )
+
+
+def talk_qwen3_1_7b() -> RunConfig:
+    """Eight turns of up to 512 tokens with tools of 50 ms to 2 s, for a model of Qwen3-1.7B's shape with random weights:
+    what sessions cost on a GPU, and whether every turn is exact."""
+    base = tiny_calculator()
+    (source,) = base.data.environments
+    source = replace(source, agent="megatron_fp8rl.envs.example_agents:long_talk")
+    return replace(
+        base,
+        name="talk_qwen3_1_7b",
+        model=ModelConfig(
+            family="qwen3",
+            num_layers=28,
+            hidden_size=2048,
+            num_attention_heads=16,
+            num_key_value_heads=8,
+            head_dim=128,
+            ffn_hidden_size=6144,
+            vocab_size=151_936,
+            tie_embeddings=True,
+            max_position_embeddings=40_960,
+            random=True,
+        ),
+        precision=PrecisionConfig(exact=True),
+        rollout=replace(
+            base.rollout,
+            prompts_per_step=8,
+            completions_per_prompt=4,
+            max_completion_tokens=512,
+            max_tokens_per_microbatch=8192,
+            kv_cache_bytes=None,
+            gpu_memory_utilization=0.5,
+            enforce_eager=False,
+        ),
+        session=SessionConfig(max_tokens=4736, max_turns=8),
+        algo=replace(base.algo, zero_variance="keep"),
+        data=replace(base.data, environments=(source,), sft_steps=0),
+        checkpoint=CheckpointConfig(export_hf=False),
+        observe=replace(base.observe, eval_prompts=0),
+        num_steps=3,
+    )

@@ -1,0 +1,94 @@
+"""Engines, prompts and configurations for sessions, in memory; the workers of agents are real processes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.conversation import ChatFormat
+from megatron_fp8rl.data.tokenizer import character_tokenizer
+from megatron_fp8rl.envs.scoring import Score
+from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
+from megatron_fp8rl.rollout.agents.requests import Requests
+from megatron_fp8rl.rollout.client import EngineDeadError, Sampling
+from megatron_fp8rl.types import Completion, Prompt, Rollout
+from model_configs.tiny import tiny_qwen3_moe
+
+AGENTS = str(Path(__file__).with_name("session_agents.py"))
+TOKENIZER = character_tokenizer()
+CHAT = ChatFormat(TOKENIZER, False, {}, frozenset({TOKENIZER.eos_token_id}))
+
+
+class Engine:
+    """Answers each prompt by a function of its text."""
+
+    def __init__(self, answer, *, version: int = 3, name: str = "a") -> None:
+        self.answer, self.version, self.name = answer, version, name
+        self.num_running = 0
+        self.prompts: list[tuple[int, ...]] = []
+        self.seeds: list[int] = []
+        self.dies_at = -1
+        self.sampling = Sampling(
+            temperature=1.0, top_p=1.0, top_k=0, max_tokens=16, stop_token_ids=(TOKENIZER.eos_token_id,), stop_strings=()
+        )
+
+    async def generate(self, prompt, n, seed, *, sampling):
+        self.prompts.append(tuple(prompt))
+        self.seeds.append(seed)
+        await asyncio.sleep(0.001)
+        if len(self.prompts) == self.dies_at:
+            raise EngineDeadError(f"replica {self.name} is dead")
+        text = self.answer(TOKENIZER.decode(prompt, skip_special_tokens=True))[: sampling.max_tokens - 1]
+        ids = (*TOKENIZER.encode(text, add_special_tokens=False), TOKENIZER.eos_token_id)
+        return [
+            Completion(
+                token_ids=ids, rollout_logprobs=tuple(-i / 64 for i in ids), finish_reason="stop",
+                min_version=self.version, max_version=self.version, text=text,
+            )
+        ]  # fmt: skip
+
+
+class Fleet:
+    def __init__(self, *engines: Engine) -> None:
+        self.clients = tuple(engines)
+
+    def remove(self, client, reason, *, num_retried=0) -> None:
+        self.clients = tuple(one for one in self.clients if one is not client)
+
+
+class Scorer:
+    async def score(self, prompt, text):
+        return Score(0.75, "scored")
+
+
+def config(agent: str, **session) -> RunConfig:
+    cfg = tiny_qwen3_moe()
+    (source,) = cfg.data.environments
+    source = replace(source, agent=agent if ":" in agent else f"{AGENTS}:{agent}")
+    fields = {"max_tokens": 128, "deadline_s": 30.0} | session
+    return replace(
+        cfg, data=replace(cfg.data, environments=(source,)), session=replace(cfg.session, **fields)
+    )  # fmt: skip
+
+
+def prompt(index: int = 0, text: str = "2+3=", **row) -> Prompt:
+    return Prompt(
+        prompt_id=f"chain_sum/{index}", environment="chain_sum", token_ids=tuple(TOKENIZER.encode(text)), text=text,
+        answer="5", metadata=row,
+    )  # fmt: skip
+
+
+def play(cfg: RunConfig, *prompts: Prompt, engines=None, chat: ChatFormat = CHAT) -> list[Rollout]:
+    engines = engines or [Engine(lambda text: "2+3" if text.endswith("=") else "5")]
+
+    async def run() -> list[Rollout]:
+        pool = AgentPool(cfg, Requests(Fleet(*engines)), Scorer(), chat)
+        try:
+            return await asyncio.gather(*(pool.play(one, i, 1000 * i) for i, one in enumerate(prompts)))
+        finally:
+            await pool.close()
+            assert not [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    return asyncio.run(run())

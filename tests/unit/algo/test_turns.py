@@ -1,0 +1,142 @@
+"""Trajectories of several turns and branches become samples in which every token keeps its own log-probability."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_fp8rl.algo.mismatch import LocalReducer, mismatch_metrics
+from megatron_fp8rl.algo.named import load_advantage
+from megatron_fp8rl.algo.samples import require_experts, to_samples
+from megatron_fp8rl.algo.turns import turn_of_tokens
+from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
+from tests.unit.algo.algo_cases import packed, with_logprobs
+
+MODEL = ModelConfig(
+    family="qwen3_moe", num_layers=2, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
+    vocab_size=8, num_experts=8, experts_per_token=2,
+)  # fmt: skip
+PROMPT = Prompt(prompt_id="sum/7", environment="sum", token_ids=(1, 2, 3), text="", answer="")
+
+
+def config(**algo) -> RunConfig:
+    return RunConfig(name="x", model=MODEL, algo=AlgoConfig(**algo), rollout=RolloutConfig(max_completion_tokens=10))
+
+
+def sampled(*token_ids: int, version: int = 0, reason: str = "stop", experts=None) -> Completion:
+    return Completion(
+        token_ids=token_ids, rollout_logprobs=tuple(-token / 128 for token in token_ids), finish_reason=reason,
+        min_version=version, max_version=version, routed_experts=experts,
+    )  # fmt: skip
+
+
+def given(*token_ids: int) -> Given:
+    return Given(token_ids=token_ids, role="tool")
+
+
+def rollout(index: int, reward: float, *branches: Trajectory, turns: tuple[float, ...] = (), **changes) -> Rollout:
+    fields = dict(prompt=PROMPT, index=index, branches=branches, reward=reward, status="scored", turn_rewards=turns)
+    return Rollout(**fields | changes)
+
+
+def samples_of(*rollouts: Rollout, version: int = 5, **algo):
+    cfg = config(**algo)
+    return to_samples([RolloutGroup(prompt=PROMPT, rollouts=rollouts)], load_advantage(cfg.algo), cfg, version)
+
+
+def test_what_was_sampled_is_trained_and_what_was_given_is_not():
+    turns = Trajectory(
+        segments=(given(1, 2, 3), sampled(40, 41, version=3), given(50), sampled(42, version=2), given(51))
+    )
+    first, second = samples_of(rollout(0, 1.0, turns), rollout(1, 0.0, *single_turn(PROMPT, sampled(43))))
+    assert first.token_ids == (1, 2, 3, 40, 41, 50, 42), "the result of a tool that nobody read is left out"
+    assert first.loss_mask == (False, False, False, True, True, False, True) and first.num_prompt_tokens == 3
+    assert first.rollout_logprobs == (0.0, 0.0, 0.0, -40 / 128, -41 / 128, 0.0, -42 / 128)
+    assert [a != 0 for a in first.advantages] == list(first.loss_mask) and len(set(first.advantages)) == 2
+    assert (first.staleness, second.staleness) == (3, 5) and second.token_ids == (1, 2, 3, 43)
+
+
+def test_branches_are_samples_of_their_own_with_the_same_advantage():
+    kept = Trajectory(segments=(given(1, 2, 3), sampled(40)))
+    rewritten = Trajectory(segments=(given(1, 2, 9, 9), sampled(41, 42)))
+    found = samples_of(rollout(0, 1.0, kept, rewritten), rollout(1, 0.0, kept))
+    assert [one.name for one in found] == ["sum/7#0/0", "sum/7#0/1", "sum/7#1"]
+    assert found[0].advantages[-1] == found[1].advantages[-1] == -found[2].advantages[-1] > 0
+    assert found[1].token_ids == (1, 2, 9, 9, 41, 42) and found[1].num_prompt_tokens == 4
+
+
+def test_advantages_by_turn_compare_the_reward_from_that_turn_on():
+    def of(index: int, *turns: float) -> Rollout:
+        segments = [given(1, 2, 3)]
+        for _ in turns:
+            segments += [sampled(40), given(50)]
+        return rollout(index, sum(turns), Trajectory(segments=tuple(segments)), turns=turns)
+
+    found = samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), of(2, 0.5), advantage="dr_grpo", advantage_unit="turn")
+    # Returns: turn 1: 1, 1, 0.5; turn 2: 0, 1.
+    by_turn = [[a for a, is_loss in zip(one.advantages, one.loss_mask, strict=True) if is_loss] for one in found]
+    assert by_turn[0] == pytest.approx([1 / 6, -0.5]) and by_turn[1] == pytest.approx([1 / 6, 0.5])
+    assert by_turn[2] == pytest.approx([-1 / 3])
+    whole = samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), of(2, 0.5), advantage="dr_grpo")
+    assert [one.advantages[-1] for one in whole] == pytest.approx([1 / 6, 1 / 6, -1 / 3])
+    assert not samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0)), "equal whole rewards teach nothing"
+    assert len(samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), advantage_unit="turn")) == 2
+    with pytest.raises(ValueError, match="sum/7#0: 1 rewards of 2 turns"):
+        wrong = rollout(0, 1.0, of(0, 1.0, 0.0).branches[0], turns=(1.0,))
+        samples_of(wrong, of(1, 0.0, 1.0), advantage_unit="turn")
+
+
+def test_overlong_rules_look_at_the_longest_turn_and_at_the_end():
+    long = Trajectory(segments=(given(1), sampled(*range(10)), given(5), sampled(41)))
+    short = Trajectory(segments=(given(1), sampled(40)))
+    cut = Trajectory(segments=(given(1), sampled(*range(10), reason="length")))
+    punished = samples_of(rollout(0, 1.0, long), rollout(1, 1.0, short), overlong="penalty", advantage="dr_grpo")
+    assert punished[0].advantages[-1] == -0.5 and punished[1].advantages[-1] == 0.5
+    rollouts = rollout(0, 1.0, cut, status="truncated"), rollout(1, 0.0, short), rollout(2, 0.5, short)
+    assert [one.name for one in samples_of(*rollouts, overlong="mask")] == ["sum/7#1", "sum/7#2"]
+    limited = rollout(0, 1.0, short, status="truncated")  # by the turns of its session
+    assert [one.name for one in samples_of(limited, *rollouts[1:], overlong="mask")] == ["sum/7#1", "sum/7#2"]
+
+
+def test_experts_of_all_turns_are_one_record():
+    rng = np.random.default_rng(1)
+    record = rng.integers(1, 8, (6, 2, 2)).astype(np.uint8)
+    turns = Trajectory(
+        segments=(given(1, 2, 3), sampled(40, 41, experts=record[:4]), given(5), sampled(42, experts=record[4:]))
+    )
+    group = RolloutGroup(prompt=PROMPT, rollouts=(rollout(0, 1.0, turns), rollout(1, 0.0, turns)))
+    require_experts([group], config(router_replay="rollout"))
+    np.testing.assert_array_equal(samples_of(*group.rollouts)[0].routed_experts, record)
+    short = Trajectory(segments=(*turns.segments[:3], sampled(42, experts=record[5:])))
+    with pytest.raises(ValueError, match=r"sum/7#0 has routed experts of shape \(1, 2, 2\), expected \(2, 2, 2\)"):
+        require_experts([RolloutGroup(prompt=PROMPT, rollouts=(rollout(0, 1.0, short),))], config())
+
+
+def test_turns_are_counted_within_their_sequence():
+    rng = random.Random(3)
+    masks = [[rng.random() < 0.5 for _ in range(rng.randrange(1, 12))] for _ in range(40)]
+    mask_T = torch.tensor([flag for mask in masks for flag in mask])
+    ids_T = torch.tensor([i for i, mask in enumerate(masks) for _ in mask])
+    expected = []
+    for mask in masks:
+        turn = 0
+        for i, flag in enumerate(mask):
+            turn += flag and not (i and mask[i - 1])
+            expected.append(turn)
+    assert turn_of_tokens(mask_T, ids_T).tolist() == expected
+
+
+def test_the_mismatch_is_known_by_turn():
+    turns = Trajectory(segments=(given(1, 2, 3), sampled(40, 41), given(50), sampled(42)))
+    samples = samples_of(rollout(0, 1.0, turns), rollout(1, 0.0, *single_turn(PROMPT, sampled(43))))
+    batch = with_logprobs(packed(samples)[0])
+    report = mismatch_metrics([batch], AlgoConfig(), LocalReducer())
+    assert [(part.label, part.num_tokens) for part in report.by_turn] == [("1", 3), ("2", 1)]
+    (mb,) = batch.microbatches
+    (t,) = [t for t in range(len(mb.targets_T)) if mb.targets_T[t] == 42 and mb.loss_mask_T[t]]
+    d = abs(mb.old_logprobs_T[t].double() - mb.rollout_logprobs_T[t].double()).item()
+    assert report.by_turn[1].abs_logprob_diff_max == d > 0

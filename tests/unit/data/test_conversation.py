@@ -1,0 +1,134 @@
+"""The ids of a conversation only grow, and what a template rewrites is noticed, for the templates of five families."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from megatron_fp8rl.data.conversation import ChatFormat, ConversationError, plain
+from megatron_fp8rl.data.tokenizer import character_tokenizer
+from tests.helpers.chat_templates import ENDS, TEMPLATES, format_of
+
+TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
+WORDS = ("four", " is ", "2 + 2", "\n", "so", "{}", "  ")
+
+
+def words(rng: random.Random) -> str:
+    return "".join(rng.choices(WORDS, k=rng.randrange(1, 6)))
+
+
+def converse(chat: ChatFormat, rng: random.Random, end: dict[str, str], roles, tools=()):
+    """Play a conversation of random words; yields (ids, messages, rendered) before each answer."""
+    tokenizer = chat.tokenizer
+    messages = [{"role": "user", "content": words(rng)}]
+    rendered = chat.begin(messages, tools)
+    ids = list(rendered.new_ids)
+    yield ids, messages, rendered, ()
+    for role in roles:
+        text = words(rng)
+        sampled = tokenizer.encode(text, add_special_tokens=False)
+        if rng.random() < 0.8:  # else the length limit cut it
+            sampled += tokenizer.encode(end[role], add_special_tokens=False)
+        answer = {"role": "assistant", "content": text}
+        new = [{"role": role, "content": words(rng)}]
+        rendered = chat.extend(rendered.text, [*messages, answer], sampled, new, tools)
+        messages = [*messages, answer, *new]
+        ids += [*sampled, *rendered.new_ids]
+        yield ids, messages, rendered, sampled
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("seed", range(20))
+def test_the_ids_are_those_of_the_whole_conversation(family, seed):
+    """Without reasoning and tools no template rewrites: the ids decode to what the template makes of all messages."""
+    rng, chat = random.Random(seed), format_of(family)
+    ends = ENDS[family]
+    end = {"user": ends[0], "tool": ends[-1]}
+    roles = ["user"] * 3 if family == "mistral" else [rng.choice(["user", "tool"]) for _ in range(4)]
+    before: list[int] = []
+    for ids, messages, rendered, sampled in converse(chat, rng, end, roles):
+        assert rendered.keeps_past
+        assert ids[: len(before)] == before and ids[len(before) : len(before) + len(sampled)] == list(sampled)
+        whole = chat.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        told = chat.tokenizer.decode(ids)
+        if family in ("llama3", "qwen3"):  # they trim what was sampled with spaces or line breaks around it
+            assert told.replace(" ", "").replace("\n", "") == whole.replace(" ", "").replace("\n", "")
+        else:
+            assert told == whole
+        before = list(ids)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "glm45"])
+def test_dropped_reasoning_is_noticed_at_the_next_question_and_not_before(family):
+    chat = format_of(family)
+    tokenizer, first = chat.tokenizer, [{"role": "user", "content": "2+2"}]
+    rendered = chat.begin(first)
+    text = "<think>\nlet me see</think>\n\nadd" if family == "qwen3" else "<think>let me see</think>add"
+    sampled = tokenizer.encode(text + ENDS[family][-1], add_special_tokens=False)
+    past = [*first, {"role": "assistant", "content": text}]
+    tool = chat.extend(rendered.text, past, sampled, [{"role": "tool", "content": "4"}])
+    assert tool.keeps_past and "let me see" in tool.text
+    user = chat.extend(rendered.text, past, sampled, [{"role": "user", "content": "and 3+3?"}])
+    assert not user.keeps_past and "let me see" not in user.text
+    # What is new is still known, for whoever goes on from what was sampled.
+    kept = tokenizer.decode([*rendered.new_ids, *sampled, *user.new_ids])
+    again = tokenizer.encode(kept, add_special_tokens=False)
+    assert kept.startswith(rendered.text + text) and again == [*rendered.new_ids, *sampled, *user.new_ids]
+    assert kept.endswith(tokenizer.apply_chat_template([{"role": "user", "content": "and 3+3?"}], tokenize=False,
+                                                       add_generation_prompt=True).removeprefix("[gMASK]<sop>"))  # fmt: skip
+
+
+def test_tools_that_move_to_the_last_question_are_noticed():
+    chat = format_of("mistral")
+    found = list(converse(chat, random.Random(1), {"user": "</s>"}, ["user"], TOOLS))
+    assert [rendered.keeps_past for _, _, rendered, _ in found] == [True, False]
+    assert [r.keeps_past for _, _, r, _ in converse(chat, random.Random(1), {"user": "</s>"}, ["user"])] == [True, True]
+
+
+def test_calls_of_tools_that_the_template_writes_anew_keep_their_tokens():
+    """A call is sampled with its own spaces; the template would write its JSON otherwise."""
+    chat = format_of("llama3")
+    first = [{"role": "user", "content": "2+2"}]
+    rendered = chat.begin(first, TOOLS)
+    call = '{"arguments":   {"a":2},"name":"add"}'
+    sampled = chat.tokenizer.encode(call + "<|eot_id|>", add_special_tokens=False)
+    answer = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 2}'}}]}
+    found = chat.extend(rendered.text, [*first, answer], sampled, [{"role": "tool", "content": "4"}], TOOLS)
+    assert found.keeps_past and call not in found.text
+    told = chat.tokenizer.decode([*rendered.new_ids, *sampled, *found.new_ids])
+    assert call + "<|eot_id|><|start_header_id|>ipython<|end_header_id|>\n\n4<|eot_id|>" in told
+    assert told.count("<|eot_id|>") == 3
+
+
+def test_messages_that_a_template_refuses_are_named():
+    chat = format_of("mistral")
+    with pytest.raises(ConversationError, match=r"refuses the messages \(user, user\).*must alternate"):
+        chat.begin([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    calls = [{"function": {"name": "f", "arguments": "{"}}] * 2
+    with pytest.raises(ConversationError, match="single tool-calls"):
+        format_of("llama3").begin([{"role": "assistant", "content": None, "tool_calls": calls}])
+
+
+def test_without_a_template_a_conversation_is_its_contents():
+    tokenizer = character_tokenizer()
+    chat = ChatFormat(tokenizer, False, {}, frozenset({tokenizer.eos_token_id}))
+    first = [{"role": "user", "content": "1+2="}]
+    rendered = chat.begin(first)
+    assert list(rendered.new_ids) == tokenizer.encode("1+2=")
+    sampled = [*tokenizer.encode("add", add_special_tokens=False), tokenizer.eos_token_id]
+    found = chat.extend(rendered.text, [*first, {"role": "assistant", "content": "add"}], sampled,
+                        [{"role": "tool", "content": "3"}])  # fmt: skip
+    assert found.keeps_past and list(found.new_ids) == tokenizer.encode("3", add_special_tokens=False)
+    with pytest.raises(ConversationError, match="does not know 'é'"):
+        chat.begin([{"role": "user", "content": "é"}])
+
+
+def test_messages_are_compared_by_what_they_say():
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1, "b": 2}'}}
+    same = {"id": "2", "type": "function", "function": {"name": "f", "arguments": {"b": 2, "a": 1}}}
+    assert plain({"role": "assistant", "content": None, "tool_calls": [call]}) == plain(
+        {"role": "assistant", "content": "", "tool_calls": [same], "refusal": None}
+    )
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert plain({"role": "user", "content": parts}) == plain({"role": "user", "content": "ab", "name": "x"})

@@ -1,0 +1,121 @@
+"""The OpenAI-compatible endpoint, asked by the official client in an agent's process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
+from megatron_fp8rl.types import Completion
+from tests.helpers.chat_templates import format_of
+from tests.helpers.sessions import TOKENIZER, Engine, config, play, prompt
+
+
+def two_turns(text: str) -> str:
+    return "2+3" if text.endswith("=") else "5"
+
+
+@pytest.mark.parametrize("agent", ["by_url", "by_text"])
+def test_the_official_client_gives_the_trajectory_of_the_protocol(agent):
+    engine, other = Engine(two_turns), Engine(two_turns)
+    (rollout,) = play(config(agent), prompt(), engines=[engine])
+    (expected,) = play(config("calculator"), prompt(), engines=[other])
+    assert rollout.reward == 1.0, rollout.detail
+    (ours,), (theirs,) = rollout.branches, expected.branches
+    assert ours.token_ids == theirs.token_ids and ours.completions == theirs.completions
+    assert engine.prompts == other.prompts and engine.seeds == other.seeds
+
+
+def test_what_would_change_the_distribution_is_refused_by_name(tmp_path):
+    class Slow(Engine):
+        cancelled = 0
+
+        async def generate(self, prompt, n, seed, *, sampling):
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+
+    engine = Slow(None)
+    (rollout,) = play(config("misbehaving_client"), prompt(file=str(tmp_path / "said")), engines=[engine])
+    said = (tmp_path / "said").read_text()
+    assert rollout.detail == "the agent has asked for nothing", said
+    for name in ("n = 2", "frequency_penalty = 0.5", "response_format", "max_tokens = -1", "no list of messages"):
+        assert name in said, said
+    for name in ("is no message of a conversation", "min_p = 0.1", "withdrawn", "names no session"):
+        assert name in said, said
+    assert engine.cancelled == 1
+
+
+def test_a_session_that_has_ended_answers_410(tmp_path):
+    file = tmp_path / "said"
+
+    async def wait() -> None:
+        while not file.exists():
+            await asyncio.sleep(0.1)
+
+    from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
+    from megatron_fp8rl.rollout.agents.requests import Requests
+    from tests.helpers.sessions import CHAT, Fleet, Scorer
+
+    async def run() -> None:
+        pool = AgentPool(config("after_the_end"), Requests(Fleet(Engine(two_turns))), Scorer(), CHAT)
+        rollout = await pool.play(prompt(file=str(file)), 0, 0)
+        assert rollout.status == "scored"
+        await asyncio.wait_for(wait(), 60)
+        await pool.close()
+
+    asyncio.run(run())
+    time.sleep(0.1)
+    assert file.read_text().startswith("410 ") and "the session of this API key has ended" in file.read_text()
+
+
+def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
+    """Qwen3's template and vLLM's parser: the agent sends the parsed call back, and the ids stay those sampled."""
+    chat = format_of("qwen3")
+    tokenizer = chat.tokenizer
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    call = '<tool_call>\n{"name":"add",  "arguments":{"a": 2}}\n</tool_call>'
+
+    class Caller(Engine):
+        async def generate(self, prompt, n, seed, *, sampling):
+            self.prompts.append(tuple(prompt))
+            text = call if len(self.prompts) == 1 else "5"
+            ids = (*tokenizer.encode(text, add_special_tokens=False), end)
+            return [
+                Completion(token_ids=ids, rollout_logprobs=(-1.0,) * len(ids), finish_reason="stop", min_version=0,
+                           max_version=0, text=text)
+            ]  # fmt: skip
+
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "from openai import AsyncOpenAI\n"
+        "TOOLS = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}}]\n"
+        "async def rollout(session, row):\n"
+        "    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:\n"
+        "        messages = list(session.messages)\n"
+        "        first = await client.chat.completions.create(model='m', messages=messages, tools=TOOLS)\n"
+        "        assert first.choices[0].finish_reason == 'tool_calls', first\n"
+        "        message = first.choices[0].message\n"
+        "        assert message.tool_calls[0].function.name == 'add'\n"
+        "        messages += [message.model_dump(exclude_none=True), {'role': 'tool', 'content': '5',\n"
+        "                     'tool_call_id': message.tool_calls[0].id}]\n"
+        "        last = await client.chat.completions.create(model='m', messages=messages, tools=TOOLS)\n"
+        "        return float(last.choices[0].message.content == '5')\n"
+    )
+    cfg = config(f"{agent}:rollout", max_tokens=1000, tool_parser="hermes")
+    cfg = replace(cfg, model=replace(cfg.model, max_position_embeddings=1000))
+    (rollout,) = play(cfg, prompt(), engines=[Caller(None)], chat=chat)
+    assert rollout.reward == 1.0, rollout.detail
+    (branch,) = rollout.branches
+    told = tokenizer.decode(branch.token_ids)
+    assert call + "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>" in told
+
+
+def test_an_unknown_parser_is_named():
+    with pytest.raises(ValueError, match="--session.tool_parser = .hermez.*hermes"):
+        ToolCalls("hermez", TOKENIZER).load()

@@ -1,0 +1,178 @@
+"""The window: what is trained is complete and not too old, one long answer holds nothing, and the bias is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl.rollout.window import positions_of
+from megatron_fp8rl.types import Completion, single_turn
+from tests.helpers.processes import until
+from tests.helpers.streams import Client, Fleet, Numbers, Scorer, build, numbers, publish
+
+WINDOW = {"max_staleness": 1, "window_groups": 4}
+
+
+class Slow(Client):
+    """Answers to some prompts have to wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, asyncio.Event] = {}
+
+    async def generate(self, prompt, n, seed, *, sampling=None) -> list[Completion]:
+        self.prompts.append(prompt[0])
+        first = self.version
+        if prompt[0] in self.held:
+            await self.held[prompt[0]].wait()
+        length = 40 if prompt[0] in self.held else 10
+        return [
+            Completion(
+                token_ids=(i,) * length, rollout_logprobs=(-1.0,) * length, finish_reason="stop", min_version=first,
+                max_version=self.version, text=f"{prompt[0]} {i}",
+            )
+            for i in range(n)
+        ]  # fmt: skip
+
+
+def slow_fleet(*held: int) -> tuple[Fleet, Slow]:
+    fleet, client = Fleet(), Slow()
+    fleet.clients = [client]
+    fleet.call(lambda: client.held.update({number: asyncio.Event() for number in held}))
+    return fleet, client
+
+
+def test_a_long_answer_holds_nothing_but_its_own_group():
+    fleet, client = slow_fleet(0)
+    stream = build(fleet, rollout=WINDOW)
+    assert numbers(stream.next_groups()) == [1, 2], "prompt 0 is not waited for"
+    until(lambda: client.prompts == [0, 1, 2, 3, 4, 5], "the window is full again")
+    assert stream.position == {"next": 6, "pending": [0, 3, 4, 5]}
+    publish(fleet, stream, 1)
+    fleet.call(client.held[0].set)
+    fleet.turn()
+    groups = stream.next_groups()
+    assert numbers(groups)[0] == 0 and stream.version - groups[0].rollouts[0].completions[0].min_version == 1
+    assert groups[0].rollouts[0].completions[0].max_version == 1, "carried over the publication"
+    assert stream._window.take_metrics()["rollout/window_restarted/sum"] == 0
+
+
+def test_dropped_groups_begin_anew_and_are_left_out_in_the_end():
+    fleet, client = slow_fleet(0)
+    stream = build(fleet, rollout=WINDOW | {"partials": "drop"})
+    seen = []
+    restarted = left_out = 0
+    for version in range(1, 7):
+        seen += numbers(stream.next_groups())
+        publish(fleet, stream, version)
+        metrics = stream._window.take_metrics()
+        restarted += metrics["rollout/window_restarted/sum"]
+        left_out += metrics["rollout/window_left_out/sum"]
+    assert 0 not in seen and client.prompts.count(0) == 4 and restarted >= 3 and left_out == 1
+    assert 0 not in stream.position["pending"]
+
+
+def test_a_complete_group_that_has_waited_too_long_begins_anew():
+    stream = build(fleet := Fleet(), rollout={"max_staleness": 1, "window_groups": 8})
+    for version in (1, 2, 3):
+        for group in stream.next_groups():
+            assert all(stream.version - r.completions[0].max_version <= 1 for r in group.rollouts)
+        until(lambda: stream._window.take_metrics()["rollout/window_complete/sum"] == 8, "all are complete")
+        publish(fleet, stream, version)
+    assert fleet.clients[0].prompts.count(7) == 2, "oversampling beyond what the bound allows is in vain"
+
+
+def test_tokens_beyond_the_bound_are_given_and_not_trained():
+    from megatron_fp8rl.algo.named import load_advantage
+    from megatron_fp8rl.algo.samples import to_samples, versions_of
+
+    fleet, client = slow_fleet(0)
+    stream = build(fleet, rollout=WINDOW)
+    for version in range(1, 5):
+        stream.next_groups()
+        publish(fleet, stream, version)
+    fleet.call(client.held[0].set)
+    fleet.turn()
+    group = next(group for group in stream.next_groups() if numbers([group]) == [0])
+    whole = group.rollouts[0].completions[0]
+    assert (whole.min_version, whole.max_version) == (0, 4)
+    spans = ((0, 0), (10, 2), (25, 3), (30, 4))
+    completion = replace(whole, version_spans=spans)
+    assert versions_of(completion) == [0] * 10 + [2] * 15 + [3] * 5 + [4] * 10
+    rollouts = tuple(
+        replace(one, branches=single_turn(group.prompt, completion), reward=float(i))
+        for i, one in enumerate(group.rollouts)
+    )
+    found = to_samples([replace(group, rollouts=rollouts)], load_advantage(stream.cfg.algo), stream.cfg, stream.version)
+    for sample in found:
+        assert sample.loss_mask == (False,) * 26 + (True,) * 15 and sample.num_prompt_tokens == 1
+        assert sample.staleness == 1 and not any(sample.advantages[:26]) and all(sample.advantages[26:])
+
+
+def test_dropped_partials_have_one_version():
+    fleet, client = slow_fleet(0)
+    stream = build(fleet, rollout=WINDOW | {"partials": "drop"})
+    stream.next_groups()
+    publish(fleet, stream, 1)
+    fleet.call(client.held[0].set)
+    fleet.turn()
+    found = {n: group for group in stream.next_groups() for n in numbers([group])}
+    found |= {n: group for group in (publish(fleet, stream, 2) or stream.next_groups()) for n in numbers([group])}
+    completion = found[0].rollouts[0].completions[0]
+    assert completion.min_version == completion.max_version == 1 and client.prompts.count(0) == 2
+
+
+def test_the_bias_in_length_is_measured():
+    fleet, client = slow_fleet(0, 1)
+    stream = build(fleet, rollout={"max_staleness": 3, "window_groups": 8})
+    stream.next_groups()
+    fleet.call(lambda: [event.set() for event in client.held.values()])
+    fleet.turn()
+    # 8 + 2 complete groups, two of 40 tokens and the rest of 10; trained are two of 10.
+    until(lambda: len(client.prompts) == 10, "all groups")
+    until(lambda: stream._window.take_metrics()["rollout/window_complete/sum"] == 8, "all are complete")
+    bias = stream._window.take_metrics()["rollout/window_length_bias/mean"]
+    assert bias == pytest.approx(10 / ((8 * 10 + 2 * 40) / 10))
+
+
+def test_groups_that_teach_nothing_are_replaced():
+    stream = build(Fleet(), scorer=Scorer(uniform=True), rollout=WINDOW, algo={"zero_variance": "refill"})
+    assert all(number % 2 for number in numbers(stream.next_groups()))
+
+
+def test_a_resumed_run_samples_what_it_owes_first():
+    from megatron_fp8rl.data.prompts import PromptStream
+    from megatron_fp8rl.data.tokenizer import character_tokenizer
+    from model_configs.tiny import tiny_qwen3_moe
+
+    stream = PromptStream(tiny_qwen3_moe(), character_tokenizer())
+    ids = [prompt.prompt_id for prompt in stream.next_prompts(8)]
+    stream.position = {"next": 6, "pending": [0, 3, 4]}
+    again = [prompt.prompt_id for prompt in stream.next_prompts(5)]
+    assert again == [ids[0], ids[3], ids[4], ids[6], ids[7]] and stream.position == 8
+    numbers_ = Numbers().next_prompts(4)
+    assert positions_of({"next": 9, "pending": [7]}, numbers_[:2]) == {"next": 9, "pending": [0, 1, 7]}
+
+
+def test_nothing_is_sampled_behind_the_last_step():
+    fleet = Fleet()
+    stream = build(fleet, rollout=WINDOW, num_steps=2)
+    stream.next_groups()
+    publish(fleet, stream, 1)
+    stream.next_groups()
+    publish(fleet, stream, 2)
+    fleet.turn()
+    assert len(fleet.clients[0].prompts) == 4
+
+
+def test_the_error_of_an_engine_ends_the_step():
+    fleet = Fleet()
+
+    async def fail(*_, **__):
+        raise ValueError("engine on fire")
+
+    fleet.clients[0].generate = fail
+    with pytest.raises(ValueError, match="engine on fire"):
+        build(fleet, rollout=WINDOW).next_groups()
