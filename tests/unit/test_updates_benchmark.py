@@ -29,7 +29,10 @@ def test_every_linear_for_dense_models_and_every_choice_for_experts():
 
 
 def test_cases_are_configurations_that_runs_may_have():
-    for case in updates.plan_cases(updates.parse([])):
+    words = ["--linear", "deep_gemm"], ["--model", "small", "--linear", "cutlass", "triton", "--scales", "fp32"]
+    cases = [case for some in words for case in updates.plan_cases(updates.parse(some))]
+    assert len(cases) == 5
+    for case in cases:
         assert rules.check(updates.run_config(case), accelerator="hopper") == [], case
 
 
