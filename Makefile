@@ -40,6 +40,6 @@ test:
 test-rest:
 	@sh tools/bootstrap.sh test launch
 	@bash tests/slurm/cluster.sh prepare
-	@FP8RL_LONG_TESTS=1 $(PYTHON) tools/run_tests.py -m slow -n $(JOBS) $(ARGS)
+	@FP8RL_LONG_TESTS=$${FP8RL_LONG_TESTS:-1} $(PYTHON) tools/run_tests.py -m slow -n $(JOBS) $(ARGS)
 
 test-all: test test-rest
