@@ -189,7 +189,7 @@ class _EngineRole(Role):
 
 _TE = Kernel("Transformer Engine", support.te)
 _EMULATED = Kernel("PyTorch (emulated)")
-_INVARIANT = Kernel("batch-invariant Triton", support.batch_invariant)
+_INVARIANT = Kernel("Triton, invariant", support.batch_invariant)
 
 TABLE: dict[str, Role] = {
     "formats": Role("number formats", {"given": Kernel("", support.formats)}, _always("given", "")),
