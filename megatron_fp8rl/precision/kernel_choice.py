@@ -225,7 +225,7 @@ TABLE: dict[str, Role] = {
     "trainer.attention": Role(
         "attention",
         {
-            "engine": Kernel("the engine's forward, cuDNN backward", support.engine_attention),
+            "engine": Kernel("engine forward, cuDNN backward", support.engine_attention),
             "cudnn": Kernel("cuDNN"),
             "torch": Kernel("PyTorch"),
         },
