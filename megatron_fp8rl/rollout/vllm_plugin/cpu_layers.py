@@ -263,8 +263,9 @@ def _mix_experts(
     """
     weights, expert_ids = _route(layer, x, router_logits)
     num_tokens, top_k = expert_ids.shape
-    if layer.expert_map is not None:  # experts of other ranks, which add theirs, multiply by zero here
-        expert_ids = layer.expert_map.to(expert_ids.device)[expert_ids.long()]
+    expert_map = getattr(layer, "expert_map", None)
+    if expert_map is not None:  # experts of other ranks, which add theirs, multiply by zero here
+        expert_ids = expert_map.to(expert_ids.device)[expert_ids.long()]
         weights = weights.masked_fill(expert_ids < 0, 0.0)
         expert_ids = expert_ids.clamp_min(0)
     order = expert_ids.flatten().argsort(stable=True)
