@@ -197,7 +197,6 @@ class DecodeScheduler(HoldingScheduler, AsyncScheduler):
         self._all_decode = False  # no running request has anything of its prompt left
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        self.ended.clear()
         if self._is_plain and self._all_decode and self._is_decoding():
             return self._schedule_decoding()
         output = super().schedule(throttle_prefills)
@@ -222,6 +221,7 @@ class DecodeScheduler(HoldingScheduler, AsyncScheduler):
 
     def _schedule_decoding(self) -> SchedulerOutput:
         """:meth:`Scheduler.schedule` of such a step, and AsyncScheduler's bookkeeping after it."""
+        self.ended.clear()
         self.current_step += 1
         cache, block_size, next_step = self.kv_cache_manager, self.block_size, self.current_step + 1
         cache.new_step_starts()
@@ -316,6 +316,6 @@ class DecodeScheduler(HoldingScheduler, AsyncScheduler):
             if held.has_logprobs:
                 held.logprobs.append(logprob)
                 held.ranks.append(rank)
-            if len(all_token_ids) % HELD_TOKENS == 0:
+            if held.is_due():
                 due[request.client_index].append(held.into(EngineCoreOutput(request.request_id, [])))
         return {client: EngineCoreOutputs(outputs=outputs) for client, outputs in due.items()}
