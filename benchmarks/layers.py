@@ -224,7 +224,7 @@ def measure_steps(cfg: RunConfig, parallel: Parallel, *, length: int = LENGTH) -
     train(policy, [batch] * 2)  # memory is found
     with _peak(row, "step_peak_GiB"):
         step = seconds(lambda: train(policy, [batch]), _STEPS)
-    return row | {"step_ms": round(1e3 * step, 2), "tokens_per_s": round(tokens / step)}
+    return row | {"step_ms": round(1e3 * step, 2), "tokens_per_s": round(tokens / step, 1)}
 
 
 def apart(what: str, cfg: RunConfig, rounds: int) -> Row:

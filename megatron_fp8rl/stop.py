@@ -52,13 +52,14 @@ class Bell:
         self._listed_s = float("-inf")
 
     def has_rung(self) -> bool:
-        """Whether it rang since the last call; True at the first one, and after 30 s without."""
+        """Whether it rang since the last call; True at the first one, after 30 s without, and while there is no bell:
+        the listing then tells a folder that nobody has written into from one that is away."""
         try:
             with open(self._file, "rb") as file:  # opening asks the server, also on NFS
                 found = os.fstat(file.fileno())
-            heard = (found.st_size, found.st_mtime_ns)
         except OSError:
-            heard = None
+            return True
+        heard = (found.st_size, found.st_mtime_ns)
         now = time.monotonic()
         if heard == self._heard and now < self._listed_s + self._EVERY_S:
             return False
@@ -161,7 +162,8 @@ class StopRequest:
         if is_at_boundary or now > self._looked_s + _LOOK_S:
             self._looked_s = now
             # Listing shows on a network file system what other nodes wrote, which asking for the file may not.
-            self._was_told = (self._bell.has_rung() or is_at_boundary) and _STOP in os.listdir(self.folder)
+            with contextlib.suppress(OSError):  # away for a moment, perhaps; the launcher ends what stays without files
+                self._was_told = (self._bell.has_rung() or is_at_boundary) and _STOP in os.listdir(self.folder)
         return self._was_told
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:

@@ -1,10 +1,11 @@
-"""The hardware of a run, as far as the choice of kernels depends on it. Pure except :func:`here`."""
+"""The hardware of a run, as far as the choice of kernels depends on it. Pure except :func:`here` and :func:`cpu_has_avx512`."""
 
 from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 Generation = Literal["cpu", "ampere", "hopper", "blackwell"]
@@ -36,6 +37,12 @@ def installed_packages() -> frozenset[Package]:
 
     found: set[Package] = {"deep_gemm"} if has_deep_gemm() else set()
     return frozenset(found | {name for name in ("transformer_engine", "flashinfer") if importlib.util.find_spec(name)})
+
+
+def cpu_has_avx512() -> bool:
+    """Whether this machine's processor has AVX-512 (Linux), without which vLLM has no FP8 KV cache on CPUs."""
+    cpus = Path("/proc/cpuinfo")
+    return cpus.exists() and " avx512f " in cpus.read_text()
 
 
 def here() -> Hardware:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.precision.hardware import Generation
+from megatron_fp8rl.precision.hardware import Generation, cpu_has_avx512
 from megatron_fp8rl.precision.parameters import ParameterCount, count
 from megatron_fp8rl.preflight import (
     engine_memory,
@@ -316,6 +316,9 @@ def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
     for name, default in _OF_GPUS.items() if accelerator == "cpu" and cfg.rollout.placement != "remote" else ():
         if (value := getattr(cfg.rollout, name)) != default:
             found.append(_warning(f"rollout.{name}", f"--rollout.{name} {value} has no effect without a GPU"))
+    if accelerator == "cpu" and cfg.rollout.kv_cache_dtype == "fp8" and not cpu_has_avx512():
+        problem = "vLLM keeps an FP8 KV cache on GPUs and on CPUs with AVX-512, which this machine has not"
+        found.append(_warning("rollout.kv_cache_dtype", problem))
     if cfg.rollout.placement == "remote" and "LAUNCH_DIR" not in os.environ:
         problem = f"somebody else has to start its engines, which are waited for {cfg.rollout.start_deadline_s:g} s"
         found.append(_warning("rollout.placement", f"--rollout.placement remote: {problem}; `python -m launch` does"))

@@ -266,7 +266,7 @@ class EngineClient:
     async def stage_weights(self, info: Mapping[str, Any]) -> None:
         """Receive a publication in spare memory, while the engine samples; returns when every worker has all of it."""
         await self.collective_rpc("stage_weights", version=info["version"], attempt=info["attempt"])
-        while not all(await self.collective_rpc("weights_are_staged")):
+        while not all(worker["staged"] for worker in await self.collective_rpc("staging")):
             await asyncio.sleep(_STAGING_POLL_S)
 
     async def finish_update(self, version: int) -> None:

@@ -29,9 +29,10 @@ class WorkerExtension(Probe):
         """Begin to receive a publication in spare memory; the engine goes on sampling."""
         self.weight_transfer_engine.stage(version, attempt)
 
-    def weights_are_staged(self) -> bool:
-        """Whether everything has arrived in spare memory. Raises what went wrong on the way."""
-        return self.weight_transfer_engine.is_staged()
+    def staging(self) -> dict[str, bool]:
+        """{"staged": whether everything has arrived in spare memory}; vLLM's server turns a bare bool into a string.
+        Raises what went wrong on the way."""
+        return {"staged": self.weight_transfer_engine.is_staged()}
 
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
         """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,

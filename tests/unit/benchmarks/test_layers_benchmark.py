@@ -25,7 +25,7 @@ def test_layers_are_timed_alone_and_in_whole_steps(monkeypatch, precision):
         alone = layers.measure_layers(cfg, parallel, 1, length=64)
         step = layers.measure_steps(cfg, parallel, length=64)
     assert alone["ms"] > 0 and alone["first_s"] > 0 and 1 <= alone["busiest"] < 2
-    assert step["step_ms"] > 0 and step["tokens_per_s"] == pytest.approx(256e3 / step["step_ms"], rel=0.01)
+    assert step["step_ms"] > 0 and step["tokens_per_s"] == pytest.approx(256e3 / step["step_ms"], abs=0.1)
 
 
 def test_experts_with_fused_swiglu_are_the_same_function():
