@@ -116,7 +116,7 @@ def _job(name: str, arm: str, own: own_job.GrpoOptions, words: list[str], option
         "--observe.display", "plain", "--checkpoint.every_steps", "0", "--checkpoint.export_hf", "False",
         "--output_dir", str((options.folder / name / arm).resolve()),
     ]  # fmt: skip
-    cfg, _ = own_job.configure(own, lambda cfg: cli.parse_overrides(cfg, words))
+    cfg, _ = own_job.configure(own, cli.overriding(words))
     if violations := rules.check(cfg):
         raise ConfigError(violations)
     given = [f"--model={own.model}", "--data", *own.data, "--reward", *own.reward]

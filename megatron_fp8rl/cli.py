@@ -20,12 +20,13 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from types import ModuleType
 from typing import Annotated, Any
 
 from megatron_fp8rl import own_job
 from megatron_fp8rl.config import ConfigError, RunConfig
-from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.preflight import layout_search, rules
 
 _PROGRAM = "python -m megatron_fp8rl"
 _CONFIGS_PACKAGE = "model_configs"
@@ -129,7 +130,7 @@ def _configured(command: Command, rest: list[str]) -> Invocation:
     if "-h" in rest or "--help" in rest:
         _tyro({"options": command.options()}, rest, program, command.summary)
     parsed, words = _tyro({"options": command.options()}, rest, program, command.summary, return_unknown_args=True)
-    cfg, said = command.configure(parsed.options, lambda cfg: parse_overrides(cfg, words))
+    cfg, said = command.configure(parsed.options, overriding(words))
     if violations := rules.check(cfg):
         raise ConfigError(violations)
     print("\n".join(f"# {line}" if dry_run else line for text in said for line in text.splitlines()))
@@ -139,6 +140,23 @@ def _configured(command: Command, rest: list[str]) -> Invocation:
 def parse_overrides(cfg: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """Apply ``--field value`` arguments to a configuration without checking it. Unknown options raise SystemExit."""
     return _parse_words(Command(name="", summary="", run=lambda _: 0), cfg, list(overrides))[0]
+
+
+def overriding(overrides: Sequence[str]) -> Callable[[RunConfig], RunConfig]:
+    """:func:`parse_overrides` for many configurations. The arguments are parsed for the first one, which takes half a
+    second; the others get the same values."""
+    parsed: RunConfig | None = None
+
+    def override(cfg: RunConfig) -> RunConfig:
+        nonlocal parsed
+        started, words = _set_options(cfg, list(overrides))
+        paths = [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+        if parsed is None or any(path.count(".") > 1 for path in paths):
+            parsed = parse_overrides(cfg, overrides)
+            return parsed
+        return layout_search.apply(started, [(path, attrgetter(path)(parsed)) for path in paths])
+
+    return override
 
 
 def load_config(target: str) -> RunConfig:

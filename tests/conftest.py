@@ -51,17 +51,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByFile(config, log)
 
 
-# What `make test` runs without a mark: seconds for each file, one process. `core` adds single tests of other folders.
+# What `make test` runs without a mark. `core` adds single tests of other folders; `slow` leaves one out.
 _QUICK = ("tests/unit/", "tests/test_")
+_BY_HAND = "tests/unit/benchmarks/"  # programs that people run by hand
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which `make test` runs nothing: some import vLLM, which takes each process 20 s."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    name = collection_path.relative_to(ROOT).as_posix()
+    is_quick = name.startswith(_QUICK) and not name.startswith(_BY_HAND)
+    return None if is_quick or "mark.core" in collection_path.read_text(encoding="utf-8") else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests first; mark what `make test` leaves out as slow; and skip what takes minutes, unless it is asked for."""
     for item in items:
-        is_quick = item.nodeid.startswith(_QUICK) and not item.get_closest_marker("slow")
+        is_quick = item.nodeid.startswith(_QUICK) and not item.nodeid.startswith(_BY_HAND)
         if item.nodeid.startswith(("tests/gpu/", "tests/multi_gpu/")):
             item.add_marker(pytest.mark.gpu)
-        if not is_quick and not item.get_closest_marker("core"):
+        if not (is_quick or item.get_closest_marker("core") or item.get_closest_marker("slow")):
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: next((i for i, name in enumerate(_ORDER) if item.nodeid.startswith(name)), len(_ORDER)))
     if os.environ.get("FP8RL_LONG_TESTS") == "1":

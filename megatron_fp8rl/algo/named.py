@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -150,7 +150,12 @@ def _declaration(module: str, name: str) -> inspect.Signature | None:
         raise LookupError(f"there is no module {module!r} on the Python path")
     if spec.origin is None or not spec.origin.endswith(".py"):
         return None
-    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"), spec.origin)
+    return _declared(module, name, Path(spec.origin).read_text(encoding="utf-8"))
+
+
+@cache
+def _declared(module: str, name: str, source: str) -> inspect.Signature | None:
+    tree = ast.parse(source)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name in functions and not functions[name].decorator_list:
         return _signature(functions[name])

@@ -52,6 +52,7 @@ class Package:
         return f"ok without {beside}" if self.state == "differs" and not _has(beside, installed_version) else self.state
 
 
+@functools.cache
 def installed_version(name: str) -> str | None:
     """Version of a distribution in this environment; None if it is not installed."""
     try:

@@ -74,7 +74,6 @@ def test_the_engine_says_that_it_computes_with_the_kernels_that_were_chosen(flee
     )
 
 
-@pytest.mark.core
 def test_tokens_in_tokens_out(fleet, client):
     completions = generate(fleet, PROMPT, 3, seed=7, max_tokens=16)
     assert [len(c.token_ids) for c in completions] == [16, 16, 16]
@@ -93,7 +92,6 @@ def test_logprobs_are_those_of_the_model_at_the_sampling_temperature(fleet, clie
     assert_same_as_reference(fleet, weights, completion, temperature)
 
 
-@pytest.mark.core
 def test_logprobs_of_a_prompt_are_those_of_the_model_too(fleet, client, weights):
     (completion,) = generate(fleet, PROMPT, 1, seed=3, max_tokens=24)
     tokens = [*PROMPT, *completion.token_ids]

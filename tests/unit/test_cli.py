@@ -184,3 +184,14 @@ def test_configuration_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["seed"] == 5
+
+
+def test_words_that_were_parsed_once_say_the_same_of_other_configurations():
+    words = ["--optim.lr", "3e-4", "--rollout.stop_token_ids", "7", "8", "--num_steps=9", "--data.environments.0.options.x", "2"]
+    override = cli.overriding(words)
+    first, second = cli.load_config("tiny_qwen3"), cli.load_config("tiny_qwen3_moe")
+    for cfg in (first, second, first):
+        assert override(cfg) == cli.parse_overrides(cfg, words)
+    assert cli.overriding(["--model.router.scaling_factor", "2.0"])(second).model.router.scaling_factor == 2.0
+    nested = cli.overriding(["--model.router.scaling_factor", "2.0", "--num_steps", "3"])
+    assert nested(second) == nested(second) != second

@@ -115,6 +115,7 @@ def test_every_mistake_is_named_at_once(cfg: RunConfig, tmp_path: Path):
         evaluate.plan(cfg, EvalOptions())
 
 
+@pytest.mark.slow
 def test_the_command_line_refuses_before_anything_starts():
     words = ["eval", "tiny_qwen3_moe", "--checkpoint", "/no/such place", "--num_completions", "4", "--ks", "1", "8"]
     done = subprocess.run(

@@ -47,6 +47,7 @@ print(json.dumps(grown))
 """
 
 
+@pytest.mark.slow
 def test_peak_memory_does_not_depend_on_the_checkpoint(tmp_path):
     tensors = random_tensors(MODEL)
     size_mib = sum(tensor.nbytes for tensor in tensors.values()) >> 20

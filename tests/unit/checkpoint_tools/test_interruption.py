@@ -97,6 +97,7 @@ sys.exit(__main__.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_kill_9_leaves_no_folder_and_the_same_command_finishes(source, tmp_path):
     target, journal = tmp_path / "megatron", tmp_path / ".megatron.partial" / ".journal"
     words = ["hf_to_megatron", str(source), str(target), "--workers", "1"]
@@ -180,6 +181,7 @@ def test_bytes_that_did_not_reach_the_disk_are_found(convert, monkeypatch, sourc
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_reported():
     buckets = [Bucket(0, ("a",), 1), Bucket(1, ("b",), 1)]
     with pytest.raises(CheckpointError, match="was killed, perhaps for its memory; lower --workers or --max_memory"):

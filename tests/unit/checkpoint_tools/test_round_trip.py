@@ -197,6 +197,7 @@ def test_a_run_may_remove_the_checkpoint_that_is_being_converted(tmp_path, monke
     assert_same_tensors(read_tensors(tmp_path / "back"), read_tensors(source))
 
 
+@pytest.mark.slow
 def test_several_workers_do_what_one_does(tmp_path, monkeypatch):
     monkeypatch.setattr("checkpoint_tools.work.BUCKET_BYTES", 100_000)
     source = write_folder(tmp_path / "hf", random_tensors(TINY), registry.to_hf_config(TINY))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from megatron_fp8rl.config import DataConfig, EnvironmentConfig, RewardConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.data.inspection import inspect_sources
 from megatron_fp8rl.data.tokenizer import load_tokenizer
@@ -21,6 +23,7 @@ def numbers(row: dict[str, str]) -> tuple[frozenset[str], str]:
     return frozenset(re.findall(r"\d+", row["question"])), row["answer"]
 
 
+@pytest.mark.slow
 def test_the_demos_rows_can_be_used_and_held_out_problems_are_new(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_FP8RL_CACHE", str(tmp_path / "cache"))
     subprocess.run([sys.executable, ROOT / "tools" / "demo_math.py", tmp_path], check=True, timeout=120)

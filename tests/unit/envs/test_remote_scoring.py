@@ -65,6 +65,7 @@ def scores(pool: CompletionScorer, *texts: str, prompt: Prompt = PROMPT) -> list
     return score_all(pool, [(prompt, text) for text in texts])
 
 
+@pytest.mark.slow
 def test_servers_score_as_a_pool_of_this_host_does(tmp_path):
     texts = ["3", "4", "x" * 300_000, "sleep:60", "regex", "crash", "raise:bad luck", "nan", "print", "3"]
     with judges() as local:
@@ -251,6 +252,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+@pytest.mark.slow
 def test_a_killed_server_costs_no_score_once_it_is_started_again(tmp_path):
     path, prompt = scorer_path(tmp_path, 0), replace(PROMPT, environment="misbehaving:Judge")
     with asking(path) as pool:

@@ -12,6 +12,7 @@ import torch
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter, starts_interpreter
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter():
     assert_passes_interpreted(__file__)

@@ -31,6 +31,7 @@ CASES = {"ragged, fp32 scales": (COUNTS["ragged"], "fp32"), **{name: (c, "pow2")
 each_case = pytest.mark.parametrize("counts, scales", CASES.values(), ids=CASES)
 
 
+@pytest.mark.slow
 @in_torch
 def test_in_the_interpreter():
     assert_passes_interpreted(__file__, deadline_s=500.0)

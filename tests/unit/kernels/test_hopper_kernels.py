@@ -66,6 +66,7 @@ def add_weight_gradients(request, tmp_path_factory):
     return down, across, compiled(folder, "grouped_wgrad.cu", name, types, down * across, 384, options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts, groups", [("one", 1), ("many", 1), ("few", 2)])
 def test_weight_gradients_of_every_expert_are_added(add_weight_gradients, counts, groups):
     """``groups`` of blocks share the tiles; experts without a token keep what is there."""
@@ -156,6 +157,7 @@ def swiglu_backward(request, tmp_path_factory):
     return request.param, compiled(folder, "swiglu_backward.cu", "swiglu_backward", types, 1, 640, options)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts, exact", [("one", True), ("few", False)])
 def test_the_gradient_of_swiglu_is_torchs_in_bytes(swiglu_backward, counts, exact):
     """In all forms at once; zeros, infinity and what stands in padding included."""

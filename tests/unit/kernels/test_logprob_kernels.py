@@ -15,6 +15,7 @@ from tests.tolerances import LOGPROBS_FLOAT32
 NUM, FIRST = 5, 3
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter():
     assert_passes_interpreted(__file__)

@@ -19,6 +19,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter():
     assert_passes_interpreted(__file__)

@@ -9,6 +9,7 @@ from tests.helpers.interpreter import assert_passes_interpreted, in_interpreter,
 SIZES = [(19, 264), (8, 256), (1, 40), (5, 1)]  # (rows, features): parts of tiles, a whole one, less than one
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter():
     assert_passes_interpreted(__file__)

@@ -275,6 +275,7 @@ def test_a_sweep_leads_to_its_elements(tmp_path: Path, monkeypatch, capsys: pyte
     assert f"is a sweep: name one of its runs, as {tmp_path / 'element-0'}" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("state", "error", "said"),
     [

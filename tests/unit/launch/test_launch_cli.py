@@ -113,6 +113,7 @@ def test_a_run_is_submitted_with_where_to_look(submitted, cluster_file, capsys, 
     assert "job 7 is queued" in out and f"{spec.run_dir}/report.html" in out and "launch cancel" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("states", "status"), [({"7": "COMPLETED"}, 0), ({"7": "FAILED"}, 1), ({"7": "TIMEOUT"}, 1)])
 def test_waiting_tells_the_truth(submitted, cluster_file, capsys, monkeypatch, tmp_path, states, status):
     monkeypatch.setattr(slurm, "job_state", states.get)
@@ -140,6 +141,7 @@ def test_a_machine_without_slurm_is_told(cluster_file, capsys, monkeypatch):
     assert "no sbatch" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_folder_where_a_job_runs_is_refused(submitted, cluster_file, capsys, monkeypatch, tmp_path):
     run_dir = tmp_path / "the runs" / "runs" / "tiny_qwen3_moe"
     role = Role(name="trainer", kind="torchrun", nodes=(0,), command=())
@@ -218,6 +220,7 @@ def test_a_job_that_can_never_start_is_refused_and_a_drained_node_is_a_warning(m
         assert "warning: job 7 waits (BadConstraints)" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_jobs_that_slurm_keeps_apart_may_share_a_folder(submitted, cluster_file, monkeypatch):
     """``singleton``: for clusters that do not requeue, the same command several times."""
     monkeypatch.setattr(slurm, "job_state", lambda job_id: "PENDING")

@@ -37,6 +37,7 @@ def value_of(spec: JobSpec, option: str) -> str:
     return words[max(i for i, word in enumerate(words) if word == option) + 1]
 
 
+@pytest.mark.slow
 def test_runs_are_all_combinations_with_folders_of_their_own(cluster: str, submitted: list[JobSpec], tmp_path: Path):
     axes = ["--over", "optim.lr", "1e-6", "3e-6", "--num_steps", "4", "--over", "seed", "1", "2", "3"]
     assert cli.main(["tiny_qwen3", "--cluster", cluster, *axes]) == 0

@@ -232,6 +232,7 @@ def test_the_report_stands_alone_and_shows_the_run(tmp_path):
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_failed_run_has_its_report_and_raises(tmp_path):
     with pytest.raises(RuntimeError, match="down_proj <differs>"):
         observe_run(tmp_path, steps=range(1, 5), fail_at=3)
@@ -255,6 +256,7 @@ def test_a_run_that_fails_before_its_first_step_has_a_report(tmp_path):
     assert "The run failed before the first step" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_with_an_error_has_its_report_drawn_by_the_program(tmp_path, monkeypatch, capsys):
     cfg = replace(make_config(), output_dir=str(tmp_path))
     write_reports(cfg)

@@ -94,6 +94,7 @@ CONFIGS = {name: function() for name, function in config_functions().items()}
 CONFIGS |= {f"random {seed}": drawn(seed) for seed in range(100)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_preflight_refuses_what_building_refuses_in_the_same_words(generation, monkeypatch):
     num_refused = num_built = 0
@@ -186,6 +187,7 @@ def _really_built(precisions: list[dict]) -> list[tuple[str, list[str]]]:
     return found
 
 
+@pytest.mark.slow
 def test_models_are_built_with_the_kernels_that_were_chosen_or_refused_as_preflight_does():
     from tests.helpers.dist import run_ranks
 

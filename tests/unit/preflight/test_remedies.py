@@ -86,6 +86,7 @@ def starts(name: str, num_gpus: int) -> list[RunConfig]:
     return [*found, colocated] if num_gpus in (8, 64) else found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_is_printed_as_a_remedy_works(name, gpu):

@@ -108,6 +108,7 @@ def test_formats_are_those_of_doctor_for_every_configuration(name):
         assert any(g.wire.startswith("E4M3") for g in mine) == row.engine.startswith("FP8"), row.kind
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "h200", "b200", "cpu"])
 def test_it_is_narrow_and_says_why(gpu, capsys):
     for name in cli.config_functions():

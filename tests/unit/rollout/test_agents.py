@@ -73,6 +73,7 @@ def test_an_agent_that_never_stops_ends_at_its_limit(limits):
     assert len(rollout.completions) == 3 if "max_turns" in limits else len(rollout.branches[0].token_ids) <= 60
 
 
+@pytest.mark.slow
 def test_ten_thousand_requests_cost_their_session_only():
     engine = Engine(lambda text: "5")
     rollouts = play(config("many", max_turns=4), prompt(0), prompt(1), engines=[engine])
@@ -114,6 +115,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
 def test_what_goes_wrong_costs_one_session(kind, monkeypatch):
     mark = f"{os.getpid()} {kind}"
@@ -134,6 +136,7 @@ def test_what_goes_wrong_costs_one_session(kind, monkeypatch):
     assert not descendants(mark)
 
 
+@pytest.mark.slow
 def test_two_thousand_sessions_leave_nothing(monkeypatch):
     """Neither processes, files and tasks, nor memory that grows with them; one in a hundred goes wrong."""
     mark = f"{os.getpid()} 2000"

@@ -28,6 +28,7 @@ sys.exit(main())
 _AGENT = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-c', *sys.argv[1:]]).returncode)"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["agent", "server", "asked"])
 def test_replica_and_server_end_together(end, tmp_path):
     path = tmp_path / "replicas" / "rollout-0.json"

@@ -151,6 +151,7 @@ def test_sampling_overlaps_training_when_it_may():
     assert two.step == max(two.rollouts + two.driver + two.pause, two.training + two.publish) < one.step
 
 
+@pytest.mark.slow
 def test_layouts_are_allowed_and_the_cheapest_comes_first():
     cfg = qwen3.grpo_qwen3_30b_a3b()
     rollout = replace(cfg.rollout, placement="separate")

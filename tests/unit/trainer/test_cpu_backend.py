@@ -53,6 +53,7 @@ def test_the_gradient_of_a_bf16_embedding_is_rounded_once():
     assert not weight.grad[[0, 1, 3]].any()
 
 
+@pytest.mark.slow
 def test_a_program_that_forgot_to_install_is_told():
     program = (
         "from megatron_fp8rl.config import ParallelConfig\n"

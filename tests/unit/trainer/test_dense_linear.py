@@ -17,6 +17,7 @@ SCALES = ("pow2", "fp32")
 TOKENS = {"whole blocks": 256, "ragged": 203, "one": 1}
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter():
     """The same with the kernels of a GPU, interpreted."""

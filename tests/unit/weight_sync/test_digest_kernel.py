@@ -10,6 +10,7 @@ from megatron_fp8rl.weight_sync import digest
 from tests.helpers.interpreter import assert_passes_interpreted, in_interpreter, starts_interpreter
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_in_the_interpreter():
     assert_passes_interpreted(__file__, says="1 skipped", deadline_s=240.0)

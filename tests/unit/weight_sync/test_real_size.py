@@ -27,6 +27,7 @@ WIDE = EngineLayout(data=32, expert=32)
 ENGINES = [WIDE, EngineLayout(data=4, tensor=8, expert=32)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES, ids=lambda e: f"DP{e.data}xTP{e.tensor}")
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda t: f"TP{t.tensor}")
 @pytest.mark.parametrize("name", MODELS)
@@ -83,6 +84,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_plan_at_full_size_takes_seconds_and_little_memory(name):
     """Seconds of the processor, because tests share theirs."""
