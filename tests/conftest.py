@@ -20,9 +20,14 @@ ROOT = str(Path(__file__).resolve().parents[1])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from megatron_fp8rl.trainer.compat import megatron_on_cpu  # noqa: E402  what is above comes first
+import absl.logging  # noqa: E402  what is above comes first
+
+from megatron_fp8rl.trainer.compat import megatron_on_cpu  # noqa: E402
 
 megatron_on_cpu.install()
+
+# vLLM configures logging when it is first imported, which closes the stream of absl's handler: here, what pytest captures.
+absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
 
 @pytest.fixture(autouse=True)
