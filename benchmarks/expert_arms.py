@@ -1,4 +1,4 @@
-"""What benchmarks/experts.py times: experts of each implementation, and their kernels one by one."""
+"""What benchmarks/experts.py times, experts of each implementation, and the kernels around their products for a test."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[C
 
 def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Transformer Engine's own GroupedLinear and SwiGLU in one kernel, without the router's weights."""
-    import transformer_engine.pytorch as te  # before anything that makes PyTorch load cuDNN
+    import torch
+    import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
     recipe = {
@@ -61,7 +62,7 @@ def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Cal
     }[arm]()
     counts, num_experts, swiglu = list(counts), len(counts), fused_swiglu()
     pad, unpad = te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts)
-    settings = dict(bias=False, params_dtype=_bf16(), fuse_wgrad_accumulation=True)
+    settings = dict(bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
     fc1 = te.GroupedLinear(num_experts, hidden, 2 * width, **settings)
     fc2 = te.GroupedLinear(num_experts, width, hidden, **settings)
     for linear in (fc1, fc2):
@@ -197,45 +198,3 @@ def movement_calls(
     yield "weights", lambda: [quantized(weight, scales) for weight in weights], 3 * num_weights + num_weights // 4096
     made = [quantized(weight, scales) for weight in weights]
     yield "weights, transposed", lambda: [weight.transposed() for weight in made], 2 * num_weights
-
-
-def product_calls(layout: ExpertPermutation, hidden: int, width: int) -> Iterator[tuple[str, Call, int]]:
-    """(name, call, floating-point operations on tokens) of each grouped product, in FP8 and in BF16."""
-    import torch
-
-    from megatron_fp8rl.kernels import fused_moe, gemm
-
-    num_experts = len(layout.padded_counts)
-    for name, inner, outer in (
-        ("fc1", hidden, 2 * width),
-        ("fc2", width, hidden),
-        ("fc2 dgrad", hidden, width),
-        ("fc1 dgrad", 2 * width, hidden),
-    ):
-        x = torch.randn(layout.num_rows, inner, device=device()).bfloat16()
-        q = fused_moe.quantize_rows_columns(x, layout, "pow2", columns=False)
-        w = torch.randn(num_experts, outer, inner, device=device()).bfloat16()
-        scales = torch.ones(num_experts, outer // 128, inner // 128, device=device())
-        w8 = gemm.Fp8(w.to(torch.float8_e4m3fn), scales)
-        num_operations = 2 * layout.num_tokens * inner * outer
-        x8 = gemm.Fp8(q.rows, q.row_scales)
-        yield f"{name}, fp8", partial(gemm.multiply_fp8, x8, w8, layout, torch.bfloat16), num_operations
-        if name in ("fc2", "fc1 dgrad"):  # what experts do: results at their tokens' places
-            probs = torch.rand(layout.num_tokens, device=device()) if name == "fc2" else None
-            call = partial(gemm.multiply_fp8_to_tokens, x8, w8, layout, probs)
-            yield f"{name} to tokens, fp8", call, num_operations
-        yield f"{name}, bf16", partial(gemm.multiply, x, w, layout), num_operations
-    for name, rows, columns in (("fc1 wgrad", 2 * width, hidden), ("fc2 wgrad", hidden, width)):
-        grad, x = (torch.randn(layout.num_rows, n, device=device()).bfloat16() for n in (rows, columns))
-        quantized = (fused_moe.quantize_rows_columns(m, layout, "pow2", rows=False) for m in (grad, x))
-        operands = [gemm.Fp8(q.columns, q.column_scales) for q in quantized]
-        out = torch.zeros(num_experts, rows, columns, device=device())
-        num_operations = 2 * layout.num_tokens * rows * columns
-        yield f"{name}, fp8", partial(gemm.add_weight_gradients_fp8, *operands, layout, out), num_operations
-        yield f"{name}, bf16", partial(gemm.add_weight_gradients, grad, x, layout, out), num_operations
-
-
-def _bf16() -> torch.dtype:
-    import torch
-
-    return torch.bfloat16
