@@ -1,21 +1,19 @@
-"""What benchmarks/experts.py times, experts of each implementation, and the kernels around their products for a test."""
+"""What benchmarks/experts.py times: experts of each implementation."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.timing import Call, device
+from benchmarks.timing import Call, device, te_recipe
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_fp8rl.kernels.blockwise import Scales
-    from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
 
 TE_RECIPES = ("bf16", "blockwise", "delayed", "tensorwise")
 OURS = {  # (trainer's precision, operands of weight gradients)
@@ -52,14 +50,8 @@ def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Cal
     """Transformer Engine's own GroupedLinear and SwiGLU in one kernel, without the router's weights."""
     import torch
     import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe as recipes
 
-    recipe = {
-        "te bf16": lambda: None,
-        "te blockwise": lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.E4M3),
-        "te delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID),
-        "te tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID),
-    }[arm]()
+    recipe = te_recipe(arm)
     counts, num_experts, swiglu = list(counts), len(counts), fused_swiglu()
     pad, unpad = te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts)
     settings = dict(bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
@@ -162,39 +154,3 @@ def give_gradient_buffers(parameters: Sequence[torch.nn.Parameter]) -> None:
     buffer = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
     for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters])):
         parameter.main_grad = part.view(parameter.shape)
-
-
-def movement_calls(
-    layout: ExpertPermutation, hidden: int, width: int, scales: Scales
-) -> Iterator[tuple[str, Call, int]]:
-    """(name, call, bytes that it has to move) of each kernel around the products, forward and backward."""
-    import torch
-
-    from benchmarks import moved_bytes
-    from megatron_fp8rl.kernels import fused_moe as kernels
-    from megatron_fp8rl.kernels.gemm import quantized
-
-    num_tokens, num_rows = layout.num_tokens, layout.num_rows
-
-    def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=device()).bfloat16()
-
-    x, y = random(num_tokens, hidden), random(num_rows, hidden)
-    h, da, probs = random(num_rows, 2 * width), random(num_rows, width), torch.rand(num_tokens, device=device())
-    both = dict(rows=True, columns=True)
-    num_bytes = moved_bytes.permute_quantize_bytes(num_tokens, num_rows, hidden, **both)
-    yield "permute and quantize", lambda: kernels.permute_quantize(x, layout, scales, **both), num_bytes
-    num_bytes = moved_bytes.swiglu_quantize_bytes(num_tokens, num_rows, width, rows=True)
-    yield "SwiGLU and quantize", lambda: kernels.swiglu_quantize(h, layout, scales), num_bytes
-    num_bytes = moved_bytes.unpermute_bytes(num_tokens, hidden, probs=True)
-    yield "unpermute, weighted", lambda: kernels.unpermute(y, layout, probs), num_bytes
-    num_bytes = moved_bytes.swiglu_backward_bytes(num_tokens, num_rows, width, activation_columns=True, **both)
-    call = partial(kernels.swiglu_backward_quantize, da, h, layout, scales, activation_columns=True, probs=probs)
-    yield "SwiGLU backward and quantize", call, num_bytes
-    yield "unpermute", lambda: kernels.unpermute(y, layout), moved_bytes.unpermute_bytes(num_tokens, hidden)
-    shapes = ((len(layout.padded_counts), *shape) for shape in ((2 * width, hidden), (hidden, width)))
-    weights = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in shapes]
-    num_weights = sum(weight.numel() for weight in weights)
-    yield "weights", lambda: [quantized(weight, scales) for weight in weights], 3 * num_weights + num_weights // 4096
-    made = [quantized(weight, scales) for weight in weights]
-    yield "weights, transposed", lambda: [weight.transposed() for weight in made], 2 * num_weights

@@ -95,22 +95,17 @@ def _known(kind: Field, answer: Answer, where: str, cfg: RunConfig, gpu: str, fo
     chosen = getattr(KernelChoice.of(cfg, Hardware("hopper")).trainer, kind)
     is_chosen = cfg.precision.trainer == "bf16" or is_other or chosen == fastest
     return Finding(
-        severity="note",
-        subject=f"FP8 for {kind}",
-        problem=f"{answer} ({where}, {found[0].device})",
+        severity="note", subject=f"FP8 for {kind}", problem=f"{answer} ({where}, {found[0].device})",
         remedy="" if is_chosen else f"The faster kernels are --precision.{kind} {fastest}",
         command=_command(kind, [m.shape for m in found], {m.pattern for m in found} - {""}),
-    )
+    )  # fmt: skip
 
 
 def _unknown(kind: str, what: str, gpu: str, shapes: Sequence[Experts | Linear]) -> Finding:
     return Finding(
-        severity="note",
-        subject=f"FP8 for {kind}",
-        problem=f"whether it pays was not measured: {what}",
-        remedy=f"Measure it on one {gpu.upper()}, in a working tree",
-        command=_command(kind, shapes),
-    )
+        severity="note", subject=f"FP8 for {kind}", problem=f"whether it pays was not measured: {what}",
+        remedy=f"Measure it on one {gpu.upper()}, in a working tree", command=_command(kind, shapes),
+    )  # fmt: skip
 
 
 def _tokens(found: Sequence[Measured], shapes: Sequence[Experts | Linear], unit: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.timing import Call, device
+from benchmarks.timing import Call, device, te_recipe
 from megatron_fp8rl.config import FP8_BLOCK, PrecisionConfig
 from megatron_fp8rl.precision.matmul_shapes import Linear as Shape
 
@@ -49,13 +49,8 @@ def _te_module(arm: str, shape: Shape) -> Call:
     """Transformer Engine's own Linear."""
     import torch
     import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe as recipes
 
-    recipe = {
-        "te bf16": lambda: None,
-        "te blockwise": lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.E4M3),
-        "te delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID),
-    }[arm]()
+    recipe = te_recipe(arm)
     settings = dict(bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
     linears = [te.Linear(columns, rows, **settings) for rows, columns in _matrices(shape)]
     for linear in linears:

@@ -168,12 +168,9 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
     """One arm; the first fifth of its steps is not counted."""
     base = tiny_qwen3_moe()
     rollout = replace(
-        base.rollout,
-        prompts_per_step=PROMPTS,
-        completions_per_prompt=COMPLETIONS,
-        max_staleness=max_staleness,
+        base.rollout, prompts_per_step=PROMPTS, completions_per_prompt=COMPLETIONS, max_staleness=max_staleness,
         window_groups=window_groups,
-    )
+    )  # fmt: skip
     cfg: RunConfig = replace(base, num_steps=num_steps + max_staleness + 2, rollout=rollout)
     fleet = _Fleet(seed)
     (engine,) = fleet.clients

@@ -2,7 +2,7 @@
 
     python -m benchmarks.probe grpo_qwen3_8b --layers 8
     python -m benchmarks.probe grpo_qwen3_30b_a3b --layers 4 --rollout.linear_backend cutlass --precision.scales fp32
-    python -m benchmarks.probe tiny_qwen3_moe --damage layers.1.self_attention.linear_proj
+    python -m benchmarks.probe tiny_qwen3_moe
 
 CONFIG is that of a run; words that this program does not know are overrides of its fields, as on the command line of
 megatron_fp8rl. One trainer rank and one eager engine share the device. Without ``model.hf_path`` the model is first
@@ -40,27 +40,19 @@ def run_config(options: argparse.Namespace) -> RunConfig:
     """The configuration on one trainer rank and one eager engine."""
     cfg = cli.load_config(options.config)
     rollout = replace(
-        cfg.rollout,
-        num_replicas=1,
-        tensor=1,
-        gpu_memory_utilization=0.3,
-        kv_cache_bytes=(1 << 30) if num_gpus() else (64 << 20),
-        max_num_sequences=8,
-        max_prompt_tokens=options.prompt_tokens,
-        max_completion_tokens=16,
+        cfg.rollout, num_replicas=1, tensor=1, gpu_memory_utilization=0.3,
+        kv_cache_bytes=(1 << 30) if num_gpus() else (64 << 20), max_num_sequences=8,
+        max_prompt_tokens=options.prompt_tokens, max_completion_tokens=16,
         max_tokens_per_microbatch=max(4096, options.prompt_tokens + 16),
-    )
+    )  # fmt: skip
     cfg = replace(cfg, parallel=ParallelConfig(), rollout=rollout, output_dir=str(FOLDER / "probe" / cfg.name))
     cfg = cli.parse_overrides(cfg, options.overrides)
     layers = options.layers or cfg.model.num_layers
     optim = replace(cfg.optim, lr=options.lr, warmup_steps=5, decay="linear")
     return replace(
-        cfg,
-        model=replace(cfg.model, num_layers=min(layers, cfg.model.num_layers)),
-        rollout=replace(cfg.rollout, enforce_eager=True),
-        optim=optim,
-        num_steps=max(1, options.warm_steps),
-    )
+        cfg, model=replace(cfg.model, num_layers=min(layers, cfg.model.num_layers)),
+        rollout=replace(cfg.rollout, enforce_eager=True), optim=optim, num_steps=max(1, options.warm_steps),
+    )  # fmt: skip
 
 
 def prompt_of(cfg: RunConfig, options: argparse.Namespace) -> list[int]:
@@ -116,8 +108,6 @@ def differences(
                 engine = fleet.sync(record_prefill(fleet.clients[0], prompt, path), cfg.rollout.request_deadline_s)
             finally:
                 exporter.close()
-        if options.damage:
-            damage(policy, options.damage)
         switch_precision(policy, cfg.precision, history)
         probe = TrainerProbe(policy.models, policy.cfg, parallel)
         trainer = probe.record(prompt)
@@ -131,19 +121,6 @@ def differences(
         for row in rows
         if row.name.endswith(".router")
     }
-
-
-def damage(policy: Policy, part_of_name: str) -> None:
-    """Multiply the trainer's weights of which the name contains this by 1.25, behind the engine's back."""
-    import torch
-
-    found = [(name, p) for name, p in policy.named_parameters() if part_of_name in name]
-    if not found:
-        raise SystemExit(f"no parameter has {part_of_name!r} in its name")
-    with torch.no_grad():
-        for name, parameter in found:
-            parameter.mul_(1.25)
-            print(f"damaged: {name}")
 
 
 def _finite(decibels: float) -> float:
@@ -170,14 +147,11 @@ class Probe(runner.Benchmark):
         parser.add_argument("--warm-steps", type=int, default=40)
         parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")
         parser.add_argument("--lr", type=float, default=3e-4)
-        parser.add_argument("--damage", help="part of a parameter's name in Megatron-Core; shows that damage is found")
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if options.quick:
             options.warm_steps, options.warm_tokens, options.prompt_tokens = 10, 1024, 60
             options.layers = options.layers or 4
-        if options.damage and options.folder == FOLDER / self.name:
-            options.folder /= "damaged"  # no row of the table
 
     def arms(self, options: argparse.Namespace) -> Iterator[Row]:
         cfg = run_config(options)

@@ -72,14 +72,10 @@ def run_config(arm: Row) -> RunConfig:
         update_deadline_s=300.0,
     )
     return RunConfig(
-        name="publish",
-        model=replace(model, num_layers=arm["layers"] or model.num_layers),
-        parallel=parallel,
-        precision=PrecisionConfig(trainer=precision, rollout=precision),
-        rollout=rollout,
-        observe=ObserveConfig(verify_every=1),
-        output_dir=str(FOLDER / "publish" / "-".join(map(str, arm.values()))),
-    )
+        name="publish", model=replace(model, num_layers=arm["layers"] or model.num_layers), parallel=parallel,
+        precision=PrecisionConfig(trainer=precision, rollout=precision), rollout=rollout,
+        observe=ObserveConfig(verify_every=1), output_dir=str(FOLDER / "publish" / "-".join(map(str, arm.values()))),
+    )  # fmt: skip
 
 
 def summary(start_s: float, reports: Sequence[PublishReport], floor: tuple[str, float]) -> Row:

@@ -21,9 +21,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from benchmarks import record, runner
 from benchmarks.record import Row
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 
 _SMOOTH = 20  # steps over which losses are averaged before they are compared
 _UNTIMED = 5  # steps at the start: kernels compile, memory is found
+_OTHER_SEED = "bf16, other seed"
 _LINES = {"other seed": "-.", "edges": "--", "FP8 parameters": (0, (5, 1, 1, 1, 1, 1)), "DeepGEMM": ":"}  # else solid
 _KINDS = {
     "linear_qkv": "qkv",
@@ -49,68 +49,39 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One curve."""
-
-    trainer: str
-    scales: str = "pow2"
-    params: str = "bf16"
-    num_edges: int = 0  # layers in BF16 at each end
-    other_seed: bool = False
-    kernels: Literal["te", "deep_gemm"] = "te"  # of FP8 linears, and of experts
-
-    @property
-    def name(self) -> str:
-        parts = [self.trainer]
-        parts += [f"{self.scales} scales"] if self.trainer == "blockwise" else []
-        parts += ["FP8 parameters"] if self.params == "fp8" else []
-        parts += ["edges"] if self.num_edges else []
-        parts += ["other seed"] if self.other_seed else []
-        parts += ["DeepGEMM"] if self.kernels == "deep_gemm" else []
-        return ", ".join(parts)
-
-    @property
-    def precision(self) -> PrecisionConfig:
-        return PrecisionConfig(
-            trainer=self.trainer,
-            rollout="bf16",
-            scales=self.scales,
-            params=self.params,
-            linears=self.kernels if self.trainer != "bf16" else "te",
-            experts=self.kernels,
-            bf16_first_layers=self.num_edges,
-            bf16_last_layers=self.num_edges,
-        )
+_BF16 = {"trainer": "bf16"}
+_GROUPED = {"experts": "deep_gemm"}
+_DEEP_GEMM = {"linears": "deep_gemm", **_GROUPED}
+FP8 = {
+    "delayed": {"trainer": "delayed"},
+    "tensorwise": {"trainer": "tensorwise"},
+    "blockwise, pow2 scales": {"trainer": "blockwise"},
+    "blockwise, fp32 scales": {"trainer": "blockwise", "scales": "fp32"},
+}
+ARMS = {  # fields of precision; linears and experts are Transformer Engine's unless it says otherwise
+    "bf16": _BF16,
+    _OTHER_SEED: _BF16,
+    "blockwise, pow2 scales, DeepGEMM": FP8["blockwise, pow2 scales"] | _DEEP_GEMM,
+    "blockwise, fp32 scales, DeepGEMM": FP8["blockwise, fp32 scales"] | _DEEP_GEMM,
+    "bf16, DeepGEMM": _BF16 | _GROUPED,
+    **FP8,
+    "blockwise, pow2 scales, FP8 parameters": FP8["blockwise, pow2 scales"] | {"params": "fp8"},
+    **{f"{name}, edges": fields | {"bf16_first_layers": 1, "bf16_last_layers": 1} for name, fields in FP8.items()},
+}
 
 
-FP8 = tuple(
-    Arm(trainer=trainer, scales=scales)
-    for trainer, scales in (("delayed", "pow2"), ("tensorwise", "pow2"), ("blockwise", "pow2"), ("blockwise", "fp32"))
-)
-ARMS = (
-    Arm(trainer="bf16"),
-    Arm(trainer="bf16", other_seed=True),
-    Arm(trainer="blockwise", kernels="deep_gemm"),
-    Arm(trainer="blockwise", scales="fp32", kernels="deep_gemm"),
-    Arm(trainer="bf16", kernels="deep_gemm"),  # of experts alone
-    *FP8,
-    Arm(trainer="blockwise", params="fp8"),
-    *(replace(arm, num_edges=1) for arm in FP8),
-)
+def precision_of(arm: str) -> PrecisionConfig:
+    return PrecisionConfig(**{"rollout": "bf16", "linears": "te", "experts": "te"} | ARMS[arm])
 
 
-def run_config(name: str, arm: Arm, options: argparse.Namespace) -> RunConfig:
+def run_config(name: str, arm: str, options: argparse.Namespace) -> RunConfig:
     """A supervised run of one arm."""
     return RunConfig(
-        name="recipes",
-        model=model_of(name, options.layers),
-        precision=arm.precision,
+        name="recipes", model=model_of(name, options.layers), precision=precision_of(arm),
         optim=OptimConfig(lr=options.lr, warmup_steps=min(20, options.steps // 5), decay="cosine", min_lr=0.0),
-        rollout=RolloutConfig(max_tokens_per_microbatch=max(options.tokens, options.length)),
-        num_steps=options.steps,
-        seed=2 if arm.other_seed else 1,
-    )
+        rollout=RolloutConfig(max_tokens_per_microbatch=max(options.tokens, options.length)), num_steps=options.steps,
+        seed=2 if arm == _OTHER_SEED else 1,
+    )  # fmt: skip
 
 
 def loss_curve(policy: Policy, steps: Sequence[TrainBatch]) -> tuple[list[float], list[float]]:
@@ -125,7 +96,7 @@ def loss_curve(policy: Policy, steps: Sequence[TrainBatch]) -> tuple[list[float]
     return losses, seconds
 
 
-def gradient_noise(policy: Policy, batch: TrainBatch, history: Sequence[TrainBatch]) -> Iterator[tuple[Arm, Row]]:
+def gradient_noise(policy: Policy, batch: TrainBatch, history: Sequence[TrainBatch]) -> Iterator[tuple[str, Row]]:
     """For each FP8 recipe: signal to noise in dB of the gradients of each kind of matrix, by layer."""
     import torch
 
@@ -133,11 +104,11 @@ def gradient_noise(policy: Policy, batch: TrainBatch, history: Sequence[TrainBat
         named = policy.named_parameters()
         return {n: p.main_grad.detach().float().cpu().clone() for n, p in named if kind_of(n) is not None}
 
-    switch_precision(policy, ARMS[0].precision)
+    switch_precision(policy, precision_of("bf16"))
     gradients(policy, batch)
     exact = snapshot()
     for arm in FP8:
-        switch_precision(policy, arm.precision, history)
+        switch_precision(policy, precision_of(arm), history)
         gradients(policy, batch)
         yield arm, {"snr_db": signal_to_noise(exact, snapshot())}
     policy.optimizer.zero_gradients()
@@ -185,7 +156,7 @@ def lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
     curves = {(r.get("run"), r["model"], r["arm"]): r for r in rows if r["measured"] == "loss"}
     noises = {(r.get("run"), r["model"], r["arm"]): r["snr_db"] for r in rows if r["measured"] == "noise"}
     for (run, model, arm), row in curves.items():
-        exact = curves.get((run, model, ARMS[0].name))
+        exact = curves.get((run, model, "bf16"))
         if exact is None:
             continue
         worst, final = deviation(row["losses"], exact["losses"])
@@ -212,13 +183,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     curves = [r for r in rows if r["measured"] == "loss"]
     models = list(dict.fromkeys(r["model"] for r in curves))
-    colors = dict(zip((arm.name for arm in (ARMS[0], *FP8)), style.CYCLE))  # a variant has the one of its recipe
+    colors = dict(zip(("bf16", *FP8), style.CYCLE))  # a variant has the one of its recipe
     with style.styled():
         figure = style.new_figure(15.0, 3.6 * len(models))
         grid = figure.subplots(len(models), 3, squeeze=False)
         for (left, middle, right), model in zip(grid, models):
             own = {r["arm"]: r for r in curves if r["model"] == model}
-            exact = own.get(ARMS[0].name)
+            exact = own.get("bf16")
             for arm, row in own.items():
                 color = next((colors[name] for name in colors if arm.startswith(name)), style.GREY)
                 line = next((line for words, line in _LINES.items() if arm.endswith(words)), "-")
@@ -253,7 +224,7 @@ class Recipes(runner.Benchmark):
         parser.add_argument("--tokens", type=int, default=16384, help="of one step")
         parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
         parser.add_argument("--lr", type=float, default=6e-4)
-        runner.choices(parser, "--arms", [arm.name for arm in ARMS], [arm.name for arm in ARMS])
+        runner.choices(parser, "--arms", ARMS, ARMS)
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if options.quick and num_gpus():
@@ -265,21 +236,21 @@ class Recipes(runner.Benchmark):
         """What differs, and what this machine has kernels for."""
         for name in options.model:
             model = model_of(name, options.layers)
-            for arm in ARMS:
-                leaves_no_fp8 = 2 * arm.num_edges >= model.num_layers
-                wants_gpu = arm.params == "fp8" and (not num_gpus() or model.head_dim % FP8_BLOCK)
-                wants_gpu |= arm.kernels == "deep_gemm" and not num_gpus()
-                is_another = arm.kernels == "te" or arm.trainer != "bf16" or model.is_moe
-                if not leaves_no_fp8 and not wants_gpu and is_another and arm.name in options.arms:
+            for arm in options.arms:
+                fields = ARMS[arm]
+                leaves_no_fp8 = "bf16_first_layers" in fields and model.num_layers <= 2
+                wants_gpu = "params" in fields and (not num_gpus() or model.head_dim % FP8_BLOCK)
+                wants_gpu |= "experts" in fields and not num_gpus()
+                is_the_same = fields == _BF16 | _GROUPED and not model.is_moe
+                if not leaves_no_fp8 and not wants_gpu and not is_the_same:
                     base = {"model": name, "layers": model.num_layers, "steps": options.steps, "tokens": options.tokens}
-                    yield base | {"arm": arm.name}
+                    yield base | {"arm": arm}
 
     def gpus(self, arm: Row) -> int:
         return int(not arm["model"].startswith("tiny"))
 
     def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
-        chosen = next(one for one in ARMS if one.name == arm["arm"])
-        cfg = run_config(arm["model"], chosen, options)
+        cfg = run_config(arm["model"], arm["arm"], options)
         language = Language(cfg.model.vocab_size)
         arm = arm | {"best_loss": round(language.entropy, 4)}
         size = {"num_sequences": options.tokens // options.length, "length": options.length}
@@ -287,15 +258,15 @@ class Recipes(runner.Benchmark):
             from megatron_fp8rl.trainer.policy import Policy
 
             # The same batches for every arm, whatever its seed.
-            first = run_config(arm["model"], ARMS[0], options)
+            first = run_config(arm["model"], "bf16", options)
             *steps, unseen, past, past_too = batches(first, language, options.steps + 3, **size)
             policy = Policy.build(cfg, parallel)
             losses, seconds = loss_curve(policy, steps)
             step_s = statistics.median(seconds[_UNTIMED:] or seconds)
             yield arm | {"measured": "loss", "losses": [round(x, 5) for x in losses], "step_s": step_s}
-            if chosen == ARMS[0]:
+            if arm["arm"] == "bf16":
                 for fp8, noise in gradient_noise(policy, unseen, (past, past_too)):
-                    yield arm | {"measured": "noise", "arm": fp8.name} | noise
+                    yield arm | {"measured": "noise", "arm": fp8} | noise
 
     def table(self, rows: Sequence[Row]) -> str:
         return record.table(lines(rows))

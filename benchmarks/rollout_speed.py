@@ -80,12 +80,10 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
     # Only DeepGEMM rounds the scales of activations to powers of two.
     scales = "fp32" if cell.linear in ("cutlass", "triton") else "pow2"
     return RunConfig(
-        name="rollout_speed",
-        model=MODELS[cell.model](),
-        precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales),
-        rollout=rollout,
+        name="rollout_speed", model=MODELS[cell.model](),
+        precision=PrecisionConfig(trainer="bf16", rollout=rollout_precision, scales=scales), rollout=rollout,
         output_dir=str(FOLDER / "rollout_speed" / "-".join(map(str, asdict(cell).values()))),
-    )
+    )  # fmt: skip
 
 
 def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed: int) -> float:

@@ -130,3 +130,15 @@ def runnable(arms: Sequence[str]) -> list[str]:
     if "transformer_engine" in installed:
         import transformer_engine.pytorch  # noqa: F401  before PyTorch loads cuDNN
     return [arm for arm in arms if needs[arm] in installed]
+
+
+def te_recipe(arm: str) -> Any:
+    """Transformer Engine's recipe of an arm "te ..."; None in BF16."""
+    from transformer_engine.common import recipe as recipes
+
+    return {
+        "te bf16": lambda: None,
+        "te blockwise": lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.E4M3),
+        "te delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID),
+        "te tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID),
+    }[arm]()

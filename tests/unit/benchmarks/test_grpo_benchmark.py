@@ -118,8 +118,8 @@ def pretended(tmp_path, monkeypatch):
     (tmp_path / "run.py").write_text(_PRETENDED)
 
     def call(mode: str):
-        words = [sys.executable, str(tmp_path / "run.py")]
-        monkeypatch.setattr(grpo, "command", lambda arm, run_dir, *_: [*words, str(run_dir), mode])
+        python = [sys.executable, str(tmp_path / "run.py")]
+        monkeypatch.setattr(grpo, "command", lambda arm, run_dir, *_: [*python, str(run_dir), mode])
         words = ["--precision", "bf16", "--steps", "20", "--run-limit-s", "4", "--folder", str(tmp_path / "out")]
         status = runner.main(GRPO, words)
         rows = tmp_path / "out" / "grpo.jsonl"

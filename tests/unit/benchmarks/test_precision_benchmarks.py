@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks import mismatch, recipes
+from benchmarks.runner import parse
 from benchmarks.synthetic import Language, as_sample
 from model_configs import tiny
 
@@ -76,13 +77,20 @@ def test_deviation_is_signed_and_from_the_second_half():
     assert worst == pytest.approx(-0.1) and final == pytest.approx(0.9)
 
 
+def test_arms_of_recipes_are_precisions_and_differ():
+    assert len({str(recipes.precision_of(arm)) for arm in recipes.ARMS}) == len(recipes.ARMS) - 1  # one has another seed
+    options = parse(recipes.Recipes(), ["--model", "tiny", "small_moe"])
+    found = [arm["arm"] for arm in recipes.Recipes().arms(options) if arm["model"] == "tiny"]
+    assert found == ["bf16", "bf16, other seed", *recipes.FP8] or torch.cuda.is_available()
+
+
 def test_tables_and_plot_of_recipes(tmp_path):
     head = {"model": "small", "layers": 2, "best_loss": 1.0, "steps": 30, "tokens": 64, "device": "none"}
     rows = [
-        head | {"measured": "loss", "arm": arm.name, "losses": [3.0 - 0.01 * i for i in range(30)], "step_s": 0.1}
+        head | {"measured": "loss", "arm": arm, "losses": [3.0 - 0.01 * i for i in range(30)], "step_s": 0.1}
         for arm in recipes.ARMS
     ]
-    rows += [head | {"measured": "noise", "arm": arm.name, "snr_db": {"qkv": [20.0, 25.0]}} for arm in recipes.FP8]
+    rows += [head | {"measured": "noise", "arm": arm, "snr_db": {"qkv": [20.0, 25.0]}} for arm in recipes.FP8]
     lines = recipes.lines(rows)
     assert len({line["recipe"] for line in lines}) == len(recipes.ARMS) == 14
     assert {line["qkv dB"] for line in lines} == {"-", "20.0 to 25.0"}
