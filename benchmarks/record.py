@@ -129,14 +129,25 @@ def _hardware() -> str:
 
     if not torch.cuda.is_available():
         return f"a CPU with {os.cpu_count()} cores"
-    counts = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    gpus = " and ".join(f"{count} {name}" for name, count in counts.items())
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    names, driver = gpus()
+    counted = " and ".join(f"{count} {name}" for name, count in Counter(names).items())
+    return f"{counted}, driver {driver}, CUDA {torch.version.cuda}"
+
+
+def gpus() -> tuple[list[str], str]:
+    """(names of the GPUs that this process may use, their driver), without memory of a GPU for this process.
+
+    Arms measure what else is in a GPU's memory.
+    """
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        driver = []
-    return f"{gpus}, driver {driver[0] if driver else 'unknown'}, CUDA {torch.version.cuda}"
+        return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], "unknown"
+    names, drivers = zip(*(line.split(", ") for line in lines), strict=True)
+    return list(names[: torch.cuda.device_count()]), drivers[0]
 
 
 def _host() -> str:

@@ -105,9 +105,7 @@ def num_gpus() -> int:
 
 def device_name() -> str:
     """What rows call the device that measured them."""
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return record.gpus()[0][0] if num_gpus() else "cpu"
 
 
 def failure_in(log: Path, limit_s: float) -> str:

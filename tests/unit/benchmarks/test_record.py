@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import record
 from benchmarks.record import Results, next_letter
@@ -91,6 +93,20 @@ def test_rows_carry_a_letter_and_a_stamp_of_their_invocation(tmp_path, monkeypat
     assert first.startswith("- A: 20") and second.startswith("- B: ") and "PyTorch 2." in first
     assert first.endswith(": `python -m benchmarks.publish --model 'a b'`") and "/some/where" not in first
     record.stamp.cache_clear()
+
+
+def test_gpus_are_those_that_this_process_may_use(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nfor i in 1 2 3; do echo NVIDIA H200, 580.1; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert record.machine().startswith("2 NVIDIA H200, driver 580.1, CUDA 13.0, PyTorch 2.")
+    smi.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    assert record.machine().startswith("2 a GPU, driver unknown, CUDA 13.0")
 
 
 def test_letters_follow_each_other():

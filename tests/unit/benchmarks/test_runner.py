@@ -7,9 +7,18 @@ import os
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from benchmarks import grpo, ledger, linears, mismatch, probe, publish, recipes, runner, updates
+from benchmarks import (
+    experts, grpo, ledger, linears, memory, mismatch, probe, process_tree, publish, recipes, record, rollout_speed,
+    runner, same_bytes, updates,
+)  # fmt: skip
+
+ALL = [
+    experts.Experts, grpo.Grpo, ledger.Ledger, linears.Linears, memory.Memory, mismatch.Mismatch, probe.Probe,
+    publish.Publish, recipes.Recipes, rollout_speed.RolloutSpeed, same_bytes.SameBytes, updates.Updates,
+]  # fmt: skip
 
 NO_GPU = pytest.mark.skipif(runner.num_gpus() > 0, reason="says what a machine without a GPU is told")
 # Stands for Python: writes two rows for the first arm, for another nothing but an error, and sleeps for the third.
@@ -105,8 +114,25 @@ def test_the_reason_of_a_refusal_is_the_last_exception_of_its_log():
     assert runner.reason(ValueError("linear_backend = 'x': cannot be read")).endswith("cannot be read")
 
 
-@pytest.mark.parametrize("program", [grpo.Grpo, ledger.Ledger, linears.Linears, mismatch.Mismatch, probe.Probe,
-                                     publish.Publish, recipes.Recipes, updates.Updates])  # fmt: skip
+@pytest.mark.parametrize("program", ALL)
+def test_tables_are_made_of_the_rows_of_the_repository(program, tmp_path):
+    benchmark = program()
+    path = record.KEPT / f"{benchmark.name}.jsonl"
+    rows = record.Results(path, benchmark.keys).rows()
+    text = runner.section(benchmark, rows)
+    written = (record.MEASURED if benchmark.document else path.with_suffix(".md")).read_text(encoding="utf-8")
+    if all("run" in row for row in rows):
+        assert text in written
+    else:  # the numbers of older rows, where each line is one of them
+        lines = [line.split(" | ", 1)[1] for line in text.splitlines() if line.startswith("| - | ")]
+        is_cut = benchmark.name in ("experts", "grpo", "linears")  # with other columns
+        assert len(lines) >= 4 and (is_cut or all(line in written for line in lines))
+    if benchmark.picture:
+        benchmark.draw(rows, tmp_path / "picture.png")
+        assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("program", ALL)
 def test_programs_explain_themselves(program, capsys):
     with pytest.raises(SystemExit) as end:
         runner.main(program(), ["--help"])
@@ -138,3 +164,15 @@ def test_a_whole_benchmark_on_this_machine(tmp_path, capsys):
     assert len([row for row in rows if row["measured"] == "noise"]) == len(recipes.FP8)
     assert (tmp_path / "recipes.png").stat().st_size > 10_000 and sys.executable
     assert "| A | tiny, 2 layers | delayed |" in (tmp_path / "measured" / "recipes.md").read_text()
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path):
+    """Also what leads a session of its own and is deaf to requests, after the command itself has ended."""
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(100)"
+    script = f"{sys.executable} -c \"{deaf}\" & setsid {sys.executable} -c \"{deaf}\" & sleep 2; echo ended"
+    log = tmp_path / "log"
+    assert process_tree.run_logged(["sh", "-c", script], log, 30.0)
+    assert log.read_text().count("deaf") == 2 and "ended" in log.read_text()
+    left = [process for process in psutil.process_iter(["cmdline"]) if deaf in (process.info["cmdline"] or [])]
+    assert not left
+    assert not process_tree.run_logged(["sleep", "30"], log, 0.5)
