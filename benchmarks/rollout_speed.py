@@ -18,6 +18,7 @@ import asyncio
 import itertools
 import os
 import random
+import shutil
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -167,7 +168,7 @@ def of_vllm(cell: Cell, shapes: dict[str, Shape], bandwidth: float, log: Path) -
         model=str(write_model_dir(cfg)), load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16",
         kv_cache_dtype=cfg.rollout.kv_cache_dtype, max_num_seqs=cfg.rollout.max_num_sequences,
         max_model_len=cfg.rollout.max_prompt_tokens + cfg.rollout.max_completion_tokens,
-        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization, enable_prefix_caching=False,
+        gpu_memory_utilization=cfg.rollout.gpu_memory_utilization if num_gpus() else 0.1, enable_prefix_caching=False,
         **(fp8 if cell.precision != "bf16" else {}),
     )  # fmt: skip
     row = {"start_s": round(time.perf_counter() - started, 1)}
@@ -236,7 +237,9 @@ class RolloutSpeed(runner.Benchmark):
         cell, shapes, bandwidth = Cell(**arm), {name: SHAPES[name] for name in options.shape}, 1e10
         if num_gpus():
             bandwidth = peak_bandwidth(device_name()) or copy_bandwidth()
-        if mistakes := rules.check(run_config(cell, list(shapes.values()))):
+        cfg = run_config(cell, list(shapes.values()))
+        shutil.rmtree(cfg.run_dir, ignore_errors=True)  # of an earlier invocation
+        if mistakes := rules.check(cfg):
             yield arm | {"error": f"no run may have it: {'; '.join(map(str, mistakes))}"}
             return
         set_here = {n: v for n, v in sorted(os.environ.items()) if n.startswith("VLLM_") and n not in _NOT_KERNELS}

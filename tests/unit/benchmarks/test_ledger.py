@@ -79,6 +79,7 @@ def test_arms_take_turns_and_rounds_are_rows_of_their_own(tmp_path):
     assert found == [("bf16", 1), ("fp8", 1), ("bf16", 2), ("fp8", 2)] and "round" in ledger_rows.KEYS
 
 
+@pytest.mark.slow
 def test_a_shape_that_does_not_fit_is_refused_with_a_depth_that_does(tmp_path, capsys):
     words = ["--plan", "--gpu", "h100", "--shape", "8b_separate", "--arm", "bf16", "--folder", str(tmp_path)]
     with pytest.raises(SystemExit, match="2"):
@@ -93,6 +94,7 @@ def test_a_shape_that_does_not_fit_is_refused_with_a_depth_that_does(tmp_path, c
         ledger.main([*words, "--layers", str(fits + 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ledger.SHAPES) - {"30b_a3b_eight"}))
 def test_every_shape_can_be_planned_for_h200(name, tmp_path):
     options = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)])
