@@ -1,21 +1,19 @@
-"""What benchmarks/experts.py times: experts of each implementation, and their kernels one by one."""
+"""What benchmarks/experts.py times: experts of each implementation."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.timing import Call, device
+from benchmarks.timing import Call, device, te_recipe
 
 if TYPE_CHECKING:
     import torch
 
-    from megatron_fp8rl.kernels.blockwise import Scales
-    from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
 
 TE_RECIPES = ("bf16", "blockwise", "delayed", "tensorwise")
 OURS = {  # (trainer's precision, operands of weight gradients)
@@ -50,18 +48,13 @@ def experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> tuple[C
 
 def _te_experts(arm: str, counts: Sequence[int], hidden: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Transformer Engine's own GroupedLinear and SwiGLU in one kernel, without the router's weights."""
-    import transformer_engine.pytorch as te  # before anything that makes PyTorch load cuDNN
-    from transformer_engine.common import recipe as recipes
+    import torch
+    import transformer_engine.pytorch as te
 
-    recipe = {
-        "te bf16": lambda: None,
-        "te blockwise": lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.E4M3),
-        "te delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID),
-        "te tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID),
-    }[arm]()
+    recipe = te_recipe(arm)
     counts, num_experts, swiglu = list(counts), len(counts), fused_swiglu()
     pad, unpad = te.Fp8Padding(num_experts), te.Fp8Unpadding(num_experts)
-    settings = dict(bias=False, params_dtype=_bf16(), fuse_wgrad_accumulation=True)
+    settings = dict(bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
     fc1 = te.GroupedLinear(num_experts, hidden, 2 * width, **settings)
     fc2 = te.GroupedLinear(num_experts, width, hidden, **settings)
     for linear in (fc1, fc2):
@@ -161,81 +154,3 @@ def give_gradient_buffers(parameters: Sequence[torch.nn.Parameter]) -> None:
     buffer = torch.zeros(sum(p.numel() for p in parameters), device=parameters[0].device)
     for parameter, part in zip(parameters, buffer.split([p.numel() for p in parameters])):
         parameter.main_grad = part.view(parameter.shape)
-
-
-def movement_calls(
-    layout: ExpertPermutation, hidden: int, width: int, scales: Scales
-) -> Iterator[tuple[str, Call, int]]:
-    """(name, call, bytes that it has to move) of each kernel around the products, forward and backward."""
-    import torch
-
-    from benchmarks import moved_bytes
-    from megatron_fp8rl.kernels import fused_moe as kernels
-    from megatron_fp8rl.kernels.gemm import quantized
-
-    num_tokens, num_rows = layout.num_tokens, layout.num_rows
-
-    def random(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, device=device()).bfloat16()
-
-    x, y = random(num_tokens, hidden), random(num_rows, hidden)
-    h, da, probs = random(num_rows, 2 * width), random(num_rows, width), torch.rand(num_tokens, device=device())
-    both = dict(rows=True, columns=True)
-    num_bytes = moved_bytes.permute_quantize_bytes(num_tokens, num_rows, hidden, **both)
-    yield "permute and quantize", lambda: kernels.permute_quantize(x, layout, scales, **both), num_bytes
-    num_bytes = moved_bytes.swiglu_quantize_bytes(num_tokens, num_rows, width, rows=True)
-    yield "SwiGLU and quantize", lambda: kernels.swiglu_quantize(h, layout, scales), num_bytes
-    num_bytes = moved_bytes.unpermute_bytes(num_tokens, hidden, probs=True)
-    yield "unpermute, weighted", lambda: kernels.unpermute(y, layout, probs), num_bytes
-    num_bytes = moved_bytes.swiglu_backward_bytes(num_tokens, num_rows, width, activation_columns=True, **both)
-    call = partial(kernels.swiglu_backward_quantize, da, h, layout, scales, activation_columns=True, probs=probs)
-    yield "SwiGLU backward and quantize", call, num_bytes
-    yield "unpermute", lambda: kernels.unpermute(y, layout), moved_bytes.unpermute_bytes(num_tokens, hidden)
-    shapes = ((len(layout.padded_counts), *shape) for shape in ((2 * width, hidden), (hidden, width)))
-    weights = [torch.randn(shape, device=device(), dtype=torch.bfloat16) for shape in shapes]
-    num_weights = sum(weight.numel() for weight in weights)
-    yield "weights", lambda: [quantized(weight, scales) for weight in weights], 3 * num_weights + num_weights // 4096
-    made = [quantized(weight, scales) for weight in weights]
-    yield "weights, transposed", lambda: [weight.transposed() for weight in made], 2 * num_weights
-
-
-def product_calls(layout: ExpertPermutation, hidden: int, width: int) -> Iterator[tuple[str, Call, int]]:
-    """(name, call, floating-point operations on tokens) of each grouped product, in FP8 and in BF16."""
-    import torch
-
-    from megatron_fp8rl.kernels import fused_moe, gemm
-
-    num_experts = len(layout.padded_counts)
-    for name, inner, outer in (
-        ("fc1", hidden, 2 * width),
-        ("fc2", width, hidden),
-        ("fc2 dgrad", hidden, width),
-        ("fc1 dgrad", 2 * width, hidden),
-    ):
-        x = torch.randn(layout.num_rows, inner, device=device()).bfloat16()
-        q = fused_moe.quantize_rows_columns(x, layout, "pow2", columns=False)
-        w = torch.randn(num_experts, outer, inner, device=device()).bfloat16()
-        scales = torch.ones(num_experts, outer // 128, inner // 128, device=device())
-        w8 = gemm.Fp8(w.to(torch.float8_e4m3fn), scales)
-        num_operations = 2 * layout.num_tokens * inner * outer
-        x8 = gemm.Fp8(q.rows, q.row_scales)
-        yield f"{name}, fp8", partial(gemm.multiply_fp8, x8, w8, layout, torch.bfloat16), num_operations
-        if name in ("fc2", "fc1 dgrad"):  # what experts do: results at their tokens' places
-            probs = torch.rand(layout.num_tokens, device=device()) if name == "fc2" else None
-            call = partial(gemm.multiply_fp8_to_tokens, x8, w8, layout, probs)
-            yield f"{name} to tokens, fp8", call, num_operations
-        yield f"{name}, bf16", partial(gemm.multiply, x, w, layout), num_operations
-    for name, rows, columns in (("fc1 wgrad", 2 * width, hidden), ("fc2 wgrad", hidden, width)):
-        grad, x = (torch.randn(layout.num_rows, n, device=device()).bfloat16() for n in (rows, columns))
-        quantized = (fused_moe.quantize_rows_columns(m, layout, "pow2", rows=False) for m in (grad, x))
-        operands = [gemm.Fp8(q.columns, q.column_scales) for q in quantized]
-        out = torch.zeros(num_experts, rows, columns, device=device())
-        num_operations = 2 * layout.num_tokens * rows * columns
-        yield f"{name}, fp8", partial(gemm.add_weight_gradients_fp8, *operands, layout, out), num_operations
-        yield f"{name}, bf16", partial(gemm.add_weight_gradients, grad, x, layout, out), num_operations
-
-
-def _bf16() -> torch.dtype:
-    import torch
-
-    return torch.bfloat16

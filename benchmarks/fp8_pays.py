@@ -4,7 +4,7 @@
 
 Each answer is a note. It names the GPU, the shape and the number of tokens that were measured, which is the one nearest
 to the run's; of experts that were measured in other numbers alone, the one nearest in the tokens of each. And it names
-the command that measured it; where nothing was measured, the command that would.
+the command that measures it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from benchmarks import measured_rows as measured
-from benchmarks.measured_rows import Answer, Measured, Row
+from benchmarks.measured_rows import Answer, Measured
+from benchmarks.record import Row
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.precision.hardware import Hardware
@@ -91,24 +92,20 @@ def _arms(cfg: RunConfig, kind: Field) -> Callable[[str], bool]:
 def _known(kind: Field, answer: Answer, where: str, cfg: RunConfig, gpu: str, found: Sequence[Measured]) -> Finding:
     fastest = "deep_gemm" if answer.fp8.startswith(_OURS[kind]) else "te"
     is_other = not measured.is_of(gpu, found[0].device)  # whose fastest kernels this one may not have
-    is_chosen = cfg.precision.trainer == "bf16" or is_other or getattr(KernelChoice.of(cfg, Hardware("hopper")).trainer, kind) == fastest
+    chosen = getattr(KernelChoice.of(cfg, Hardware("hopper")).trainer, kind)
+    is_chosen = cfg.precision.trainer == "bf16" or is_other or chosen == fastest
     return Finding(
-        severity="note",
-        subject=f"FP8 for {kind}",
-        problem=f"{answer} ({where}, {found[0].device})",
+        severity="note", subject=f"FP8 for {kind}", problem=f"{answer} ({where}, {found[0].device})",
         remedy="" if is_chosen else f"The faster kernels are --precision.{kind} {fastest}",
         command=_command(kind, [m.shape for m in found], {m.pattern for m in found} - {""}),
-    )
+    )  # fmt: skip
 
 
 def _unknown(kind: str, what: str, gpu: str, shapes: Sequence[Experts | Linear]) -> Finding:
     return Finding(
-        severity="note",
-        subject=f"FP8 for {kind}",
-        problem=f"whether it pays was not measured: {what}",
-        remedy=f"Measure it on one {gpu.upper()}, in a working tree",
-        command=_command(kind, shapes),
-    )
+        severity="note", subject=f"FP8 for {kind}", problem=f"whether it pays was not measured: {what}",
+        remedy=f"Measure it on one {gpu.upper()}, in a working tree", command=_command(kind, shapes),
+    )  # fmt: skip
 
 
 def _tokens(found: Sequence[Measured], shapes: Sequence[Experts | Linear], unit: str) -> str:

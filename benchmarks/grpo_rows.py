@@ -15,14 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import record
-from benchmarks.results import Row
-from benchmarks.rollout_speed import read_log
+from benchmarks.record import Row
+from benchmarks.whole_runs import engine_of
 from megatron_fp8rl.observe.metrics import PHASES
 from megatron_fp8rl.report.run_data import RunData
 
 KEYS = ("config", "layout", "precision", "seed", "warm_start")
 _WARM_STEPS = 2  # at the start: kernels compile and allocators grow
 _ENDS = 5  # steps that count as a run's start and end
+NOTES = (
+    "Same problems and seeds within a configuration, and the same weights to start from where the letter of the warm "
+    "start is the same; s/step is the sum of its phases' medians, without evaluations and checkpoints. colocated: one GPU "
+    "for both ends; sleep: the same, taking turns in memory; separate: 2 GPUs for the trainer, 2 for one engine. Steps: "
+    "those that a run has finished, of those that were wanted. KV tokens: the context that the engine's cache holds, from "
+    "its log; how much memory it may take differs between the layouts. Largest: of any token of any step. fp8_invariant: "
+    "a batch-invariant engine, whose attention and linears the trainer's forward pass has too. Where no compiled kernels "
+    "were kept, an FP8 engine waits for DeepGEMM's in most of its first ten steps, which medians of 15 steps contain; the "
+    "fastest rollouts are those of a step without.\n\n![Reward and mismatch of all runs](../grpo_h200.png)"
+)
 _EQUAL = 1e-8  # nats; below float32's rounding of a log-probability
 _CURVES = {
     "reward": "reward/score/mean",
@@ -46,16 +56,10 @@ def phase_seconds(run: RunData) -> dict[str, float]:
     return {phase: seconds for phase, seconds in found.items() if seconds and phase not in ("checkpoint", "evaluate")}
 
 
-def num_steps_of(run: RunData) -> int:
-    """Steps that the run has finished."""
-    return len(run.values("reward/score/mean"))
-
-
 def numbers(run: RunData) -> Row:
     """The numbers of one run, and its curves."""
     rewards = run.values("reward/score/mean")
-    log = run.run_dir / "logs" / "rollout-0.log"
-    engine = read_log(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else {}
+    engine = engine_of(run)
     phases = phase_seconds(run)
     return {
         "steps": len(rewards),
@@ -87,19 +91,13 @@ def warm_start_name(folder: Path) -> str | None:
 
 
 def warm_starts(rows: Sequence[Row]) -> list[str]:
-    """A letter for each row: those of one configuration with the same letter started from the same weights.
-
-    A row without the name of its warm start had that of the rows which the same command made on the same machine.
-    """
-    letters: dict[str, list[str]] = {}
-    found = []
+    """A letter for each row: those of one configuration with the same letter started from the same weights."""
+    names: dict[str, list[str | None]] = {}
     for row in rows:
-        name = row.get("warm_start") or f"{row['command']} {row['machine']} {row['date']}"
-        names = letters.setdefault(row["config"], [])
-        if name not in names:
-            names.append(name)
-        found.append(string.ascii_uppercase[names.index(name) % 26])
-    return found
+        of_config = names.setdefault(row["config"], [])
+        if row.get("warm_start") not in of_config:
+            of_config.append(row.get("warm_start"))
+    return [string.ascii_uppercase[names[row["config"]].index(row.get("warm_start")) % 26] for row in rows]
 
 
 def curves(run: RunData) -> dict[str, Any]:
@@ -116,27 +114,12 @@ def _brief(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
 
 
-def step_line(step: Row, num_steps: int) -> str:
-    """One line on a step, from its line of metrics.jsonl."""
-    seconds = {phase: step.get(f"time/{phase}/s") for phase in PHASES}
-    parts = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items() if value and value >= 0.005)
-    said = [f"step {step['step']} of {num_steps}: {_shown(step.get('time/step/s'), '.2f')} s ({parts})"]
-    for name, key, form in (
-        ("reward", "reward/score/mean", ".3f"),
-        ("mismatch", "mismatch/abs_logprob_diff/mean", ".1e"),
-        ("held-out pass rate", "eval/pass_rate/mean", ".3f"),
-    ):
-        if step.get(key) is not None:
-            said.append(f"{name} {step[key]:{form}}")
-    return ", ".join(said)
-
-
 def tables(rows: Sequence[Row]) -> str:
     """Markdown: what was learned and how fast, then the seconds of a step by phase."""
     learned, seconds = [], []
     for row, start in zip(rows, warm_starts(rows), strict=True):
-        run = f"{row['config']}, {row['layout']}, {row['precision']}, seed {row['seed']}"
-        head = {"run": run, "warm start": start}
+        text = f"{row['config']}, {row['layout']}, {row['precision']}, seed {row['seed']}"
+        head = {"run": row.get("run", "-"), "arm": text, "warm start": start}
         rewards, held_out = (
             f"{_shown(row[f'{name}_start'], '.3f')} to {_shown(row[f'{name}_end'], '.3f')}"
             for name in ("reward", "held_out")
@@ -168,39 +151,21 @@ def _shown(value: float | None, form: str) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Reward, mismatch, seconds by phase and tokens per second of all runs."""
+    """Reward and mismatch of all runs, a colour for each arm."""
     from megatron_fp8rl.report.style import CYCLE, finish, new_figure, styled
 
     starts = zip(rows, warm_starts(rows), strict=True)
     labels = [f"{row['config']} {row['layout']} {row['precision']}, start {start}" for row, start in starts]
-    first = dict(reversed(list(zip(labels, rows, strict=True))))  # of each label, for what is one number of a run
-    kinds = list(dict.fromkeys(labels))
-    colors = {kind: CYCLE[i % len(CYCLE)] for i, kind in enumerate(kinds)}
+    colors = {label: CYCLE[i % len(CYCLE)] for i, label in enumerate(dict.fromkeys(labels))}
     with styled():
-        figure = new_figure(15.0, 9.0)
-        (reward, mismatch), (phases, speed) = figure.subplots(2, 2)
+        figure = new_figure(15.0, 5.0)
+        reward, mismatch = figure.subplots(1, 2)
         mismatch.set_yscale("symlog", linthresh=_EQUAL)  # a log scale would hide steps without any difference
         for row, label in zip(rows, labels, strict=True):
-            how = {"color": colors[label], "label": label if row is first[label] else ""}
-            _curve(reward, row, "reward", how)
-            _curve(mismatch, row, "abs_logprob_diff", how)
-        low, high = reward.get_ylim()
-        reward.set_ylim(low - 0.06 * len(kinds) * (high - low), high)  # the legend's place
+            _curve(reward, row, "reward", {"color": colors[label], "label": label})
+            _curve(mismatch, row, "abs_logprob_diff", {"color": colors[label], "label": label})
         finish(reward, "Reward")
         finish(mismatch, "Mean |old - rollout|", y=f"nats, log scale above {_EQUAL:.0e}", legend=False)
-        lefts = dict.fromkeys(kinds, 0.0)
-        for phase, color in zip(PHASES, (*CYCLE, "#9BD3C0"), strict=False):
-            widths = [first[kind]["phases_s"].get(phase, 0.0) for kind in kinds]
-            if any(widths):
-                phases.barh(kinds, widths, left=[lefts[kind] for kind in kinds], color=color, label=phase)
-                lefts = {kind: lefts[kind] + width for kind, width in zip(kinds, widths, strict=True)}
-        phases.invert_yaxis()
-        phases.set_xlim(0.0, 1.3 * max(lefts.values()) or 1.0)  # the legend's place
-        finish(phases, "Seconds of a step by phase", x="s")
-        sampled = [first[kind]["rollout_tokens_per_s"] or 0.0 for kind in kinds]
-        speed.barh(kinds, sampled, color=[colors[kind] for kind in kinds])
-        speed.invert_yaxis()
-        finish(speed, "Sampled tokens per second", x="tokens/s", legend=False)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png", dpi=110)
 
@@ -211,21 +176,3 @@ def _curve(axis: Any, row: Row, name: str, how: dict[str, Any]) -> None:
 
     points = [(s, v) for s, v in zip(row["curves"]["step"], row["curves"][name], strict=True) if v is not None]
     curve(axis, [step for step, _ in points], [value for _, value in points], **how)
-
-
-def section(rows: Sequence[Row], plot: Path) -> str:
-    """The table in docs/measured, a folder beside the plot."""
-    notes = (
-        "Same problems and seeds within a configuration, and the same weights to start from where the letter of the warm "
-        "start is the same; s/step is the sum of its phases' medians, without "
-        "evaluations and checkpoints. colocated: one GPU for both ends; sleep: the same, "
-        "taking turns in memory; separate: 2 GPUs for the trainer, 2 for one engine. Steps: those that a run "
-        "whose time was over has finished, of those that were wanted. KV tokens: the context that the "
-        "engine's cache holds, from its log; how much memory it may take differs between the layouts. Largest: of any "
-        "token of any step. fp8_invariant: a batch-invariant engine, whose attention and linears the trainer's forward "
-        "pass has too. Where no compiled kernels were kept, an FP8 engine waits for DeepGEMM's in most of its first ten "
-        "steps, which medians of 15 steps contain; the fastest rollouts are those of a step without.\n\n"
-        f"![Reward, mismatch, seconds by phase and speed of all runs](../{plot.name})"
-    )
-    measured = dict.fromkeys(f"Measured {row['date']} on {row['machine']}: `{row['command']}`" for row in rows)
-    return "\n\n".join(["## GRPO from start to end", tables(rows), notes, *measured])

@@ -16,15 +16,14 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks import record
-from benchmarks.ledger_rows import KEYS, LEFT_OUT, Job, row_of, section, stamp
+from benchmarks import ledger_rows, runner
+from benchmarks.ledger_rows import LEFT_OUT, Job
 from benchmarks.power import PowerMeter
-from benchmarks.results import FOLDER, Results, failure_in
+from benchmarks.record import Row
 from benchmarks.whole_runs import follow
 from megatron_fp8rl import cli, own_job
 from megatron_fp8rl.config import ConfigError, ModelConfig
@@ -83,11 +82,7 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     words = [*limits, *ARMS[arm], *options.overrides]
     if options.model:
         own = own_job.GrpoOptions(
-            model=options.model,
-            data=tuple(options.data),
-            reward=tuple(options.reward),
-            gpus=options.gpus,
-            gpu=options.gpu,
+            model=options.model, data=tuple(options.data), reward=tuple(options.reward), gpus=options.gpus, gpu=options.gpu
         )
         return _job(name, arm, own, words, options)
     shape = SHAPES[name]
@@ -99,12 +94,7 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     )
     length = 16 if name == "tiny" else 1024
     prompt = min(512, shape.model.max_position_embeddings // 2)
-    batch = [
-        "--rollout.prompts_per_step",
-        f"{shape.prompts}",
-        "--rollout.completions_per_prompt",
-        f"{shape.completions}",
-    ]
+    batch = ["--rollout.prompts_per_step", f"{shape.prompts}", "--rollout.completions_per_prompt", f"{shape.completions}"]
     lengths = ["--rollout.max_prompt_tokens", f"{prompt}", "--rollout.max_completion_tokens", f"{length}"]
     random = ["--model.random", "True", "--data.tokenizer", "character"]
     return _job(name, arm, own, [*random, *batch, *lengths, *shape.words, *words], options)
@@ -151,106 +141,95 @@ def layers_that_fit(options: argparse.Namespace, name: str, arm: str) -> int:
     return fits
 
 
-def plan(options: argparse.Namespace) -> list[Job]:
-    """The runs, each arm once in every round. Exits with 2 for a shape that does not fit, naming a depth that does."""
-    jobs = []
-    for name in ["own"] if options.model else options.shape:
-        of_shape = []
-        for arm in options.arm:
-            try:
-                of_shape.append(job_of(options, name, arm))
-            except ConfigError as error:
-                fits = 0 if options.model else layers_that_fit(options, name, arm)
-                print(f"{name}, {arm}: {error}{f'. --layers {fits} fits' if fits else ''}", file=sys.stderr)
-                raise SystemExit(2) from None
-        jobs += of_shape * options.rounds
-    return jobs
+def planned(options: argparse.Namespace, name: str, arm: str) -> Job:
+    """One run. Exits with 2 for a shape that does not fit, and names a depth that does."""
+    try:
+        return job_of(options, name, arm)
+    except ConfigError as error:
+        fits = 0 if options.model else layers_that_fit(options, name, arm)
+        print(f"{name}, {arm}: {error}{f'. --layers {fits} fits' if fits else ''}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
-def run_all(options: argparse.Namespace, results: Results) -> int:
-    """Run the plan as far as the budget goes; the number of runs that failed."""
-    began, failed, letter = time.monotonic(), 0, stamp(results.rows())
-    for job in plan(options):
-        left_s = options.budget_s - (time.monotonic() - began)
-        if left_s < options.run_s:
-            print(f"SKIPPED {job.name} {job.arm}: {left_s:.0f} s are left")
-            continue
-        run_dir, log = Path(job.cfg.run_dir), options.folder / job.name / f"{job.arm}.log"
+class Ledger(runner.Benchmark):
+    name, title, keys, about = "ledger", "Whole steps: the ledger", ledger_rows.KEYS, __doc__
+    document = "measured.md"
+    limit_s = 1800.0
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.choices(parser, "--shape", sorted(SHAPES), ["0.6b"])
+        runner.choices(parser, "--arm", ARMS, ["bf16", "fp8"])
+        parser.add_argument("--layers", type=int, default=0, help="of the shapes; 0: as they are")
+        parser.add_argument("--completion-tokens", type=int, default=0, help="at most; 0: 1,024, or the job's own")
+        parser.add_argument("--model", default="", help="folder of a model, instead of a shape")
+        parser.add_argument("--data", nargs="+", default=[])
+        parser.add_argument("--reward", nargs="+", default=[])
+        parser.add_argument("--gpus", type=int, default=None, help="of --model; default: those of this machine")
+        parser.add_argument("--gpu", choices=["h100", "h200", "b200"], default=None, help="with --plan: the kind")
+        parser.add_argument("--steps", type=int, default=LEFT_OUT + 5, help=f"of a run; the first {LEFT_OUT} do not count")
+        parser.add_argument("--rounds", type=int, default=1, help="runs of each arm, in turns")
+        parser.add_argument("--plan", action="store_true", help="show what would run, and start nothing")
+        parser.add_argument("overrides", nargs="*", help="after --: fields of every run, e.g. -- --optim.recompute none")
+
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if options.quick:
+            options.shape, options.steps = ["0.6b" if runner.num_gpus() else "tiny"], LEFT_OUT + 2
+        if options.steps <= LEFT_OUT:
+            parser.error(f"--steps {options.steps}: the first {LEFT_OUT} do not count; give at least {LEFT_OUT + 1}")
+
+    def arms(self, options: argparse.Namespace) -> list[Row]:
+        """Each arm once in every round; all are planned before the first one starts."""
+        names = ["own"] if options.model else options.shape
+        for name in names:
+            for arm in options.arm:
+                planned(options, name, arm)
+        return [
+            {"shape": name, "arm": arm, "round": number}
+            for name in names
+            for number in range(1, options.rounds + 1)
+            for arm in options.arm
+        ]
+
+    def gpus(self, arm: Row) -> int:
+        return 0  # as preflight has found
+
+    def rows_of(self, arm: Row, options: argparse.Namespace, log: Path) -> Iterator[Row]:
+        job = planned(options, arm["shape"], arm["arm"])
+        run_dir, text = Path(job.cfg.run_dir), f"{job.name} {job.arm}"
         shutil.rmtree(run_dir, ignore_errors=True)
-        print(f"{time.monotonic() - began:5.0f} s  {job.name} {job.arm} starts", flush=True)
         with PowerMeter() as power:
-            limit_s = min(left_s, options.run_limit_s)
-            follow(
-                f"{job.name} {job.arm}",
-                job.command,
-                run_dir,
-                log,
-                options.steps,
-                limit_s,
-                note=power.mark,
-                until=options.steps,
-            )
-        row = row_of(job, power, options.steps)
+            follow(text, job.command, run_dir, log, options.run_limit_s, note=power.mark, until=options.steps)
+        row = ledger_rows.row_of(job, power, options.steps)
         if row is not None:
-            results.add(row | letter)
+            yield row | {"round": arm["round"], "fields": options.overrides, "num_gpus": runner.num_gpus()}
         if row is None or row["steps"] < options.steps - LEFT_OUT:
-            failed += 1
-            print(f"FAILED {job.name} {job.arm}: {failure_in(log, limit_s)}", flush=True)
-    return failed
+            yield arm | {"error": runner.failure_in(log, options.run_limit_s)}
+
+    def table(self, rows: Sequence[Row]) -> str:
+        return ledger_rows.table(rows)
+
+    def notes(self, rows: Sequence[Row]) -> str:
+        return (
+            "Seconds; medians over the steps after the second, of all rounds. Random weights of the published shape; every "
+            "publication is proven. mean d: mean difference of log-probabilities of trainer and engine, in nats."
+        )
 
 
-def show(job: Job) -> None:
-    """Print what a run would be."""
-    cfg = job.cfg
-    print(
-        f"{job.name} {job.arm}: {cfg.model.num_layers} layers, {cfg.parallel.world_size} trainer ranks, "
-        f"{cfg.rollout.placement}, sleep {cfg.rollout.sleep_level}, offload {cfg.optim.offload or 'nothing'}, "
-        f"recompute {cfg.optim.recompute}, {cfg.rollout.max_tokens_per_microbatch:,} tokens a microbatch"
-    )
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.ledger", description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["0.6b"])
-    parser.add_argument("--arm", nargs="+", choices=ARMS, default=["bf16", "fp8"])
-    parser.add_argument("--layers", type=int, default=0, help="of the shapes; 0: as they are")
-    parser.add_argument("--completion-tokens", type=int, default=0, help="at most; 0: 1,024, or the job's own")
-    parser.add_argument("--model", default="", help="folder of a model, instead of a shape")
-    parser.add_argument("--data", nargs="+", default=[])
-    parser.add_argument("--reward", nargs="+", default=[])
-    parser.add_argument("--gpus", type=int, default=None, help="of --model; default: those of this machine")
-    parser.add_argument("--gpu", choices=["h100", "h200", "b200"], default=None, help="with --plan: the kind")
-    parser.add_argument("--steps", type=int, default=LEFT_OUT + 5, help=f"of a run; the first {LEFT_OUT} do not count")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each arm, in turns")
-    parser.add_argument("--plan", action="store_true", help="show what would run, and start nothing")
-    parser.add_argument("--table", action="store_true", help="the section of all rows; run nothing")
-    parser.add_argument("--budget-s", type=float, default=3600.0, help="for all runs of this invocation")
-    parser.add_argument("--run-s", type=float, default=120.0, help="start no run with less than this left")
-    parser.add_argument("--run-limit-s", type=float, default=1800.0, help="for one run")
-    parser.add_argument("--folder", type=Path, default=FOLDER / "ledger")
-    parser.add_argument("overrides", nargs="*", help="after --: fields of every run, e.g. -- --optim.recompute none")
-    options = parser.parse_args(argv)
-    if options.steps <= LEFT_OUT:
-        parser.error(f"--steps {options.steps}: the first {LEFT_OUT} do not count; give at least {LEFT_OUT + 1}")
-    return options
+LEDGER = Ledger()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    is_default = options.folder == FOLDER / "ledger"
-    results = Results(FOLDER / "ledger.jsonl" if is_default else options.folder / "ledger.jsonl", KEYS)
-    try:
-        if options.plan:
-            for job in plan(options):
-                show(job)
-            return 0
-        failed = 0 if options.table else run_all(options, results)
-    finally:
-        if not options.plan and (rows := results.rows()):
-            document = record.MEASURED if is_default else options.folder / "measured.md"
-            with record.turn(document):
-                record.replace("ledger", section(rows), path=document)
-    return int(failed > 0)
+    options = runner.parse(LEDGER, argv)
+    if not options.plan:
+        return runner.main(LEDGER, argv)
+    for arm in LEDGER.arms(options):
+        cfg = planned(options, arm["shape"], arm["arm"]).cfg
+        print(
+            f"{arm['shape']} {arm['arm']}: {cfg.model.num_layers} layers, {cfg.parallel.world_size} trainer ranks, "
+            f"{cfg.rollout.placement}, sleep {cfg.rollout.sleep_level}, offload {cfg.optim.offload or 'nothing'}, "
+            f"recompute {cfg.optim.recompute}, {cfg.rollout.max_tokens_per_microbatch:,} tokens a microbatch"
+        )
+    return 0
 
 
 if __name__ == "__main__":

@@ -5,11 +5,7 @@ In: a run's folder. Out: a row with medians and ranges over its steps after the 
 
 from __future__ import annotations
 
-import datetime
-import os
 import statistics
-import string
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +13,9 @@ from typing import Any
 
 from benchmarks import record
 from benchmarks.power import PowerMeter
-from benchmarks.results import Row, device_name, num_gpus
-from benchmarks.rollout_speed import read_log
+from benchmarks.record import Row
+from benchmarks.runner import device_name
+from benchmarks.whole_runs import engine_of
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.observe.metrics import PHASES, START_PHASES
 from megatron_fp8rl.precision import parameters
@@ -53,14 +50,12 @@ def flops(model: ModelConfig, lengths: Sequence[float]) -> float:
 def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
     """What a run measured up to its step ``last``; None if it has no step that counts."""
     run = RunData(Path(job.cfg.run_dir))
-    steps = [one for one in run.records if LEFT_OUT < one["step"] <= last]
-    if not steps:
+    if not (steps := [one for one in run.records if LEFT_OUT < one["step"] <= last]):
         return None
     cfg, rollout = job.cfg, job.cfg.rollout
     gpus = cfg.parallel.world_size
     gpus += 0 if rollout.placement == "colocated" else rollout.num_replicas * rollout.ranks
-    log = run.run_dir / "logs" / "rollout-0.log"
-    engine = read_log(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else {}
+    engine = engine_of(run)
     phases = {phase: spread([one.get(f"time/{phase}/s", 0.0) for one in steps]) for phase in PHASES}
     phases = {phase: seconds for phase, seconds in phases.items() if seconds[0]}
     sampled = _median(steps, "rollout/num_tokens/sum")
@@ -133,46 +128,7 @@ def _start(run: RunData) -> dict[str, float]:
     return {phase.removeprefix("start_"): round(seconds, 2) for phase, seconds in parts.items() if seconds}
 
 
-def stamp(rows: Sequence[Row]) -> Row:
-    """What all rows of one invocation have in common; ``run`` is a letter that no earlier one has."""
-    used = {row["run"] for row in rows}
-    letters = (prefix + letter for prefix in ("", *string.ascii_uppercase) for letter in string.ascii_uppercase)
-    return {
-        "run": next(letter for letter in letters if letter not in used),
-        "device": device_name(),
-        "num_gpus": num_gpus(),
-        "machine": record.machine(),
-        "host": _host(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _commit(),
-        "command": record.command(),
-    }
-
-
-def _host() -> str:
-    """Cores and their model: the same GPUs are slower on a slower host."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
-    return f"{os.cpu_count()} cores" + (f" of {names[0]}" if names else "")
-
-
-def _commit() -> str:
-    """The commit of this tree, with "changed" if the tree differs from it; empty where there is no repository."""
-
-    def git(*words: str) -> str:
-        try:
-            return subprocess.run(["git", *words], capture_output=True, text=True, timeout=60).stdout.strip()
-        except (OSError, subprocess.SubprocessError):
-            return ""
-
-    commit = git("rev-parse", "--short", "HEAD")
-    return f"{commit}, changed" if commit and git("status", "--porcelain", "--untracked-files=no") else commit
-
-
-def section(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Markdown: one line for each arm of each run; a ratio only within one run of the benchmark."""
     lines = []
     for (run, shape, layers, length), arms in _by_arm(rows).items():
@@ -202,20 +158,7 @@ def section(rows: Sequence[Row]) -> str:
                 "start to step 0": round(statistics.median(sum(row["start_s"].values()) for row in found)),
                 "mean d": f"{one['mismatch']['mean']:.1e}" if one["mismatch"]["mean"] is not None else None,
             })  # fmt: skip
-    runs = {row["run"]: row for row in rows}
-    commands = {name: dict.fromkeys(row["command"] for row in rows if row["run"] == name) for name in runs}
-    foot = [
-        f"{name}: {row['date']}, commit {row['commit']}, {row['machine']}, host {row.get('host', 'unknown')}: "
-        + ", then ".join(f"`{command}`" for command in commands[name])
-        for name, row in runs.items()
-    ]
-    notes = (
-        "Seconds; medians over the steps after the second, of all rounds. Random weights of the published shape; every "
-        "publication is proven. mean d: mean difference of log-probabilities of trainer and engine, in nats."
-    )
-    return "\n\n".join(
-        ["## Whole steps: the ledger", record.table(lines), notes, "\n".join(f"- {line}" for line in foot)]
-    )
+    return record.table(lines)
 
 
 def _by_arm(rows: Sequence[Row]) -> dict[tuple, dict[str, list[Row]]]:

@@ -1,12 +1,10 @@
-"""What benchmarks/linears.py times: linears and feed-forward parts of each implementation, and DeepGEMM's kernels."""
+"""What benchmarks/linears.py times: linears and feed-forward parts of each implementation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
-from benchmarks.timing import Call, device
+from benchmarks.timing import Call, device, te_recipe
 from megatron_fp8rl.config import FP8_BLOCK, PrecisionConfig
 from megatron_fp8rl.precision.matmul_shapes import Linear as Shape
 
@@ -51,13 +49,8 @@ def _te_module(arm: str, shape: Shape) -> Call:
     """Transformer Engine's own Linear."""
     import torch
     import transformer_engine.pytorch as te
-    from transformer_engine.common import recipe as recipes
 
-    recipe = {
-        "te bf16": lambda: None,
-        "te blockwise": lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.E4M3),
-        "te delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID),
-    }[arm]()
+    recipe = te_recipe(arm)
     settings = dict(bias=False, params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True)
     linears = [te.Linear(columns, rows, **settings) for rows, columns in _matrices(shape)]
     for linear in linears:
@@ -110,41 +103,3 @@ def require_whole_blocks(shape: Shape) -> None:
     """Raise ValueError for a shape that DeepGEMM does not multiply; its kernels would read beside the matrix."""
     if shape.rows % FP8_BLOCK or shape.columns % FP8_BLOCK:
         raise ValueError(f"{shape.rows} x {shape.columns} are no multiples of {FP8_BLOCK}; the trainer takes te for it")
-
-
-def kernel_calls(shape: Shape) -> Iterator[tuple[str, Call, int, int]]:
-    """(name, call, operations, bytes that it has to move or 0) of each kernel of a linear on DeepGEMM."""
-    import torch
-
-    from benchmarks.moved_bytes import permute_quantize_bytes
-    from megatron_fp8rl.kernels import blockwise, gemm
-    from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, permute_quantize
-    from megatron_fp8rl.kernels.gemm import Fp8
-    from megatron_fp8rl.trainer.model import linear_deep_gemm
-
-    require_whole_blocks(shape)
-    tokens = shape.tokens
-    x, grad = (torch.randn(tokens, n, device=device()).bfloat16() for n in (shape.columns, shape.rows))
-    weight = torch.randn(shape.rows, shape.columns, device=device()).bfloat16()
-    made = [linear_deep_gemm._quantize(m, "pow2", rows=True, columns=True) for m in (x, grad)]
-    w = Fp8(*blockwise.quantize_weight(weight, "pow2"))
-    back = Fp8(*(part.unsqueeze(0) for part in w)).transposed()
-    w_KN = Fp8(back.data[0], back.scale[0].contiguous())
-    out, numbers = torch.zeros_like(weight, dtype=torch.float32), weight.numel()
-    both, rows_alone = dict(rows=True, columns=True), dict(rows=True, columns=False)
-    for what, options in (("rows and columns", both), ("rows", rows_alone)):
-        num_bytes = permute_quantize_bytes(tokens, tokens, shape.columns, **options)
-        yield f"quantize {what}", partial(linear_deep_gemm._quantize, x, "pow2", **options), 0, num_bytes
-    yield "quantize the weight", partial(blockwise.quantize_weight, weight, "pow2"), 0, 3 * numbers
-    yield "transpose the weight", Fp8(*(part.unsqueeze(0) for part in w)).transposed, 0, 2 * numbers
-    operations = 2 * tokens * numbers
-    columns = [linear_deep_gemm._columns(m) for m in made]
-    yield "forward", partial(gemm.multiply_dense, linear_deep_gemm._rows(made[0]), w), operations, 0
-    yield "dgrad", partial(gemm.multiply_dense, linear_deep_gemm._rows(made[1]), w_KN), operations, 0
-    yield "wgrad", partial(gemm.add_dense_weight_gradient, columns[1], columns[0], out), operations, 0
-    layout = ExpertPermutation.of(torch.tensor([tokens], device=device()), tokens, [tokens])
-    blocks = [permute_quantize(m, layout, "pow2", rows=False, columns=True) for m in (grad, x)]
-    operands = [Fp8(m.columns, m.column_scales) for m in blocks]
-    grouped = partial(gemm.add_weight_gradients_fp8, *operands, layout, out.unsqueeze(0))
-    yield "wgrad, grouped kernel", grouped, operations, 0
-    yield "forward in BF16, PyTorch", lambda: x @ weight.t(), operations, 0

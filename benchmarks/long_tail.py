@@ -78,13 +78,9 @@ class Engine:
             await asyncio.sleep(TOOL_S)
         ids = (0,) * length
         return Completion(
-            token_ids=ids,
-            rollout_logprobs=(0.0,) * length,
-            finish_reason="length" if length == LIMIT else "stop",
-            min_version=spans[0][1],
-            max_version=spans[-1][1],
-            version_spans=tuple(spans),
-        )
+            token_ids=ids, rollout_logprobs=(0.0,) * length, finish_reason="length" if length == LIMIT else "stop",
+            min_version=spans[0][1], max_version=spans[-1][1], version_spans=tuple(spans),
+        )  # fmt: skip
 
 
 class _Jumping(selectors.DefaultSelector):
@@ -112,12 +108,8 @@ class _Submitted:
 
     def __init__(self, coroutine: Any) -> None:
         self.task = _CLOCK.create_task(coroutine)
-        self.done, self.cancel, self.cancelled, self.exception = (
-            self.task.done,
-            self.task.cancel,
-            self.task.cancelled,
-            self.task.exception,
-        )
+        self.done, self.cancel = self.task.done, self.task.cancel
+        self.cancelled, self.exception = self.task.cancelled, self.task.exception
 
     def result(self, timeout: float | None = None) -> Any:
         if not self.task.done():
@@ -176,12 +168,9 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
     """One arm; the first fifth of its steps is not counted."""
     base = tiny_qwen3_moe()
     rollout = replace(
-        base.rollout,
-        prompts_per_step=PROMPTS,
-        completions_per_prompt=COMPLETIONS,
-        max_staleness=max_staleness,
+        base.rollout, prompts_per_step=PROMPTS, completions_per_prompt=COMPLETIONS, max_staleness=max_staleness,
         window_groups=window_groups,
-    )
+    )  # fmt: skip
     cfg: RunConfig = replace(base, num_steps=num_steps + max_staleness + 2, rollout=rollout)
     fleet = _Fleet(seed)
     (engine,) = fleet.clients
@@ -222,6 +211,12 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
     }
 
 
+_SHOWN = {
+    "tokens_per_s": ",.0f", "idle_engine": ".1%", "idle_trainer": ".1%", "restarted": ".0f", "left_out": ".0f",
+    "stale_tokens": ".1%", "length_bias": ".3f", "staleness": ".2f",
+}  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
@@ -234,11 +229,8 @@ def main() -> None:
         if options.only not in name:
             continue
         found = measure(max_staleness, window_groups, options.steps, options.seed)
-        print(
-            f"{name} | {found['tokens_per_s']:,.0f} | {found['idle_engine']:.1%} | {found['idle_trainer']:.1%} | "
-            f"{found['restarted']:.0f} | {found['left_out']:.0f} | {found['stale_tokens']:.1%} | {found['length_bias']:.3f} | {found['staleness']:.2f}",
-            flush=True,
-        )
+        shown = (f"{found[key]:{form}}" for key, form in _SHOWN.items())
+        print(" | ".join((name, *shown)), flush=True)
         print(json.dumps({"arm": name, **found}), flush=True)
 
 

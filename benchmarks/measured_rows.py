@@ -9,31 +9,19 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
 
+from benchmarks.record import KEPT, Row
 from megatron_fp8rl.precision.matmul_shapes import Experts, Linear
 
-Row = dict[str, Any]
 Shape = Experts | Linear
 
-_FOLDER = Path(__file__).parents[1] / "docs" / "measured"
 NOISE = 0.02  # of a ratio of two times; what differs by less is called equal
 
 
-def rows(name: str, folder: Path = _FOLDER) -> list[Row]:
-    """Rows of a benchmark, older ones first; empty when it was never run. Raises ValueError for a line that is no row,
-    with file and line."""
-    path, found = folder / f"{name}.jsonl", []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else (), 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}:{number}: not a line of JSON: {error}. Remove the line") from error
-        if not isinstance(row, dict):
-            raise ValueError(f"{path}:{number}: {line[:60]!r} is not a row of a benchmark. Remove the line")
-        found.append(row)
-    return found
+def rows(name: str) -> list[Row]:
+    """Rows of a benchmark, older ones first; empty when it was never run."""
+    path = KEPT / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
 
 
 def is_of(gpu: str, device: str) -> bool:
@@ -141,3 +129,35 @@ def nearest_of_others(
         if (one := nearest(found, replace(shape, experts=number, tokens=tokens), gpu, arms)) is not None:
             kin.append((not is_of(gpu, one.device), one.distance(tokens), abs(math.log2(number / shape.experts)), one))
     return min(kin, key=lambda entry: entry[:3], default=(None,))[-1]
+
+
+def thresholds(found: Iterable[Row], measured: str, names: Sequence[str]) -> list[Row]:
+    """Shapes that one run has timed with at least three numbers of tokens, and from which of those on FP8 pays.
+
+    "from 2,048" says that it pays at 2,048 and at all larger ones, and not at the next smaller one.
+    """
+    groups: dict[tuple, dict[int, dict[str, float]]] = {}
+    for row in found:
+        if row["measured"] == measured and "ms" in row:
+            key = tuple(row.get(name) for name in ("run", *names))
+            groups.setdefault(key, {}).setdefault(row["tokens"], {})[row["arm"]] = row["ms"]
+    lines = []
+    for key, ms in groups.items():
+        answers = {tokens: answer for tokens in sorted(ms) if (answer := Answer.of(ms[tokens]))}
+        if len(answers) >= 3:
+            wins = [tokens for tokens, answer in answers.items() if answer.gain > 1 + NOISE]
+            line = dict(zip(("run", *names), key, strict=True)) | {"tokens": span(list(answers))}
+            lines.append(line | {"FP8 pays": _where(wins, list(answers))})
+    return lines
+
+
+def _where(wins: Sequence[int], timed: Sequence[int]) -> str:
+    if len(wins) in (0, len(timed)):
+        return "everywhere" if wins else "nowhere"
+    first = None  # of the last ones, without a gap
+    for tokens in reversed(timed):
+        if tokens not in wins:
+            break
+        first = tokens
+    scattered = [f"{tokens:,}" for tokens in wins if first is None or tokens < first]
+    return ", ".join(scattered + ([f"from {first:,}"] if first is not None else []))

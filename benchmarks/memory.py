@@ -27,13 +27,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import record
-from benchmarks.results import FOLDER, Results, Row, num_gpus
+from benchmarks import runner
+from benchmarks.record import Row
+from benchmarks.runner import device_name, num_gpus
 from benchmarks.synthetic import Language
-from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank
+from benchmarks.training import MODELS, batches, model_of, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import trainer_memory
 from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.types import TrainBatch
 
-KEYS = ("model", "layers", "tokens", "precision", "recompute", "device")
 PARTS = (
     *("weights", "gradients", "optimizer states", "FP8 copies"),
     *("activations", "temporaries", "communication, CUDA"),
@@ -73,11 +72,8 @@ class Cell:
             precision=precision,
             optim=OptimConfig(recompute=self.recompute, recompute_modules=modules),
             rollout=RolloutConfig(
-                prompts_per_step=_MICROBATCHES * self.tokens // self.length // 2,
-                completions_per_prompt=2,
-                max_prompt_tokens=1,
-                max_completion_tokens=self.length - 1,
-                max_tokens_per_microbatch=self.tokens,
+                prompts_per_step=_MICROBATCHES * self.tokens // self.length // 2, completions_per_prompt=2,
+                max_prompt_tokens=1, max_completion_tokens=self.length - 1, max_tokens_per_microbatch=self.tokens,
             ),
         )
 
@@ -112,16 +108,6 @@ class Meter:
 
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved()
-
-
-def plan_cells(options: argparse.Namespace) -> Iterator[Cell]:
-    for name in options.model:
-        layers, tokens = _SHAPES.get(name, (2, 1024))
-        for precision in options.precision:
-            for recompute in options.recompute:
-                if precision == "bf16" and recompute != "none" and not options.all:
-                    continue
-                yield Cell(name, options.layers or layers, options.tokens or tokens, precision, recompute)
 
 
 def predict(cfg: RunConfig, gpu: Gpu, capacity_bytes: int) -> Estimate:
@@ -241,88 +227,68 @@ def _gib(num_bytes: int) -> float:
     return round(num_bytes / GIB, 3)
 
 
-def table(rows: Sequence[Row]) -> list[Row]:
-    """One line per policy; parts as 'predicted / measured'."""
-    found = []
-    for row in rows:
-        line: Row = {key: row[key] for key in KEYS[:-1]}
-        for name in (*PARTS, "total"):
-            line[name] = "{:.2f} / {:.2f}".format(*row[name])
-        found.append(line | {"predicted : measured": row["ratio"], "logprobs peak": row["logprobs_peak"]})
-    return found
+class Memory(runner.Benchmark):
+    name, title, about = "memory", "Memory of the trainer, predicted and measured", __doc__
+    keys = ("model", "layers", "tokens", "precision", "recompute", "device")
 
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.choices(parser, "--model", MODELS, _SHAPES)
+        parser.add_argument("--layers", type=int, help=f"default by model: {_SHAPES}, with tokens")
+        parser.add_argument("--tokens", type=int, help="of a microbatch")
+        runner.choices(parser, "--precision", ["bf16", "blockwise", "delayed", "tensorwise"], ["bf16", "blockwise"])
+        recompute = ["none", "selective", "full"]
+        runner.choices(parser, "--recompute", recompute, recompute)
+        parser.add_argument("--all", action="store_true", help="recompute also in BF16")
 
-def write_section(rows: Sequence[Row]) -> None:
-    notes = (
-        "GiB, doctor's prediction / measured, of the second update with two full microbatches on one rank. Random "
-        "weights. Selective recompute is of `mlp`, or `moe`. Total: the peak that PyTorch allocated, and what else the "
-        "process took; fragments that the allocator reserves are not in it. Logprobs peak: allocated in the pass "
-        "before the first update, without Adam's moments."
-    )
-    record.section("memory", "Memory of the trainer, predicted and measured", table(rows), notes=notes)
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if options.quick:
+            options.layers, options.precision, options.recompute = 1, ["blockwise"], ["none"]
+            options.model = options.model if num_gpus() else ["tiny", "tiny_moe"]
 
+    def arms(self, options: argparse.Namespace) -> Iterator[Row]:
+        """Without a GPU predictions are printed."""
+        for name in options.model:
+            layers, tokens = _SHAPES.get(name, (2, 1024))
+            for precision in options.precision:
+                for recompute in options.recompute:
+                    if precision == "bf16" and recompute != "none" and not options.all:
+                        continue
+                    cell = Cell(name, options.layers or layers, options.tokens or tokens, precision, recompute)
+                    if not num_gpus():
+                        estimate = predict(cell.run_config(), GPUS["h200"], GPUS["h200"].memory_bytes)
+                        shown = {part.name: _gib(part.num_bytes) for part in estimate.parts}
+                        shown |= {"total": _gib(estimate.total_bytes)}
+                        print("PREDICTED", json.dumps(asdict(cell) | shown), flush=True)
+                    yield asdict(cell)
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(_SHAPES))
-    parser.add_argument("--layers", type=int, help=f"default by model: {_SHAPES}, with tokens")
-    parser.add_argument("--tokens", type=int, help="of a microbatch")
-    parser.add_argument("--precision", nargs="+", choices=["bf16", "blockwise", "delayed", "tensorwise"],
-                        default=["bf16", "blockwise"])  # fmt: skip
-    parser.add_argument("--recompute", nargs="+", choices=["none", "selective", "full"],
-                        default=["none", "selective", "full"])  # fmt: skip
-    parser.add_argument("--all", action="store_true", help="recompute also in BF16")
-    parser.add_argument("--quick", action="store_true", help="one layer, FP8, no recompute; without a GPU: tiny models")
-    parser.add_argument("--results", type=Path, default=FOLDER / "memory.jsonl")
-    options = parser.parse_args(argv)
-    if options.quick:
-        options.layers, options.precision, options.recompute = 1, ["blockwise"], ["none"]
-        options.results = options.results.with_name("memory_quick.jsonl")  # no rows of the table
-        if not num_gpus():
-            options.model = ["tiny", "tiny_moe"]
-    return options
+    def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
+        import torch
 
+        cell, started, device = Cell(**arm), time.perf_counter(), device_name()
+        capacity = torch.cuda.get_device_properties(0).total_memory
+        gpu = next((gpu for name, gpu in GPUS.items() if name in device.lower()), GPUS["h200"])
+        cfg = cell.run_config()
+        estimate = predict(cfg, gpu, capacity)
+        if estimate.share > TIGHT:
+            yield arm | {"error": f"needs {estimate.total_bytes / GIB:.1f} GiB of {capacity / GIB:.1f}"}
+            return
+        with single_rank(cfg) as parallel:
+            found = compare(estimate, measure(cell, cfg, parallel, Meter()))
+        yield arm | found | {"seconds": round(time.perf_counter() - started, 1)}
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    if not num_gpus():
-        for cell in plan_cells(options):
-            estimate = predict(cell.run_config(), GPUS["h200"], GPUS["h200"].memory_bytes)
-            shown = {part.name: _gib(part.num_bytes) for part in estimate.parts}
-            print("PREDICTED", json.dumps(asdict(cell) | shown | {"total": _gib(estimate.total_bytes)}), flush=True)
-        print("benchmarks.memory needs 1 GPU to measure; this machine has 0", file=sys.stderr)
-        return 2
-    results = Results(options.results, KEYS)
-    measure_all(list(plan_cells(options)), results)
-    if not options.quick:
-        with record.turn():
-            write_section([row for row in results.rows() if "error" not in row])
-    return 0
+    def line(self, row: Row) -> Row:
+        parts = {name: "{:.2f} / {:.2f}".format(*row[name]) for name in (*PARTS, "total")}
+        ratio = {"predicted : measured": row["ratio"], "logprobs peak": row["logprobs_peak"]}
+        return {key: row[key] for key in self.keys[:-1]} | parts | ratio
 
-
-def measure_all(cells: Sequence[Cell], results: Results) -> None:
-    """One row for each cell; those that would not fit are named and left out."""
-    import torch
-
-    device = torch.cuda.get_device_name()
-    capacity = torch.cuda.get_device_properties(0).total_memory
-    gpu = next((gpu for name, gpu in GPUS.items() if name in device.lower()), GPUS["h200"])
-    with single_rank(cells[0].run_config()) as parallel:
-        for cell in cells:
-            cfg = cell.run_config()
-            estimate = predict(cfg, gpu, capacity)
-            if estimate.share > TIGHT:
-                print(f"SKIPPED {cell}: needs {estimate.total_bytes / GIB:.1f} GiB of {capacity / GIB:.1f}", flush=True)
-                continue
-            free_memory()
-            started = time.perf_counter()
-            row = asdict(cell) | {"device": device}
-            try:
-                row |= compare(estimate, measure(cell, cfg, parallel, Meter()))
-            except torch.cuda.OutOfMemoryError as error:
-                row |= {"error": str(error)[:300]}
-            results.add(row | {"seconds": round(time.perf_counter() - started, 1)})
+    def notes(self, rows: Sequence[Row]) -> str:
+        return (
+            "GiB, doctor's prediction / measured, of the second update with two full microbatches on one rank. Random "
+            "weights. Selective recompute is of `mlp`, or `moe`. Total: the peak that PyTorch allocated, and what else the "
+            "process took; fragments that the allocator reserves are not in it. Logprobs peak: allocated in the pass "
+            "before the first update, without Adam's moments."
+        )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(Memory()))

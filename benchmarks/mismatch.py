@@ -8,34 +8,28 @@
 A model that is briefly trained (in BF16, supervised, on benchmarks/synthetic.py: a flat distribution would hide the
 differences that a peaked one shows) is published to an engine; the engine continues prompts; the trainer computes the
 log-probabilities of what was sampled under each of its recipes, on the same weights. An engine is started once for each
-precision of its own, ``--at-once`` of them while the trainer learns; the trainer switches recipes in place. d is old -
-rollout, per sampled token, at temperature 1. ``engine`` is blockwise FP8 with attention by the engine's own kernel
-(precision.attention), ``deep_gemm`` the same with the kernels of its linears (precision.linears). The row "engine's
-prefill" needs no trainer: the engine reads what it has sampled as prompts. An engine that is not batch-invariant
-differs from itself there, and no trainer can come closer to it for certain.
+precision of its own; the trainer switches recipes in place. d is old - rollout, per sampled token, at temperature 1.
+``engine`` is blockwise FP8 with attention by the engine's own kernel (precision.attention), ``deep_gemm`` the same with
+the kernels of its linears (precision.linears). The row "engine's prefill" needs no trainer: the engine reads what it has
+sampled as prompts. An engine that is not batch-invariant differs from itself there, and no trainer can come closer to it
+for certain.
 
 ``--warm-steps 0`` takes random weights without an optimizer, for one trainer: a model of full depth beside its engine.
-
-Rows add up in ``--results``, and the table is made of all of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import re
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import batched
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks import mismatch_table, record
-from benchmarks.mismatch_table import ROUNDING
-from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
+from benchmarks import runner
+from benchmarks.record import FOLDER, Row
+from benchmarks.runner import num_gpus
 from benchmarks.synthetic import Language, as_sample
 from benchmarks.training import MODELS, batches, free_memory, model_of, single_rank, switch_precision, train
 from megatron_fp8rl.config import AlgoConfig, OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
@@ -50,11 +44,8 @@ if TYPE_CHECKING:
     from megatron_fp8rl.types import KVScales, Sample, TrainBatch
 
 LENGTHS = ("prompts", "completions", "prompt_tokens", "completion_tokens", "microbatch")
-KEYS = (
-    *("model", "layers", "warm_steps", "rollout", "scales", "trainer"),
-    *("linear", "moe", "attention", "compile", "batch_invariant", "experts", "device"),
-    *LENGTHS,
-)
+KERNELS = ("linear", "moe", "attention", "compile", "batch_invariant", "experts")  # that the options choose
+ROUNDING = 1e-5  # nats: two FP32 sums of the same logits in different order are not further apart
 ROLLOUTS = {"bf16": ("bf16", "auto"), "fp8": ("blockwise", "auto"), "fp8_kv": ("blockwise", "fp8")}
 TRAINERS = {recipe: {"trainer": recipe, "linears": "te"} for recipe in ("bf16", "blockwise", "delayed", "tensorwise")}
 TRAINERS["engine"] = TRAINERS["blockwise"] | {"attention": "engine"}
@@ -195,8 +186,7 @@ class WarmTrainer:
         *steps, past, past_too = batches(cfg, language, options.warm_steps + 2, **size)
         losses = train(policy, steps)
         loss = round(losses[-1], 4) if losses else None
-        text = f"{name}: {loss} nats after {len(losses)} steps, {language.entropy:.3f} is best"
-        print(f"{_clock(options)} {text}", flush=True)
+        print(f"{name}: {loss} nats after {len(losses)} steps, {language.entropy:.3f} is best", flush=True)
         free_memory()  # engines are starting
         return cls(name, policy, language, (past, past_too), options, loss)
 
@@ -233,68 +223,6 @@ class WarmTrainer:
         return replace(batch, microbatches=tuple(replace(a, old_logprobs_T=b.rollout_logprobs_T) for a, b in both))
 
 
-def measure(name: str, options: argparse.Namespace, results: Results, common: Row) -> None:
-    """All rows of one model that are not there yet, from one warm start."""
-    num_layers = run_config(name, options, None).model.num_layers
-    base = common | {"model": name, "layers": num_layers, "warm_steps": options.warm_steps}
-    chosen = ("linear", "moe", "attention", "compile", "batch_invariant", "experts", *LENGTHS)
-    base |= {key: getattr(options, key) for key in chosen}
-    wanted = ((engine, _missing(engine, base, options, results)) for engine in plan_engines(options))
-    groups = list(batched([(engine, trainers) for engine, trainers in wanted if trainers], options.at_once))
-    if not groups:
-        return
-    with ExitStack() as stack:
-
-        def start(group: Sequence[tuple[Engine, list[str]]]) -> list[Fleet]:
-            return [stack.enter_context(start_engine(name, options, engine)) for engine, _ in group]
-
-        parallel = stack.enter_context(single_rank(run_config(name, options, None)))
-        fleets = start(groups[0])  # while the trainer learns
-        warm = WarmTrainer.train(name, parallel, options)
-        base["warm_loss"] = warm.loss
-        for group in groups:
-            if time.monotonic() - options.started > options.budget_s:
-                shown = ", ".join(f"{engine.rollout} {engine.scales}" for engine, _ in group)
-                print(f"SKIPPED {name} {shown}: the budget is spent; run the command again")
-                continue
-            for (engine, trainers), fleet in zip(group, fleets or start(group), strict=True):
-                for row in _rows(warm, engine, trainers, fleet):
-                    results.add(base | row)
-                fleet.shutdown()
-                free_memory()
-            fleets = []
-
-
-def _missing(engine: Engine, base: Row, options: argparse.Namespace, results: Results) -> list[str]:
-    head = base | {"rollout": engine.rollout, "scales": engine.scales}
-    return [t for t in (PREFILL, *options.trainer) if options.again or not results.has(head | {"trainer": t})]
-
-
-def _rows(warm: WarmTrainer, engine: Engine, trainers: Sequence[str], fleet: Fleet) -> Iterator[Row]:
-    """One engine against the recipes. An engine that cannot start, or does not hold what it was sent, is a row too."""
-    options = warm.options
-    head = {"rollout": engine.rollout, "scales": engine.scales}
-    try:
-        fleet.wait_until_ready()
-        print(f"{_clock(options)} the engine {engine.rollout} {engine.scales} is ready", flush=True)
-        warm.publish(run_config(warm.name, options, engine), fleet)
-        print(f"{_clock(options)} it has the weights", flush=True)
-        samples = sample(fleet, warm.language, options)
-        print(f"{_clock(options)} it has sampled", flush=True)
-    except (RuntimeError, TimeoutError) as error:  # of the client, the transport or the proof
-        lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w(Error|Exception): ", line)]
-        reason = (lines or [str(error)])[0][:300]
-        yield from (head | {"trainer": trainer, "error": reason} for trainer in trainers)
-        return
-    for trainer in trainers:
-        try:
-            yield head | {"trainer": trainer} | _numbers(warm.recomputed(trainer, engine, fleet, samples))
-        except (RuntimeError, ValueError, TypeError, LookupError, TimeoutError) as error:
-            # Kernels that are missing or do not compute this model, or an engine that does not answer as it should.
-            yield head | {"trainer": trainer, "error": f"{type(error).__name__}: {error}"[:300]}
-        print(f"{_clock(options)} {trainer}", flush=True)
-
-
 def _numbers(batch: TrainBatch) -> Row:
     """How far old and rollout log-probabilities of a batch are apart."""
     import torch
@@ -324,76 +252,122 @@ def _spread(distance: Tensor) -> list[float]:
     return [len(distance), *(float(f"{number.item():.3g}") for number in numbers)]
 
 
-def _clock(options: argparse.Namespace) -> str:
-    return f"{time.monotonic() - options.started:5.0f} s "
+def rows_of_engine(warm: WarmTrainer, engine: Engine, fleet: Fleet) -> Iterator[Row]:
+    """One engine against the recipes. Kernels that are missing, or do not compute this model, are failures of a row."""
+    fleet.wait_until_ready()
+    warm.publish(run_config(warm.name, warm.options, engine), fleet)
+    samples = sample(fleet, warm.language, warm.options)
+    for trainer in (PREFILL, *warm.options.trainer):
+        head = {"rollout": engine.rollout, "scales": engine.scales, "trainer": trainer}
+        try:
+            yield head | _numbers(warm.recomputed(trainer, engine, fleet, samples))
+        except (RuntimeError, ValueError, TypeError, LookupError, TimeoutError) as error:
+            yield head | {"error": runner.reason(error)}
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mismatch", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=["qwen3_8b"])
-    parser.add_argument("--layers", type=int, help="cut the models to this depth")
-    parser.add_argument("--rollout", nargs="+", choices=ROLLOUTS, default=list(ROLLOUTS))
-    parser.add_argument("--trainer", nargs="+", choices=TRAINERS, default=["bf16", "blockwise", "delayed"])
-    parser.add_argument("--scales", nargs="+", choices=["pow2", "fp32"], default=["pow2", "fp32"])
-    parser.add_argument("--linear", choices=["auto", "deep_gemm", "cutlass", "triton"], default="auto")
-    parser.add_argument("--moe", choices=["auto", "deep_gemm", "triton"], default="auto")
-    parser.add_argument("--attention", choices=["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], default="auto")
-    compiled = "torch.compile in the engine; off: CUDA graphs alone; eager: neither, which starts soonest"
-    parser.add_argument("--compile", choices=["on", "off", "eager"], default="off", help=compiled)
-    parser.add_argument("--batch-invariant", action="store_true", help="the engine's batch-invariant kernels")
-    parser.add_argument("--experts", choices=["te", "deep_gemm"], default="te", help="the trainer's kernels")
-    parser.add_argument("--transport", choices=["auto", "gloo", "ipc"], default="auto")
-    parser.add_argument("--warm-steps", type=int, default=100)
-    parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--completions", type=int, default=2, help="of each prompt")
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--completion-tokens", type=int, default=128)
-    parser.add_argument("--microbatch", type=int, default=8192, help="tokens")
-    parser.add_argument("--kv-cache-gib", type=int, default=2)
-    parser.add_argument("--at-once", type=int, default=3, help="engines that start side by side")
-    parser.add_argument("--quick", action="store_true", help="the tiny models, or four layers of qwen3_8b on a GPU")
-    parser.add_argument("--again", action="store_true", help="measure also what --results has already")
-    parser.add_argument("--budget-s", type=float, default=440.0, help="start no engine after this time")
-    parser.add_argument("--results", type=Path, default=FOLDER / "mismatch.jsonl")
-    options = parser.parse_args(argv)
-    options.started = time.monotonic()
-    if not options.warm_steps and (len(options.trainer) > 1 or len(list(plan_engines(options))) > 1):
-        parser.error("--warm-steps 0 holds one policy in one precision: name one --trainer, --rollout and --scales")
-    if options.at_once < 1:
-        parser.error(f"--at-once {options.at_once}: give at least 1")
-    if options.quick:
-        options.scales = ["pow2"]
-        if num_gpus():
+class Mismatch(runner.Benchmark):
+    name, title, about = "mismatch", "Train/rollout mismatch", __doc__
+    keys = ("model", "layers", "warm_steps", "rollout", "scales", "trainer", *KERNELS, "device", *LENGTHS)
+    limit_s = 3600.0
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.choices(parser, "--model", MODELS, ["qwen3_8b"])
+        parser.add_argument("--layers", type=int, help="cut the models to this depth")
+        runner.choices(parser, "--rollout", ROLLOUTS, ROLLOUTS)
+        runner.choices(parser, "--trainer", TRAINERS, ["bf16", "blockwise", "delayed"])
+        runner.choices(parser, "--scales", ["pow2", "fp32"], ["pow2", "fp32"])
+        parser.add_argument("--linear", choices=["auto", "deep_gemm", "cutlass", "triton"], default="auto")
+        parser.add_argument("--moe", choices=["auto", "deep_gemm", "triton"], default="auto")
+        attention = ["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"]
+        parser.add_argument("--attention", choices=attention, default="auto")
+        compiled = "torch.compile in the engine; off: CUDA graphs alone; eager: neither, which starts soonest"
+        parser.add_argument("--compile", choices=["on", "off", "eager"], default="off", help=compiled)
+        parser.add_argument("--batch-invariant", action="store_true", help="the engine's batch-invariant kernels")
+        parser.add_argument("--experts", choices=["te", "deep_gemm"], default="te", help="the trainer's kernels")
+        parser.add_argument("--transport", choices=["auto", "gloo", "ipc"], default="auto")
+        parser.add_argument("--warm-steps", type=int, default=100)
+        parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")
+        parser.add_argument("--lr", type=float, default=3e-4)
+        parser.add_argument("--prompts", type=int, default=64)
+        parser.add_argument("--completions", type=int, default=2, help="of each prompt")
+        parser.add_argument("--prompt-tokens", type=int, default=64)
+        parser.add_argument("--completion-tokens", type=int, default=128)
+        parser.add_argument("--microbatch", type=int, default=8192, help="tokens")
+        parser.add_argument("--kv-cache-gib", type=int, default=2)
+
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if not options.warm_steps and (len(options.trainer) > 1 or len(list(plan_engines(options))) > 1):
+            parser.error("--warm-steps 0 holds one policy in one precision: name one --trainer, --rollout and --scales")
+        if options.quick and num_gpus():
             options.model, options.layers, options.rollout, options.warm_steps = ["qwen3_8b"], 4, ["fp8"], 40
-        else:
+        elif options.quick:
             options.model, options.rollout, options.warm_steps = ["tiny_moe"], ["fp8"], 30
             options.warm_tokens, options.lr, options.prompts, options.completions = 1024, 4e-3, 8, 2
             options.prompt_tokens, options.completion_tokens = 16, 32
-    return options
+        options.scales = ["pow2"] if options.quick else options.scales
+
+    def arms(self, options: argparse.Namespace) -> Iterator[Row]:
+        """A warm start for each model, from which all engines are published to."""
+        chosen = {key: getattr(options, key) for key in ("warm_steps", *KERNELS, *LENGTHS)}
+        for name in options.model:
+            yield {"model": name, "layers": model_of(name, options.layers).num_layers, **chosen}
+
+    def gpus(self, arm: Row) -> int:
+        return int(not arm["model"].startswith("tiny"))
+
+    def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
+        first, *others = plan_engines(options)
+        with ExitStack() as stack:
+            parallel = stack.enter_context(single_rank(run_config(arm["model"], options, None)))
+            fleet = stack.enter_context(start_engine(arm["model"], options, first))  # while the trainer learns
+            warm = WarmTrainer.train(arm["model"], parallel, options)
+            for engine in (first, *others):
+                if engine is not first:
+                    fleet = stack.enter_context(start_engine(arm["model"], options, engine))
+                for row in rows_of_engine(warm, engine, fleet):
+                    yield arm | {"warm_loss": warm.loss} | row
+                fleet.shutdown()
+                free_memory()
+
+    def line(self, row: Row) -> Row:
+        kernels = f"{row['linear']} / {row['moe']} / {row['attention']}"
+        kernels += ", batch-invariant" if row["batch_invariant"] else ""
+        kernels += {"on": ", torch.compile", "eager": ", eager"}.get(row["compile"], "")
+        return {
+            "model": f"{row['model']}, {row['layers']} layers",
+            "rollout": row["rollout"] if row["rollout"] == "bf16" else f"{row['rollout']}, {row['scales']} scales",
+            "trainer": row["trainer"] + (", grouped experts" if row["experts"] == "deep_gemm" else ""),
+            "mean d": f"{row['abs_logprob_diff/mean']:.5f}",
+            "max d": f"{row['abs_logprob_diff/max']:.3f}",
+            "KL k3": f"{row['kl_k3/mean']:.2e}",
+            "mean exp d": f"{row['multiplicative_error/mean']:.5f}",
+            "d = 0, d < 1e-5": f"{row['equal_share']:.1%}, {row['rounding_share']:.1%}",
+            "linear / experts / attention": kernels,
+        }
+
+    def notes(self, rows: Sequence[Row]) -> str:
+        return (
+            "d = |old - rollout| in nats per sampled token, at temperature 1: the trainer's log-probabilities of what the "
+            "engine sampled, on the same weights. Models of these shapes, trained from random weights by supervised steps "
+            f"in BF16 on the language of benchmarks.synthetic ({warm_starts(rows)}). fp8_kv adds an FP8 KV cache of "
+            "measured scales; the trainer engine is blockwise with attention by the engine's kernel, deep_gemm with that "
+            "of its linears. Engine's prefill: no trainer, but the engine's own log-probabilities of its sequences, read "
+            f"as prompts. The last numbers are shares of tokens; FP32 sums in another order agree to {ROUNDING:g}."
+        )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    device = "cpu"
-    if num_gpus():
-        import torch
-
-        device = torch.cuda.get_device_name()
-    elif not {"tiny", "tiny_moe"}.issuperset(options.model):
-        require_gpus(1, "benchmarks.mismatch")
-    results = Results(options.results, KEYS)
-    for name in options.model:
-        measure(name, options, results, {"device": device})
-    with record.turn():
-        rows = results.rows()
-        if device != "cpu" and not options.quick:
-            mismatch_table.write_section(rows)
-    for line in mismatch_table.table(rows):
-        print(line)
-    return 0
+def warm_starts(rows: Sequence[Row]) -> str:
+    """Each run starts anew, and BF16 sums vary: the range of what they come to."""
+    found: dict[tuple[str, int], set[float]] = {}
+    for row in rows:
+        losses = found.setdefault((row["model"], row["warm_steps"]), set())
+        losses |= {row["warm_loss"]} - {None}
+    parts = []
+    for (model, steps), losses in found.items():
+        nats = " to ".join(f"{loss:.3f}" for loss in sorted({min(losses), max(losses)})) if losses else "random"
+        parts.append(f"{model}: {steps} steps, {nats} nats")
+    return "; ".join(parts)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(Mismatch()))

@@ -2,7 +2,7 @@
 
     python -m benchmarks.probe grpo_qwen3_8b --layers 8
     python -m benchmarks.probe grpo_qwen3_30b_a3b --layers 4 --rollout.linear_backend cutlass --precision.scales fp32
-    python -m benchmarks.probe tiny_qwen3_moe --damage layers.1.self_attention.linear_proj
+    python -m benchmarks.probe tiny_qwen3_moe
 
 CONFIG is that of a run; words that this program does not know are overrides of its fields, as on the command line of
 megatron_fp8rl. One trainer rank and one eager engine share the device. Without ``model.hf_path`` the model is first
@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import record
-from benchmarks.results import FOLDER, Results, device_name, num_gpus
+from benchmarks import runner
+from benchmarks.record import FOLDER, Row
+from benchmarks.runner import num_gpus
 from benchmarks.synthetic import Language
 from benchmarks.training import batches, single_rank, switch_precision, train
 from megatron_fp8rl import cli
@@ -36,31 +36,23 @@ if TYPE_CHECKING:
 _EQUAL_DB = -999.0  # stands for minus infinity, which JSON does not have
 
 
-def run_config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
+def run_config(options: argparse.Namespace) -> RunConfig:
     """The configuration on one trainer rank and one eager engine."""
     cfg = cli.load_config(options.config)
     rollout = replace(
-        cfg.rollout,
-        num_replicas=1,
-        tensor=1,
-        gpu_memory_utilization=0.3,
-        kv_cache_bytes=(1 << 30) if num_gpus() else (64 << 20),
-        max_num_sequences=8,
-        max_prompt_tokens=options.prompt_tokens,
-        max_completion_tokens=16,
+        cfg.rollout, num_replicas=1, tensor=1, gpu_memory_utilization=0.3,
+        kv_cache_bytes=(1 << 30) if num_gpus() else (64 << 20), max_num_sequences=8,
+        max_prompt_tokens=options.prompt_tokens, max_completion_tokens=16,
         max_tokens_per_microbatch=max(4096, options.prompt_tokens + 16),
-    )
+    )  # fmt: skip
     cfg = replace(cfg, parallel=ParallelConfig(), rollout=rollout, output_dir=str(FOLDER / "probe" / cfg.name))
-    cfg = cli.parse_overrides(cfg, overrides)
+    cfg = cli.parse_overrides(cfg, options.overrides)
     layers = options.layers or cfg.model.num_layers
     optim = replace(cfg.optim, lr=options.lr, warmup_steps=5, decay="linear")
     return replace(
-        cfg,
-        model=replace(cfg.model, num_layers=min(layers, cfg.model.num_layers)),
-        rollout=replace(cfg.rollout, enforce_eager=True),
-        optim=optim,
-        num_steps=max(1, options.warm_steps),
-    )
+        cfg, model=replace(cfg.model, num_layers=min(layers, cfg.model.num_layers)),
+        rollout=replace(cfg.rollout, enforce_eager=True), optim=optim, num_steps=max(1, options.warm_steps),
+    )  # fmt: skip
 
 
 def prompt_of(cfg: RunConfig, options: argparse.Namespace) -> list[int]:
@@ -93,15 +85,15 @@ def differences(
     cfg: RunConfig, options: argparse.Namespace
 ) -> tuple[list[Difference], dict[str, dict[str, float]]]:
     """(one entry per operation; by layer the share of tokens with other experts in the trainer, total and own)."""
-    from megatron_fp8rl.data.model_dir import write_model_dir
-    from megatron_fp8rl.diagnose.engine_probe import record_prefill
-    from megatron_fp8rl.diagnose.operations import compare, share_of_other_experts
-    from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
-    from megatron_fp8rl.rollout.fleet import Fleet
-    from megatron_fp8rl.weight_sync.publish import WeightExporter
-
     prompt = prompt_of(cfg, options)
     with single_rank(cfg) as parallel:
+        from megatron_fp8rl.data.model_dir import write_model_dir
+        from megatron_fp8rl.diagnose.engine_probe import record_prefill
+        from megatron_fp8rl.diagnose.operations import compare, share_of_other_experts
+        from megatron_fp8rl.diagnose.trainer_probe import TrainerProbe
+        from megatron_fp8rl.rollout.fleet import Fleet
+        from megatron_fp8rl.weight_sync.publish import WeightExporter
+
         with Fleet.start(cfg, write_model_dir(cfg), cfg.run_dir, wait=False) as fleet:  # while the trainer learns
             policy, history = build_policy(cfg, parallel, options)
             fleet.wait_until_ready()
@@ -116,8 +108,6 @@ def differences(
                 engine = fleet.sync(record_prefill(fleet.clients[0], prompt, path), cfg.rollout.request_deadline_s)
             finally:
                 exporter.close()
-        if options.damage:
-            damage(policy, options.damage)
         switch_precision(policy, cfg.precision, history)
         probe = TrainerProbe(policy.models, policy.cfg, parallel)
         trainer = probe.record(prompt)
@@ -133,100 +123,6 @@ def differences(
     }
 
 
-def damage(policy: Policy, part_of_name: str) -> None:
-    """Multiply the trainer's weights of which the name contains this by 1.25, behind the engine's back."""
-    import torch
-
-    found = [(name, p) for name, p in policy.named_parameters() if part_of_name in name]
-    if not found:
-        raise SystemExit(f"no parameter has {part_of_name!r} in its name")
-    with torch.no_grad():
-        for name, parameter in found:
-            parameter.mul_(1.25)
-            print(f"damaged: {name}")
-
-
-def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.probe", description=__doc__.split("\n")[0])
-    parser.add_argument("config", nargs="?", default="tiny_qwen3_moe", metavar="CONFIG")
-    parser.add_argument("--layers", type=int, help="cut the model to this depth")
-    parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--warm-steps", type=int, default=40)
-    parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--damage", help="part of a parameter's name in Megatron-Core; shows that damage is found")
-    parser.add_argument("--quick", action="store_true", help="a short warm start of little data")
-    parser.add_argument("--results", type=Path, default=FOLDER / "probe.jsonl")
-    options, overrides = parser.parse_known_args(argv)
-    if options.quick:
-        options.warm_steps, options.warm_tokens, options.prompt_tokens = 10, 1024, 60
-        options.layers = options.layers or 4
-    return options, overrides
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options, overrides = parse(argv)
-    cfg = run_config(options, overrides)
-    if not num_gpus() and cfg.model.hidden_size > 1024:
-        print(f"benchmarks.probe of {cfg.name} needs a GPU; tiny_qwen3_moe runs without one", file=sys.stderr)
-        return 2
-    from megatron_fp8rl.diagnose.operations import first_beyond_rounding, first_different, table
-
-    started = time.perf_counter()
-    rows, other_experts = differences(cfg, options)
-    print(table(rows))
-    for name, shares in other_experts.items():
-        print(f"{name}: other experts for {shares['total']:.1%} of the tokens, {shares['own']:.1%} by its own error")
-    first, beyond = first_different(rows), first_beyond_rounding(rows)
-    precision = f"{cfg.precision.rollout} rollout, {cfg.precision.trainer} trainer, {cfg.precision.scales} scales"
-    precision += ", the engine's attention" if cfg.precision.attention == "engine" else ""
-    precision += ", batch-invariant engine" if cfg.rollout.batch_invariant else ""
-    result = {
-        "config": cfg.name,
-        "layers": cfg.model.num_layers,
-        "precision": precision,
-        "kv_cache": cfg.rollout.kv_cache_dtype,
-        "kernels": f"{cfg.rollout.linear_backend} / {cfg.rollout.moe_backend} / {cfg.rollout.attention_backend}",
-        "first_different": first.name if first else None,
-        "first_beyond_rounding": beyond.name if beyond else None,
-        "logits_db": _finite(rows[-1].total_db),
-        "worst_own_db": {
-            kind: _finite(max(r.own_db for r in rows if r.name.rpartition(".")[2] == kind))
-            for kind in dict.fromkeys(row.name.rpartition(".")[2] for row in rows)
-        },
-        "tokens_with_other_experts": other_experts,
-        "device": device_name(),
-        "seconds": round(time.perf_counter() - started, 1),
-    }
-    results = Results(options.results, ("config", "layers", "precision", "kv_cache", "kernels", "device"))
-    results.add(result)
-    if num_gpus() and not options.damage:
-        with record.turn():
-            _record(results.rows(), table(rows))
-    return 0
-
-
-def _record(results: Sequence[dict[str, Any]], newest: str) -> None:
-    shown = [
-        {
-            "config": f"{r['config']}, {r['layers']} layers",
-            "precision": r["precision"] + (", FP8 KV cache" if r["kv_cache"] == "fp8" else ""),
-            "linear / experts / attention": r["kernels"],
-            "bits first differ at": r["first_different"],
-            "beyond BF16 rounding first at": r["first_beyond_rounding"] or "nowhere",
-            "logits dB": r["logits_db"],
-            "largest own dB": ", ".join(_own_db(r["worst_own_db"])),
-        }
-        for r in results
-    ]
-    notes = (
-        "dB are 20 log10 of the RMS difference over the engine's RMS. 'Own' is the trainer's operation on the engine's "
-        "inputs: what an operation inherits does not count. Models without a checkpoint were trained briefly.\n\n"
-        f"The newest of these, operation by operation:\n\n{newest}"
-    )
-    record.section("probe", "Where trainer and engine differ", shown, notes=notes)
-
-
 def _finite(decibels: float) -> float:
     """For JSON, which has no infinity; -999 is equality."""
     return round(max(decibels, -999.0), 1)
@@ -239,5 +135,74 @@ def _own_db(by_kind: dict[str, float], shown: int = 4) -> list[str]:
     return [f"{kind} {db}" for db, kind in inexact[:shown]] + rest
 
 
+class Probe(runner.Benchmark):
+    name, title, about = "probe", "Where trainer and engine differ", __doc__
+    takes_fields = True
+    keys = ("config", "layers", "precision", "kv_cache", "kernels", "device")
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("config", nargs="?", default="tiny_qwen3_moe", metavar="CONFIG")
+        parser.add_argument("--layers", type=int, help="cut the model to this depth")
+        parser.add_argument("--prompt-tokens", type=int, default=200)
+        parser.add_argument("--warm-steps", type=int, default=40)
+        parser.add_argument("--warm-tokens", type=int, default=8192, help="of one step of the warm start")
+        parser.add_argument("--lr", type=float, default=3e-4)
+
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if options.quick:
+            options.warm_steps, options.warm_tokens, options.prompt_tokens = 10, 1024, 60
+            options.layers = options.layers or 4
+
+    def arms(self, options: argparse.Namespace) -> Iterator[Row]:
+        cfg = run_config(options)
+        precision = f"{cfg.precision.rollout} rollout, {cfg.precision.trainer} trainer, {cfg.precision.scales} scales"
+        precision += ", the engine's attention" if cfg.precision.attention == "engine" else ""
+        precision += ", batch-invariant engine" if cfg.rollout.batch_invariant else ""
+        yield {
+            "config": cfg.name,
+            "layers": cfg.model.num_layers,
+            "precision": precision,
+            "kv_cache": cfg.rollout.kv_cache_dtype,
+            "kernels": f"{cfg.rollout.linear_backend} / {cfg.rollout.moe_backend} / {cfg.rollout.attention_backend}",
+        }
+
+    def gpus(self, arm: Row) -> int:
+        return int(not arm["config"].startswith("tiny"))
+
+    def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
+        rows, other_experts = differences(run_config(options), options)
+        from megatron_fp8rl.diagnose.operations import first_beyond_rounding, first_different, table
+
+        print(table(rows), flush=True)
+        first, beyond = first_different(rows), first_beyond_rounding(rows)
+        yield arm | {
+            "first_different": first.name if first else None,
+            "first_beyond_rounding": beyond.name if beyond else None,
+            "logits_db": _finite(rows[-1].total_db),
+            "worst_own_db": {
+                kind: _finite(max(r.own_db for r in rows if r.name.rpartition(".")[2] == kind))
+                for kind in dict.fromkeys(row.name.rpartition(".")[2] for row in rows)
+            },
+            "tokens_with_other_experts": other_experts,
+        }
+
+    def line(self, row: Row) -> Row:
+        return {
+            "config": f"{row['config']}, {row['layers']} layers",
+            "precision": row["precision"] + (", FP8 KV cache" if row["kv_cache"] == "fp8" else ""),
+            "linear / experts / attention": row["kernels"],
+            "bits first differ at": row["first_different"],
+            "beyond BF16 rounding first at": row["first_beyond_rounding"] or "nowhere",
+            "logits dB": row["logits_db"],
+            "largest own dB": ", ".join(_own_db(row["worst_own_db"])),
+        }
+
+    def notes(self, rows: Sequence[Row]) -> str:
+        return (
+            "dB are 20 log10 of the RMS difference over the engine's RMS. 'Own' is the trainer's operation on the engine's "
+            "inputs: what an operation inherits does not count. Models without a checkpoint were trained briefly."
+        )
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(Probe()))

@@ -9,7 +9,7 @@ two runs apart that differ in nothing but chance. Gradients are compared at the 
 one batch that no arm has seen: signal to noise of an FP8 gradient against the BF16 one, in decibels; each matrix on its
 own, experts together. Delayed scaling gets a past of two batches first.
 
-Rows add up in ``--results``; the table and the plot docs/recipes.png are made of all of them.
+The table and the picture docs/recipes.png are made of all rows.
 """
 
 from __future__ import annotations
@@ -21,24 +21,23 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from benchmarks import record
-from benchmarks.results import FOLDER, Results, Row, num_gpus, require_gpus
+from benchmarks import record, runner
+from benchmarks.record import Row
+from benchmarks.runner import num_gpus
 from benchmarks.synthetic import Language
-from benchmarks.training import MODELS, batches, free_memory, gradients, model_of, single_rank, switch_precision
+from benchmarks.training import MODELS, batches, gradients, model_of, single_rank, switch_precision
 from megatron_fp8rl.config import FP8_BLOCK, OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.types import TrainBatch
 
-KEYS = ("measured", "model", "layers", "arm", "steps", "tokens", "device")
-PLOT = Path("docs/recipes.png")
 _SMOOTH = 20  # steps over which losses are averaged before they are compared
 _UNTIMED = 5  # steps at the start: kernels compile, memory is found
+_OTHER_SEED = "bf16, other seed"
 _LINES = {"other seed": "-.", "edges": "--", "FP8 parameters": (0, (5, 1, 1, 1, 1, 1)), "DeepGEMM": ":"}  # else solid
 _KINDS = {
     "linear_qkv": "qkv",
@@ -50,68 +49,39 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One curve."""
-
-    trainer: str
-    scales: str = "pow2"
-    params: str = "bf16"
-    num_edges: int = 0  # layers in BF16 at each end
-    other_seed: bool = False
-    kernels: Literal["te", "deep_gemm"] = "te"  # of FP8 linears, and of experts
-
-    @property
-    def name(self) -> str:
-        parts = [self.trainer]
-        parts += [f"{self.scales} scales"] if self.trainer == "blockwise" else []
-        parts += ["FP8 parameters"] if self.params == "fp8" else []
-        parts += ["edges"] if self.num_edges else []
-        parts += ["other seed"] if self.other_seed else []
-        parts += ["DeepGEMM"] if self.kernels == "deep_gemm" else []
-        return ", ".join(parts)
-
-    @property
-    def precision(self) -> PrecisionConfig:
-        return PrecisionConfig(
-            trainer=self.trainer,
-            rollout="bf16",
-            scales=self.scales,
-            params=self.params,
-            linears=self.kernels if self.trainer != "bf16" else "te",
-            experts=self.kernels,
-            bf16_first_layers=self.num_edges,
-            bf16_last_layers=self.num_edges,
-        )
+_BF16 = {"trainer": "bf16"}
+_GROUPED = {"experts": "deep_gemm"}
+_DEEP_GEMM = {"linears": "deep_gemm", **_GROUPED}
+FP8 = {
+    "delayed": {"trainer": "delayed"},
+    "tensorwise": {"trainer": "tensorwise"},
+    "blockwise, pow2 scales": {"trainer": "blockwise"},
+    "blockwise, fp32 scales": {"trainer": "blockwise", "scales": "fp32"},
+}
+ARMS = {  # fields of precision; linears and experts are Transformer Engine's unless it says otherwise
+    "bf16": _BF16,
+    _OTHER_SEED: _BF16,
+    "blockwise, pow2 scales, DeepGEMM": FP8["blockwise, pow2 scales"] | _DEEP_GEMM,
+    "blockwise, fp32 scales, DeepGEMM": FP8["blockwise, fp32 scales"] | _DEEP_GEMM,
+    "bf16, DeepGEMM": _BF16 | _GROUPED,
+    **FP8,
+    "blockwise, pow2 scales, FP8 parameters": FP8["blockwise, pow2 scales"] | {"params": "fp8"},
+    **{f"{name}, edges": fields | {"bf16_first_layers": 1, "bf16_last_layers": 1} for name, fields in FP8.items()},
+}
 
 
-FP8 = tuple(
-    Arm(trainer=trainer, scales=scales)
-    for trainer, scales in (("delayed", "pow2"), ("tensorwise", "pow2"), ("blockwise", "pow2"), ("blockwise", "fp32"))
-)
-ARMS = (
-    Arm(trainer="bf16"),
-    Arm(trainer="bf16", other_seed=True),
-    Arm(trainer="blockwise", kernels="deep_gemm"),
-    Arm(trainer="blockwise", scales="fp32", kernels="deep_gemm"),
-    Arm(trainer="bf16", kernels="deep_gemm"),  # of experts alone
-    *FP8,
-    Arm(trainer="blockwise", params="fp8"),
-    *(replace(arm, num_edges=1) for arm in FP8),
-)
+def precision_of(arm: str) -> PrecisionConfig:
+    return PrecisionConfig(**{"rollout": "bf16", "linears": "te", "experts": "te"} | ARMS[arm])
 
 
-def run_config(name: str, arm: Arm, options: argparse.Namespace) -> RunConfig:
+def run_config(name: str, arm: str, options: argparse.Namespace) -> RunConfig:
     """A supervised run of one arm."""
     return RunConfig(
-        name="recipes",
-        model=model_of(name, options.layers),
-        precision=arm.precision,
+        name="recipes", model=model_of(name, options.layers), precision=precision_of(arm),
         optim=OptimConfig(lr=options.lr, warmup_steps=min(20, options.steps // 5), decay="cosine", min_lr=0.0),
-        rollout=RolloutConfig(max_tokens_per_microbatch=max(options.tokens, options.length)),
-        num_steps=options.steps,
-        seed=2 if arm.other_seed else 1,
-    )
+        rollout=RolloutConfig(max_tokens_per_microbatch=max(options.tokens, options.length)), num_steps=options.steps,
+        seed=2 if arm == _OTHER_SEED else 1,
+    )  # fmt: skip
 
 
 def loss_curve(policy: Policy, steps: Sequence[TrainBatch]) -> tuple[list[float], list[float]]:
@@ -126,7 +96,7 @@ def loss_curve(policy: Policy, steps: Sequence[TrainBatch]) -> tuple[list[float]
     return losses, seconds
 
 
-def gradient_noise(policy: Policy, batch: TrainBatch, history: Sequence[TrainBatch]) -> Iterator[tuple[Arm, Row]]:
+def gradient_noise(policy: Policy, batch: TrainBatch, history: Sequence[TrainBatch]) -> Iterator[tuple[str, Row]]:
     """For each FP8 recipe: signal to noise in dB of the gradients of each kind of matrix, by layer."""
     import torch
 
@@ -134,11 +104,11 @@ def gradient_noise(policy: Policy, batch: TrainBatch, history: Sequence[TrainBat
         named = policy.named_parameters()
         return {n: p.main_grad.detach().float().cpu().clone() for n, p in named if kind_of(n) is not None}
 
-    switch_precision(policy, ARMS[0].precision)
+    switch_precision(policy, precision_of("bf16"))
     gradients(policy, batch)
     exact = snapshot()
     for arm in FP8:
-        switch_precision(policy, arm.precision, history)
+        switch_precision(policy, precision_of(arm), history)
         gradients(policy, batch)
         yield arm, {"snr_db": signal_to_noise(exact, snapshot())}
     policy.optimizer.zero_gradients()
@@ -169,42 +139,6 @@ def signal_to_noise(exact: dict[str, Any], rounded: dict[str, Any]) -> dict[str,
     return dict(found)
 
 
-def measure(name: str, options: argparse.Namespace, results: Results, common: Row) -> None:
-    """All arms of one model that are not there yet."""
-    from megatron_fp8rl.trainer.policy import Policy
-
-    cfg = run_config(name, ARMS[0], options)
-    language = Language(cfg.model.vocab_size)
-    size = {"num_sequences": options.tokens // options.length, "length": options.length}
-    base = common | {"model": name, "layers": cfg.model.num_layers, "steps": options.steps, "tokens": options.tokens}
-    base["best_loss"] = round(language.entropy, 4)
-    with single_rank(cfg) as parallel:
-        *steps, unseen, past, past_too = batches(cfg, language, options.steps + 3, **size)
-        for arm in ARMS:
-            leaves_no_fp8 = 2 * arm.num_edges >= cfg.model.num_layers
-            wants_gpu = arm.params == "fp8" and (not num_gpus() or cfg.model.head_dim % FP8_BLOCK)
-            wants_gpu |= arm.kernels == "deep_gemm" and not num_gpus()
-            is_another = arm.kernels == "te" or arm.trainer != "bf16" or cfg.model.is_moe
-            if leaves_no_fp8 or wants_gpu or not is_another or (options.arms and arm.name not in options.arms):
-                continue
-            row = base | {"measured": "loss", "arm": arm.name}
-            wants_noise = arm == ARMS[0] and not results.has(base | {"measured": "noise", "arm": FP8[-1].name})
-            if results.has(row) and not options.again and not wants_noise:
-                continue
-            if time.monotonic() - options.started > options.budget_s:
-                print(f"SKIPPED {name} {arm.name}: the budget is spent; run the same command again", flush=True)
-                continue
-            policy = Policy.build(run_config(name, arm, options), parallel)
-            losses, seconds = loss_curve(policy, steps)
-            timed = seconds[_UNTIMED:] or seconds
-            results.add(row | {"losses": [round(x, 5) for x in losses], "step_s": statistics.median(timed)})
-            if arm == ARMS[0]:
-                for fp8, noise in gradient_noise(policy, unseen, (past, past_too)):
-                    results.add(base | {"measured": "noise", "arm": fp8.name} | noise)
-            del policy
-            free_memory()
-
-
 def deviation(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, float]:
     """(largest difference of the averaged curves over the second half, mean loss of the last steps)."""
     from megatron_fp8rl.report.style import moving_average
@@ -216,20 +150,21 @@ def deviation(losses: Sequence[float], reference: Sequence[float]) -> tuple[floa
     return worst, statistics.fmean(losses[-width:])
 
 
-def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One line per arm: final loss, distance from BF16, gradient noise, time."""
+def lines(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """One line per arm: final loss, distance from BF16 of the same run, gradient noise, time."""
     shown = []
-    curves = {(r["model"], r["arm"]): r for r in rows if r["measured"] == "loss"}
-    noises = {(r["model"], r["arm"]): r["snr_db"] for r in rows if r["measured"] == "noise"}
-    for (model, arm), row in curves.items():
-        exact = curves.get((model, ARMS[0].name))
+    curves = {(r.get("run"), r["model"], r["arm"]): r for r in rows if r["measured"] == "loss"}
+    noises = {(r.get("run"), r["model"], r["arm"]): r["snr_db"] for r in rows if r["measured"] == "noise"}
+    for (run, model, arm), row in curves.items():
+        exact = curves.get((run, model, "bf16"))
         if exact is None:
             continue
         worst, final = deviation(row["losses"], exact["losses"])
-        by_kind = noises.get((model, arm), {})
+        by_kind = noises.get((run, model, arm), {})
         noise = {k: f"{min(v):.1f} to {max(v):.1f}" for k, v in by_kind.items()}
         shown.append(
             {
+                "run": row.get("run", "-"),
                 "model": f"{model}, {row['layers']} layers",
                 "recipe": arm,
                 "final loss": f"{final:.4f}",
@@ -248,13 +183,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     curves = [r for r in rows if r["measured"] == "loss"]
     models = list(dict.fromkeys(r["model"] for r in curves))
-    colors = dict(zip((arm.name for arm in (ARMS[0], *FP8)), style.CYCLE))  # a variant has the one of its recipe
+    colors = dict(zip(("bf16", *FP8), style.CYCLE))  # a variant has the one of its recipe
     with style.styled():
         figure = style.new_figure(15.0, 3.6 * len(models))
         grid = figure.subplots(len(models), 3, squeeze=False)
         for (left, middle, right), model in zip(grid, models):
             own = {r["arm"]: r for r in curves if r["model"] == model}
-            exact = own.get(ARMS[0].name)
+            exact = own.get("bf16")
             for arm, row in own.items():
                 color = next((colors[name] for name in colors if arm.startswith(name)), style.GREY)
                 line = next((line for words, line in _LINES.items() if arm.endswith(words)), "-")
@@ -277,60 +212,76 @@ def plot(rows: Sequence[Row], path: Path) -> None:
         figure.savefig(path, dpi=140)
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recipes", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=["small", "small_moe"])
-    parser.add_argument("--layers", type=int, help="cut the models to this depth")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--tokens", type=int, default=16384, help="of one step")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
-    parser.add_argument("--lr", type=float, default=6e-4)
-    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], help="only these")
-    parser.add_argument("--quick", action="store_true", help="20 steps of the tiny models, or 40 of small on a GPU")
-    parser.add_argument("--again", action="store_true", help="measure also what --results has already")
-    parser.add_argument("--budget-s", type=float, default=540.0, help="start no arm after this time")
-    parser.add_argument("--results", type=Path, default=FOLDER / "recipes.jsonl")
-    parser.add_argument("--plot", type=Path, default=PLOT)
-    options = parser.parse_args(argv)
-    options.started = time.monotonic()
-    if options.quick and num_gpus():
-        options.model, options.steps = ["small"], 40
-    elif options.quick:
-        options.model, options.steps, options.tokens, options.length, options.lr = ["tiny"], 20, 512, 64, 4e-3
-    return options
+class Recipes(runner.Benchmark):
+    name, title, about = "recipes", "Precision of the FP8 recipes", __doc__
+    keys = ("measured", "model", "layers", "arm", "steps", "tokens", "device")
+    picture = "recipes.png"
 
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.choices(parser, "--model", MODELS, ["small", "small_moe"])
+        parser.add_argument("--layers", type=int, help="cut the models to this depth")
+        parser.add_argument("--steps", type=int, default=200)
+        parser.add_argument("--tokens", type=int, default=16384, help="of one step")
+        parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+        parser.add_argument("--lr", type=float, default=6e-4)
+        runner.choices(parser, "--arms", ARMS, ARMS)
 
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    if not {"tiny", "tiny_moe"}.issuperset(options.model):
-        require_gpus(1, "benchmarks.recipes")
-    device = "cpu"
-    if num_gpus():
-        import torch
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if options.quick and num_gpus():
+            options.model, options.steps = ["small"], 40
+        elif options.quick:
+            options.model, options.steps, options.tokens, options.length, options.lr = ["tiny"], 20, 512, 64, 4e-3
 
-        device = torch.cuda.get_device_name()
-    results = Results(options.results, KEYS)
-    for name in options.model:
-        measure(name, options, results, {"device": device})
-    with record.turn():
-        rows = results.rows()
-        plot(rows, options.plot)
-        if device != "cpu" and not options.quick:
-            _record(rows)
-    for line in table(rows):
-        print(line)
-    return 0
+    def arms(self, options: argparse.Namespace) -> Iterator[Row]:
+        """What differs, and what this machine has kernels for."""
+        for name in options.model:
+            model = model_of(name, options.layers)
+            for arm in options.arms:
+                fields = ARMS[arm]
+                leaves_no_fp8 = "bf16_first_layers" in fields and model.num_layers <= 2
+                wants_gpu = "params" in fields and (not num_gpus() or model.head_dim % FP8_BLOCK)
+                wants_gpu |= "experts" in fields and not num_gpus()
+                is_the_same = fields == _BF16 | _GROUPED and not model.is_moe
+                if not leaves_no_fp8 and not wants_gpu and not is_the_same:
+                    base = {"model": name, "layers": model.num_layers, "steps": options.steps, "tokens": options.tokens}
+                    yield base | {"arm": arm}
 
+    def gpus(self, arm: Row) -> int:
+        return int(not arm["model"].startswith("tiny"))
 
-def _record(rows: Sequence[Row]) -> None:
-    notes = (
-        "From one seed on the synthetic language of benchmarks/synthetic.py, AdamW, the same batches for every arm. "
-        "Losses are averaged over 20 steps; 'largest' is over the second half of the run. The last columns are the "
-        "signal to noise of gradients against BF16 at equal weights, from the worst layer to the best. Curves: "
-        "[recipes.png](recipes.png)."
-    )
-    record.section("recipes", "Precision of the FP8 recipes", table(rows), notes=notes)
+    def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
+        cfg = run_config(arm["model"], arm["arm"], options)
+        language = Language(cfg.model.vocab_size)
+        arm = arm | {"best_loss": round(language.entropy, 4)}
+        size = {"num_sequences": options.tokens // options.length, "length": options.length}
+        with single_rank(cfg) as parallel:
+            from megatron_fp8rl.trainer.policy import Policy
+
+            # The same batches for every arm, whatever its seed.
+            first = run_config(arm["model"], "bf16", options)
+            *steps, unseen, past, past_too = batches(first, language, options.steps + 3, **size)
+            policy = Policy.build(cfg, parallel)
+            losses, seconds = loss_curve(policy, steps)
+            step_s = statistics.median(seconds[_UNTIMED:] or seconds)
+            yield arm | {"measured": "loss", "losses": [round(x, 5) for x in losses], "step_s": step_s}
+            if arm["arm"] == "bf16":
+                for fp8, noise in gradient_noise(policy, unseen, (past, past_too)):
+                    yield arm | {"measured": "noise", "arm": fp8} | noise
+
+    def table(self, rows: Sequence[Row]) -> str:
+        return record.table(lines(rows))
+
+    def notes(self, rows: Sequence[Row]) -> str:
+        return (
+            "From one seed on the synthetic language of benchmarks/synthetic.py, AdamW, the same batches for every arm. "
+            "Losses are averaged over 20 steps; 'largest' is over the second half of the run. The last columns are the "
+            "signal to noise of gradients against BF16 at equal weights, from the worst layer to the best. Curves: "
+            "[recipes.png](../recipes.png)."
+        )
+
+    def draw(self, rows: Sequence[Row], path: Path) -> None:
+        plot(rows, path)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(Recipes()))

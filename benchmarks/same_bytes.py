@@ -11,38 +11,30 @@ Random models in the full width of the published ones. For every tensor, without
     engine       digests of what its kernels hold after a publication from all trainer ranks, slice by slice
 
 A tensor of which two differ is counted under a reason; "unexplained" must not occur. Without Transformer Engine that
-column stays empty. Every trainer rank compares its share of the tensors; the command starts all ranks.
+column stays empty. Every trainer rank compares its share of the tensors.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from benchmarks import record
+from benchmarks import runner
 from benchmarks.byte_comparison import TE_SCALES, Tally, compare, transformer_engine
-from benchmarks.results import FOLDER, Results, Row, num_gpus, on_ranks, require_gpus
+from benchmarks.record import FOLDER, Row
+from benchmarks.runner import num_gpus
+from benchmarks.training import MODELS
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
-from model_configs import qwen3, tiny
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
 
-MODELS = {
-    "qwen3_8b": qwen3.qwen3_8b,
-    "qwen3_30b_a3b": qwen3.qwen3_30b_a3b,
-    "tiny": lambda: tiny.tiny_qwen3().model,
-    "tiny_moe": lambda: tiny.tiny_qwen3_moe().model,
-}
 TRAINERS = {
     "single": ParallelConfig(),
     "tp2": ParallelConfig(world_size=2, tensor=2),
@@ -52,22 +44,21 @@ TRAINERS = {
     "pp2": ParallelConfig(world_size=2, pipeline=2),
 }
 ENGINES = {"tp1": (1, 1), "tp2": (2, 1), "ep2": (2, 2)}  # tensor, expert
-KEYS = ("model", "layers", "scales", "trainer", "engine", "transport", "device")
 
-def run_config(options: argparse.Namespace, engine: str, scales: str) -> RunConfig:
-    model = MODELS[options.model]()
-    tensor, expert = ENGINES[engine]
-    colocated = options.placement == "colocated"
+def run_config(arm: Row, placement: str) -> RunConfig:
+    model = MODELS[arm["model"]]()
+    tensor, expert = ENGINES[arm["engine"]]
+    colocated = placement == "colocated"
     return RunConfig(
         name="same_bytes",
-        model=replace(model, num_layers=options.layers or model.num_layers),
-        parallel=TRAINERS[options.trainer_layout],
-        precision=PrecisionConfig(trainer="blockwise", rollout="blockwise", scales=scales),
+        model=replace(model, num_layers=arm["layers"] or model.num_layers),
+        parallel=TRAINERS[arm["trainer"]],
+        precision=PrecisionConfig(trainer="blockwise", rollout="blockwise", scales=arm["scales"]),
         rollout=RolloutConfig(
             tensor=tensor,
             expert=expert,
-            placement=options.placement,
-            transport=options.transport,
+            placement=placement,
+            transport=arm["transport"],
             torch_compile=False,
             enforce_eager=True,  # nothing is sampled
             max_prompt_tokens=128,
@@ -77,7 +68,7 @@ def run_config(options: argparse.Namespace, engine: str, scales: str) -> RunConf
             # A colocated engine finds the trainer's parameters on the GPU when it starts.
             gpu_memory_utilization=0.45 if colocated else 0.85,
         ),
-        output_dir=str(FOLDER / "same_bytes" / f"{options.model}-{options.trainer_layout}-{engine}-{scales}"),
+        output_dir=str(FOLDER / "same_bytes" / "-".join(map(str, arm.values()))),
     )
 
 
@@ -133,11 +124,77 @@ def row_of(cfg: RunConfig, total: Tally, has_te: bool) -> Row:
     }
 
 
-def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Rows as docs/measured.md shows them; reasons are numbered, see :func:`reasons`."""
-    numbers = {reason: f"({i})" for i, reason in enumerate(reasons(rows), 1)}
-    return [
-        {
+def reasons(rows: Sequence[Row]) -> list[str]:
+    return sorted({reason for row in rows for reason in row["exceptions"]})
+
+
+def placement_of(arm: Row, options: argparse.Namespace) -> str:
+    return options.placement or ("separate" if TRAINERS[arm["trainer"]].world_size > 1 else "colocated")
+
+
+class SameBytes(runner.Benchmark):
+    name, title, about = "same_bytes", "The same FP8 bytes at both ends", __doc__
+    keys = ("model", "layers", "scales", "trainer", "engine", "transport", "device")
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--model", choices=MODELS, default="qwen3_8b")
+        parser.add_argument("--layers", type=int, default=0, help="only the first N layers; 0: all")
+        runner.choices(parser, "--scales", ["pow2", "fp32"], ["pow2"])
+        parser.add_argument("--trainer-layout", choices=TRAINERS, default="single", help="default: one rank")
+        runner.choices(parser, "--engine-layout", ENGINES, ["tp1"])
+        several = "default: separate when ranks are several"
+        parser.add_argument("--placement", choices=["colocated", "separate"], help=several)
+        parser.add_argument("--transport", default="auto", choices=["auto", "gloo", "ipc", "nccl"])
+
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if options.quick:
+            options.layers = 2
+            options.model = options.model if num_gpus() else "tiny_moe"
+        self._options = options
+
+    def arms(self, options: argparse.Namespace) -> Iterator[Row]:
+        base = {"model": options.model, "layers": options.layers, "trainer": options.trainer_layout}
+        for engine, scales in itertools.product(options.engine_layout, options.scales):
+            yield base | {"engine": engine, "scales": scales, "transport": options.transport}
+
+    def ranks(self, arm: Row) -> int:
+        return TRAINERS[arm["trainer"]].world_size
+
+    def gpus(self, arm: Row) -> int:
+        if arm["model"].startswith("tiny") and not num_gpus():
+            return 0
+        trainer, workers = self.ranks(arm), ENGINES[arm["engine"]][0]
+        return max(trainer, workers) if placement_of(arm, self._options) == "colocated" else trainer + workers
+
+    def is_wrong(self, row: Row) -> bool:
+        return any(reason.startswith("unexplained") for reason in row["exceptions"])
+
+    def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
+        from megatron_fp8rl.trainer.compat import megatron_on_cpu
+
+        megatron_on_cpu.install()
+        from megatron_fp8rl.trainer.parallel import Parallel
+
+        started, parallel = time.monotonic(), Parallel.init(TRAINERS[arm["trainer"]])
+        try:
+            cfg = run_config(arm, placement_of(arm, options))
+            total, publish_s = run_case(cfg, parallel)
+            has_te = transformer_engine(arm["scales"], parallel.device) is not None
+            seconds = {"publish_s": round(publish_s, 3), "seconds": round(time.monotonic() - started, 1)}
+            yield arm | row_of(cfg, total, has_te) | seconds
+        finally:
+            parallel.close()
+
+    def order(self, rows: Sequence[Row]) -> Sequence[Row]:
+        return sorted(rows, key=lambda row: [str(row[key]) for key in self.keys])
+
+    def table(self, rows: Sequence[Row]) -> str:
+        self._numbers = {reason: f"({i})" for i, reason in enumerate(reasons(rows), 1)}  # as the notes have them
+        return super().table(rows)
+
+    def line(self, row: Row) -> Row:
+        exceptions = [f"{found[0]:,} {self._numbers[why]}" for why, found in row["exceptions"].items()]
+        return {
             "model": f"{row['model']}, {row['num_layers']} layers",
             "scales": row["scales"],
             "trainer": row["trainer"],
@@ -147,103 +204,22 @@ def table(rows: Sequence[Row]) -> list[dict[str, Any]]:
             "FP8 tensors": row["fp8_tensors"],
             "same as definition": row["equal_to_definition"],
             "same as Transformer Engine": row["equal_to_te"],
-            "exceptions": ", ".join(f"{found[0]:,} {numbers[why]}" for why, found in row["exceptions"].items()) or "none",
+            "exceptions": ", ".join(exceptions) or "none",
         }
-        for row in sorted(rows, key=lambda row: [str(row[key]) for key in KEYS])
-    ]
 
-
-def reasons(rows: Sequence[Row]) -> list[str]:
-    return sorted({reason for row in rows for reason in row["exceptions"]})
-
-
-def write_section(rows: Sequence[Row]) -> None:
-    notes = [
-        "Every tensor is compared whole, or slice by slice where ranks hold slices: E4M3 bytes and scales of FP8 "
-        "tensors, BF16 of the others. The engine is asked after its second publication, without what was sent."
-    ]
-    for number, reason in enumerate(reasons(rows), 1):
-        row = next(row for row in rows if reason in row["exceptions"])
-        example = row["exceptions"][reason][1]
-        notes.append(f"({number}) {reason}. For example {example}.")
-        if reason == TE_SCALES:
-            share = f"{row['scales_unlike_te']:.1%} of elements lie in blocks whose scale differs"
-            notes.append(f"There, {share}, and {row['bytes_unlike_te']:.3%} of bytes differ.")
-    record.section("same_bytes", "The same FP8 bytes at both ends", table(rows), notes="\n\n".join(notes))
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.same_bytes", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="qwen3_8b")
-    parser.add_argument("--layers", type=int, default=0, help="only the first N layers; 0: all")
-    parser.add_argument("--scales", nargs="+", choices=["pow2", "fp32"], default=["pow2"])
-    parser.add_argument("--trainer-layout", choices=TRAINERS, default="single", help="default: one rank")
-    parser.add_argument("--engine-layout", nargs="+", choices=ENGINES, default=["tp1"])
-    parser.add_argument("--placement", choices=["colocated", "separate"], help="default: separate when ranks are several")
-    parser.add_argument("--transport", default="auto", choices=["auto", "gloo", "ipc", "nccl"])
-    parser.add_argument("--quick", action="store_true", help="2 layers")
-    parser.add_argument("--budget-s", type=float, default=570.0, help="start no engine that may not end before")
-    parser.add_argument("--case-s", type=float, default=120.0, help="what one case may take")
-    parser.add_argument("--results", type=Path, default=FOLDER / "same_bytes.jsonl")
-    options = parser.parse_args(argv)
-    options.layers = min(options.layers, 2) or 2 if options.quick else options.layers
-    several = TRAINERS[options.trainer_layout].world_size > 1
-    options.placement = options.placement or ("separate" if several else "colocated")
-    return options
-
-
-def num_gpus_needed(options: argparse.Namespace, engine: str) -> int:
-    trainer, workers = TRAINERS[options.trainer_layout].world_size, ENGINES[engine][0]
-    return max(trainer, workers) if options.placement == "colocated" else trainer + workers
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    world_size = TRAINERS[options.trainer_layout].world_size
-    if world_size > 1 and "RANK" not in os.environ:
-        command, environment = on_ranks(world_size, "benchmarks.same_bytes", *(sys.argv[1:] if argv is None else argv))
-        return subprocess.run(command, env=os.environ | environment).returncode
-    on_cpu = options.model.startswith("tiny") and num_gpus() == 0
-    if not on_cpu:
-        needed = max(num_gpus_needed(options, engine) for engine in options.engine_layout)
-        require_gpus(needed, "benchmarks.same_bytes with these layouts")
-    else:
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before Megatron-Core is imported
-    import torch
-
-    from megatron_fp8rl.trainer.compat import megatron_on_cpu
-
-    megatron_on_cpu.install()
-    from megatron_fp8rl.trainer.parallel import Parallel
-
-    started = time.monotonic()
-    parallel = Parallel.init(TRAINERS[options.trainer_layout])
-    results = Results(options.results, KEYS)
-    device = torch.cuda.get_device_name() if not on_cpu else "cpu"
-    is_wrong = False
-    try:
-        for engine, scales in itertools.product(options.engine_layout, options.scales):
-            if parallel.broadcast_object(time.monotonic() - started) > options.budget_s - options.case_s:
-                print(f"SKIPPED {engine} {scales}: {options.budget_s:.0f} s are nearly over", flush=True)
-                continue
-            cfg = run_config(options, engine, scales)
-            case_started = time.monotonic()
-            total, publish_s = run_case(cfg, parallel)
-            if parallel.rank != 0:
-                continue
-            has_te = transformer_engine(scales, parallel.device) is not None
-            chosen = {"model": options.model, "layers": options.layers, "scales": scales, "engine": engine}
-            chosen |= {"trainer": options.trainer_layout, "transport": options.transport, "device": device}
-            seconds = {"publish_s": round(publish_s, 3), "seconds": round(time.monotonic() - case_started, 1)}
-            results.add(chosen | row_of(cfg, total, has_te) | seconds)
-            is_wrong |= any(reason.startswith("unexplained") for reason in total.exceptions)
-    finally:
-        parallel.close()
-    if parallel.rank == 0 and not on_cpu:
-        with record.turn():
-            write_section(results.rows())
-    return int(is_wrong)
+    def notes(self, rows: Sequence[Row]) -> str:
+        notes = [
+            "Every tensor is compared whole, or slice by slice where ranks hold slices: E4M3 bytes and scales of FP8 "
+            "tensors, BF16 of the others. The engine is asked after its second publication, without what was sent."
+        ]
+        for number, reason in enumerate(reasons(rows), 1):
+            row = next(row for row in rows if reason in row["exceptions"])
+            notes.append(f"({number}) {reason}. For example {row['exceptions'][reason][1]}.")
+            if reason == TE_SCALES:
+                share = f"{row['scales_unlike_te']:.1%} of elements lie in blocks whose scale differs"
+                notes.append(f"There, {share}, and {row['bytes_unlike_te']:.3%} of bytes differ.")
+        return "\n\n".join(notes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(runner.main(SameBytes()))

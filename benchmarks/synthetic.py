@@ -68,11 +68,7 @@ def as_sample(
         raise ValueError(f"{name}: {num_completion} completion tokens need as many finite log-probabilities")
     zeros = (0.0,) * num_prompt_tokens
     return Sample(
-        name=name,
-        environment="synthetic",
-        token_ids=tuple(token_ids),
-        num_prompt_tokens=num_prompt_tokens,
+        name=name, environment="synthetic", token_ids=tuple(token_ids), num_prompt_tokens=num_prompt_tokens,
         loss_mask=(False,) * num_prompt_tokens + (True,) * num_completion,
-        rollout_logprobs=(*zeros, *rollout_logprobs),
-        advantages=(0.0,) * len(token_ids),
-    )
+        rollout_logprobs=(*zeros, *rollout_logprobs), advantages=(0.0,) * len(token_ids),
+    )  # fmt: skip

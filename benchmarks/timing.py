@@ -1,16 +1,17 @@
-"""How benchmarks/experts.py and benchmarks/linears.py time: passes, the GPU's ceilings, and a budget of seconds."""
+"""How benchmarks time: calls on a GPU, passes of a module, and what the GPU can do at best."""
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.results import Results, Row, copy_bandwidth, timed
+from benchmarks.record import Row
 
 Call = Callable[[], Any]
+# Bytes per second of device memory, from the vendor's data sheets, by a word of the name that the driver reports.
+_PEAK_BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "B200": 8.0e12, "A100": 2.04e12}
 _CYCLES = 2_000_000  # of a GPU in a millisecond: those of Hopper at its highest clock
 
 
@@ -79,55 +80,65 @@ def dense_rates(size: int = 8192) -> dict[str, float]:
     return {name: 2 * size**3 / (milliseconds(call, 10) / 1e3) for name, call in calls.items()}
 
 
-def measure_ceilings(results: Results, gpu: str) -> dict[str, float]:
-    """:func:`dense_rates`, and the bytes per second of a "copy"; a row keeps them in TFLOP/s and TB/s."""
-    found = dense_rates() | {"copy": copy_bandwidth()}
-    shown = {name: round(rate / 1e12, 3) for name, rate in found.items()}
-    results.add({"measured": "ceilings", "device": gpu} | shown)
-    return found
+def ceilings() -> dict[str, float]:
+    """:func:`dense_rates`, and the bytes per second of a "copy"."""
+    return dense_rates() | {"copy": copy_bandwidth()}
 
 
-class Budget:
-    """Seconds, from now on. A case that may not end in time is left out, and named."""
+def peak_bandwidth(device_name: str) -> float | None:
+    """Bytes per second of the memory of a GPU by its data sheet; None for one that is not listed."""
+    return next((value for word, value in _PEAK_BANDWIDTH.items() if word in device_name), None)
 
-    def __init__(self, seconds: float):
-        self._end = time.monotonic() + seconds
-        self._longest = 0.0
 
-    def allows(self, what: str) -> bool:
-        """Whether a case as long as the longest so far would still end in time; says so when it would not."""
-        if time.monotonic() + self._longest <= self._end:
-            return True
-        print(f"SKIPPED {what}: the budget is spent; run the same command again", flush=True)
-        return False
+def copy_bandwidth(num_bytes: int = 2 << 30, rounds: int = 10) -> float:
+    """Bytes per second that a copy within the current GPU's memory reads and writes together; best of ``rounds``."""
+    import torch
 
-    @contextlib.contextmanager
-    def case(self) -> Iterator[None]:
-        """Around each case."""
-        started = time.monotonic()
-        try:
-            yield
-        finally:
-            self._longest = max(self._longest, time.monotonic() - started)
+    source = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = min(timed(lambda: target.copy_(source)) for _ in range(rounds))
+    del source, target
+    torch.cuda.empty_cache()
+    return 2 * num_bytes / seconds
+
+
+def timed(work: Any) -> float:
+    """Seconds of ``work()``, what it started on the GPU included."""
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if on_gpu:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
 
 
 def runnable(arms: Sequence[str]) -> list[str]:
-    """The arms whose package is installed; says which are left out, so that nothing fails late.
-
-    Exits with status 2 when there is none.
-    """
+    """The arms whose package is installed; says which are left out, so that nothing fails late."""
     from megatron_fp8rl.precision.hardware import installed_packages
     from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
     megatron_on_cpu.install()
     installed = installed_packages()
-    has = {"Transformer Engine": "transformer_engine" in installed, "DeepGEMM": "deep_gemm" in installed}
-    needs = {arm: "Transformer Engine" if arm.startswith(("te ", "ours te ")) else "DeepGEMM" for arm in arms}
+    needs = {arm: "transformer_engine" if arm.startswith(("te ", "ours te ")) else "deep_gemm" for arm in arms}
     for arm, package in needs.items():
-        if not has[package]:
+        if package not in installed:
             print(f"LEFT OUT {arm}: {package} is not installed", flush=True)
-    found = [arm for arm in arms if has[needs[arm]]]
-    if not found:
-        print("nothing to measure: install the gpu extra of this project (FP8RL_EXTRA=gpu make install)", flush=True)
-        raise SystemExit(2)
-    return found
+    if "transformer_engine" in installed:
+        import transformer_engine.pytorch  # noqa: F401  before PyTorch loads cuDNN
+    return [arm for arm in arms if needs[arm] in installed]
+
+
+def te_recipe(arm: str) -> Any:
+    """Transformer Engine's recipe of an arm "te ..."; None in BF16."""
+    from transformer_engine.common import recipe as recipes
+
+    return {
+        "te bf16": lambda: None,
+        "te blockwise": lambda: recipes.Float8BlockScaling(fp8_format=recipes.Format.E4M3),
+        "te delayed": lambda: recipes.DelayedScaling(fp8_format=recipes.Format.HYBRID),
+        "te tensorwise": lambda: recipes.Float8CurrentScaling(fp8_format=recipes.Format.HYBRID),
+    }[arm]()

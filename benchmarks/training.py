@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.synthetic import Language
 from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig
-from model_configs import qwen3, tiny
+from model_configs import dense, qwen3, tiny
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -22,16 +22,9 @@ if TYPE_CHECKING:
 def small() -> ModelConfig:
     """A dense model of 120 M parameters whose every matrix fills whole FP8 blocks."""
     return ModelConfig(
-        family="qwen3",
-        num_layers=8,
-        hidden_size=1024,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=2048,
-        ffn_hidden_size=4096,
-        max_position_embeddings=4096,
-    )
+        family="qwen3", num_layers=8, hidden_size=1024, num_attention_heads=8, num_key_value_heads=4, head_dim=128,
+        vocab_size=2048, ffn_hidden_size=4096, max_position_embeddings=4096,
+    )  # fmt: skip
 
 
 def small_moe() -> ModelConfig:
@@ -41,35 +34,13 @@ def small_moe() -> ModelConfig:
     )
 
 
-def qwen3_1_7b() -> ModelConfig:
-    """Qwen/Qwen3-1.7B, whose head is its embedding."""
-    heads = {"num_attention_heads": 16, "num_layers": 28, "tie_embeddings": True}
-    return replace(qwen3.qwen3_8b(), hidden_size=2048, ffn_hidden_size=6144, **heads)
-
-
-def qwen25_7b() -> ModelConfig:
-    """Qwen/Qwen2.5-7B, with biases of queries, keys and values."""
-    return ModelConfig(
-        family="qwen2",
-        num_layers=28,
-        hidden_size=3584,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        head_dim=128,
-        vocab_size=152064,
-        ffn_hidden_size=18944,
-        qkv_bias=True,
-        max_position_embeddings=32768,
-    )
-
-
 MODELS = {
     "tiny": lambda: tiny.tiny_qwen3().model,
     "tiny_moe": lambda: tiny.tiny_qwen3_moe().model,
     "small": small,
     "small_moe": small_moe,
-    "qwen3_1_7b": qwen3_1_7b,
-    "qwen25_7b": qwen25_7b,
+    "qwen3_1_7b": dense.qwen3_1_7b,
+    "qwen25_7b": dense.qwen25_7b,
     "qwen3_8b": qwen3.qwen3_8b,
     "qwen3_30b_a3b": qwen3.qwen3_30b_a3b,
 }

@@ -1,60 +1,81 @@
-"""Whole runs as child processes: follow one step by step, and ask it to stop before a budget ends.
+"""Whole runs as child processes: follow one step by step, and end it with all that it started.
 
-In: the command of a run and its folder. Out: its steps, printed as they come, and its exit status. No process of a run
-outlives the call.
+In: the command of a run and its folder. Out: its steps, printed as they come, and its exit status.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.grpo_rows import step_line
 from benchmarks.process_tree import ProcessTree
+from benchmarks.record import Row
+from megatron_fp8rl.observe.metrics import PHASES
 from megatron_fp8rl.report.run_data import RunData
 
-STOP_S = 30.0  # before the end of the budget: a step, a checkpoint, a report and the end of the engines
-_KILL_S = 5.0  # before the end of the budget
+_KILL_S = 5.0
 
 
 def follow(
-    name: str,
-    command: Sequence[str],
-    run_dir: Path,
-    log: Path,
-    num_steps: int,
-    left_s: float,
-    *,
-    environment: Mapping[str, str] | None = None,
-    note: Callable[[int], None] = lambda step: None,
-    until: int | None = None,
-) -> int | None:
-    """Start a run and print its steps as they come; its exit status, None when it had to be killed.
+    name: str, command: Sequence[str], run_dir: Path, log: Path, limit_s: float, *,
+    note: Callable[[int], None] = lambda step: None, until: int | None = None,
+) -> int | None:  # fmt: skip
+    """Start a run and print its steps as they come; its exit status, None when it was killed.
 
-    ``left_s``: of the budget; STOP_S before its end the run is asked to stop and save, as a user would ask it.
-    ``note`` is called with each new step as soon as its line is there; after step ``until`` the run is killed.
+    ``note`` is called with each new step as soon as its line is there; the run is killed after step ``until`` and after
+    ``limit_s``.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    began, is_asked, status = time.monotonic(), False, None
-    seen = {(step["step"], step.get("time/step/s")) for step in RunData(run_dir).records}  # before an interruption
+    began, status, seen = time.monotonic(), None, set()
     with log.open("wb") as file:
-        tree = ProcessTree.start(command, file, environment or os.environ)
+        tree = ProcessTree(command, file, os.environ)
         try:
-            while status is None and (passed_s := time.monotonic() - began) < left_s - _KILL_S:
-                if not is_asked and passed_s > left_s - STOP_S:
-                    print(f"{passed_s:5.0f} s of {name}: it is asked to stop", flush=True)
-                    tree.ask_command()
-                    is_asked = True
+            while status is None and time.monotonic() - began < limit_s:
                 status = tree.wait(0.5)
                 for step in RunData(run_dir).records:
-                    if (key := (step["step"], step.get("time/step/s"))) not in seen:
-                        seen.add(key)
+                    if step["step"] not in seen:
+                        seen.add(step["step"])
                         note(step["step"])
-                        print(f"{time.monotonic() - began:5.0f} s of {name}: {step_line(step, num_steps)}", flush=True)
-                        if step["step"] == until:
-                            return None
+                        print(f"{time.monotonic() - began:5.0f} s of {name}: {step_line(step)}", flush=True)
+                    if step["step"] == until:
+                        return None
         finally:
             tree.end(_KILL_S)
     return status
+
+
+def step_line(step: Row) -> str:
+    """One line on a step, from its line of metrics.jsonl."""
+    seconds = {phase: step.get(f"time/{phase}/s") for phase in PHASES}
+    parts = ", ".join(f"{phase} {value:.2f}" for phase, value in seconds.items() if value and value >= 0.005)
+    said = [f"step {step['step']}: {step.get('time/step/s') or 0.0:.2f} s ({parts})"]
+    for name, key, form in (
+        ("reward", "reward/score/mean", ".3f"),
+        ("mismatch", "mismatch/abs_logprob_diff/mean", ".1e"),
+        ("held-out pass rate", "eval/pass_rate/mean", ".3f"),
+    ):
+        if step.get(key) is not None:
+            said.append(f"{name} {step[key]:{form}}")
+    return ", ".join(said)
+
+
+def read_log(text: str) -> Row:
+    """What vLLM's log says about an engine: tokens of KV cache, GiB of weights, the kernels that it chose."""
+    capacity = re.findall(r"KV cache size: ([\d,]+) tokens", text)
+    loaded = re.findall(r"Model loading took ([\d.]+) GiB", text)
+    patterns = (r"Selected (\w+) for \w+", r"Using '?([\w ]+?)'? (?:Fp8|Unquantized) MoE backend")
+    patterns += (r"Using (?:AttentionBackendEnum\.)?(\w+) attention backend",)
+    chosen = [name for pattern in patterns for name in dict.fromkeys(re.findall(pattern, text))]
+    return {
+        "kv_tokens": int(capacity[-1].replace(",", "")) if capacity else None,
+        "weights_gib": float(loaded[-1]) if loaded else None,
+        "kernels": chosen,
+    }
+
+
+def engine_of(run: RunData) -> Row:
+    """:func:`read_log` of a run's first engine; empty without one."""
+    log = run.run_dir / "logs" / "rollout-0.log"
+    return read_log(log.read_text(encoding="utf-8", errors="replace")) if log.exists() else {}

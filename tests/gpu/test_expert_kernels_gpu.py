@@ -221,8 +221,8 @@ def test_one_pass_between_linears_is_faster_than_torch():
 
 def test_speed():
     """Qwen3-30B-A3B experts: 131,072 routed tokens, hidden size 2048, 768 features."""
-    from benchmarks.expert_arms import movement_calls
-    from benchmarks.results import copy_bandwidth
+    from benchmarks.timing import copy_bandwidth
+    from tests.helpers.moved_bytes import movement_calls
 
     copy = copy_bandwidth()
     counts = counts_of("uniform", 131_072, 128)

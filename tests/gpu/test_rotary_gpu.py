@@ -27,8 +27,7 @@ def test_bits_are_those_of_torch(width, first, rotated, heads, interleaved):
 
 def test_speed():
     """Prints what share of a copy's speed it reaches; says nothing about what it should be."""
-    from benchmarks.results import copy_bandwidth
-    from benchmarks.timing import milliseconds
+    from benchmarks.timing import copy_bandwidth, milliseconds
 
     rotary = Rotary(num_features=128, first_feature=0, theta=1e4, scaling=None, interleaved=False)
     x = torch.randn(16_384, 32, 128, device="cuda").bfloat16()

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
-from benchmarks import experts as experts_benchmark
 from benchmarks import fp8_pays as pays
-from benchmarks import linears as linears_benchmark
 from benchmarks import measured_rows as measured
+from benchmarks.experts import Experts as ExpertsBenchmark
+from benchmarks.linears import Linears
 from benchmarks.measured_rows import Answer
+from benchmarks.runner import parse
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig
 from megatron_fp8rl.precision import kernel_choice
 from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, linears_of
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
 
-ROOT = Path(__file__).parents[3]
 H200 = "NVIDIA H200"
 EXPERTS = Experts(128, 131_072, 2048, 768)
 QKV, OUT, MLP = (
@@ -187,24 +185,12 @@ def test_linears_of_two_devices_are_not_added():
 
 
 def test_commands_are_those_that_the_benchmarks_take():
-    for cfg, benchmark in ((grpo_qwen3_30b_a3b(), experts_benchmark), (grpo_qwen3_8b(), linears_benchmark)):
+    for cfg, benchmark in ((grpo_qwen3_30b_a3b(), ExpertsBenchmark()), (grpo_qwen3_8b(), Linears())):
         note = pays.findings(cfg, "h200", {"experts": [], "linears": []})[0]
         words = shlex.split(note.command)
-        assert words[:3] == ["python", "-m", benchmark.__name__]
-        options = benchmark.parse(words[3:])
+        assert words[:3] == ["python", "-m", f"benchmarks.{benchmark.name}"]
+        options = parse(benchmark, words[3:])
         assert options.shape and all(pays.text_of(shape) in words for shape in options.shape)
-
-
-def test_rows_that_are_none_are_refused_by_file_and_line(tmp_path):
-    assert measured.rows("experts", tmp_path) == []
-    (tmp_path / "experts.jsonl").write_text(json.dumps({"ms": 2.0}) + "\n")
-    assert measured.rows("experts", tmp_path) == [{"ms": 2.0}]
-    (tmp_path / "experts.jsonl").write_text('{"ms": 1}\n{"ms":\n')
-    with pytest.raises(ValueError, match=r"experts.jsonl:2: not a line of JSON.*Remove the line"):
-        measured.rows("experts", tmp_path)
-    (tmp_path / "experts.jsonl").write_text("7\n")
-    with pytest.raises(ValueError, match=r"experts.jsonl:1: '7' is not a row"):
-        measured.rows("experts", tmp_path)
 
 
 def test_the_command_answers_for_a_configuration(capsys):

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import ledger, ledger_rows
+from benchmarks import ledger, ledger_rows, record
 from benchmarks.power import PowerMeter
+from benchmarks.runner import parse, section
 from megatron_fp8rl.config import ConfigError
 from model_configs import dense, qwen3
 
@@ -26,7 +27,7 @@ def test_flops_are_those_of_the_matrices_and_of_causal_attention():
 
 
 def job(tmp_path, arm="fp8", **fields):
-    options = ledger.parse(["--shape", "tiny", "--arm", arm, "--folder", str(tmp_path)])
+    options = parse(ledger.LEDGER, ["--shape", "tiny", "--arm", arm, "--folder", str(tmp_path)])
     found = ledger.job_of(options, "tiny", arm)
     return replace(found, cfg=replace(found.cfg, output_dir=str(tmp_path / arm), **fields))
 
@@ -64,15 +65,21 @@ def test_ratios_are_formed_within_one_run_alone(tmp_path):
         folder = tmp_path / f"{run}{arm}"
         folder.mkdir()
         found = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, second]), PowerMeter(), 3)
-        rows.append(found | ledger_rows.stamp([]) | {"run": run})
-    text = ledger_rows.section(rows)
+        rows.append(found | {"run": run, "device": "x", "stamp": record.stamp()})
+    text = section(ledger.LEDGER, rows)
     (of_a,) = [line for line in text.splitlines() if line.startswith("| A") and "| fp8 |" in line]
     (of_b,) = [line for line in text.splitlines() if line.startswith("| B")]
     assert "| 1.5 |" in of_a and "| 2 |" not in of_b
     assert text.count("commit") == 2
-    assert ledger_rows.stamp(rows)["run"] == "C"
 
 
+def test_arms_take_turns_and_rounds_are_rows_of_their_own(tmp_path):
+    options = parse(ledger.LEDGER, ["--shape", "tiny", "--arm", "bf16", "fp8", "--rounds", "2", "--folder", str(tmp_path)])
+    found = [(arm["arm"], arm["round"]) for arm in ledger.LEDGER.arms(options)]
+    assert found == [("bf16", 1), ("fp8", 1), ("bf16", 2), ("fp8", 2)] and "round" in ledger_rows.KEYS
+
+
+@pytest.mark.slow
 def test_a_shape_that_does_not_fit_is_refused_with_a_depth_that_does(tmp_path, capsys):
     words = ["--plan", "--gpu", "h100", "--shape", "8b_separate", "--arm", "bf16", "--folder", str(tmp_path)]
     with pytest.raises(SystemExit, match="2"):
@@ -87,9 +94,10 @@ def test_a_shape_that_does_not_fit_is_refused_with_a_depth_that_does(tmp_path, c
         ledger.main([*words, "--layers", str(fits + 1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(ledger.SHAPES) - {"30b_a3b_eight"}))
 def test_every_shape_can_be_planned_for_h200(name, tmp_path):
-    options = ledger.parse(["--gpu", "h200", "--folder", str(tmp_path)])
+    options = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)])
     for arm in ledger.ARMS:
         found = ledger.job_of(options, name, arm)
         assert found.cfg.num_steps > options.steps and found.cfg.checkpoint.every_steps == 0
@@ -98,6 +106,6 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
 
 
 def test_a_mistake_of_the_user_is_named(tmp_path):
-    options = ledger.parse(["--model", str(tmp_path / "none"), "--data", "x.jsonl", "--reward", "math"])
+    options = parse(ledger.LEDGER, ["--model", str(tmp_path / "none"), "--data", "x.jsonl", "--reward", "math"])
     with pytest.raises(ConfigError, match="is no folder"):
         ledger.job_of(options, "own", "fp8")

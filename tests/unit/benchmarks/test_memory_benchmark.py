@@ -8,12 +8,12 @@ import weakref
 import pytest
 
 from benchmarks import memory
-from benchmarks.results import num_gpus
+from benchmarks.runner import main, num_gpus, parse
 from benchmarks.training import single_rank
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.preflight.memory import GIB, GPUS
 
-H200 = GPUS["h200"]
+H200, MEMORY = GPUS["h200"], memory.Memory()
 
 
 class ScriptedMeter(memory.Meter):
@@ -40,7 +40,7 @@ class ScriptedMeter(memory.Meter):
 
 
 def test_every_default_cell_is_a_valid_run_that_fits_an_h200():
-    cells = list(memory.plan_cells(memory.parse([])))
+    cells = [memory.Cell(**arm) for arm in MEMORY.arms(parse(MEMORY, []))]
     assert {(cell.model, cell.precision, cell.recompute) for cell in cells} == {
         (model, *rest)
         for model in ("qwen3_8b", "qwen3_30b_a3b")
@@ -61,7 +61,7 @@ def test_totals_are_the_peak_and_what_lies_outside_of_the_allocator():
     row = memory.compare(estimate, measured)
     assert row["weights"][1] == 2.0 and row["total"][1] == 5.0
     assert row["ratio"] == round(estimate.total_bytes / (5 * GIB), 3)
-    (line,) = memory.table([row | dict.fromkeys(memory.KEYS, "x")])
+    line = MEMORY.line(row | dict.fromkeys(MEMORY.keys, "x"))
     assert line["weights"] == f"{row['weights'][0]:.2f} / 2.00"
 
 
@@ -89,8 +89,8 @@ def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch):
 
 
 @pytest.mark.skipif(num_gpus() > 0, reason="says what happens without a GPU")
-def test_without_a_gpu_it_predicts_and_exits_with_2(capsys):
-    assert memory.main(["--quick"]) == 2
+def test_without_a_gpu_it_predicts_and_exits_with_2(tmp_path, capsys):
+    assert main(MEMORY, ["--quick", "--folder", str(tmp_path)]) == 2
     shown = capsys.readouterr()
     assert shown.out.count("PREDICTED {") == 2 and "FP8 copies" in shown.out
-    assert "needs 1 GPU" in shown.err
+    assert "needs 1 GPU;" in shown.err

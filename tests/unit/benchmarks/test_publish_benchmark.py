@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import publish
+from benchmarks.runner import parse
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.types import PublishReport
 from megatron_fp8rl.weight_sync.plan import plan
+
+PUBLISH = publish.Publish()
 
 
 @pytest.mark.parametrize(
@@ -36,8 +39,9 @@ def test_an_unknown_layout_is_refused_by_name():
 
 @pytest.mark.parametrize("text", ["tp2+tp2", "ep2+ep2", "tp2ep2+ep2", "pp2+tp2"])
 def test_the_large_mixture_of_experts_can_be_published_in_every_layout(text):
-    case = publish.Case("qwen3_30b_a3b", 2, "fp8", text, "ipc", 1)
-    cfg = publish.run_config(case)
+    arm = {"model": "qwen3_30b_a3b", "layers": 2, "precision": "fp8", "layout": text, "transport": "ipc", "rounds": 1}
+    cfg = publish.run_config(arm)
+    assert PUBLISH.ranks(arm) == 2 and PUBLISH.gpus(arm) == 4
     found = plan(
         cfg.model,
         LayerTable.build(cfg.model, cfg.precision),
@@ -49,21 +53,18 @@ def test_the_large_mixture_of_experts_can_be_published_in_every_layout(text):
 
 def test_cases_that_cannot_exist_are_left_out():
     words = ["--model", "qwen3_8b", "--layout", "colocated", "1+1", "ep2+ep2", "--transport", "ipc", "nccl"]
-    found = [(case.layout, case.transport) for case in publish.plan_cases(publish.parse(words))]
+    found = [(arm["layout"], arm["transport"]) for arm in PUBLISH.arms(parse(PUBLISH, words))]
     assert found == [("colocated", "ipc"), ("1+1", "ipc"), ("1+1", "nccl")]
 
 
 def test_rows_give_the_first_publication_and_the_median_of_the_others():
-    case = publish.Case("qwen3_8b", 0, "fp8", "1+1", "ipc", 3)
     reports = [
         PublishReport(version=v, num_tensors=3, num_fp8_tensors=2, num_bytes=8_000_000_000, seconds=2 * pause,
                       pause_s=pause, checksum="")
         for v, pause in enumerate([9.0, 0.5, 0.25, 4.0], 1)
     ]  # fmt: skip
-    row = publish._row(case, 30.0, reports, ("copy to the peer GPU", 0.02))
+    row = publish.summary(30.0, reports, ("copy to the peer GPU", 0.02))
     assert row["first"]["pause_s"] == 9.0 and row["later"]["pause_s"] == 0.5
     assert row["floor_share_of_pause"] == pytest.approx(0.04) and row["gb_per_s_of_pause"] == 16.0
-    failed = publish.asdict(case) | {"error": "TransportError: replica 0"}
-    shown = publish.table([row, failed])
-    assert shown[0]["pause s"] == "0.500" and shown[0]["share"] == "4.0%"
-    assert shown[1]["parts of it, s"] == "failed: TransportError: replica 0"
+    line = PUBLISH.line(row | {"model": "qwen3_8b", "layers": 0, "precision": "fp8", "layout": "1+1", "transport": "ipc"})
+    assert (line["pause s"], line["share"], line["model"]) == ("0.500", "4.0%", "qwen3_8b, fp8")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import rollout_speed as speed
-from benchmarks.results import Results
+from benchmarks.runner import parse
+from benchmarks.whole_runs import read_log
 from megatron_fp8rl.preflight import rules
 from model_configs import qwen3
+
+SPEED = speed.RolloutSpeed()
 
 
 def test_roofline_of_a_dense_model_is_its_matrices_and_its_cache():
@@ -35,10 +38,18 @@ def test_a_small_batch_reads_only_the_experts_that_it_reaches():
     assert everyone.weight_bytes - one.weight_bytes == pytest.approx((128 - 8) * expert_bytes, rel=1e-6)
 
 
+def cells_of(*words: str) -> list[speed.Cell]:
+    return [speed.Cell(**arm) for arm in SPEED.arms(parse(SPEED, words))]
+
+
+def shown(cell: speed.Cell) -> dict:
+    row = {**vars(cell), "environment": {}, "device": "x", "kv_tokens": None, "start_s": 3.0}
+    return SPEED.line(row | speed.speeds(cell, "short", speed.SHAPES["short"], seconds=10.0, bandwidth=4.8e12))
+
+
 def test_cells_that_would_be_the_same_engine_run_once():
     words = ["--model", "qwen3_8b", "--precision", "bf16", "fp8", "--linear", "deep_gemm", "cutlass"]
-    cells = list(speed.plan_cells(speed.parse([*words, "--moe", "auto", "triton"])))
-    assert [(c.precision, c.linear, c.moe) for c in cells] == [
+    assert [(c.precision, c.linear, c.moe) for c in cells_of(*words, "--moe", "auto", "triton")] == [
         ("bf16", "auto", "auto"),
         ("fp8", "deep_gemm", "auto"),
         ("fp8", "cutlass", "auto"),
@@ -47,27 +58,24 @@ def test_cells_that_would_be_the_same_engine_run_once():
 
 def test_batch_invariant_engines_are_cells_of_their_own_and_never_compiled():
     words = ["--model", "qwen3_8b", "--precision", "fp8", "--compile"]
-    (invariant,) = speed.plan_cells(speed.parse([*words, "on", "off", "--batch-invariant"]))
-    (plain,) = speed.plan_cells(speed.parse([*words, "off"]))
-    assert invariant.name == f"{plain.name}-invariant" and not invariant.compile
+    (invariant,) = cells_of(*words, "on", "off", "--batch-invariant")
+    (plain,) = cells_of(*words, "off")
+    assert invariant != plain and not invariant.compile
     cfg = speed.run_config(invariant, [speed.SHAPES["short"]])
     assert cfg.rollout.batch_invariant and rules.check(cfg, accelerator="hopper") == []
-    row = {**vars(invariant), "environment": {}, "device": "x", "shape": "short", "error": "why"}
-    (shown,) = speed.table([row])
-    assert shown["asked: linear / experts / attention"] == "auto / auto / auto, no compile, batch-invariant"
-    assert {"batch_invariant", "compile"} <= set(speed.KEYS)
+    chosen = shown(invariant)["asked: linear / experts / attention"]
+    assert chosen == "auto / auto / auto, no compile, batch-invariant"
+    assert {"batch_invariant", "compile"} <= set(SPEED.keys)
 
 
 def test_the_baseline_is_one_engine_of_each_precision_on_the_kernels_that_vllm_takes():
     words = ["--engine", "run", "vllm", "--model", "qwen3_8b", "--precision", "bf16", "fp8_kv", "--compile", "on", "off"]
-    cells = list(speed.plan_cells(speed.parse([*words, "--linear", "deep_gemm", "cutlass"])))
+    cells = cells_of(*words, "--linear", "deep_gemm", "cutlass")
     alone = [cell for cell in cells if cell.engine == "vllm"]
     assert [(c.precision, c.linear, c.compile) for c in alone] == [("bf16", "auto", True), ("fp8_kv", "auto", True)]
-    assert len({cell.name for cell in cells}) == len(cells) == 2 + 4 + 2
-    row = {**vars(alone[0]), "environment": {}, "device": "x", "shape": "short"}
-    row |= speed.speeds(alone[0], "short", speed.SHAPES["short"], seconds=10.0, bandwidth=4.8e12)
-    (shown,) = speed.table([row | {"kv_tokens": None, "start_s": 3.0}])
-    assert shown["asked: linear / experts / attention"] == "vLLM's offline API" and shown["tokens/s"] == "26,214"
+    assert len(cells) == 2 + 4 + 2
+    line = shown(alone[0])
+    assert line["asked: linear / experts / attention"] == "vLLM's offline API" and line["tokens/s"] == "26,214"
 
 
 def test_log_lines_of_vllm_are_read():
@@ -78,26 +86,16 @@ INFO [fp8.py:405] Using TRITON Fp8 MoE backend out of potential backends: ['TRIT
 INFO [model_runner.py:303] Model loading took 29.13 GiB and 6.1 seconds
 INFO [kv_cache_utils.py:2146] GPU KV cache size: 1,234,560 tokens
 """
-    found = speed.read_log(log)
+    found = read_log(log)
     assert found["kv_tokens"] == 1_234_560 and found["weights_gib"] == 29.13
     assert found["kernels"] == ["DeepGemmFp8BlockScaledMMKernel", "TRITON", "FLASH_ATTN"]
-    assert speed.read_log("")["kv_tokens"] is None
-
-
-def test_rows_of_several_invocations_merge_by_key(tmp_path, capsys):
-    results = Results(tmp_path / "deep" / "rows.jsonl", ("model", "shape"))
-    results.add({"model": "a", "shape": "short", "error": "no such kernel"})
-    results.add({"model": "b", "shape": "short", "tokens_per_s": 1.0})
-    assert not results.has({"model": "a", "shape": "short"})  # a failure is tried again
-    Results(results.path, ("model", "shape")).add({"model": "a", "shape": "short", "tokens_per_s": 2.0})
-    assert [(row["model"], row["tokens_per_s"]) for row in results.rows()] == [("a", 2.0), ("b", 1.0)]
-    assert capsys.readouterr().out.count("RESULT {") == 3
+    assert read_log("")["kv_tokens"] is None
 
 
 @pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_30b_a3b"])
 @pytest.mark.parametrize("linear", ["auto", "deep_gemm", "cutlass", "triton"])
 def test_engines_that_are_measured_are_engines_that_runs_may_have(model, linear):
     words = ["--model", model, "--linear", linear, "--moe", "auto", "deep_gemm", "--compile", "on", "off"]
-    for cell in speed.plan_cells(speed.parse(words)):
+    for cell in cells_of(*words):
         cfg = speed.run_config(cell, list(speed.SHAPES.values()))
         assert rules.check(cfg, accelerator="hopper") == [], cell

@@ -10,9 +10,9 @@ import numpy
 import pytest
 import torch
 
-from benchmarks import moved_bytes
 from megatron_fp8rl.kernels import blockwise, fused_moe, fused_moe_torch
 from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized
+from tests.helpers import moved_bytes
 from tests.helpers.interpreter import INTERPRETED, assert_passes_interpreted, in_interpreter
 
 in_torch = pytest.mark.skipif(INTERPRETED, reason="runs without the interpreter")

@@ -1,16 +1,18 @@
-"""Sections of docs/measured.md: one is replaced, the rest stays as it was."""
+"""Rows and where they come from; sections of docs/measured.md: one is replaced, the rest stays as it was."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks import record
-from benchmarks.results import Results, next_letter
+from benchmarks.record import Results, next_letter
 
 FILE = """# Title
 
@@ -28,9 +30,9 @@ Between.
 def test_one_section_is_replaced(tmp_path):
     path = tmp_path / "measured.md"
     path.write_text(FILE)
-    record.replace("b", "new b", path=path)
-    record.replace("a", "new a", path=path)
-    record.replace("a", "newer a", path=path)
+    record.replace("b", "new b", path)
+    record.replace("a", "new a", path)
+    record.replace("a", "newer a", path)
     expected = FILE.replace("old a", "newer a").replace("begin b -->\n", "begin b -->\nnew b\n")
     assert path.read_text() == expected
     assert [p.name for p in tmp_path.iterdir()] == ["measured.md"]
@@ -39,9 +41,9 @@ def test_one_section_is_replaced(tmp_path):
 def test_a_section_without_markers_is_appended(tmp_path):
     path = tmp_path / "measured.md"
     path.write_text(FILE)
-    record.replace("c", "text", path=path)
+    record.replace("c", "text", path)
     assert path.read_text() == FILE + "\n<!-- begin c -->\ntext\n<!-- end c -->\n"
-    record.replace("c", "other", path=tmp_path / "new.md")
+    record.replace("c", "other", tmp_path / "new.md")
     assert (tmp_path / "new.md").read_text() == "<!-- begin c -->\nother\n<!-- end c -->\n"
 
 
@@ -49,7 +51,7 @@ def test_a_lost_marker_is_named(tmp_path):
     path = tmp_path / "measured.md"
     path.write_text(FILE.replace("<!-- end a -->\n", ""))
     with pytest.raises(ValueError, match="section a has one of its markers only"):
-        record.replace("a", "x", path=path)
+        record.replace("a", "x", path)
     assert "old a" in path.read_text()
 
 
@@ -61,17 +63,6 @@ def test_rows_become_a_table():
         "| x\\|y | 12,345 | 0.1235 |  |",
         "| z | 1 | 2,000,000 | yes |",
     ]
-
-
-def test_a_section_says_how_it_was_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/some/where/benchmarks/publish.py", "--model", "a b"])
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    record.section("a", "Title", [{"x": 1}], notes="A note.", path=tmp_path / "measured.md")
-    text = (tmp_path / "measured.md").read_text()
-    assert text.startswith("<!-- begin a -->\n## Title\n\n| x |\n| ---: |\n| 1 |\n\nA note.\n\nMeasured 20")
-    assert "PyTorch 2." in text
-    command = "`python -m torch.distributed.run --nproc-per-node 4 -m benchmarks.publish --model 'a b'`"
-    assert text.endswith(f"{command}\n<!-- end a -->\n") and "/some/where" not in text
 
 
 def test_every_table_that_the_document_lists_has_its_markers_and_tables_of_old_rows_say_so():
@@ -86,13 +77,46 @@ def test_every_table_that_the_document_lists_has_its_markers_and_tables_of_old_r
         assert is_old == ("Measured before rows were stamped" in text), name
 
 
-def test_rows_carry_a_letter_and_a_stamp_of_their_invocation(tmp_path):
-    path = tmp_path / "rows.jsonl"
+def test_rows_carry_a_letter_and_a_stamp_of_their_invocation(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["/some/where/benchmarks/publish.py", "--model", "a b"])
+    record.stamp.cache_clear()
+    path = tmp_path / "deep" / "rows.jsonl"
     for value in (1, 2):
         results = Results(path, ["value", "arm"])
         for arm in "ab":
             results.add({"value": value, "arm": arm, "device": "cpu"})
     rows = Results(path, ["value", "arm"]).rows()
-    assert [row["run"] for row in rows] == ["A", "A", "B", "B"]
+    assert [row["run"] for row in rows] == ["A", "A", "B", "B"] and capsys.readouterr().out.count("RESULT {") == 4
     assert all({"date", "commit", "machine", "host", "command"} == set(row["stamp"]) for row in rows)
+    assert [row["value"] for row in Results(path, ["arm"]).rows()] == [2, 2]  # the newest of each key
+    first, second = record.runs([{"no": "letter"}, *rows]).splitlines()
+    assert first.startswith("- A: 20") and second.startswith("- B: ") and "PyTorch 2." in first
+    assert first.endswith(": `python -m benchmarks.publish --model 'a b'`") and "/some/where" not in first
+    record.stamp.cache_clear()
+
+
+def test_gpus_are_those_that_this_process_may_use(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nfor i in 1 2 3; do echo NVIDIA H200, 580.1; done\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert record.machine().startswith("2 NVIDIA H200, driver 580.1, CUDA 13.0, PyTorch 2.")
+    smi.write_text("#!/bin/sh\nexit 1\n")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    assert record.machine().startswith("2 a GPU, driver unknown, CUDA 13.0")
+
+
+def test_letters_follow_each_other():
     assert [next_letter(taken) for taken in (["A", None], ["Z"], ["AZ"], [])] == ["B", "AA", "BA", "A"]
+
+
+def test_a_file_in_another_s_hands_is_waited_for_until_a_deadline(tmp_path):
+    with record.locked(tmp_path / "a"):
+        with record.locked(tmp_path / "b"), pytest.raises(TimeoutError, match="another process has held its lock"):
+            with record.locked(tmp_path / "a", deadline_s=0.1):
+                pass
+    with record.locked(tmp_path / "a", deadline_s=0.1):
+        pass

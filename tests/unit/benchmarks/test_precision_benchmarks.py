@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import mismatch, mismatch_table, probe, recipes
+from benchmarks import mismatch, recipes
+from benchmarks.runner import parse
 from benchmarks.synthetic import Language, as_sample
 from model_configs import tiny
 
@@ -76,16 +77,24 @@ def test_deviation_is_signed_and_from_the_second_half():
     assert worst == pytest.approx(-0.1) and final == pytest.approx(0.9)
 
 
+def test_arms_of_recipes_are_precisions_and_differ():
+    assert len({str(recipes.precision_of(arm)) for arm in recipes.ARMS}) == len(recipes.ARMS) - 1  # one has another seed
+    options = parse(recipes.Recipes(), ["--model", "tiny", "small_moe"])
+    found = [arm["arm"] for arm in recipes.Recipes().arms(options) if arm["model"] == "tiny"]
+    assert found == ["bf16", "bf16, other seed", *recipes.FP8] or torch.cuda.is_available()
+
+
 def test_tables_and_plot_of_recipes(tmp_path):
     head = {"model": "small", "layers": 2, "best_loss": 1.0, "steps": 30, "tokens": 64, "device": "none"}
     rows = [
-        head | {"measured": "loss", "arm": arm.name, "losses": [3.0 - 0.01 * i for i in range(30)], "step_s": 0.1}
+        head | {"measured": "loss", "arm": arm, "losses": [3.0 - 0.01 * i for i in range(30)], "step_s": 0.1}
         for arm in recipes.ARMS
     ]
-    rows += [head | {"measured": "noise", "arm": arm.name, "snr_db": {"qkv": [20.0, 25.0]}} for arm in recipes.FP8]
-    lines = recipes.table(rows)
+    rows += [head | {"measured": "noise", "arm": arm, "snr_db": {"qkv": [20.0, 25.0]}} for arm in recipes.FP8]
+    lines = recipes.lines(rows)
     assert len({line["recipe"] for line in lines}) == len(recipes.ARMS) == 14
     assert {line["qkv dB"] for line in lines} == {"-", "20.0 to 25.0"}
+    assert not recipes.lines([row | {"run": "A"} for row in rows if row["arm"] != "bf16"])  # no BF16 in that run
     recipes.plot(rows, tmp_path / "recipes.png")
     assert (tmp_path / "recipes.png").stat().st_size > 10_000
 
@@ -124,29 +133,10 @@ def test_the_engine_s_prefill_is_compared_with_what_it_sampled():
 def test_table_of_mismatches():
     head = {"model": "qwen3_8b", "layers": 8, "warm_steps": 9, "linear": "auto", "moe": "auto", "attention": "auto"}
     head |= {"compile": "eager", "batch_invariant": True, "experts": "auto", "scales": "pow2", "rollout": "fp8"}
-    numbers = {"abs_logprob_diff/mean": 0.01, "abs_logprob_diff/max": 0.2, "kl_k3/mean": 1e-4}
-    numbers |= {"multiplicative_error/mean": 1.01, "warm_loss": 1.5, "trainer": "blockwise"}
-    rows = [head | numbers, head | numbers | {"warm_loss": 1.75, "equal_share": 0.25, "rounding_share": 1.0}]
-    rows.append(head | {"trainer": "engine", "error": "RuntimeError: no kernel", "warm_loss": None})
-    lines = mismatch_table.table(rows)
-    assert [line["d = 0, d < 1e-5"] for line in lines] == ["-", "25.0%, 100.0%", "-"]
-    assert lines[2]["mean d"] == "failed: RuntimeError: no kernel" and len({len(line) for line in lines}) == 1
-    assert lines[0]["linear / experts / attention"] == "auto / auto / auto, batch-invariant, eager"
-    assert mismatch_table._warm_starts(rows) == "qwen3_8b: 9 steps, 1.500 to 1.750 nats"
-
-
-@pytest.mark.parametrize("program", [mismatch, probe, recipes])
-def test_programs_explain_themselves_and_ask_for_a_gpu(program, capsys):
-    with pytest.raises(SystemExit) as end:
-        program.main(["--help"])
-    assert end.value.code == 0 and "--quick" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU is told")
-def test_without_a_gpu_they_say_so(capsys):
-    assert probe.main(["grpo_qwen3_8b"]) == 2
-    for program in (mismatch, recipes):
-        with pytest.raises(SystemExit) as end:
-            program.main(["--model", "qwen3_8b"])
-        assert end.value.code == 2
-    assert capsys.readouterr().err.count("GPU") == 3
+    head |= {"abs_logprob_diff/mean": 0.01, "abs_logprob_diff/max": 0.2, "kl_k3/mean": 1e-4, "equal_share": 0.25}
+    head |= {"multiplicative_error/mean": 1.01, "trainer": "blockwise", "rounding_share": 1.0}
+    rows = [head | {"warm_loss": loss} for loss in (1.5, 1.75, None)]
+    line = mismatch.Mismatch().line(rows[0])
+    assert line["d = 0, d < 1e-5"] == "25.0%, 100.0%" and line["mean d"] == "0.01000"
+    assert line["linear / experts / attention"] == "auto / auto / auto, batch-invariant, eager"
+    assert mismatch.warm_starts(rows) == "qwen3_8b: 9 steps, 1.500 to 1.750 nats"

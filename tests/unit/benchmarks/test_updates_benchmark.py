@@ -10,30 +10,36 @@ from types import SimpleNamespace
 import torch
 
 from benchmarks import light_policy, updates
+from benchmarks.runner import parse
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.preflight import rules
 from megatron_fp8rl.rollout import vllm_args
 
 
+UPDATES = updates.Updates()
+
+
+def arms_of(*words: str) -> list[dict]:
+    return list(UPDATES.arms(parse(UPDATES, words)))
+
+
 def test_every_linear_for_dense_models_and_every_choice_for_experts():
-    cases = list(updates.plan_cases(updates.parse([])))
-    assert [(c.model, c.linear, c.moe) for c in cases] == [
+    assert [(arm["model"], arm["linear"], arm["moe"]) for arm in arms_of()] == [
         ("small", "deep_gemm", "auto"),
         ("small", "cutlass", "auto"),
         ("small", "triton", "auto"),
         ("small_moe", "deep_gemm", "triton"),
         ("small_moe", "deep_gemm", "deep_gemm"),
     ]
-    assert len({case.name for case in cases}) == len(cases)
 
 
-def test_cases_are_configurations_that_runs_may_have():
-    words = ["--linear", "deep_gemm"], ["--model", "small", "--linear", "cutlass", "triton", "--scales", "fp32"]
-    cases = [case for some in words for case in updates.plan_cases(updates.parse(some))]
-    assert len(cases) == 5
-    for case in cases:
-        assert rules.check(updates.run_config(case), accelerator="hopper") == [], case
+def test_arms_are_configurations_that_runs_may_have():
+    found = arms_of("--linear", "deep_gemm")
+    found += arms_of("--model", "small", "--linear", "cutlass", "triton", "--scales", "fp32")
+    assert len(found) == 5
+    for arm in found:
+        assert rules.check(updates.run_config(arm), accelerator="hopper") == [], arm
 
 
 def test_answers_differ_by_their_worst_token():
@@ -43,19 +49,11 @@ def test_answers_differ_by_their_worst_token():
     assert math.isinf(updates.difference([((5, 6), (-1.0, -2.0)), ((8,), (-3.0,))], expected))
 
 
-def test_the_reason_of_a_refusal_is_the_last_exception_of_its_log():
-    log = "replica died; its log ends with\n  File x, line 3\nValueError: first\nRuntimeError: no such kernel\nbye"
-    assert updates.reason(RuntimeError(log)) == "RuntimeError: RuntimeError: no such kernel"
-    log = "bucket 1: status 500\n(Worker) x.UnwritableKernel: a.weight: why\nvllm.EngineDeadError: it died"
-    assert updates.reason(RuntimeError(log)) == "RuntimeError: UnwritableKernel: a.weight: why"
-    assert updates.reason(ValueError("linear_backend = 'x': cannot be read")).endswith("cannot be read")
-
-
 def test_the_checkpoint_is_whole_and_names_what_is_not_fp8(tmp_path, monkeypatch):
     from safetensors.torch import load_file
 
     monkeypatch.chdir(tmp_path)
-    cfg = updates.run_config(updates.Case("tiny_moe", "auto", "auto", "pow2"))
+    cfg = updates.run_config({"model": "tiny_moe", "linear": "auto", "moe": "auto", "scales": "pow2"})
     parallel = SimpleNamespace(
         device=torch.device("cpu"), pp_rank=0, ep_rank=0, tp_size=1, tp_rank=0, etp_size=1, etp_rank=0
     )
@@ -72,12 +70,11 @@ def test_the_checkpoint_is_whole_and_names_what_is_not_fp8(tmp_path, monkeypatch
     } >= set(written["modules_to_not_convert"])
 
 
-def test_rows_become_a_table():
-    keys = {"linear": "triton", "moe": "auto", "update": "direct", "scales": "pow2", "device": "x"}
-    rows = [
-        {"model": "small", **keys, "kernels": {"linear": "A"}, "outcome": "pass", "reason": "", "rounds_equal": 5},
-        {"model": "small_moe", **keys, "kernels": {}, "outcome": "refused", "reason": "E: why"},
-    ]
-    dense, moe = updates.table(rows)
+def test_lines_say_what_ran_and_why_not():
+    keys = {"linear": "triton", "moe": "auto", "scales": "pow2", "device": "x"}
+    passed = {"model": "small", **keys, "kernels": {"linear": "A"}, "outcome": "pass", "reason": "", "rounds_equal": 5}
+    refused = {"model": "small_moe", **keys, "kernels": {}, "outcome": "refused", "reason": "E: why"}
+    dense, moe = map(UPDATES.line, UPDATES.order([refused, passed]))
     assert (dense["rounds equal"], dense["kernels that ran"], dense["expert kernels"]) == ("5 of 5", "linear A", "-")
     assert (moe["outcome"], moe["reason"], moe["expert kernels"]) == ("refused", "E: why", "auto")
+    assert not UPDATES.is_wrong(refused) and UPDATES.is_wrong(passed | {"outcome": "FAILED"})

@@ -114,5 +114,7 @@ def test_rows_become_a_table_with_numbered_reasons():
     tally.exceptions[byte_comparison.TE_SCALES] = ["b", "a"]
     row = keys | same_bytes.row_of(cfg, tally, has_te=True)
     assert row["exceptions"] == {byte_comparison.TE_SCALES: [2, "a", "b"]}
-    (shown,) = same_bytes.table([row])
-    assert shown["exceptions"] == "2 (1)" and shown["model"] == "tiny_moe, 2 layers"
+    benchmark = same_bytes.SameBytes()
+    assert "| tiny_moe, 2 layers |" in benchmark.table([row]) and benchmark.line(row)["exceptions"] == "2 (1)"
+    assert f"(1) {byte_comparison.TE_SCALES}. For example a." in benchmark.notes([row])
+    assert not benchmark.is_wrong(row) and benchmark.is_wrong(row | {"exceptions": {"unexplained: x": [1, "a"]}})

@@ -1,0 +1,208 @@
+"""Runs a benchmark: every arm in processes of its own, its rows into a file, and a table of all rows into docs/measured.
+
+A benchmark is a subclass of :class:`Benchmark` that says what its arms are and measures one. Rows of a GPU go to
+docs/measured/NAME.jsonl; those of a CPU, of ``--quick`` and of another ``--folder`` to that folder, with their table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import record
+from benchmarks.process_tree import run_logged
+from benchmarks.record import FOLDER, KEPT, Results, Row
+
+
+class Benchmark(ABC):
+    """What one program measures. Arms are rows of JSON: the fields that tell one from another."""
+
+    name: str  # of the program and of its rows
+    title: str
+    keys: tuple[str, ...]  # fields that tell one measurement from another
+    about: str  # the docstring of the program
+    picture = ""  # file that :meth:`draw` writes, below docs
+    document = ""  # of the table, if it is not docs/measured/NAME.md
+    limit_s = 600.0  # for one arm
+    takes_fields = False  # words that are no options are ``options.overrides``
+
+    @abstractmethod
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add this benchmark's own arguments."""
+
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        """Complete the options, also for ``options.quick``; ``parser.error`` for those that contradict each other."""
+
+    @abstractmethod
+    def arms(self, options: argparse.Namespace) -> Iterable[Row]:
+        """What is to be measured, in this order."""
+
+    def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
+        """Rows of one arm; on several ranks those of rank 0 count. A row with ``error`` is a failure that is reported."""
+        raise NotImplementedError
+
+    def ranks(self, arm: Row) -> int:
+        """Processes that measure one arm together."""
+        return 1
+
+    def gpus(self, arm: Row) -> int:
+        """GPUs that an arm needs."""
+        return 1
+
+    def is_wrong(self, row: Row) -> bool:
+        """Whether a row shows that something is broken."""
+        return False
+
+    def line(self, row: Row) -> Row:
+        """One line of the table."""
+        raise NotImplementedError
+
+    def order(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows as the table has them."""
+        return rows
+
+    def table(self, rows: Sequence[Row]) -> str:
+        """The table in Markdown."""
+        return record.table([{"run": row.get("run", "-")} | self.line(row) for row in self.order(rows)])
+
+    def notes(self, rows: Sequence[Row]) -> str:
+        """What the table does not say by itself."""
+        return ""
+
+    def draw(self, rows: Sequence[Row], path: Path) -> None:
+        """The picture of all rows."""
+
+    def rows_of(self, arm: Row, options: argparse.Namespace, log: Path) -> Iterator[Row]:
+        """Rows of one arm, measured in processes of their own."""
+        out = log.with_suffix(".jsonl")
+        out.unlink(missing_ok=True)
+        words = ["-m", f"benchmarks.{self.name}", "--worker", json.dumps(arm), str(out.resolve()), *options.argv]
+        environment = {}
+        if (ranks := self.ranks(arm)) > 1:
+            words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *words]
+            environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // (2 * ranks)))
+        ended_well = run_logged([sys.executable, *words], log, options.run_limit_s, **environment)
+        lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
+        yield from map(json.loads, lines)
+        if not ended_well or not lines:
+            yield arm | {"error": failure_in(log, options.run_limit_s)}
+
+
+def num_gpus() -> int:
+    """GPUs that this process may use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_name() -> str:
+    """What rows call the device that measured them."""
+    return record.gpus()[0][0] if num_gpus() else "cpu"
+
+
+def failure_in(log: Path, limit_s: float) -> str:
+    """The first error that a log names, in one line."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    causes = [line.strip() for line in lines if re.search(r"\w(Error|Exception|Mismatch): |mistakes? in the conf", line)]
+    return causes[0][-300:] if causes else f"no result within {limit_s:.0f} s; see {log}"
+
+
+def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a benchmark, complete."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.{benchmark.name}", description=benchmark.about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    benchmark.arguments(parser)
+    parser.add_argument("--quick", action="store_true", help="about a minute, on one GPU or none; not kept in docs")
+    parser.add_argument("--table", action="store_true", help="the table of all rows again; measure nothing")
+    parser.add_argument("--run-limit-s", type=float, default=benchmark.limit_s, help="for one arm, which is killed then")
+    parser.add_argument("--folder", type=Path, default=FOLDER / benchmark.name, help="of logs and runs")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    options, rest = parser.parse_known_args(argv)
+    if benchmark.takes_fields:
+        options.overrides = rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options.argv = list(sys.argv[1:] if argv is None else argv)
+    benchmark.settle(options, parser)
+    return options
+
+
+def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
+    """Measure all arms and write the table. 0: all went well; 1: an arm failed or was wrong; 2: too few GPUs."""
+    options = parse(benchmark, argv)
+    if options.worker:
+        return _work(benchmark, json.loads(options.worker[0]), Path(options.worker[1]), options)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # arms end with this process
+    is_default = options.folder == FOLDER / benchmark.name and not options.quick
+    is_kept = is_default and (options.table or num_gpus() > 0)
+    results = Results((KEPT if is_kept else options.folder) / f"{benchmark.name}.jsonl", benchmark.keys)
+    failed = 0 if options.table else _measure_all(benchmark, options, results)
+    if rows := results.rows():
+        base = record.ROOT / "docs" if is_kept else options.folder
+        path = base / (benchmark.document or f"measured/{benchmark.name}.md")
+        record.replace(benchmark.name, section(benchmark, rows), path)
+        if benchmark.picture:
+            benchmark.draw(rows, base / benchmark.picture)
+        print(f"the table is in {path}", flush=True)
+    return failed
+
+
+def section(benchmark: Benchmark, rows: Sequence[Row]) -> str:
+    """Markdown: the table, what it says, and where its rows come from."""
+    parts = [f"## {benchmark.title}", benchmark.table(rows), benchmark.notes(rows), record.runs(rows)]
+    return "\n\n".join(part.strip() for part in parts if part.strip())
+
+
+def _measure_all(benchmark: Benchmark, options: argparse.Namespace, results: Results) -> int:
+    status = 0
+    for number, arm in enumerate(benchmark.arms(options), 1):
+        text = " ".join(str(value) for value in arm.values())
+        if (needed := benchmark.gpus(arm)) > num_gpus():
+            message = f"benchmarks.{benchmark.name} of {text} needs {needed} GPU{'s' * (needed > 1)}; this machine has"
+            print(f"{message} {num_gpus()}", file=sys.stderr)
+            status = status or 2
+            continue
+        log = options.folder / f"{number}-{re.sub(r'[^A-Za-z0-9.+]+', '-', text)[:100]}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        print(f"{text} begins; log {log}", flush=True)
+        for row in benchmark.rows_of(arm, options, log):
+            row = {**row, "device": device_name()}
+            if "error" in row:
+                print(f"FAILED {text}: {row['error']}", flush=True)
+            if "error" in row or benchmark.is_wrong(results.add(row)):
+                status = 1
+    return status
+
+
+def _work(benchmark: Benchmark, arm: Row, out: Path, options: argparse.Namespace) -> int:
+    """What the processes of :meth:`Benchmark.rows_of` do."""
+    if not num_gpus():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # before Megatron-Core is imported
+    for row in benchmark.measure(arm, options):
+        if os.environ.get("RANK", "0") == "0":
+            with out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+    return 0
+
+
+def reason(error: BaseException, limit: int = 300) -> str:
+    """The line of a long message that says what is wrong: a kernel that is named, the last exception, the first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    refused = [line[line.index("UnwritableKernel: ") :] for line in lines if "UnwritableKernel: " in line]
+    named = [line for line in lines[1:] if "Error: " in line or "Exception: " in line]
+    return f"{type(error).__name__}: {(refused or named[::-1] or lines or [''])[0][:limit]}"
+
+
+def choices(parser: argparse.ArgumentParser, name: str, of: Iterable[Any], default: Sequence[Any], **more: Any) -> None:
+    """An option that takes one or more of some words."""
+    parser.add_argument(name, nargs="+", choices=list(of), default=list(default), **more)
