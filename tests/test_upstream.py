@@ -137,6 +137,7 @@ def _classes() -> Iterator[type]:
                 yield thing
 
 
+@pytest.mark.slow
 def test_overrides_are_registered_and_private_ones_stand_in_compat():
     registered, wrong, seen = {patch.name for patch in upstream.registered()}, [], 0
     for cls in _classes():

@@ -266,6 +266,7 @@ def test_a_killed_server_costs_no_score_once_it_is_started_again(tmp_path):
             assert scores(pool, "3", prompt=prompt) == [(1.0, "scored", "", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["agent", "asked"])
 def test_a_server_ends_with_its_agent_and_when_asked(end, tmp_path):
     path = scorer_path(tmp_path, 0)

@@ -57,6 +57,7 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
     return Counter(re.findall(r"\b(?:ld\.global|st\.global|ld\.shared|st\.shared|cvt|div|ex2)\.[\w.:]+", ptx)), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, constants, launch, numbers, quantized",
     [

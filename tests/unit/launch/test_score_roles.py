@@ -135,6 +135,7 @@ def test_a_server_that_dies_is_started_again_and_its_old_file_is_removed(tmp_pat
     assert not stale.exists(), "nobody is to ask a server that is gone"
 
 
+@pytest.mark.slow
 def test_the_last_server_given_up_ends_the_job_with_its_error(tmp_path: Path):
     """One of two does not, nor do replicas that live."""
     roles = (trainer("5000"), replica(0, 0), scorer(0, 0, "--die-after", "0.1"), scorer(1, 1, "--die-after", "0.1"))

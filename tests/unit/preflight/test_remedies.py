@@ -136,6 +136,7 @@ def test_a_pipeline_is_tried():
     assert mended(cfg, num_gpus=40).parallel.world_size <= 32
 
 
+@pytest.mark.slow
 def test_commands_do_not_undo_each_other():
     options = DoctorOptions(gpu="h100")
     first = diagnose(grpo_deepseek_v3(), options)
