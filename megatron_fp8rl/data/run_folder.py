@@ -25,6 +25,7 @@ from typing import IO
 
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
 from megatron_fp8rl.data.checkpoint_dir import complete, damaged, make_folder
+from megatron_fp8rl.net import sockets
 
 LOCK = "run.lock"
 _MARKS = (LOCK, "versions.json", "launch/jobs", "launch/jobs.jsonl")  # one of them is in every folder of a run
@@ -71,6 +72,7 @@ def held(cfg: RunConfig) -> Iterator[None]:
             problem = f"{folder / LOCK} cannot be written: {error.strerror}"
             raise ConfigError([Violation("--output_dir", cfg.output_dir, problem, "Check free space and quota")]) from error
         _end_what_was_left(str(folder.resolve()))
+        sockets.remove_left()
         os.environ[_OWNER] = str(folder.resolve())
         ended = threading.Event()
         beat = threading.Thread(target=_beat, args=(file, ended), name="run lock", daemon=True)
@@ -81,6 +83,7 @@ def held(cfg: RunConfig) -> Iterator[None]:
             ended.set()
             beat.join()
             os.environ.pop(_OWNER)
+            sockets.remove_left()
             with contextlib.suppress(OSError):
                 _write(file, "")
 

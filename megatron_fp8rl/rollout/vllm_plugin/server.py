@@ -25,13 +25,13 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fp8rl import upstream
+from megatron_fp8rl.net import sockets
 from megatron_fp8rl.upstream import patches
 
 if TYPE_CHECKING:
@@ -191,19 +191,6 @@ async def serve(args: argparse.Namespace, config: VllmConfig, sock: socket.socke
         sock.close()
 
 
-def _keep_sockets() -> None:
-    """A folder for the sockets between vLLM's processes, which it leaves behind: removed at the end, or, of a server
-    that was killed, by the next one on this host."""
-    prefix = "fp8rl-sockets-"
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        owner = folder.name.removeprefix(prefix).partition("-")[0]
-        if owner.isdigit() and not Path("/proc", owner).exists():
-            shutil.rmtree(folder, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["VLLM_RPC_BASE_PATH"] = folder
-
-
 def main(argv: list[str]) -> None:
     ours = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     ours.add_argument("--listen-fd", type=int, required=True)
@@ -214,7 +201,8 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning of a time limit goes to every process of a job
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a trainer's ranks are started with it blocked
     sock = socket.socket(fileno=known.listen_fd)
-    _keep_sockets()
+    os.environ["VLLM_RPC_BASE_PATH"] = folder = sockets.make_folder()
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     gc.disable()  # while importing, when almost all objects stay; saves 3 s of CPU time
 
     import torch

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pytest
 
 from megatron_fp8rl.config import CheckpointConfig, ConfigError
 from megatron_fp8rl.data import run_folder
+from megatron_fp8rl.net import sockets
 from megatron_fp8rl.preflight import rules
 from model_configs.tiny import tiny_qwen3
 
@@ -152,3 +154,23 @@ def test_what_an_earlier_run_left_standing_still_is_killed(tmp_path):
     finally:
         other.kill()
         other.wait()
+
+
+def test_sockets_of_servers_that_were_killed_are_removed_before_and_after_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    run = tmp_path / "run"
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    mine = Path(sockets.make_folder())
+
+    def leave() -> Path:
+        folder = tmp_path / f"fp8rl-sockets-{dead.pid}-x"
+        folder.mkdir()
+        (folder / "socket").touch()
+        return folder
+
+    left = leave()
+    with run_folder.held(config(run)):
+        assert not left.exists()
+        left = leave()
+    assert not left.exists() and mine.exists()
