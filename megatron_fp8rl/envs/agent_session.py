@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 CHARACTERS_PER_TOKEN = 64  # more than any tokenizer makes of ordinary text
+ASIDE = "."  # between the API key of a session and the number of a conversation beside it
 
 
 class AgentError(RuntimeError):
@@ -87,5 +88,6 @@ class AgentSession:
             raise AgentError("a conversation beside the session has none beside itself; ask the session for it")
         characters = self._max_characters // CHARACTERS_PER_TOKEN
         return AgentSession(
-            self._request, name=f"{self.name} aside {number}", messages=messages, max_tokens=characters, number=number
-        )
+            self._request, name=f"{self.name} aside {number}", messages=messages, max_tokens=characters, number=number,
+            base_url=self.base_url, api_key=f"{self.api_key}{ASIDE}{number}",
+        )  # fmt: skip

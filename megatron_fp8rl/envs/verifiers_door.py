@@ -3,7 +3,8 @@ session.
 
 In: the name of a taskset, or the path of a Python file with one. Out: its tasks as problems, and its rewards. ``Taskset``,
 ``Task``, ``Toolset`` and ``Env`` classes of that library play as they do in its own evaluations: an episode's agents talk
-to the session's OpenAI endpoint, and what they sample there is trained. Needs the extra ``verifiers``; its bundled harnesses
+to the session's OpenAI endpoint, and what they sample there is trained, but for roles that an environment declares
+untrainable. Needs the extra ``verifiers``; its bundled harnesses
 are programs that it runs by ``uv`` in a process for each session.
 """
 
@@ -15,7 +16,8 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.types import Prompt
 
 MOST_TASKS = 100_000  # of a taskset without end
+Options = tuple[tuple[str, Any], ...]
+_KEY, _ASIDE = "MEGATRON_FP8RL_SESSION_", "_ASIDE"  # names of variables
 
 _open = contextlib.AsyncExitStack()  # their servers, which end with the process
 _serving: dict[str, asyncio.Future[Any]] = {}  # environments of this process, by their configuration
@@ -49,22 +53,28 @@ class Tasks:
 
 
 async def rollout(
-    session: AgentSession, row: Mapping[str, Any], *, taskset: str, options: Mapping[str, Any] | None = None, env: str = ""
-) -> dict[str, float]:
-    """One episode. The reward is that of its trainable traces, their named rewards are its parts."""
+    session: AgentSession, row: Mapping[str, Any], *, taskset: str, options: Mapping[str, Any] | None = None,
+    env: str = "", env_options: Mapping[str, Any] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """One episode of ``taskset`` with its ``options`` in the environment ``env`` with its own: by default one agent.
+
+    The reward is that of its trainable traces, their named rewards are its parts.
+    """
     vf = await asyncio.to_thread(importlib.import_module, "verifiers.v1")  # takes seconds
     from verifiers.v1.env import RunSlot
 
-    environment = await _environment(taskset, _frozen(options), env)
-    variable = f"MEGATRON_FP8RL_SESSION_{abs(hash(session.api_key)):x}"  # that library reads keys from the environment
-    os.environ[variable] = session.api_key
+    environment = await _environment(taskset, _frozen(options), env, _frozen(env_options))
+    variable = f"{_KEY}{abs(hash(session.api_key)):x}"  # that library reads keys from the environment
+    keys = {variable: session.api_key, variable + _ASIDE: session.aside().api_key}
+    os.environ.update(keys)
     try:
         client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=variable)
         context = vf.ModelContext(model="policy", client=client)
         slot = RunSlot(_tasks(taskset, _frozen(options))[row["task"]])
         episode = await environment.run_slot(slot, context)
     finally:
-        del os.environ[variable]
+        for name in keys:
+            del os.environ[name]
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         raise AgentError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
@@ -73,12 +83,12 @@ async def rollout(
     return {**parts, "reward": float(sum(trace.reward for trace in episode.traces))}
 
 
-def _frozen(options: Mapping[str, Any] | None) -> tuple[tuple[str, Any], ...]:
+def _frozen(options: Mapping[str, Any] | None) -> Options:
     return tuple(sorted((options or {}).items()))
 
 
 @functools.lru_cache(maxsize=8)
-def _tasks(taskset: str, options: tuple[tuple[str, Any], ...]) -> list[Any]:
+def _tasks(taskset: str, options: Options) -> list[Any]:
     from itertools import islice
 
     from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
@@ -91,32 +101,49 @@ def _tasks(taskset: str, options: tuple[tuple[str, Any], ...]) -> list[Any]:
     return tasks
 
 
-async def _environment(taskset: str, options: tuple[tuple[str, Any], ...], env: str) -> Any:
+async def _environment(taskset: str, options: Options, env: str, env_options: Options) -> Any:
     """The environment, with its servers running, once in this process."""
-    key = f"{taskset} {options} {env}"
+    key = f"{taskset} {options} {env} {env_options}"
     if key not in _serving:
         _serving[key] = asyncio.get_running_loop().create_future()
         try:
-            _serving[key].set_result(await _start(taskset, options, env))
+            _serving[key].set_result(await _start(taskset, options, env, env_options))
         except BaseException as error:
             _serving.pop(key).set_exception(error)
             raise
     return await asyncio.shield(_serving[key])
 
 
-async def _start(taskset: str, options: tuple[tuple[str, Any], ...], env: str) -> Any:
+async def _start(taskset: str, options: Options, env: str, env_options: Options) -> Any:
     from verifiers.v1.configs.agent import AgentConfig
     from verifiers.v1.utils.loaders import env_config_type, load_environment, resolve_env_config
 
     _make_importable(taskset)
     name = _name(taskset)
-    fields = env_config_type(name, env).model_fields
+    declared = env_config_type(name, env).model_fields
     # The chat loop without a shell, in a process of this machine.
     local = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    roles = {role: local for role, one in fields.items() if one.annotation is AgentConfig}
-    environment = load_environment(resolve_env_config({"id": env, "taskset": {"id": name, **dict(options)}, **roles}))
+    roles = {role: local for role, one in declared.items() if one.annotation is AgentConfig}
+    fields = {"id": env, "taskset": {"id": name, **dict(options)}, **roles, **dict(env_options)}
+    environment = load_environment(resolve_env_config(fields))
+    _train_who_is_trained(environment, [*roles])
     await _open.enter_async_context(environment.serving())
     return environment
+
+
+def _train_who_is_trained(environment: Any, roles: Sequence[str]) -> None:
+    """Let the roles that an environment declares untrainable, such as its users and judges, talk beside the session."""
+    setup = environment.setup
+
+    async def with_keys(agents: Any) -> None:
+        await setup(agents)
+        for agent in (getattr(agents, role) for role in roles):
+            variable = getattr(agent.ctx.client, "api_key_var", "")
+            if not agent.trainable and variable.startswith(_KEY):
+                client = agent.ctx.client.model_copy(update={"api_key_var": variable + _ASIDE})
+                agent.ctx = replace(agent.ctx, client=client)
+
+    environment.setup = with_keys
 
 
 def _name(taskset: str) -> str:
@@ -127,3 +154,5 @@ def _make_importable(taskset: str) -> None:
     folder = str(Path(taskset).absolute().parent)
     if taskset.endswith(".py") and folder not in sys.path:
         sys.path.insert(0, folder)
+        known = os.environ.get("PYTHONPATH")  # for the servers of its tools, which are processes
+        os.environ["PYTHONPATH"] = folder if known is None else f"{folder}{os.pathsep}{known}"

@@ -60,9 +60,9 @@ class AgentPool:
             await self._open()
             queue_s = time.monotonic() - queued_s
             for attempt in range(_NUM_TRIES):
-                session = self._session(f"{prompt.prompt_id}#{index}", seed, temperature, prompt)
+                session = self._session(f"{prompt.prompt_id}#{index}", seed, temperature)
                 try:
-                    outcome = await self._run(session, prompt, temperature, alone=attempt == _NUM_TRIES - 1)
+                    outcome = await self._run(session, prompt, alone=attempt == _NUM_TRIES - 1)
                     break
                 except AgentLostError as lost:
                     session.end("its agent has ended")
@@ -88,36 +88,27 @@ class AgentPool:
                 self._gateway = Gateway(self._cfg.name, self._tools, host=self._cfg.session.host)
                 await self._gateway.start()
 
-    def _session(
-        self, name: str, seed: int, temperature: float | None, prompt: Prompt, *, is_trained: bool = True
-    ) -> Session:
+    def _session(self, name: str, seed: int, temperature: float | None) -> Session:
         async def sample(token_ids: list[int], seed: int, session: Session, **sampling: Any) -> Completion:
             with self._requests.timed():
                 return (
                     await self._requests.ask(token_ids, 1, seed, temperature=temperature, session=session, **sampling)
                 )[0]
 
-        return Session(name, self._cfg, self._chat, sample, seed, is_trained=is_trained)
+        return Session(name, self._cfg, self._chat, sample, seed)
 
-    async def _run(self, session: Session, prompt: Prompt, temperature: float | None, *, alone: bool) -> dict[str, Any]:
+    async def _run(self, session: Session, prompt: Prompt, *, alone: bool) -> dict[str, Any]:
         """The outcome of one attempt: what the worker says, or why the session was ended."""
         worker = await self._worker(alone=alone)
-        asides: dict[int, Session] = {0: session}
 
         async def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-            number = request["aside"]
-            if number not in asides:
-                name, seed = f"{session.name} aside {number}", session.seed + (number << 33)
-                asides[number] = self._session(name, seed, temperature, prompt, is_trained=False)
-            return await _answer(asides[number], request, self._tools)
+            return await _answer(session.aside(request["aside"]), request, self._tools)
 
         key = self._gateway.open_session(session)
         try:
             return await worker.play(session, prompt, answer, self._cfg.session.deadline_s, key)
         finally:
             self._gateway.close_session(key)
-            for one in asides.values():
-                one.end()
             if alone or (worker.is_retired and not worker.num_sessions):
                 self._forget(worker)
                 await worker.kill("has ended")

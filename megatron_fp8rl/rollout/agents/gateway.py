@@ -3,7 +3,8 @@
 In: requests to ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models`` whose API key names a session. Out: what
 the policy sampled. Runs on trainer rank 0, on the fleet's event loop.
 
-The key is the session: whoever has it can go on with that session until it ends, and nothing else. Sampling parameters
+The key is the session: whoever has it can go on with that session until it ends, and nothing else. The key with ``.1``,
+``.2`` and so on behind it is a conversation beside it, of which nothing is trained. Sampling parameters
 are the run's, since a token is trained under the distribution that it was sampled from: a request's temperature, top_p,
 top_k and seed are replaced, and what would change the distribution otherwise is refused by name. A request is answered
 when its tokens are there, also a streamed one: then in one piece. A client that disconnects withdraws its request.
@@ -27,6 +28,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from megatron_fp8rl.data.conversation import ConversationError
+from megatron_fp8rl.envs.agent_session import ASIDE
 from megatron_fp8rl.rollout.agents.session import Session, SessionEndedError, SessionError, SessionLimitError
 from megatron_fp8rl.rollout.agents.tool_calls import ToolCalls
 from megatron_fp8rl.rollout.client import EngineError
@@ -178,9 +180,12 @@ class Gateway:
         return self._stream("text_completion", [[choice]], completion, body)
 
     def _session(self, request: Request) -> Session | Response:
-        key = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if (session := self._sessions.get(key)) is not None:
-            return session
+        key, _, aside = request.headers.get("authorization", "").removeprefix("Bearer ").partition(ASIDE)
+        if (session := self._sessions.get(key)) is not None and (not aside or aside.isdecimal()):
+            try:
+                return session.aside(int(aside or 0))
+            except SessionLimitError as error:
+                return _error(_STATUS[SessionLimitError], str(error))
         if key in self._ended:
             return _error(410, "the session of this API key has ended")
         return _error(401, "the API key names no session")

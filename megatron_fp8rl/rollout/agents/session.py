@@ -30,6 +30,9 @@ _MAX_OPEN = 64  # requests of one session that wait for an answer
 Sample = Callable[..., Awaitable[Completion]]  # (token_ids, seed, affinity, **sampling) -> completion
 
 
+MOST_ASIDES = 64
+
+
 class SessionError(RuntimeError):
     """A request that a session refuses; the message says why and what to do."""
 
@@ -73,13 +76,26 @@ class Session:
         self.turn_rewards: dict[int, float] = {}  # by turn, from 0
         self.token_budget = cfg.max_sequence_tokens
         self._limits, self._max_new = cfg.session, cfg.rollout.max_completion_tokens
-        self._chat, self._sample = chat, sample
+        self._cfg, self._chat, self._sample = cfg, chat, sample
+        self._asides: dict[int, Session] = {}
         self._branches: list[_Branch] = []
         self._order: list[int] = []  # the branch of each turn
         self._running: set[asyncio.Task[Any]] = set()
         self._num_open = 0
         self._ended = ""
         self._started_s = time.monotonic()
+
+    def aside(self, number: int) -> Session:
+        """A conversation with the policy beside this one, of which nothing is trained; 0 is this one. It ends with it."""
+        if number == 0:
+            return self
+        if number > MOST_ASIDES:
+            raise SessionLimitError(f"a session has at most {MOST_ASIDES} conversations beside itself")
+        if number not in self._asides:
+            name, seed = f"{self.name} aside {number}", self.seed + (number << 33)
+            self._asides[number] = Session(name, self._cfg, self._chat, self._sample, seed, is_trained=False)
+            self._asides[number]._ended = self._ended
+        return self._asides[number]
 
     # ---- requests
 
@@ -128,6 +144,8 @@ class Session:
         self._ended = self._ended or reason
         for task in self._running:
             task.cancel()
+        for one in self._asides.values():
+            one.end(reason)
 
     # ---- the outcome
 
@@ -197,7 +215,8 @@ class Session:
             if self._limits.rewritten_history == "fork":
                 return await self._begin(self._chat.begin(messages, branch.tools), messages, branch.tools, sampling)
         given = Given(token_ids=found.new_ids, role=str(new[-1].get("role", "user")), text=found.new_text)
-        return await self._continue(branch, given, found.text, messages, sampling)
+        # The past as it was rendered: an agent may send back the same calls in another order of their keys.
+        return await self._continue(branch, given, found.text, [*branch.messages, *new], sampling)
 
     async def _begin(
         self, found: Rendered, messages: Sequence[Message], tools: Sequence[Any], sampling: Mapping[str, Any]

@@ -119,3 +119,70 @@ def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
 def test_an_unknown_parser_is_named():
     with pytest.raises(ValueError, match="--session.tool_parser = .hermez.*hermes"):
         ToolCalls("hermez", TOKENIZER).load()
+
+
+def test_a_key_with_a_number_is_a_conversation_beside_the_session(tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "from openai import AsyncOpenAI, RateLimitError\n"
+        "async def rollout(session, row):\n"
+        "    beside = session.aside()\n"
+        "    async def ask(key, text):\n"
+        "        async with AsyncOpenAI(base_url=session.base_url, api_key=key, max_retries=0) as client:\n"
+        "            told = [{'role': 'user', 'content': text}]\n"
+        "            return (await client.chat.completions.create(model='m', messages=told)).choices[0].message.content\n"
+        "    assert await ask(beside.api_key, '9') == '5' and await ask(session.api_key, '7') == '5'\n"
+        "    try:\n"
+        "        await ask(session.api_key + '.65', '8')\n"
+        "    except RateLimitError as error:\n"
+        "        return float('at most 64 conversations' in str(error))\n"
+    )
+    engine = Engine(lambda text: "5")
+    (rollout,) = play(config(f"{agent}:rollout"), prompt(), engines=[engine])
+    assert rollout.reward == 1.0, rollout.detail
+    (branch,) = rollout.branches
+    assert len(engine.prompts) == 2 and TOKENIZER.decode(branch.token_ids).startswith("<bos>7")
+
+
+def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
+    """Agents send back the same calls with other spaces and in another order of their keys, at every turn."""
+    chat = format_of("qwen3")
+    tokenizer = chat.tokenizer
+
+    class Caller(Engine):
+        async def generate(self, prompt, n, seed, *, sampling):
+            self.prompts.append(tuple(prompt))
+            number = len(self.prompts)
+            text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>' if number < 4 else "done"
+            ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_end|>"))
+            return [
+                Completion(token_ids=ids, rollout_logprobs=(-1.0,) * len(ids), finish_reason="stop", min_version=0,
+                           max_version=0, text=text)
+            ]  # fmt: skip
+
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import json\n"
+        "from openai import AsyncOpenAI\n"
+        "TOOLS = [{'type': 'function', 'function': {'name': 'add', 'parameters': {'type': 'object', 'properties': {}}}}]\n"
+        "async def rollout(session, row):\n"
+        "    messages = list(session.messages)\n"
+        "    async with AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:\n"
+        "        while True:\n"
+        "            answer = await client.chat.completions.create(model='m', messages=messages, tools=TOOLS)\n"
+        "            message = answer.choices[0].message\n"
+        "            if not message.tool_calls:\n"
+        "                return float(message.content == 'done')\n"
+        "            (call,) = message.tool_calls\n"
+        "            arguments = json.dumps(json.loads(call.function.arguments), separators=(',', ':'))\n"
+        "            function = {'arguments': arguments, 'name': call.function.name}\n"
+        "            messages += [{'role': 'assistant', 'content': None, 'tool_calls': [\n"
+        "                {'type': 'function', 'id': call.id, 'function': function}]},\n"
+        "                {'role': 'tool', 'content': 'added', 'tool_call_id': call.id}]\n"
+    )
+    cfg = config(f"{agent}:rollout", max_tokens=2000, tool_parser="hermes")
+    cfg = replace(cfg, model=replace(cfg.model, max_position_embeddings=2000))
+    (rollout,) = play(cfg, prompt(), engines=[Caller(None)], chat=chat)
+    assert rollout.reward == 1.0, rollout.detail
+    (branch,) = rollout.branches
+    assert sum(isinstance(one, Completion) for one in branch.segments) == 4

@@ -10,11 +10,39 @@ import pytest
 
 pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
 
+from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.envs.verifiers_door import Tasks
 from megatron_fp8rl.types import Completion
+from tests.helpers.chat_templates import format_of
 from tests.helpers.sessions import TOKENIZER, Engine, config, play, prompt
 
-FILE = str(Path(__file__).parents[2] / "helpers" / "verifiers_tasks.py")
+HELPERS = Path(__file__).parents[2] / "helpers"
+FILE, COUNTER = str(HELPERS / "verifiers_tasks.py"), str(HELPERS / "verifiers_counter.py")
+needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="the library runs its chat programs by uv")
+QWEN = format_of("qwen3")
+
+
+def of_taskset(file: str, **more) -> RunConfig:
+    """Sessions of 4,000 tokens, with Qwen3's template and its tool calls."""
+    cfg = config("megatron_fp8rl.envs.verifiers_door:rollout", deadline_s=250.0, max_tokens=4000, tool_parser="hermes")
+    (source,) = cfg.data.environments
+    source = replace(source, agent_options={"taskset": file, **more})
+    data = replace(cfg.data, environments=(source,), score_variables=("UV_CACHE_DIR", "UV_DEFAULT_INDEX"))
+    return replace(cfg, data=data, model=replace(cfg.model, max_position_embeddings=4000))
+
+
+class Scripted(Engine):
+    """Says what a function of the conversation says, in Qwen3's tokens."""
+
+    async def generate(self, prompt, n, seed, *, sampling):
+        self.prompts.append(tuple(prompt))
+        tokenizer = QWEN.tokenizer
+        text = self.answer(tokenizer.decode(prompt))
+        ids = (*tokenizer.encode(text, add_special_tokens=False), tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        return [
+            Completion(token_ids=ids, rollout_logprobs=(-1.0,) * len(ids), finish_reason="stop", min_version=0,
+                       max_version=0, text=text)
+        ]  # fmt: skip
 
 
 def test_tasks_are_problems():
@@ -22,7 +50,7 @@ def test_tasks_are_problems():
     assert (problem.question, problem.answer, problem.metadata) == ("1+1=", "2", {"task": 10})
 
 
-@pytest.mark.skipif(shutil.which("uv") is None, reason="the library runs its chat programs by uv")
+@needs_uv
 def test_a_single_turn_task_gives_its_reward():
     cfg = config("megatron_fp8rl.envs.verifiers_door:rollout", deadline_s=250.0)
     (source,) = cfg.data.environments
@@ -35,3 +63,34 @@ def test_a_single_turn_task_gives_its_reward():
         (branch,) = one.branches
         assert isinstance(branch.segments[1], Completion) and branch.segments[1].text == "2"
     assert TOKENIZER.decode(rollouts[0].branches[0].token_ids) == "<bos>1+1=2<eos>"
+
+
+@needs_uv
+def test_a_tool_that_keeps_a_state_is_called_over_several_turns():
+    def answer(told: str) -> str:
+        if "the counter shows 5" in told:
+            return "done"
+        number = 3 if "the counter shows 2" in told else 2
+        return f'<tool_call>\n{{"name": "counter_add", "arguments": {{"number": {number}}}}}\n</tool_call>'
+
+    (rollout,) = play(of_taskset(COUNTER), prompt(0, task=3), engines=[Scripted(answer)], chat=QWEN)
+    assert rollout.reward == 1.0 and rollout.reward_parts == {"reached": 1.0}, rollout.detail
+    (branch,) = rollout.branches
+    assert [one.text for one in branch.segments if isinstance(one, Completion)] == [answer(""), answer("the counter shows 2"), "done"]
+    assert "the counter shows 5" in QWEN.tokenizer.decode(branch.token_ids)
+
+
+@needs_uv
+def test_of_a_simulated_user_nothing_is_trained():
+    def answer(told: str) -> str:
+        if "role-playing a USER" in told:
+            return "###DONE###" if "That is 2." in told else "What is 1+1?"
+        return "That is 2."
+
+    told = {"persona": "You are role-playing a USER who wants to know: {scenario} Say {done} at the end."}
+    cfg = of_taskset(FILE, env="user-sim", env_options=told)
+    (rollout,) = play(cfg, prompt(0, task=10), engines=[Scripted(answer)], chat=QWEN)
+    assert rollout.status == "scored", rollout.detail
+    (branch,) = rollout.branches
+    assert [one.text for one in branch.segments if isinstance(one, Completion)] == ["That is 2."]
+    assert "role-playing a USER" not in QWEN.tokenizer.decode(branch.token_ids)
