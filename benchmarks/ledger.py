@@ -147,7 +147,7 @@ def planned(options: argparse.Namespace, name: str, arm: str) -> Job:
         return job_of(options, name, arm)
     except ConfigError as error:
         fits = 0 if options.model else layers_that_fit(options, name, arm)
-        print(f"{name}, {arm}: {error}{f'. --layers {fits} fits' if fits else ''}", file=sys.stderr)
+        print(f"{name}, {arm}: {error}{f' --layers {fits} fits' if fits else ''}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -224,9 +224,12 @@ def _on_gpus(
         gpus_per_node=min(num_gpus, 8),
         num_gpus=num_gpus,
     )
-    together = replace(cfg.rollout, num_replicas=num_gpus, placement="colocated", sleep_level=2)
+    together = replace(cfg.rollout, num_replicas=num_gpus, placement="colocated")
     start = override(replace(cfg, rollout=together, parallel=ParallelConfig(world_size=num_gpus)))
-    change = layout_search.in_place(start, lambda cfg: judge(override(cfg), machines))
+    change: layout_search.Change = ()
+    if start.rollout.placement == "colocated":
+        start = override(replace(start, rollout=replace(start.rollout, sleep_level=2)))
+        change = layout_search.in_place(start, lambda cfg: judge(override(cfg), machines))
     found = judge(override(layout_search.apply(start, change)), machines)
     if found.errors or found.num_layout_warnings:
         outcome = layout_search.search(

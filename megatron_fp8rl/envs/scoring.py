@@ -46,6 +46,7 @@ class Score(NamedTuple):
 
 
 MAX_BATCH = 64  # completions in one call of a reward function that takes several
+_MOST_STARTS = 5  # of a scorer for one request, while something from outside ends it
 _LARGEST_REWARD = 1e15  # sums of larger ones overflow
 
 
@@ -198,22 +199,30 @@ class ScorePool(CompletionScorer):
             return [Score.failed(f"scorer of {prompt.environment} raised {reply['error']}")] * len(prompts)
         return [_verdict(one, prompt.environment) for one in reply["scores"]]
 
-    def _ask(self, worker: Worker, request: dict[str, Any], *, is_again: bool = False) -> dict[str, Any]:
-        """The reply; a lost worker is started again, and asked once more if it was killed or stopped, likely from outside."""
-        try:
-            worker.ensure_started()
-            return worker.ask(request, self._deadline_s)
-        except WorkerLost as lost:
-            was_struck = worker.was_struck()
-            worker.kill()
-            if self._closed.is_set():
-                raise
-            worker.close_pipes()
-            worker.start()
-            if is_again or not was_struck:
-                raise
-            _log.warning("a scorer %s; its completions are scored again", lost)
-            return self._ask(worker, request, is_again=True)
+    def _ask(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply; a lost worker is started again.
+
+        One that was killed or stopped, likely from outside, is asked once more; it may be struck while it starts as well,
+        which no completion can cause.
+        """
+        asks_left, starts_left = 2, _MOST_STARTS
+        while True:
+            is_asked = False
+            try:
+                worker.ensure_started()
+                is_asked = True
+                return worker.ask(request, self._deadline_s)
+            except WorkerLost as lost:
+                was_struck = worker.was_struck()
+                worker.kill()
+                if self._closed.is_set():
+                    raise
+                worker.close_pipes()
+                worker.start()
+                asks_left, starts_left = asks_left - is_asked, starts_left - 1
+                if not (was_struck and asks_left and starts_left):
+                    raise
+                _log.warning("a scorer %s; its completions are scored again", lost)
 
 
 class _Waiting(NamedTuple):

@@ -27,7 +27,7 @@ from megatron_fp8rl.preflight import (
 )
 from megatron_fp8rl.preflight.engine_memory import EngineEstimate
 from megatron_fp8rl.preflight.findings import Change, Finding, Findings, Judgement, exit_status
-from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu, GpuName, phases
+from megatron_fp8rl.preflight.memory import FULL, GIB, GPUS, TIGHT, Estimate, Gpu, GpuName, phases
 from megatron_fp8rl.preflight.packages import Package
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model
 
@@ -178,13 +178,13 @@ def _command(config_name: str, overrides: Sequence[str], change: Change) -> str:
 def _of_trainer(estimate: Estimate) -> list[Finding]:
     if estimate.share <= TIGHT:
         return []
-    cannot = estimate.share > 1
+    cannot = estimate.share > FULL
     problem = f"needs {estimate.total_bytes / GIB:.1f} GiB of {estimate.capacity_bytes / GIB:.1f} GiB"
     return [
         Finding(
             severity="error" if cannot else "warning",
             subject=estimate.title,
-            problem=problem if cannot else f"{problem}, and fragments of the allocator come on top",
+            problem=problem if estimate.share > 1 else f"{problem}, and fragments of the allocator come on top",
             remedy=f"The largest part: {max(estimate.parts, key=lambda part: part.num_bytes).name}",
             is_of_layout=not cannot,
         )
@@ -221,19 +221,19 @@ def _of_engine(cfg: RunConfig, engine: EngineEstimate) -> list[Finding]:
 
 def _of_phases(trainer: Estimate, engine: Estimate, shared: Sequence[Estimate]) -> list[Finding]:
     """Whether trainer and engine fit on one GPU together in each phase, given that each fits alone."""
-    if not shared or max(trainer.share, engine.share) > 1:
+    if not shared or trainer.share > FULL or engine.share > 1:
         return []
     worst = max(shared, key=lambda estimate: estimate.share)
     if worst.share <= TIGHT:
         return []
-    cannot = worst.share > 1
+    cannot = worst.share > FULL
     problem = f"trainer and engine need {worst.total_bytes / GIB:.1f} GiB of {worst.capacity_bytes / GIB:.1f} GiB "
     problem += worst.title
     return [
         Finding(
             severity="error" if cannot else "warning",
             subject="one GPU of both",
-            problem=problem if cannot else f"{problem}, and fragments of the allocators come on top",
+            problem=problem if worst.share > 1 else f"{problem}, and fragments of the allocators come on top",
             is_of_layout=not cannot,
         )
     ]

@@ -92,6 +92,8 @@ def _check_memory_turns(found: Findings) -> None:
             "is for engines that sample while weights arrive, and these sleep until they have (rollout.sleep_level)",
             "Set none",
         )
+    if rollout.sleep_level and rollout.placement != "colocated":
+        found.refuse("rollout.sleep_level", "frees memory of GPUs on which only engines work", "Set 0")
     if len(set(offload)) != len(offload):
         found.refuse("optim.offload", "names a part twice", "Name each once")
     if rollout.max_staleness > 0:

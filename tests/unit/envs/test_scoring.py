@@ -1,6 +1,7 @@
 """The score pool against scorers that hang, crash, raise, print and lie."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -76,12 +77,29 @@ def test_a_scorer_stopped_from_outside_is_asked_once_more(pool, tmp_path):
     assert (tmp_path / "once").read_text().count("asked") == 2
 
 
-def test_a_worker_killed_while_it_starts_is_started_again():
-    others = psutil.Process().children()
+def test_a_worker_killed_while_it_starts_costs_no_score(tmp_path):
+    others = set(psutil.Process().children())
+
+    def kill_new(number):
+        """Kill the next ``number`` workers as soon as they are there."""
+        end = time.monotonic() + 60
+        while number and time.monotonic() < end:
+            for child in set(psutil.Process().children()) - others:
+                others.add(child)
+                child.kill()
+                number -= 1
+            time.sleep(0.002)
+
     with ScorePool({"judge": JUDGE}, num_workers=1, deadline_s=DEADLINE_S) as pool:
-        (started,) = (child for child in psutil.Process().children() if child not in others)
-        started.kill()
+        kill_new(1)
         assert score(pool, "3") == (1.5, "scored", "", {})
+        others.update(psutil.Process().children())
+        killer = threading.Thread(target=kill_new, args=(2,))
+        killer.start()
+        # its scorer is killed once with the completion, then twice while it starts
+        assert score(pool, f"kill:{tmp_path / 'once'}") == (0.5, "scored", "", {})
+        killer.join()
+        assert (tmp_path / "once").read_text().count("asked") == 2
 
 
 def test_what_a_scorer_prints_is_not_a_reply(pool):
