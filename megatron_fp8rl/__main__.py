@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megatron_fp8rl import cli, evaluate, own_job
 from megatron_fp8rl.config import ConfigError, RunConfig, Violation
+from megatron_fp8rl.net.parent import end_with
 from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight import doctor, show
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, doubts
@@ -367,6 +368,8 @@ def main() -> int:
     """Entry point of the console script."""
     if "RANK" not in os.environ or STARTED not in os.environ:  # a rank has it from the process that launched it
         os.environ[STARTED] = str(time.time())
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with(os.getppid())  # torchrun, which leaves its ranks to themselves when it is killed
     return cli.main(COMMANDS)
 
 

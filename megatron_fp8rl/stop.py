@@ -18,6 +18,7 @@ A launcher sets LAUNCH_DIR to a folder and watches these files in it:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -27,9 +28,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
+
+from megatron_fp8rl.net.parent import end_with_thread
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -195,7 +199,8 @@ class StopRequest:
 def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run torchrun on this machine and forward stop requests; return its exit status, or SAVED if its ranks saved.
 
-    torchrun supports neither signal: it kills its ranks half a minute after a SIGTERM, and a SIGUSR1 kills it.
+    torchrun supports neither signal: it kills its ranks half a minute after a SIGTERM, and a SIGUSR1 kills it. It ends
+    with this process, and its ranks with it (``net/parent.py``).
     """
     with tempfile.TemporaryDirectory(prefix="stop-") as own:
         folder = Path(environment.get(FOLDER_VARIABLE, own))
@@ -210,7 +215,9 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
         # The ranks inherit the blocked signals and unblock them once their handlers are installed.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # In a group of its own: a terminal's Ctrl-C is for this process, which asks the ranks to save.
-        process = subprocess.Popen(command, env={**environment, FOLDER_VARIABLE: str(folder)}, process_group=0)
+        environment = {**environment, FOLDER_VARIABLE: str(folder)}
+        ends_with_us = partial(end_with_thread, ctypes.CDLL(None))
+        process = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=ends_with_us)
         for number in (*_SIGNALS, signal.SIGINT):
             signal.signal(number, ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -32,6 +32,7 @@ _MARKS = (LOCK, "versions.json", "launch/jobs", "launch/jobs.jsonl")  # one of t
 _HARMLESS = ("logs",)  # may be made before a run
 _BEAT_S = 5.0
 _OWNER = "FP8RL_RUN_DIR"  # environment variable of all that a run starts on its host: the folder
+_DYING_S = 5.0  # that the last processes of a killed run, which hold its lock, may take to end
 _SILENT_S = 20.0  # a holder on another node that has not touched the lock for so long is gone
 
 
@@ -100,12 +101,17 @@ def _end_what_was_left(folder: str) -> None:
 
 def _other_holder(file: IO[bytes]) -> str:
     """Who holds the lock, in words; empty after this process has it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _described(file)
-    except OSError:
-        pass  # the file system has no locks; the heartbeat is left
+    end = time.monotonic() + _DYING_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > end:
+                return _described(file)
+            time.sleep(0.2)
+        except OSError:
+            break  # the file system has no locks; the heartbeat is left
     file.seek(0)
     before = _read(file)
     if before and before.get("host") != socket.gethostname():

@@ -155,7 +155,10 @@ def flip_checkpoint(target: Target) -> str:
     if len(list((target.folder / "checkpoints").glob("step_*"))) < 2:
         return ""
     newest = target.newest("checkpoints/step_*")
-    file = target.rng.choice(sorted(path for path in newest.iterdir() if path.suffix == ".distcp" or path.name == ".metadata"))
+    files = sorted(path for path in newest.iterdir() if path.suffix == ".distcp" or path.name == ".metadata")
+    if not files:  # damaged before
+        return ""
+    file = target.rng.choice(files)
     content = bytearray(file.read_bytes())
     content[target.rng.randrange(len(content))] ^= 1 << target.rng.randrange(8)
     file.write_bytes(bytes(content))
@@ -167,7 +170,10 @@ def cut_checkpoint(target: Target) -> str:
     if len(list((target.folder / "checkpoints").glob("step_*"))) < 2:
         return ""
     newest = target.newest("checkpoints/step_*")
-    file = target.rng.choice(sorted(path for path in newest.iterdir() if path.is_file() and path.name != "state.json"))
+    files = sorted(path for path in newest.iterdir() if path.is_file() and path.name != "state.json")
+    if not files:
+        return ""
+    file = target.rng.choice(files)
     file.unlink()
     return f"{newest.name}/{file.name}"
 

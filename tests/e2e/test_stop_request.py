@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_fp8rl.stop import SAVED, RunStopped, StopRequest
@@ -54,6 +56,38 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     run_dir = tmp_path_factory.mktemp("stop") / "whole"
     assert _start(run_dir).wait(DEADLINE_S) == 0
     return _losses(run_dir)
+
+
+def _processes(mark: str) -> dict[int, str]:
+    """Command lines of what a run has started, by process."""
+    found = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.environ().get("FP8RL_TEST_MARK") == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid] = " ".join(process.cmdline())
+    return found
+
+
+@pytest.mark.parametrize("victim", ["the command", "torchrun"])
+def test_the_ranks_of_a_killed_command_end_with_it(victim, tmp_path: Path):
+    run_dir, mark = tmp_path / "run", str(tmp_path)
+    process = _start(run_dir, "--parallel.world_size", "2", environment={"FP8RL_TEST_MARK": mark})
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        while not (run_dir / "run.lock").exists():  # both ranks are there, and at least one waits for the other
+            assert process.poll() is None and time.monotonic() < deadline, run_dir.with_suffix(".log").read_text()[-3000:]
+            time.sleep(0.02)
+        (torchrun,) = (pid for pid, line in _processes(mark).items() if "torch.distributed.run" in line)
+        os.kill(process.pid if victim == "the command" else torchrun, signal.SIGKILL)
+        process.wait(30)
+        end = time.monotonic() + 15
+        while left := _processes(mark):
+            assert time.monotonic() < end, f"still there: {left}"
+            time.sleep(0.2)
+    finally:
+        process.kill()
+        for pid in _processes(mark):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.long

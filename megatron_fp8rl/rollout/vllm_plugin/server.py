@@ -25,39 +25,27 @@ import shutil
 import signal
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_fp8rl import upstream
-from megatron_fp8rl.net import sockets
+from megatron_fp8rl.net import parent, sockets
 from megatron_fp8rl.upstream import patches
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_PARENT_POLL_S = 0.5
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _MIDDLEWARE = "megatron_fp8rl.net.auth.RequireToken"
 
 
-def die_with_parent(parent: int) -> None:
-    """Kill this process group when process ``parent`` is gone, and make forked children end with this process.
+def end_with_parent(pid: int) -> None:
+    """Kill this process group when its parent, process ``pid``, is gone, and make forked children end with this process.
 
-    The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself. The
-    kernel's own signal (PR_SET_PDEATHSIG) follows the parent's *thread*, which suits our children, forked by the main
-    thread, but not this process, which may be started by a thread that ends.
+    The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself.
     """
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(_PARENT_POLL_S)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    parent.end_with(pid)
     libc = ctypes.CDLL(None)
-    os.register_at_fork(after_in_child=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+    os.register_at_fork(after_in_child=lambda: parent.end_with_thread(libc))  # children are forked by the main thread
 
 
 @patches(
@@ -196,7 +184,7 @@ def main(argv: list[str]) -> None:
     ours.add_argument("--listen-fd", type=int, required=True)
     ours.add_argument("--parent-pid", type=int, required=True)  # getppid() is too late if the parent has just died
     known, rest = ours.parse_known_args(argv)
-    die_with_parent(known.parent_pid)
+    end_with_parent(known.parent_pid)
     upstream.check()  # before vLLM is imported
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # Slurm's warning of a time limit goes to every process of a job
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # a trainer's ranks are started with it blocked
