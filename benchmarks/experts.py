@@ -24,7 +24,6 @@ from dataclasses import asdict, replace
 
 from benchmarks import record, runner
 from benchmarks.expert_arms import ARMS, experts
-from benchmarks.measured_rows import Answer, thresholds
 from benchmarks.record import Row
 from benchmarks.timing import ceilings, passes, runnable
 from megatron_fp8rl.precision.matmul_shapes import Experts as Shape
@@ -106,22 +105,21 @@ def lines(rows: Sequence[Row], measured: str, names: Sequence[str]) -> list[Row]
     for line in found.values():
         for kind in ("", _BUSY):
             arms = [arm for arm in line if arm not in ("run", *names) and arm.endswith(_BUSY) == bool(kind)]
-            answer = Answer.of({arm.removesuffix(_BUSY): line[arm] for arm in arms})
-            line["bf16 : fp8" + kind] = round(answer.gain, 2) if answer else None
+            bf16 = [line[arm] for arm in arms if arm.removesuffix(_BUSY).endswith(" bf16")]
+            fp8 = [line[arm] for arm in arms if not arm.removesuffix(_BUSY).endswith(" bf16")]
+            line["bf16 : fp8" + kind] = round(min(bf16) / min(fp8), 2) if bf16 and fp8 else None
     return list(found.values())
 
 
 def parts(rows: Sequence[Row], measured: str, names: Sequence[str]) -> str:
-    """Markdown: the lines and thresholds of a benchmark of matrices, and its other kinds of rows as they are."""
+    """Markdown: the lines of a benchmark of matrices, and its other kinds of rows as they are."""
     others: dict[str, list[Row]] = {}
     for row in rows:
         head = {"run": row.get("run", "-")}
         fields = {name: row[name] for name in row if name not in ("measured", "run", "stamp")}
         others.setdefault(row["measured"], []).append(head | fields)
     others.pop(measured, None)
-    family = [name for name in names if name != "tokens"]
-    tables = lines(rows, measured, names), thresholds(rows, measured, family), *others.values()
-    return "\n\n".join(record.table(part) for part in tables if part)
+    return "\n\n".join(record.table(part) for part in (lines(rows, measured, names), *others.values()) if part)
 
 
 class Experts(runner.Benchmark):
@@ -168,8 +166,7 @@ class Experts(runner.Benchmark):
     def notes(self, rows: Sequence[Row]) -> str:
         return (
             "Milliseconds, forward and backward, weights quantized in every call, gradients added to FP32 buffers. Tokens "
-            "count once for each of their experts. Where FP8 pays is told in routed tokens of a rank, of those that were "
-            "measured. Busy: behind other work of the GPU, as in a step whose launches are ahead; the other times contain "
+            "count once for each of their experts. Busy: behind other work of the GPU, as in a step whose launches are ahead; the other times contain "
             "the host's. Ceilings: one 8192-cubed product without block scales, in TFLOP/s, and a copy, in TB/s."
         )
 

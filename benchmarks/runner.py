@@ -32,7 +32,6 @@ class Benchmark(ABC):
     picture = ""  # file that :meth:`draw` writes, below docs
     document = ""  # of the table, if it is not docs/measured/NAME.md
     limit_s = 600.0  # for one arm
-    takes_fields = False  # words that are no options are ``options.overrides``
 
     @abstractmethod
     def arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -127,11 +126,7 @@ def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespac
     parser.add_argument("--run-limit-s", type=float, default=benchmark.limit_s, help="for one arm, which is killed then")
     parser.add_argument("--folder", type=Path, default=FOLDER / benchmark.name, help="of logs and runs")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
-    options, rest = parser.parse_known_args(argv)
-    if benchmark.takes_fields:
-        options.overrides = rest
-    elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    options = parser.parse_args(argv)
     options.argv = list(sys.argv[1:] if argv is None else argv)
     benchmark.settle(options, parser)
     return options

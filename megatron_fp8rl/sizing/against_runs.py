@@ -20,7 +20,7 @@ from megatron_fp8rl.sizing import rates
 from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
 
 FOLDER = Path(__file__).parents[2] / "docs" / "measured"
-_PHASES = ("rollouts", "old_logprobs", "update", "publish")
+_PHASES = ("rollouts", "update", "publish")
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
         square = 2.0 * model.num_layers * model.num_attention_heads * model.head_dim * (prompt + mean) ** 2
         prompt = max(1.0, (forward / sequences - square) / per_token - mean)
     precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
-    if "old_logprobs" in row["phases_s"] and median(row["phases_s"]["old_logprobs"]) < 0.01:
-        precision = replace(precision, exact=True)  # one update of a synchronous step: its own are the old ones
     rollout = RolloutConfig(
         placement="separate",
         kv_cache_dtype="fp8" if row["arm"] == "fp8_kv" else "auto",
@@ -75,7 +73,10 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
 
 
 def compared() -> Iterator[Compared]:
-    """Every phase of every measured run that the arithmetic knows."""
+    """Every phase of every measured run that the arithmetic knows.
+
+    Steps that had a pass for old log-probabilities, which one update no longer needs, are compared without it.
+    """
     from model_configs import qwen3
 
     models = {("qwen3", 4096): qwen3.qwen3_8b(), ("qwen3_moe", 2048): qwen3.qwen3_30b_a3b()}
@@ -84,15 +85,14 @@ def compared() -> Iterator[Compared]:
         if known is None:
             continue
         cfg, lengths = known
+        gpu = next(gpu for gpu in GPUS.values() if gpu.name.upper() in row["device"])
         found: StepTime = step_time(
-            cfg, lengths, rates.H200, rates.Network(), memory_bytes=GPUS["h200"].memory_bytes, gpus=row["gpus"]
+            cfg, lengths, rates.of(gpu.name), rates.Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"]
         )
-        name = f"ledger {row.get('run', '?')}: {row['shape']} {row['arm']}, {row['layers']} layers"
+        name = f"ledger {row['run']}, {gpu.name.upper()}: {row['shape']} {row['arm']}, {row['layers']} layers"
         for phase in _PHASES:
-            seconds = median(row["phases_s"].get(phase, [0.0]))
-            if seconds > 0.01:
-                yield Compared(name, phase, getattr(found, phase), seconds)
-        yield Compared(name, "step", found.step, median(row["step_s"]))
+            yield Compared(name, phase, getattr(found, phase), median(row["phases_s"][phase]))
+        yield Compared(name, "step", found.step, median(row["step_s"]) - median(row["phases_s"]["old_logprobs"]))
     for row in _rows("publish"):
         model = {"qwen3_8b": qwen3.qwen3_8b, "qwen3_30b_a3b": qwen3.qwen3_30b_a3b}.get(row["model"])
         if model is None or row["precision"] != "fp8":
@@ -111,12 +111,25 @@ def compared() -> Iterator[Compared]:
         yield Compared(name, "publish", found.publish, row["later"]["seconds"])
 
 
+def ratios() -> list[tuple[str, float, float]]:
+    """(run and arm, predicted, measured) of every step in BF16 against another arm of the same invocation."""
+    steps = {one.run: one for one in compared() if one.phase == "step"}
+    found = []
+    for name, one in steps.items():
+        run, _, words = name.partition(": ")
+        shape, _, layers = words.partition(", ")
+        bf16 = steps.get(f"{run}: {shape.split()[0]} bf16, {layers}")
+        if bf16 not in (None, one):
+            found.append((name, bf16.predicted / one.predicted, bf16.measured / one.measured))
+    return found
+
+
 def report() -> list[str]:
     """A table, or a line that says why there is none."""
     found = list(compared())
     if not found:
         return ["no measured runs are at hand to check this arithmetic against (docs/measured of the repository)"]
-    lines = ["this arithmetic against measured runs (H200): predicted, measured, error"]
+    lines = ["this arithmetic against measured runs (publications: H200): predicted, measured, error"]
     for one in found:
         lines.append(f"  {one.run:<64} {one.phase:<13}{one.predicted:9.3f} s{one.measured:9.3f} s {one.error:+7.1%}")
     for phase in (*_PHASES, "step"):

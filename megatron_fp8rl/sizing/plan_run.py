@@ -10,9 +10,10 @@ Rates are measured on one machine (``rates.py``); the network, and so everything
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.config import PrecisionConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight.memory import GIB, GPUS, GpuName
 from megatron_fp8rl.sizing import against_runs, lost_time, rates
@@ -68,7 +69,11 @@ def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
         longest=rollout.max_completion_tokens,
     )
     driver = Driver()
-    found = choices(cfg, gpu, options.gpus, lengths, of_gpu, network, driver, options.gpus_per_node)
+
+    def layouts(cfg: RunConfig) -> Choices:
+        return choices(cfg, gpu, options.gpus, lengths, of_gpu, network, driver, options.gpus_per_node)
+
+    found = layouts(cfg)
     counted = parameters.count(cfg.model)
     lines = [
         f"{cfg.name}: {counted.total / 1e9:.1f} G parameters, {counted.active / 1e9:.1f} G active; {options.gpus} "
@@ -85,6 +90,7 @@ def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
         return found, [*lines, "", "No layout works: ask for more GPUs, or let the doctor propose a change."]
     best = found.found[0]
     lines += ["", *_table(found.found[: options.top], options), "", *_why(found), "", *_phases(best, options)]
+    lines += ["", *_against_bf16(best, layouts)]
     lines += ["", *_failures(best, options, network), "", *against_runs.report()]
     return found, lines
 
@@ -133,6 +139,32 @@ def _phases(best: Choice, options: PlanOptions) -> list[str]:
         "million" + _dollars(best, options),
     ]
     return lines
+
+
+def _against_bf16(best: Choice, layouts: Callable[[RunConfig], Choices]) -> list[str]:
+    """Whether FP8 pays in whole steps, and how sure that is."""
+    cfg = best.cfg
+    if cfg.precision.trainer == cfg.precision.rollout == "bf16":
+        return ["does FP8 pay? This run has none"]
+    plain = PrecisionConfig(trainer="bf16", rollout="bf16", exact=cfg.precision.exact)
+    others = layouts(replace(cfg, precision=plain, rollout=replace(cfg.rollout, kv_cache_dtype="auto"))).found
+    if not others:
+        return ["does FP8 pay? In BF16 no layout works on these GPUs"]
+    time, other = best.time, others[0].time
+    gain = other.gpu_seconds_per_million / time.gpu_seconds_per_million
+    known = against_runs.ratios()
+    wrong = max((max(one / two, two / one) for _, one, two in known), default=float("inf"))
+    answer = "yes" if gain > wrong else "no" if gain < 1 / wrong else "too close to say"
+    lines = [
+        f"does FP8 pay? {answer}: {gain:.2f} times the tokens of a GPU hour in BF16, whose best layout is {others[0].words} "
+        "(computed)",
+        *(
+            f"  {name:<14} {getattr(other, name):9.2f} s in BF16 {getattr(time, name):9.2f} s in FP8"
+            for name in ("rollouts", "old_logprobs", "update", "publish", "step")
+        ),
+    ]
+    lines += [f"  measured: {name}: predicted {one:.2f}, measured {two:.2f} times" for name, one, two in known]
+    return [*lines, f"  so a ratio between {1 / wrong:.2f} and {wrong:.2f} says nothing"] if known else lines
 
 
 def _dollars(best: Choice, options: PlanOptions) -> str:

@@ -2,7 +2,8 @@
 
     rollouts       prompts: their FLOP. Decoding: every step reads the matrices that it needs once and the cache of its
                    sequences; the steps last until the longest sequence ends
-    old_logprobs   one forward pass over all tokens; 0 with ``precision.exact``, which takes the engine's
+    old_logprobs   one forward pass over all tokens; 0 with ``precision.exact``, which takes the engine's, and in a step of
+                   one update, which takes its own
     update         forward and backward, the recomputed forward, the pipeline's bubble, tensor- and expert-parallel
                    traffic, gradients and parameters between data-parallel ranks, and the optimizer's reads and writes
     publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
@@ -99,6 +100,7 @@ def step_time(
     driver: Driver = Driver(),
 ) -> StepTime:
     """Seconds by phase. ``memory_bytes``: of one GPU, which bounds the sequences that an engine holds."""
+    has_old_pass = cfg.algo.updates_per_step > 1 and not cfg.precision.exact
     sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
     length = lengths.prompt + lengths.mean
     # Of an exponential distribution the mean square is twice the square of the mean; of equal lengths it is the square.
@@ -109,7 +111,7 @@ def step_time(
     in_spare = cfg.rollout.spare_weights != "none"
     return StepTime(
         rollouts=_rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node),
-        old_logprobs=0.0 if cfg.precision.exact else forward / (_forward_rate(cfg, rates) * cfg.parallel.world_size),
+        old_logprobs=forward / (_forward_rate(cfg, rates) * cfg.parallel.world_size) if has_old_pass else 0.0,
         update=update,
         publish=wire + proof,
         driver=sequences * lengths.mean * driver.token_s,

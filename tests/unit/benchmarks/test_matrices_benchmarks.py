@@ -9,7 +9,6 @@ import pytest
 from benchmarks import experts, linear_arms, linears
 from benchmarks.experts import Experts, Shape
 from benchmarks.linears import Linears
-from benchmarks.measured_rows import thresholds
 from benchmarks.runner import parse
 from megatron_fp8rl.precision.matmul_shapes import Linear
 
@@ -49,20 +48,6 @@ def test_the_table_has_a_line_for_each_shape_pattern_and_run():
     assert (third["run"], third["bf16 : fp8"]) == ("B", None)  # FP8 was measured in another run
     text = Experts().table(rows)
     assert "| B | NVIDIA H200 | 1.5 |" in text and text.count("\n\n") == 1
-
-
-@pytest.mark.parametrize("wins, told", [
-    ("+++", "everywhere"), ("---", "nowhere"), ("-++", "from 128"), ("+-+", "10, from 300"), ("+--", "10")
-])  # fmt: skip
-def test_thresholds_are_told_in_tokens_that_were_measured(wins, told):
-    rows = [
-        row(arm, ms, tokens=tokens)
-        for tokens, win in zip((10, 128, 300), wins, strict=True)
-        for arm, ms in (("te bf16", 2.0), ("grouped fp8", 1.0 if win == "+" else 1.99))
-    ]
-    (line,) = thresholds(rows, "experts", ("experts", "device"))
-    assert line["tokens"] == "10 to 300" and line["FP8 pays"] == told
-    assert thresholds(rows[2:], "experts", ("experts",)) == []  # two numbers of tokens are no sweep
 
 
 def test_options():

@@ -11,13 +11,13 @@ import psutil
 import pytest
 
 from benchmarks import (
-    experts, grpo, ledger, linears, memory, mismatch, probe, process_tree, publish, recipes, record, rollout_speed,
-    runner, same_bytes, updates,
+    experts, ledger, linears, memory, mismatch, process_tree, publish, recipes, record, rollout_speed, runner, same_bytes,
+    updates,
 )  # fmt: skip
 
 ALL = [
-    experts.Experts, grpo.Grpo, ledger.Ledger, linears.Linears, memory.Memory, mismatch.Mismatch, probe.Probe,
-    publish.Publish, recipes.Recipes, rollout_speed.RolloutSpeed, same_bytes.SameBytes, updates.Updates,
+    experts.Experts, ledger.Ledger, linears.Linears, memory.Memory, mismatch.Mismatch, publish.Publish, recipes.Recipes,
+    rollout_speed.RolloutSpeed, same_bytes.SameBytes, updates.Updates,
 ]  # fmt: skip
 
 NO_GPU = pytest.mark.skipif(runner.num_gpus() > 0, reason="says what a machine without a GPU is told")
@@ -125,7 +125,7 @@ def test_tables_are_made_of_the_rows_of_the_repository(program, tmp_path):
         assert text in written
     else:  # the numbers of older rows, where each line is one of them
         lines = [line.split(" | ", 1)[1] for line in text.splitlines() if line.startswith("| - | ")]
-        is_cut = benchmark.name in ("experts", "grpo", "linears")  # with other columns
+        is_cut = benchmark.name in ("experts", "linears")  # with other columns
         assert len(lines) >= 4 and (is_cut or all(line in written for line in lines))
     if benchmark.picture:
         benchmark.draw(rows, tmp_path / "picture.png")
@@ -138,13 +138,13 @@ def test_programs_explain_themselves(program, capsys):
         runner.main(program(), ["--help"])
     assert end.value.code == 0 and "--run-limit-s" in capsys.readouterr().out
     with pytest.raises(SystemExit) as end:
-        runner.parse(program(), ["--no-such-option"] if not program.takes_fields else ["--layers", "x"])
+        runner.parse(program(), ["--no-such-option"])
     assert end.value.code == 2
 
 
 @NO_GPU
 @pytest.mark.parametrize("program, words", [
-    (probe.Probe, ["grpo_qwen3_8b"]), (mismatch.Mismatch, ["--model", "qwen3_8b"]), (linears.Linears, ["--quick"]),
+    (mismatch.Mismatch, ["--model", "qwen3_8b"]), (linears.Linears, ["--quick"]),
     (recipes.Recipes, ["--model", "small"]), (publish.Publish, ["--layout", "tp2+tp2"]),
 ])  # fmt: skip
 def test_without_a_gpu_real_models_are_refused(program, words, tmp_path, capsys):

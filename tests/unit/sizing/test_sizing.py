@@ -74,6 +74,8 @@ def test_measured_runs_are_met():
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
     assert len(errors["step"]) >= 6 and len(errors["publish"]) >= 10
     assert median(errors["step"]) < 0.1 and max(errors["step"]) < 0.2
+    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.16, 1.17, 1.25}
+    assert all(abs(predicted / measured - 1) < 0.15 for _, predicted, measured in against_runs.ratios())
     assert median(errors["rollouts"]) < 0.2 and median(errors["update"]) < 0.05 and median(errors["publish"]) < 0.1
 
 
@@ -145,6 +147,14 @@ def test_spare_memory_takes_the_wire_out_of_the_pause():
     assert direct.wire == pytest.approx(39.5e9 / 40e9, rel=0.02)
 
 
+def test_fp8_pays_where_the_gain_is_larger_than_the_error(capsys):
+    words = ["plan", "grpo_qwen3_8b", "--gpus", "8"]
+    assert cli.main(program.COMMANDS, [*words, "--rollout.kv_cache_dtype", "fp8"]) == 0
+    assert "does FP8 pay? yes: 1." in capsys.readouterr().out
+    assert cli.main(program.COMMANDS, [*words, "--precision.trainer", "bf16", "--precision.rollout", "bf16"]) == 0
+    assert "does FP8 pay? This run has none" in capsys.readouterr().out
+
+
 def test_sampling_overlaps_training_when_it_may():
     one, two = timed(), timed(max_staleness=1)
     assert one.step == pytest.approx(one.rollouts + one.driver + one.training + one.publish)
@@ -171,6 +181,7 @@ def test_layouts_are_allowed_and_the_cheapest_comes_first():
 def test_the_command(capsys):
     assert cli.main(program.COMMANDS, ["plan", "grpo_qwen3_30b_a3b", "--gpus", "16", "--dollars", "3"]) == 0
     text = capsys.readouterr().out
+    assert "does FP8 pay? too close to say: 1.0" in text and "measured: ledger C, H200: 8b_separate fp8" in text
     assert "layouts considered" in text and "lost a day" in text and "in the median" in text and "dollars" in text
     assert cli.main(program.COMMANDS, ["plan", "grpo_deepseek_v3", "--gpus", "8"]) == 2
     assert "No layout works" in capsys.readouterr().out
