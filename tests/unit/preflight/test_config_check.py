@@ -8,47 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_fp8rl.config import (
-    ConfigError,
-    EnvironmentConfig,
-    MlaConfig,
-    ModelConfig,
-    RewardConfig,
-    RouterConfig,
-    RunConfig,
-)
+from megatron_fp8rl.config import ConfigError, EnvironmentConfig, MlaConfig, RewardConfig, RouterConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.observe.recording import RolloutWriter
 from megatron_fp8rl.preflight.diagnosis import doubts
 from megatron_fp8rl.preflight.rules import check
+from tests.helpers.configs import DENSE, MOE, fields_of, make
 from tests.helpers.rollouts import make_group
 
-DENSE = ModelConfig(
-    family="qwen3",
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    vocab_size=512,
-    ffn_hidden_size=512,
-)
-MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256)
 ROUTER = RouterConfig(score="sigmoid", correction_bias=True)
 EXACT = RewardConfig()
-
-
-def make(model: ModelConfig = DENSE, **changes) -> RunConfig:
-    """A sound run with single fields changed: ``make(parallel__tensor=2)``."""
-    cfg = RunConfig(name="run", model=model)
-    for path, value in changes.items():
-        section, _, field = path.partition("__")
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: value}) if field else value})
-    return cfg
-
-
-def fields_of(cfg: RunConfig, accelerator="cpu") -> list[str]:
-    return [violation.field for violation in check(cfg, accelerator=accelerator)]
 
 
 @pytest.mark.parametrize(
@@ -305,19 +274,6 @@ def test_untiled_matrices_that_stay_bf16_are_no_mistake():
     assert fields_of(make(replace(DENSE, hidden_size=192), precision__trainer="bf16", precision__rollout="bf16")) == []
 
 
-@pytest.mark.parametrize(
-    ("accelerator", "changes", "fields"),
-    [
-        ("blackwell", {"precision__scales": "fp32"}, ["--precision.scales"]),
-        ("hopper", {"precision__scales": "fp32"}, []),
-        ("blackwell", {}, []),
-        ("ampere", {}, ["--precision.trainer"]),
-    ],
-)
-def test_precision_fits_the_accelerator(accelerator, changes, fields):
-    assert fields_of(make(**changes), accelerator) == fields
-
-
 def test_a_checkpoint_folder_needs_config_and_weights(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     assert fields_of(make(model__hf_path=str(tmp_path))) == ["--model.hf_path"]
@@ -343,130 +299,6 @@ def test_every_shipped_configuration_is_sound():
 
     for name, function in config_functions().items():
         assert check(function(), accelerator="hopper") == [], name
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"rollout__num_replicas": 2}, "--rollout.num_replicas"),
-        ({"rollout__sleep_level": 1, "rollout__max_staleness": 1}, "--rollout.sleep_level"),
-        ({"optim__offload": ("params",), "rollout__max_staleness": 1}, "--optim.offload"),
-        ({"optim__offload": ("params", "params")}, "--optim.offload"),
-        ({"rollout__expert": 2}, "--rollout.expert"),
-        ({"rollout__moe_backend": "triton"}, "--rollout.moe_backend"),
-        ({"rollout__linear_backend": "cutlass"}, "--rollout.linear_backend"),
-        ({"rollout__transport": "nccl"}, "--rollout.transport"),
-        ({"rollout__attention_backend": "FLASHINFER", "rollout__kv_cache_dtype": "fp8"}, "--rollout.attention_backend"),
-    ],
-)
-def test_engines_that_cannot_work_on_gpus(changes, field):
-    assert fields_of(make(**changes), "hopper") == [field]
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"rollout__expert": 2}, "--rollout.expert"),
-        ({"rollout__moe_backend": "deep_gemm", "precision__bf16_last_layers": 1}, "--rollout.moe_backend"),
-    ],
-)
-def test_experts_that_engines_cannot_hold(changes, field):
-    assert fields_of(make(MOE, **changes), "hopper") == [field]
-
-
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        make(rollout__num_replicas=2, rollout__placement="separate"),
-        make(rollout__transport="ipc"),
-        make(rollout__transport="nccl", rollout__placement="separate"),
-        make(parallel__world_size=2, rollout__num_replicas=2, rollout__sleep_level=2, optim__offload=("optimizer",)),
-        make(MOE, parallel__world_size=2, rollout__tensor=2, rollout__expert=2, rollout__moe_backend="deep_gemm"),
-        make(rollout__linear_backend="cutlass", precision__scales="fp32"),
-    ],
-)
-def test_engines_that_can_work_on_gpus(cfg):
-    assert check(cfg, accelerator="hopper") == []
-
-
-def test_weights_do_not_travel_between_gpus_without_one():
-    assert fields_of(make(rollout__transport="nccl")) == ["--rollout.transport"]
-    assert not fields_of(make(rollout__transport="ipc")) + fields_of(make(rollout__transport="gloo"))
-
-
-def test_kernels_and_storage_that_cannot_be():
-    assert fields_of(make(precision__kernels="te")) == ["--precision.kernels"]
-    assert fields_of(make(precision__kernels="te"), "hopper") == []
-    assert fields_of(make(precision__kernels="emulated"), "hopper") == []
-
-
-@pytest.mark.parametrize(
-    ("accelerator", "changes", "field", "problem"),
-    [
-        ("cpu", {}, "params", "this machine is 'cpu'"),
-        ("blackwell", {}, "params", "this machine is 'blackwell'"),
-        ("hopper", {"trainer": "tensorwise"}, "params", "here a weight has one scale"),
-        ("hopper", {"trainer": "delayed"}, "params", "here a weight has one scale"),
-        ("hopper", {"trainer": "bf16", "rollout": "bf16"}, "params", "multiplies nothing in FP8"),
-        ("hopper", {"rollout": "bf16"}, "rollout", "sent to engines as they are"),
-        ("hopper", {"kernels": "emulated"}, "kernels", "the emulation rounds BF16 parameters"),
-        ("hopper", {"linears": "deep_gemm"}, "linears", "quantizes BF16 parameters"),
-        ("hopper", {"experts": "deep_gemm"}, "experts", "quantizes BF16 parameters"),
-    ],
-)
-def test_fp8_parameters_that_cannot_be(accelerator, changes, field, problem):
-    wide = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256, head_dim=128)
-    changed = {f"precision__{name}": value for name, value in ({"params": "fp8"} | changes).items()}
-    assert fields_of(make(wide, precision__params="fp8", precision__scales="fp32"), "hopper") == []
-    (found,) = check(make(wide, **changed), accelerator=accelerator)
-    assert found.field == f"--precision.{field}" and problem in found.problem
-    assert "--precision.params bf16" in found.remedy
-    (found,) = check(make(replace(wide, head_dim=64), precision__params="fp8"), accelerator="hopper")
-    assert found.field == "--precision.params" and "heads of 64 rows" in found.problem
-
-
-def test_grouped_experts_that_cannot_be():
-    moe = replace(MOE, hidden_size=256, moe_ffn_hidden_size=256)
-    for accelerator, fields in (("cpu", []), ("hopper", []), ("blackwell", ["--precision.experts"])):
-        assert fields_of(make(moe, precision__experts="deep_gemm"), accelerator) == fields
-    grouped = dict(precision__experts="deep_gemm")
-    assert fields_of(make(moe, **grouped, precision__trainer="delayed"), "hopper") == ["--precision.experts"]
-    assert fields_of(make(moe, **grouped, precision__gradients="e5m2"), "hopper") == ["--precision.gradients"]
-    assert fields_of(make(moe, **grouped, precision__params="fp32"), "hopper") == ["--precision.params"]
-    assert fields_of(make(moe, **grouped, precision__kernels="emulated"), "hopper") == ["--precision.experts"]
-    bf16 = grouped | dict(precision__trainer="bf16", precision__rollout="bf16")
-    odd = replace(moe, hidden_size=192)
-    assert fields_of(make(odd, **bf16), "hopper") == ["--model.hidden_size"]
-    split = dict(parallel__world_size=4, parallel__expert_tensor=4)
-    (found,) = check(make(moe, **bf16, **split), accelerator="hopper")
-    assert found.field == "--parallel.expert_tensor" and "64 features" in found.problem
-
-
-def test_linears_on_deep_gemm_that_cannot_be():
-    asked = dict(precision__linears="deep_gemm")
-    for accelerator, fields in (("cpu", []), ("hopper", []), ("blackwell", ["--precision.linears"])):
-        assert fields_of(make(**asked), accelerator) == fields
-    assert fields_of(make(**asked, precision__kernels="emulated")) == []
-    assert fields_of(make(**asked, precision__kernels="emulated"), "hopper") == ["--precision.linears"]
-    assert fields_of(make(**asked, precision__gradients="e5m2"), "hopper") == ["--precision.gradients"]
-    assert fields_of(make(**asked, precision__params="fp32"), "hopper") == ["--precision.params"]
-    for recipe in ("bf16", "delayed", "tensorwise"):
-        (found,) = check(make(**asked, precision__trainer=recipe), accelerator="hopper")
-        assert found.field == "--precision.linears" and f"recipe {recipe}" in found.problem
-
-
-def test_choices_that_need_a_gpu():
-    cfg = make(replace(DENSE, head_dim=128), precision__attention="engine", rollout__batch_invariant=True)
-    assert fields_of(cfg) == ["--precision.attention", "--rollout.batch_invariant"]
-    assert check(cfg, accelerator="hopper") == []
-    narrow = replace(cfg, model=replace(cfg.model, head_dim=64))
-    assert fields_of(narrow, "hopper") == ["--precision.attention"]
-    cfg = make(MOE, rollout__batch_invariant=True, rollout__moe_backend="deep_gemm")
-    assert fields_of(cfg, "hopper") == []
-    cfg = replace(cfg, precision=replace(cfg.precision, scales="fp32"))
-    assert fields_of(cfg, "hopper") == ["--rollout.moe_backend"]
-    cfg = make(rollout__batch_invariant=True, rollout__transport="nccl", rollout__placement="separate")
-    assert fields_of(cfg, "hopper") == ["--rollout.transport"]
 
 
 def test_a_replay_needs_every_step_and_samples_nothing(tmp_path):

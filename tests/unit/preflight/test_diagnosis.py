@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from megatron_fp8rl import __main__ as program
-from megatron_fp8rl import cli
+from megatron_fp8rl import cli, own_job
 from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import doctor, layout_search, packages, precision_table, rules, tiling
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, judge
-from megatron_fp8rl.preflight.memory import GPUS, host_bytes
+from megatron_fp8rl.preflight.memory import GIB, GPUS, host_bytes
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_8b_colocated, grpo_qwen3_30b_a3b
 from model_configs.small import small_qwen3
@@ -349,3 +350,27 @@ def test_expert_parallel_engines_keep_experts_whole():
     assert not errors(found)
     down = next(m for m in found.matrices if "experts" in m.name and "down" in m.name)
     assert down.engine_shape == (2048, 768) and down.engine_tiles and 4 in down.engine_degrees
+
+
+@pytest.mark.parametrize(("share", "severity"), [(0.90, None), (0.95, "warning"), (0.98, "error"), (1.02, "error")])
+def test_the_last_percents_of_a_gpu_are_the_allocators(share, severity):
+    cfg = change(grpo_qwen3_8b(), rollout__placement="separate", rollout__sleep_level=0, optim__offload=())
+    needed = judge(cfg, DoctorOptions()).trainer.total_bytes
+    found = judge(cfg, DoctorOptions(memory_gib=needed / share / GIB))
+    (about,) = [f for f in found.findings if f.subject == found.trainer.title] or [None]
+    assert (about and about.severity) == severity
+    assert about is None or ("fragments" in about.problem) == (share < 1)
+
+
+def test_engines_with_gpus_of_their_own_do_not_sleep(tmp_path):
+    """An own job on separate GPUs, in the tightest layout as well."""
+    model = write_model_dir(small_qwen3(), tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    own = own_job.GrpoOptions(
+        model=str(model), data=(str(tmp_path / "rows.jsonl"),), reward=("exact",), gpus=2, gpu="h100"
+    )
+    for layers in (4, 110):
+        words = ["--rollout.placement", "separate", "--parallel.world_size", "1", "--rollout.num_replicas", "1"]
+        words += ["--model.random", "True", "--model.num_layers", str(layers)]
+        cfg, _ = own_job.configure(own, cli.overriding(words))
+        assert cfg.rollout.sleep_level == 0 and not rules.check(cfg, accelerator="hopper")

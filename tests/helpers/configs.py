@@ -1,0 +1,33 @@
+"""A sound run, of which tests change single fields."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.preflight.rules import check
+
+DENSE = ModelConfig(
+    family="qwen3",
+    num_layers=4,
+    hidden_size=256,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    vocab_size=512,
+    ffn_hidden_size=512,
+)
+MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256)
+
+
+def make(model: ModelConfig = DENSE, **changes) -> RunConfig:
+    """A sound run with single fields changed: ``make(parallel__tensor=2)``."""
+    cfg = RunConfig(name="run", model=model)
+    for path, value in changes.items():
+        section, _, field = path.partition("__")
+        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{field: value}) if field else value})
+    return cfg
+
+
+def fields_of(cfg: RunConfig, accelerator="cpu") -> list[str]:
+    return [violation.field for violation in check(cfg, accelerator=accelerator)]
