@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from megatron_fp8rl.token_rows import Row
+
 KVScales: TypeAlias = dict[int, tuple[float, float, float]]
 """Layer index -> (q, k, v) scales: the divisors before the cast to E4M3, exactly representable in float32."""
 
@@ -40,10 +42,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """A sampled segment: what the engine returned for one request."""
+    """A sampled segment: what the engine returned for one request. Takes any sequences, and keeps them as rows."""
 
-    token_ids: tuple[int, ...]  # [C] includes the EOS token, if any
-    rollout_logprobs: tuple[float, ...]  # [C] of the sampled tokens
+    token_ids: Row  # [C] includes the EOS token, if any
+    rollout_logprobs: Row  # [C] of the sampled tokens
     finish_reason: Literal["stop", "length", "abort"]
     min_version: int  # policy version that sampled the first token
     max_version: int  # policy version that sampled the last token
@@ -54,6 +56,12 @@ class Completion:
     text: str = ""
     num_prompt_tokens: int = 0  # tokens before it that the engine read, over all requests for this completion
     num_cached_tokens: int = 0  # those of them that the engine had in its prefix cache
+
+    def __post_init__(self) -> None:
+        from megatron_fp8rl.token_rows import Row  # NumPy, which programs that only read a configuration do without
+
+        object.__setattr__(self, "token_ids", Row.of_ids(self.token_ids))
+        object.__setattr__(self, "rollout_logprobs", Row.of_floats(self.rollout_logprobs))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +80,10 @@ class Trajectory:
     segments: tuple[Given | Completion, ...]
 
     @property
-    def token_ids(self) -> tuple[int, ...]:  # [L]
-        return tuple(token for segment in self.segments for token in segment.token_ids)
+    def token_ids(self) -> Row:  # [L]
+        from megatron_fp8rl.token_rows import Row
+
+        return Row.ids_of(segment.token_ids for segment in self.segments)
 
     @property
     def completions(self) -> tuple[Completion, ...]:
@@ -148,17 +158,26 @@ class RolloutGroup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One training sequence. Per-token fields describe the token at the same position; given tokens hold 0."""
+    """One training sequence. Per-token fields describe the token at the same position; given tokens hold 0. Takes any
+    sequences, and keeps them as rows."""
 
     name: str
     environment: str
-    token_ids: tuple[int, ...]  # [L] all segments, up to the last sampled token
+    token_ids: Row  # [L] all segments, up to the last sampled token
     num_prompt_tokens: int  # before the first sampled token
-    loss_mask: tuple[bool, ...]  # [L] True for sampled tokens that contribute to the loss
-    rollout_logprobs: tuple[float, ...]  # [L] 0.0 at given positions
-    advantages: tuple[float, ...]  # [L] 0.0 at given positions
+    loss_mask: Row  # [L] True for sampled tokens that contribute to the loss
+    rollout_logprobs: Row  # [L] 0.0 at given positions
+    advantages: Row  # [L] 0.0 at given positions
     staleness: int = 0  # trainer version at the start of the step minus the smallest Completion.min_version
     routed_experts: np.ndarray | None = None  # [L - 1, num_layers, top_k]
+
+    def __post_init__(self) -> None:
+        from megatron_fp8rl.token_rows import Row
+
+        object.__setattr__(self, "token_ids", Row.of_ids(self.token_ids))
+        object.__setattr__(self, "loss_mask", Row.of_flags(self.loss_mask))
+        for name in ("rollout_logprobs", "advantages"):
+            object.__setattr__(self, name, Row.of_floats(getattr(self, name)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

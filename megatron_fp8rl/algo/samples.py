@@ -16,6 +16,7 @@ import numpy as np
 from megatron_fp8rl.algo.named import AdvantageFn
 from megatron_fp8rl.algo.turns import advantages_of_turns, is_varied
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
+from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Completion, Given, Rollout, RolloutGroup, Sample, Trajectory
 
 # A record of this many tokens cannot be all zeros, even if a token has one expert only.
@@ -171,34 +172,32 @@ def _sample(
 
     Tokens of versions before ``oldest`` are not trained.
     """
-    token_ids: list[int] = []
-    mask: list[bool] = []
-    rollout_logprobs: list[float] = []
-    of_tokens: list[float] = []
-    num_prompt = num_used = 0
+    mask: list[np.ndarray] = []
+    rollout_logprobs: list[Sequence[float]] = []
+    of_tokens: list[np.ndarray] = []
+    num_prompt = num_used = num_tokens = 0
     versions: list[int] = []
     of_completion = iter(advantages)
     for segment in branch.segments:
         num = len(segment.token_ids)
-        token_ids += segment.token_ids
+        num_tokens += num
         if not isinstance(segment, Completion):
-            mask += [False] * num
-            rollout_logprobs += [0.0] * num
-            of_tokens += [0.0] * num
+            mask.append(np.zeros(num, np.bool_))
+            rollout_logprobs.append(np.zeros(num, np.float32))
+            of_tokens.append(np.zeros(num))
             continue
         if len(segment.rollout_logprobs) != num:
             raise ValueError(
                 f"rollout {rollout.name}: {len(segment.rollout_logprobs)} log-probabilities for {num} tokens"
             )
         if num and not num_used:
-            num_prompt = len(mask)
-        is_fresh = [True] * num if oldest is None else [v >= oldest for v in versions_of(segment)]
-        advantage = next(of_completion)
-        mask += is_fresh
-        rollout_logprobs += segment.rollout_logprobs
-        of_tokens += [advantage if fresh else 0.0 for fresh in is_fresh]
-        num_used = len(mask) if num else num_used
-        if any(is_fresh):
+            num_prompt = num_tokens - num
+        is_fresh = np.ones(num, np.bool_) if oldest is None else versions_of(segment) >= oldest
+        mask.append(is_fresh)
+        rollout_logprobs.append(segment.rollout_logprobs)
+        of_tokens.append(next(of_completion) * is_fresh)
+        num_used = num_tokens if num else num_used
+        if is_fresh.any():
             versions.append(segment.min_version if oldest is None else max(segment.min_version, oldest))
     if not versions:
         return None
@@ -210,19 +209,19 @@ def _sample(
     return Sample(
         name=rollout.name + (f"/{number}" if len(rollout.branches) > 1 else ""),
         environment=rollout.prompt.environment,
-        token_ids=tuple(token_ids[:num_used]),
+        token_ids=branch.token_ids[:num_used],
         num_prompt_tokens=num_prompt,
-        loss_mask=tuple(mask[:num_used]),
-        rollout_logprobs=tuple(rollout_logprobs[:num_used]),
-        advantages=tuple(of_tokens[:num_used]),
+        loss_mask=Row(np.concatenate(mask)[:num_used]),
+        rollout_logprobs=Row.of_floats(np.concatenate(rollout_logprobs)[:num_used]),
+        advantages=Row.of_floats(np.concatenate(of_tokens)[:num_used]),
         staleness=version - min(versions),
         routed_experts=experts,
     )
 
 
-def versions_of(completion: Completion) -> list[int]:
-    """The policy version that sampled each token, [C]."""
-    found = [completion.min_version] * len(completion.token_ids)
+def versions_of(completion: Completion) -> np.ndarray:
+    """The policy version that sampled each token, int64 [C]."""
+    found = np.full(len(completion.token_ids), completion.min_version)
     for first, version in completion.version_spans:
-        found[first:] = [version] * (len(found) - first)
+        found[first:] = version
     return found

@@ -104,7 +104,7 @@ def pack(
             lengths, data_size=data_size, capacity=capacity, num_microbatches_multiple=num_microbatches_multiple
         )
         microbatches = tuple(_build([part[i] for i in chosen], alignment, routed) for chosen in bins[data_rank])
-        loss_tokens = [sum(sample.loss_mask[1:]) for sample in part]
+        loss_tokens = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in part]
         batches.append(
             TrainBatch(
                 microbatches=microbatches,

@@ -9,6 +9,8 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
+import numpy as np
+
 from megatron_fp8rl.algo.pass_at_k import Estimate, accuracy, pass_at_ks, powers_of_two
 from megatron_fp8rl.observe.metrics import key_part
 from megatron_fp8rl.types import Completion, Rollout, RolloutGroup
@@ -59,7 +61,7 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rewards = [rollout.reward for rollout in rollouts]
     lengths = [rollout.num_sampled_tokens for rollout in rollouts]
     num_tokens = sum(lengths)
-    surprisal = -sum(sum(completion.rollout_logprobs) for completion in completions)
+    surprisal = -sum(float(np.sum(completion.rollout_logprobs, dtype=np.float64)) for completion in completions)
 
     by_environment: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_fp8rl.data.checkpoint_dir import make_folder, sync_to_disk
+from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 
 if TYPE_CHECKING:
@@ -178,9 +179,8 @@ def _tables(step: int, groups: Sequence[RolloutGroup]) -> list[pyarrow.Table]:
     """The rows of a step, cut into tables of a bounded number of tokens; a group stays in one."""
     # float32 holds what engines return, float64 any other number.
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sampled = (_floats(completion.rollout_logprobs) for rollout in rollouts for completion in rollout.completions)
-    fits = all(np.array_equal(values, values.astype(np.float32), equal_nan=True) for values in sampled)
-    float_type = np.float32 if fits else np.float64
+    sampled = (completion.rollout_logprobs for rollout in rollouts for completion in rollout.completions)
+    float_type = np.float32 if all(np.asarray(row).dtype == np.float32 for row in sampled) else np.float64
     tables, rows, num_tokens = [], [], 0
     for number, group in enumerate(groups):
         more = sum(len(s.token_ids) for r in group.rollouts for branch in r.branches for s in branch.segments)
@@ -190,10 +190,6 @@ def _tables(step: int, groups: Sequence[RolloutGroup]) -> list[pyarrow.Table]:
         rows += [{"step": step, "group": number, **row} for row in _encode(group)]
         num_tokens += more
     return [*tables, _table(rows, float_type)]
-
-
-def _floats(values: Sequence[float]) -> np.ndarray:
-    return np.fromiter(values, np.float64, len(values))
 
 
 def _encode(group: RolloutGroup) -> Iterator[dict[str, Any]]:
@@ -226,7 +222,7 @@ def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
         is_recorded = bool(recorded) and all(one is not None for one in recorded)
         values = dict.fromkeys(_OF_COMPLETION) | {
             "token_ids": branch.token_ids,
-            "rollout_logprobs": [x for s in branch.segments for x in _logprobs(s)],
+            "rollout_logprobs": np.concatenate([_logprobs(segment) for segment in branch.segments]),
             "text": "".join(segment.text for segment in branch.segments),
             "routed_experts": np.concatenate(recorded) if is_recorded else None,
             "segments": [_layout_of(segment) for segment in branch.segments],
@@ -238,8 +234,9 @@ def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
     }
 
 
-def _logprobs(segment: Given | Completion) -> Sequence[float]:
-    return segment.rollout_logprobs if isinstance(segment, Completion) else (0.0,) * len(segment.token_ids)
+def _logprobs(segment: Given | Completion) -> np.ndarray:
+    sampled = isinstance(segment, Completion)
+    return np.asarray(segment.rollout_logprobs) if sampled else np.zeros(len(segment.token_ids), np.float32)
 
 
 def _layout_of(segment: Given | Completion) -> dict[str, Any]:
@@ -274,7 +271,7 @@ def _text(value: str) -> str:
 def _lists(values: Sequence[Sequence[float] | None], dtype: type) -> pyarrow.Array:
     import pyarrow
 
-    parts = [np.fromiter(value or (), dtype, len(value or ())) for value in values]
+    parts = [np.asarray(() if value is None else value, dtype) for value in values]
     offsets = np.cumsum([0, *map(len, parts)], dtype=np.int32)
     nulls = pyarrow.array([value is None for value in values])
     return pyarrow.ListArray.from_arrays(offsets, np.concatenate(parts), mask=nulls)
@@ -296,7 +293,8 @@ def _rows(table: pyarrow.Table) -> Iterator[dict[str, Any]]:
 def _column(name: str, values: pyarrow.Array) -> list[Any]:
     if name in _LISTS:
         flat, offsets = values.values.to_numpy(), values.offsets.to_pylist()
-        return [tuple(flat[start:end].tolist()) for start, end in zip(offsets, offsets[1:], strict=False)]
+        parts = [flat[start:end] for start, end in zip(offsets, offsets[1:], strict=False)]
+        return [tuple(part.tolist()) if name == "prompt_token_ids" else Row(part.copy()) for part in parts]
     found = values.to_pylist()
     return [None if v is None else json.loads(v) for v in found] if name in _AS_JSON else found
 
@@ -326,7 +324,7 @@ def _trajectory(row: Mapping[str, Any], prompt: Prompt) -> Trajectory:
         end, end_experts = start + fields["num_tokens"], start_experts + fields.get("num_experts", 0)
         fields |= {"token_ids": row["token_ids"][start:end]}
         if "role" in fields:
-            segments.append(Given(**_known(Given, fields)))
+            segments.append(Given(**_known(Given, fields | {"token_ids": tuple(fields["token_ids"])})))
         else:
             rollout_logprobs = row["rollout_logprobs"][start:end]
             own = None if "num_experts" not in fields else experts[start_experts:end_experts]

@@ -9,14 +9,15 @@ so that a server spends no time per token on encoding, and each log-probability 
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import pybase64
 
+from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Completion
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ _SEED_STRIDE = 1 << 40  # between the segments of one completion; far more than 
 class Segment:
     """The tokens that one request sampled for one completion."""
 
-    token_ids: list[int]  # [C]
-    rollout_logprobs: list[float]  # [C]
+    token_ids: Row  # [C]
+    rollout_logprobs: Row  # [C]
     finish_reason: FinishReason
     routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], with the prompt of that request
 
@@ -51,7 +52,7 @@ def write_choice(
         "token_ids": _write_row(token_ids, _TOKEN),
         "logprobs": _write_row(logprobs or (), _LOGPROB),
         "finish_reason": finish_reason,
-        "routed_experts": None if experts is None else base64.b64encode(buffer.getvalue()).decode(),
+        "routed_experts": None if experts is None else pybase64.b64encode(buffer.getvalue()).decode(),
     }
 
 
@@ -72,9 +73,9 @@ def read_choice(choice: dict[str, Any]) -> Segment:
     if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
         raise ValueError(f"the engine returned {len(token_ids)} tokens but not the log-probability of each")
     encoded = choice["routed_experts"]
-    experts = None if encoded is None else np.load(io.BytesIO(base64.b64decode(encoded)), allow_pickle=False)
+    experts = None if encoded is None else np.load(io.BytesIO(pybase64.b64decode(encoded)), allow_pickle=False)
     return Segment(
-        token_ids=token_ids.tolist(), rollout_logprobs=logprobs.tolist(), finish_reason=reason, routed_experts=experts
+        token_ids=Row(token_ids), rollout_logprobs=Row(logprobs), finish_reason=reason, routed_experts=experts
     )
 
 
@@ -87,11 +88,11 @@ def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]
 
 
 def _write_row(numbers: Sequence[float], dtype: np.dtype) -> str:
-    return base64.b64encode(np.asarray(numbers, dtype).tobytes()).decode()
+    return pybase64.b64encode(np.asarray(numbers, dtype).tobytes()).decode()
 
 
 def _read_row(row: str, dtype: np.dtype) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(row), dtype)
+    return np.frombuffer(pybase64.b64decode(row), dtype)
 
 
 @dataclass
@@ -99,8 +100,8 @@ class PartialCompletion:
     """A completion in progress."""
 
     seed: int
-    token_ids: list[int] = field(default_factory=list)
-    rollout_logprobs: list[float] = field(default_factory=list)
+    token_ids: Row = Row(np.empty(0, _TOKEN))
+    rollout_logprobs: Row = Row(np.empty(0, _LOGPROB))
     finish_reason: FinishReason | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
     routed_experts: np.ndarray | None = None
@@ -143,8 +144,8 @@ class PartialCompletion:
             self._cut_at_stop_string(decode, stop_strings)
         versions = [version for _, version in self.spans] or [self._version]
         return Completion(
-            token_ids=tuple(self.token_ids),
-            rollout_logprobs=tuple(self.rollout_logprobs),
+            token_ids=self.token_ids,
+            rollout_logprobs=self.rollout_logprobs,
             finish_reason=self.finish_reason,
             min_version=versions[0],
             max_version=versions[-1],
@@ -157,11 +158,12 @@ class PartialCompletion:
 
     def _cut_at_stop_string(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> None:
         """End at a stop string that the engine could not see because an interruption split it."""
-        for length in range(1, len(self.token_ids)):
-            text = decode(self.token_ids[:length])
+        token_ids = list(self.token_ids)
+        for length in range(1, len(token_ids)):
+            text = decode(token_ids[:length])
             if any(stop in text for stop in stop_strings):
-                dropped = len(self.token_ids) - length
-                del self.token_ids[length:], self.rollout_logprobs[length:]
+                dropped = len(token_ids) - length
+                self.token_ids, self.rollout_logprobs = self.token_ids[:length], self.rollout_logprobs[:length]
                 self.spans = [span for span in self.spans if span[0] < length]
                 if self.routed_experts is not None:
                     self.routed_experts = self.routed_experts[:-dropped]

@@ -311,7 +311,7 @@ class Fleet:
         return EngineClient(
             replica,
             sampling=Sampling.of(rollout, tokenizer.eos_token_id),
-            decode=lambda token_ids: tokenizer.decode(token_ids, skip_special_tokens=True),
+            decode=lambda token_ids: tokenizer.decode(list(token_ids), skip_special_tokens=True),
             request_deadline_s=rollout.request_deadline_s,
             update_deadline_s=rollout.update_deadline_s,
         )

@@ -103,9 +103,10 @@ class Window:
         chosen = ready[:wanted]
         self._ahead = [one for one in self._ahead if one not in chosen]
         groups = tuple(one.sampling.result() for one in chosen)
-        versions = [v for g in groups for r in g.rollouts for c in r.completions for v in versions_of(c)]
+        versions = [versions_of(c) for g in groups for r in g.rollouts for c in r.completions]
         oldest = version - self._cfg.rollout.max_staleness
-        self._stale_tokens = sum(v < oldest for v in versions) / max(1, len(versions))
+        num_tokens = sum(map(len, versions))
+        self._stale_tokens = sum(int((of_one < oldest).sum()) for of_one in versions) / max(1, num_tokens)
         self._trained += map(_length, groups)
         return groups
 

@@ -100,7 +100,7 @@ def test_tokens_beyond_the_bound_are_given_and_not_trained():
     assert (whole.min_version, whole.max_version) == (0, 4)
     spans = ((0, 0), (10, 2), (25, 3), (30, 4))
     completion = replace(whole, version_spans=spans)
-    assert versions_of(completion) == [0] * 10 + [2] * 15 + [3] * 5 + [4] * 10
+    assert versions_of(completion).tolist() == [0] * 10 + [2] * 15 + [3] * 5 + [4] * 10
     rollouts = tuple(
         replace(one, branches=single_turn(group.prompt, completion), reward=float(i))
         for i, one in enumerate(group.rollouts)
