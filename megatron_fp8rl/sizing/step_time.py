@@ -39,9 +39,10 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """What trainer rank 0 does for each sampled token, in seconds: measured with 1,015 tokens a completion, docs/scale.md."""
+    """Seconds of trainer rank 0: measured with 64 engines, 1,015 and 7,930 tokens a completion, docs/scale.md."""
 
-    token_s: float = 0.28e-6
+    token_s: float = 0.05e-6  # sampled
+    completion_s: float = 0.155e-3
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def step_time(
         old_logprobs=forward / (_forward_rate(cfg, rates) * cfg.parallel.world_size) if has_old_pass else 0.0,
         update=update,
         publish=wire + proof,
-        driver=sequences * lengths.mean * driver.token_s,
+        driver=sequences * (driver.completion_s + lengths.mean * driver.token_s),
         pause=proof if in_spare else wire + proof,
         wire=wire,
         bubble=bubble,
