@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from megatron_fp8rl.algo.mismatch import InexactError, mismatch_metrics, require_exact
-from megatron_fp8rl.algo.named import load_advantage, load_loss
+from megatron_fp8rl.algo.named import load_advantage, load_loss, needs_old_pass
 from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.colocation import ColocatedMemory
 from megatron_fp8rl.config import RunConfig
@@ -188,7 +188,7 @@ def _learn(
     if not batches:
         return False
     exact = cfg.precision.exact
-    in_update = exact or not policy.needs_old_pass
+    in_update = exact or not needs_old_pass(cfg)
     with span("old_logprobs"):
         batches = [policy.with_old_logprobs(batch, are_rollout=exact, are_of_update=in_update) for batch in batches]
     if not in_update:

@@ -18,7 +18,6 @@ A launcher sets LAUNCH_DIR to a folder and watches these files in it:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -28,7 +27,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -216,8 +214,7 @@ def run_ranks(command: Sequence[str], environment: Mapping[str, str]) -> int:
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         # In a group of its own: a terminal's Ctrl-C is for this process, which asks the ranks to save.
         environment = {**environment, FOLDER_VARIABLE: str(folder)}
-        ends_with_us = partial(end_with_thread, ctypes.CDLL(None))
-        process = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=ends_with_us)
+        process = subprocess.Popen(command, env=environment, process_group=0, preexec_fn=end_with_thread)
         for number in (*_SIGNALS, signal.SIGINT):
             signal.signal(number, ask)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

@@ -43,7 +43,7 @@ class Row(Sequence):
         return cls(array)
 
     @classmethod
-    def ids_of(cls, parts: Iterable[Sequence[int]]) -> Row:
+    def joined_ids(cls, parts: Iterable[Sequence[int]]) -> Row:
         """Token ids, one part after the other."""
         return cls(np.concatenate([np.empty(0, np.int32), *(np.asarray(part, np.int32) for part in parts)]))
 
@@ -74,7 +74,7 @@ class Row(Sequence):
         return hash(tuple(self))
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return self._array.copy() if copy and dtype is None else np.asarray(self._array, dtype)
+        return np.array(self._array, dtype, copy=copy)
 
     def __reduce__(self) -> tuple[type[Row], tuple[np.ndarray]]:
         return Row, (self._array,)

@@ -83,7 +83,7 @@ class Trajectory:
     def token_ids(self) -> Row:  # [L]
         from megatron_fp8rl.token_rows import Row
 
-        return Row.ids_of(segment.token_ids for segment in self.segments)
+        return Row.joined_ids(segment.token_ids for segment in self.segments)
 
     @property
     def completions(self) -> tuple[Completion, ...]:

@@ -20,7 +20,7 @@ from functools import cache, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_fp8rl.config import AlgoConfig, Violation
+from megatron_fp8rl.config import AlgoConfig, RunConfig, Violation
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -237,3 +237,13 @@ def _remedy(door: _Door) -> str:
 def _near(name: str, known: Iterable[str]) -> str:
     matches = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(matches)}?" if matches else ""
+
+
+def needs_old_pass(cfg: RunConfig) -> bool:
+    """Whether old log-probabilities need a forward pass of their own before the updates.
+
+    A step of one update has them from that update's forward pass, which the loss then takes as both old and trainer.
+    Recorded experts are compared, or replaced, in a pass of its own; a loss of the user's may read ``old_logprobs_T``.
+    """
+    has_experts = cfg.model.is_moe and (cfg.rollout.record_routed_experts or cfg.rollout.replay is not None)
+    return cfg.algo.updates_per_step > 1 or has_experts or ":" in cfg.algo.loss

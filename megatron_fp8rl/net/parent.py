@@ -10,6 +10,7 @@ import time
 
 _POLL_S = 0.5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None)  # loaded before any fork
 
 
 def end_with(parent: int) -> None:
@@ -26,6 +27,6 @@ def end_with(parent: int) -> None:
     threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
-def end_with_thread(libc: ctypes.CDLL) -> None:
-    """Between fork and exec: this process is killed when the thread that started it ends."""
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def end_with_thread() -> None:
+    """In a process that was just forked: it is killed when the thread that started it ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

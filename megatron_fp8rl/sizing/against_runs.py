@@ -6,6 +6,7 @@ some of these rows (``rates.py``): for those the error says how well a few numbe
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ class Compared:
     phase: str
     predicted: float
     measured: float
+    bf16: str = ""  # the BF16 run of the same invocation, if there is one
 
     @property
     def error(self) -> float:
@@ -72,11 +74,16 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
     return cfg, Lengths(prompt=prompt, mean=mean, longest=row["completion_tokens"])
 
 
-def compared() -> Iterator[Compared]:
+@functools.cache
+def compared() -> tuple[Compared, ...]:
     """Every phase of every measured run that the arithmetic knows.
 
     Steps that had a pass for old log-probabilities, which one update no longer needs, are compared without it.
     """
+    return tuple(_compared())
+
+
+def _compared() -> Iterator[Compared]:
     from model_configs import qwen3
 
     models = {("qwen3", 4096): qwen3.qwen3_8b(), ("qwen3_moe", 2048): qwen3.qwen3_30b_a3b()}
@@ -89,10 +96,13 @@ def compared() -> Iterator[Compared]:
         found: StepTime = step_time(
             cfg, lengths, rates.of(gpu.name), rates.Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"]
         )
-        name = f"ledger {row['run']}, {gpu.name.upper()}: {row['shape']} {row['arm']}, {row['layers']} layers"
+        name, bf16 = (
+            f"ledger {row['run']}, {gpu.name.upper()}: {row['shape']} {arm}, {row['layers']} layers"
+            for arm in (row["arm"], "bf16")
+        )
         for phase in _PHASES:
             yield Compared(name, phase, getattr(found, phase), median(row["phases_s"][phase]))
-        yield Compared(name, "step", found.step, median(row["step_s"]) - median(row["phases_s"]["old_logprobs"]))
+        yield Compared(name, "step", found.step, median(row["step_s"]) - median(row["phases_s"]["old_logprobs"]), bf16)
     for row in _rows("publish"):
         model = {"qwen3_8b": qwen3.qwen3_8b, "qwen3_30b_a3b": qwen3.qwen3_30b_a3b}.get(row["model"])
         if model is None or row["precision"] != "fp8":
@@ -114,19 +124,13 @@ def compared() -> Iterator[Compared]:
 def ratios() -> list[tuple[str, float, float]]:
     """(run and arm, predicted, measured) of every step in BF16 against another arm of the same invocation."""
     steps = {one.run: one for one in compared() if one.phase == "step"}
-    found = []
-    for name, one in steps.items():
-        run, _, words = name.partition(": ")
-        shape, _, layers = words.partition(", ")
-        bf16 = steps.get(f"{run}: {shape.split()[0]} bf16, {layers}")
-        if bf16 not in (None, one):
-            found.append((name, bf16.predicted / one.predicted, bf16.measured / one.measured))
-    return found
+    pairs = [(steps[one.bf16], one) for one in steps.values() if one.bf16 in steps and one.bf16 != one.run]
+    return [(one.run, bf16.predicted / one.predicted, bf16.measured / one.measured) for bf16, one in pairs]
 
 
 def report() -> list[str]:
     """A table, or a line that says why there is none."""
-    found = list(compared())
+    found = compared()
     if not found:
         return ["no measured runs are at hand to check this arithmetic against (docs/measured of the repository)"]
     lines = ["this arithmetic against measured runs (publications: H200): predicted, measured, error"]

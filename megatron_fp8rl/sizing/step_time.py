@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron_fp8rl.algo.named import needs_old_pass
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight.engine_memory import kv_token_bytes, worker
@@ -101,7 +102,7 @@ def step_time(
     driver: Driver = Driver(),
 ) -> StepTime:
     """Seconds by phase. ``memory_bytes``: of one GPU, which bounds the sequences that an engine holds."""
-    has_old_pass = cfg.algo.updates_per_step > 1 and not cfg.precision.exact
+    has_old_pass = needs_old_pass(cfg) and not cfg.precision.exact
     sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
     length = lengths.prompt + lengths.mean
     # Of an exponential distribution the mean square is twice the square of the mean; of equal lengths it is the square.

@@ -96,18 +96,6 @@ class Policy:
         """This rank's parameters and router biases under their global names: everything published and saved."""
         return named_global_tensors(self.models, self.parallel)
 
-    @property
-    def needs_old_pass(self) -> bool:
-        """Whether old log-probabilities need a forward pass of their own before the updates.
-
-        A step of one update has them from that update's forward pass, which the loss then takes as both old and
-        trainer. Recorded experts are compared, or replaced, in a pass of its own; a loss of the user's may read
-        ``old_logprobs_T``.
-        """
-        algo, rollout = self.cfg.algo, self.cfg.rollout
-        has_experts = self.cfg.model.is_moe and (rollout.record_routed_experts or rollout.replay is not None)
-        return algo.updates_per_step > 1 or has_experts or ":" in algo.loss
-
     def with_old_logprobs(
         self, batch: TrainBatch, *, are_rollout: bool = False, are_of_update: bool = False
     ) -> TrainBatch:

@@ -6,17 +6,9 @@ from dataclasses import replace
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.preflight.rules import check
+from tests.helpers import plans
 
-DENSE = ModelConfig(
-    family="qwen3",
-    num_layers=4,
-    hidden_size=256,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    vocab_size=512,
-    ffn_hidden_size=512,
-)
+DENSE = replace(plans.DENSE, vocab_size=512)
 MOE = replace(DENSE, family="qwen3_moe", ffn_hidden_size=0, num_experts=8, experts_per_token=2, moe_ffn_hidden_size=256)
 
 

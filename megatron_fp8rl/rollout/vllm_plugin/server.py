@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import ctypes
 import gc
 import json
 import os
@@ -44,8 +43,7 @@ def end_with_parent(pid: int) -> None:
     The fleet starts a replica as the leader of a process group; a killed trainer cannot stop its replicas itself.
     """
     parent.end_with(pid)
-    libc = ctypes.CDLL(None)
-    os.register_at_fork(after_in_child=lambda: parent.end_with_thread(libc))  # children are forked by the main thread
+    os.register_at_fork(after_in_child=parent.end_with_thread)  # children are forked by the main thread
 
 
 @patches(

@@ -44,6 +44,7 @@ def test_it_cannot_be_changed():
     with pytest.raises(ValueError, match="read-only"):
         np.asarray(row)[0] = 1
     np.array(row)[0] = 1
+    np.array(row, np.int32)[0] = 1
     assert row == (0, 1, 2)
 
 

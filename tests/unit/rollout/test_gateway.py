@@ -18,6 +18,16 @@ def two_turns(text: str) -> str:
     return "2+3" if text.endswith("=") else "5"
 
 
+def solved_with_tools(agent, num_tokens: int, engine: Engine, chat):
+    """The one branch of a session in which the agent in a file calls tools and gets its reward."""
+    cfg = config(f"{agent}:rollout", max_tokens=num_tokens, tool_parser="hermes")
+    cfg = replace(cfg, model=replace(cfg.model, max_position_embeddings=num_tokens))
+    (rollout,) = play(cfg, prompt(), engines=[engine], chat=chat)
+    assert rollout.reward == 1.0, rollout.detail
+    (branch,) = rollout.branches
+    return branch
+
+
 @pytest.mark.parametrize("agent", ["by_url", "by_text"])
 def test_the_official_client_gives_the_trajectory_of_the_protocol(agent):
     engine, other = Engine(two_turns), Engine(two_turns)
@@ -107,11 +117,7 @@ def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
         "        last = await client.chat.completions.create(model='m', messages=messages, tools=TOOLS)\n"
         "        return float(last.choices[0].message.content == '5')\n"
     )
-    cfg = config(f"{agent}:rollout", max_tokens=1000, tool_parser="hermes")
-    cfg = replace(cfg, model=replace(cfg.model, max_position_embeddings=1000))
-    (rollout,) = play(cfg, prompt(), engines=[Caller(None)], chat=chat)
-    assert rollout.reward == 1.0, rollout.detail
-    (branch,) = rollout.branches
+    branch = solved_with_tools(agent, 1000, Caller(None), chat)
     told = tokenizer.decode(branch.token_ids)
     assert call + "<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>" in told
 
@@ -180,9 +186,5 @@ def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
         "                {'type': 'function', 'id': call.id, 'function': function}]},\n"
         "                {'role': 'tool', 'content': 'added', 'tool_call_id': call.id}]\n"
     )
-    cfg = config(f"{agent}:rollout", max_tokens=2000, tool_parser="hermes")
-    cfg = replace(cfg, model=replace(cfg.model, max_position_embeddings=2000))
-    (rollout,) = play(cfg, prompt(), engines=[Caller(None)], chat=chat)
-    assert rollout.reward == 1.0, rollout.detail
-    (branch,) = rollout.branches
+    branch = solved_with_tools(agent, 2000, Caller(None), chat)
     assert sum(isinstance(one, Completion) for one in branch.segments) == 4
