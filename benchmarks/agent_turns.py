@@ -1,41 +1,118 @@
-"""Sessions of eight turns on a GPU: difference between trainer and engine by turn, and where the time goes.
+"""Sessions of several turns: difference between trainer and engine by turn, and where the time of a session goes.
 
-    python -m benchmarks.agent_turns                                          # talk_qwen3_1_7b on this machine's GPU
-    python -m benchmarks.agent_turns --config tiny_calculator --fields --model.random True --data.sft_steps 0 ...
+    python -m benchmarks.agent_turns                                          talk_qwen3_1_7b on this machine's GPU
+    python -m benchmarks.agent_turns --config tiny_calculator -- --model.random True --data.sft_steps 0
 
-Trains a few steps of a configuration with an agent, and prints for its last step: d = old - rollout by turn, prompt tokens
-that the prefix cache held, and the seconds of a session in the model, in tools and in the queue.
+Runs ``python -m megatron_fp8rl train CONFIG``; the options after ``--`` are fields of that configuration. A row has, by
+turn, the mean and the largest |old - rollout| over all tokens of all steps, and medians over the steps after the first.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import re
+import shutil
+import statistics
 import sys
-import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-_SHOWN = ("mismatch/abs_logprob_diff", "session/", "rollout/prefill", "rollout/tokens_per_s", "rollout/length/mean", "time/")
+from benchmarks import runner
+from benchmarks.record import Row
+from benchmarks.whole_runs import follow
+from megatron_fp8rl import cli
+from megatron_fp8rl.observe.metrics import PHASES
+from megatron_fp8rl.report.run_data import RunData
+
+_TURN = re.compile(r"mismatch/abs_logprob_diff_turn_(\d+)/mean")
+_OF_SESSION = re.compile(r"session/(\w+)/s")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="talk_qwen3_1_7b")
-    parser.add_argument("--deadline-s", type=float, default=560.0)
-    parser.add_argument("--fields", nargs=argparse.REMAINDER, default=[], help="fields of the configuration, last")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "megatron_fp8rl", "train", options.config, "--output_dir", f"{folder}/{{name}}"]
-        command += ["--observe.display", "plain", *options.fields]
-        done = subprocess.run(command, timeout=options.deadline_s)
-        (records,) = Path(folder).glob("*/metrics.jsonl")
-        last = json.loads(records.read_text().splitlines()[-1])
-    for key in sorted(last):
-        if key.startswith(_SHOWN):
-            print(f"{key} | {last[key]:.6g}")
-    sys.exit(done.returncode)
+def row_of(run: RunData) -> Row | None:
+    """What a run measured; None if it has fewer than two steps."""
+    steps = [one for one in run.records if one["step"] > 0]
+    if len(steps) < 2:
+        return None
+    known = dict.fromkeys(key for one in steps for key in one)
+    turns = sorted(int(found[1]) for key in known if (found := _TURN.fullmatch(key)))
+    session_parts = [found[1] for key in known if (found := _OF_SESSION.fullmatch(key))]
+
+    def median(key: str) -> float:
+        return statistics.median(one.get(key) or 0.0 for one in steps[1:])
+
+    def largest(key: str) -> float:
+        return max(one.get(key, 0.0) for one in steps)  # a turn that a step lacks differs by nothing
+
+    return {
+        "num_steps": len(steps),
+        "sessions": median("rollout/num_completions/sum"),
+        "turns": median("session/turns/mean"),
+        "sampled_tokens": median("rollout/num_tokens/sum"),
+        "difference_by_turn": [
+            [largest(f"mismatch/abs_logprob_diff_turn_{turn}/{kind}") for kind in ("mean", "max")] for turn in turns
+        ],
+        "prefill_saved": median("rollout/prefill_saved/mean"),
+        "session_s": {part: median(f"session/{part}/s") for part in session_parts},
+        "phases_s": {phase: value for phase in PHASES if (value := median(f"time/{phase}/s"))},
+        "first_update_s": steps[0].get("time/update/s"),
+    }
+
+
+class AgentTurns(runner.Benchmark):
+    name, title, about = "agent_turns", "Sessions of several turns", __doc__
+    keys = ("config", "fields", "device", "run")
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--config", default="talk_qwen3_1_7b")
+        parser.add_argument("--steps", type=int, default=3, help="of the run, which is killed then")
+        parser.add_argument("fields", nargs="*", help="after --: fields of the configuration")
+
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if options.quick:
+            options.steps = 2
+        if options.steps < 2:
+            parser.error(f"--steps {options.steps}: kernels compile in the first one; give at least 2")
+
+    def arms(self, options: argparse.Namespace) -> list[Row]:
+        return [{"config": options.config, "fields": options.fields}]
+
+    def gpus(self, arm: Row) -> int:
+        return 0  # as the configuration asks
+
+    def rows_of(self, arm: Row, options: argparse.Namespace, log: Path) -> Iterator[Row]:
+        folder = (options.folder / "run").resolve()
+        shutil.rmtree(folder, ignore_errors=True)
+        command = [sys.executable, "-m", "megatron_fp8rl", "train", options.config, *options.fields]
+        command += ["--output_dir", str(folder), "--num_steps", str(options.steps), "--observe.display", "plain"]
+        follow(options.config, command, folder, log, options.run_limit_s, until=options.steps)
+        row = row_of(RunData(folder))
+        yield arm | (row or {"error": runner.failure_in(log, options.run_limit_s)})
+
+    def is_wrong(self, row: Row) -> bool:
+        """A run in exact mode has differences of 0."""
+        cfg = cli.parse_overrides(cli.load_config(row["config"]), row["fields"])
+        return cfg.precision.exact and any(worst > 0 for _, worst in row.get("difference_by_turn", ()))
+
+    def line(self, row: Row) -> Row:
+        seconds = ", ".join(f"{part} {value:.1f}" for part, value in row["session_s"].items())
+        return {
+            "config": " ".join([row["config"], *row["fields"]]),
+            "sessions, turns": f"{row['sessions']:.0f} x {row['turns']:.1f}",
+            "sampled tokens": f"{row['sampled_tokens']:,.0f}",
+            "prefill saved": f"{row['prefill_saved']:.0%}",
+            "mean d by turn": ", ".join(f"{mean:.1e}" if mean else "0" for mean, _ in row["difference_by_turn"]),
+            "largest d": f"{max((worst for _, worst in row['difference_by_turn']), default=0.0):.1e}",
+            "a session's seconds": seconds,
+            "rollouts s": round(row["phases_s"].get("rollouts", 0.0), 1),
+            "update s": round(row["phases_s"].get("update", 0.0), 1),
+        }
+
+    def notes(self, rows: Sequence[Row]) -> str:
+        return (
+            "d: |log-probability of the trainer - of the engine| of a sampled token, in nats, largest step of each turn. "
+            "Seconds are medians over the steps after the first."
+        )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(runner.main(AgentTurns()))

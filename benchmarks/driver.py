@@ -2,39 +2,57 @@
 
     python -m benchmarks.driver --engines 8 64 512 --sequences 16384 --tokens 512
 
-Stand-ins speak the real protocol on loopback: a request for several completions, an answer of ids and log-probabilities
-in bytes, after a delay that is drawn from a long-tailed distribution, as are the lengths. They run in processes of their
-own, answer from memory and sample nothing. The client, the decoding, the records and the broadcast are those of a run;
-scores are not computed. Bounded: ``--sequences`` completions over all engines, ``--tokens`` on average.
+Stand-ins speak the real protocol on loopback: a request for several completions, an answer of text, ids and
+log-probabilities, after a delay that is drawn from a long-tailed distribution, as are the lengths. They run in processes of
+their own, answer from memory and sample nothing. The client, the step's metrics, the samples, their division among
+``--data-ranks`` data-parallel ranks and the messages to them are those of a run; scores are drawn, and messages are made
+and not sent. With ``--stores``, the numbers of answers stay in token stores, from which a rank fetches its own. Bounded:
+``--sequences`` completions over all engines, ``--tokens`` on average.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import dataclasses
+import gc
 import json
 import multiprocessing
 import os
-import pickle
 import random
 import resource
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from megatron_fp8rl.rollout.client import EngineClient, Sampling
-from megatron_fp8rl.rollout.completions import GENERATE_PATH, write_answer, write_choice
+from megatron_fp8rl.algo.named import load_advantage
+from megatron_fp8rl.algo.samples import to_samples
+from megatron_fp8rl.data.packing import divide, fetch_numbers
+from megatron_fp8rl.net import open_files
+from megatron_fp8rl.observe.groups import group_metrics
+from megatron_fp8rl.observe.observer import Observer, StepLog
+from megatron_fp8rl.rollout.client import EngineClient
+from megatron_fp8rl.rollout.completions import GENERATE_PATH, Answer, Sampling, Segment, write_answer
 from megatron_fp8rl.rollout.replicas import Replica
-from megatron_fp8rl.types import Completion
+from megatron_fp8rl.rollout.token_store.answer_store import AnswerStore, running
+from megatron_fp8rl.stored_numbers import Store
+from megatron_fp8rl.trainer.messages import pack, unpack
+from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
+from model_configs.tiny import tiny_qwen3
 
 _PER_PROCESS = 64  # stand-ins that share a process
 _PER_PROMPT = 16
 _LONGEST = 8  # of a completion, in means
+_BYTES_A_TOKEN = 4  # of text, about what tokenizers of English need
+_WORDS = "and so it is " * (1 << 18)
 
 
 def draw_length(draw: random.Random, mean: float) -> int:
@@ -52,11 +70,14 @@ def stand_in(sockets: Sequence[socket.socket], mean_tokens: float, mean_delay_s:
         lengths = [min(draw_length(draw, mean_tokens), sampling["max_tokens"]) for _ in range(sampling["n"])]
         numbers = np.random.default_rng(sampling["seed"])
         await asyncio.sleep(mean_delay_s * max(lengths) / mean_tokens)
-        choices = [
-            write_choice(numbers.integers(0, 150_000, n).tolist(), numbers.normal(-1.0, 0.5, n).tolist(), "length", None)
+        segments = [
+            Segment(
+                token_ids=numbers.integers(0, 150_000, n, np.int32), rollout_logprobs=-numbers.random(n, np.float32),
+                finish_reason="length", routed_experts=None, text=_WORDS[: _BYTES_A_TOKEN * n],
+            )
             for n in lengths
-        ]
-        return web.json_response(write_answer(choices))
+        ]  # fmt: skip
+        return web.Response(body=write_answer(Answer(segments=segments)))
 
     async def serve() -> None:
         app = web.Application(client_max_size=1 << 28)
@@ -75,7 +96,9 @@ def _memory_gb() -> float:
     return int(fields[1]) * resource.getpagesize() / 1e9
 
 
-async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tuple[list[Completion], dict[str, float]]:
+async def drive(
+    urls: Sequence[str], sequences: int, mean_tokens: float, stores: Sequence[Store]
+) -> tuple[list[Completion], dict[str, float]]:
     """Ask all engines for their share at once, as a step does; (completions, what it took)."""
     loop = asyncio.get_running_loop()
     sampling = Sampling(
@@ -100,18 +123,71 @@ async def drive(urls: Sequence[str], sequences: int, mean_tokens: float) -> tupl
 
     watching = asyncio.ensure_future(watch())
     before, cpu, started = _memory_gb(), time.process_time(), time.perf_counter()
+    through = [AnswerStore(store) for store in stores] or [None]
     asked = (
-        clients[i % len(clients)].generate(prompt, _PER_PROMPT, _PER_PROMPT * i) for i in range(sequences // _PER_PROMPT)
+        clients[i % len(clients)].generate(prompt, _PER_PROMPT, _PER_PROMPT * i, store=through[i % len(through)])
+        for i in range(sequences // _PER_PROMPT)
     )
     found = [completion for group in await asyncio.gather(*asked) for completion in group]
     took = {"wall_s": time.perf_counter() - started, "cpu_s": time.process_time() - cpu, "gb": _memory_gb() - before}
     watching.cancel()
-    for client in clients:
-        await client.close()
+    for one in (*clients, *filter(None, through)):
+        await one.close()
     return found, took | {"latency_mean_s": sum(late) / len(late), "latency_max_s": max(late)}
 
 
-def measure(engines: int, sequences: int, mean_tokens: float, mean_delay_s: float) -> dict[str, Any]:
+def divided(completions: Sequence[Completion], mean_tokens: float, data_ranks: int) -> dict[str, float]:
+    """What it takes to make samples of the completions and to send each data-parallel rank its own."""
+    cfg = tiny_qwen3()
+    draw, groups = random.Random(1), []
+    for first in range(0, len(completions), _PER_PROMPT):
+        prompt = Prompt(prompt_id=f"p/{first}", environment="p", token_ids=tuple(range(512)), text="", answer="")
+        rollouts = [
+            Rollout(prompt=prompt, index=i, branches=single_turn(prompt, one), reward=draw.random(), status="scored")
+            for i, one in enumerate(completions[first : first + _PER_PROMPT])
+        ]
+        groups.append(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts)))
+    took, log = {}, StepLog(Observer(cfg, is_writer=False), 1)
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        cpu = time.process_time()
+        found = call()
+        took[name] = time.process_time() - cpu
+        return found
+
+    before = _memory_gb()
+    gc.disable()  # as a run does here
+    samples = timed("samples_s", lambda: to_samples(groups, load_advantage(cfg.algo), cfg, 0))
+    timed("metrics_s", lambda: (log.update(group_metrics(groups)), log.samples(samples)))
+    longest = 1024 * (1 + int((512 + _LONGEST * mean_tokens) // 1024))
+    shares = timed("divide_s", lambda: divide(samples, data_size=data_ranks, max_tokens=longest, alignment=16))
+    took["samples_gb"] = _memory_gb() - before
+    sizes = timed("messages_s", lambda: [sum(part.numel() for part in pack(share)) for share in shares])
+    message = pack(shares[0])
+    own = timed("read_own_s", lambda: unpack(message))
+    wall = time.perf_counter()
+    timed("fetch_own_s", lambda: fetch_numbers(own))
+    took["fetch_own_wall_s"] = time.perf_counter() - wall
+    gc.enable()
+    return took | {"sent_gb": sum(sizes) / 1e9, "own_gb": sum(part.numel() for part in pack(own)) / 1e9}
+
+
+@contextlib.contextmanager
+def token_stores(count: int) -> Iterator[tuple[Store, ...]]:
+    """``count`` token stores, each as a data-parallel rank of its own starts it."""
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        cfg = tiny_qwen3()
+        cfg = dataclasses.replace(cfg, output_dir=folder, rollout=dataclasses.replace(cfg.rollout, token_stores=count))
+        ranks = [
+            SimpleNamespace(tp_rank=0, pp_rank=0, cp_rank=0, dp_rank=i, dp_size=count, gather_from_all=lambda own: [own])
+            for i in range(count)
+        ]
+        yield tuple(store for one in ranks for store in stack.enter_context(running(cfg, one)))
+
+
+def measure(
+    engines: int, sequences: int, mean_tokens: float, mean_delay_s: float, data_ranks: int, num_stores: int
+) -> dict[str, Any]:
     """One step with ``engines`` stand-ins."""
     sockets = [socket.create_server(("127.0.0.1", 0), backlog=256) for _ in range(engines)]
     urls = [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
@@ -122,22 +198,17 @@ def measure(engines: int, sequences: int, mean_tokens: float, mean_delay_s: floa
         for process in processes:
             process.start()
         time.sleep(1.0)
-        found, took = asyncio.run(drive(urls, sequences, mean_tokens))
+        with token_stores(num_stores) as stores:
+            found, took = asyncio.run(drive(urls, sequences, mean_tokens, stores))
+            tokens = sum(len(completion.token_ids) for completion in found)
+            took |= divided(found, mean_tokens, data_ranks)
     finally:
         for process in processes:
             process.kill()
             process.join()
         for one in sockets:
             one.close()
-    tokens = sum(len(completion.token_ids) for completion in found)
-    cpu = time.process_time()
-    carried = pickle.dumps(found, protocol=pickle.HIGHEST_PROTOCOL)
-    took["pickle_s"] = time.process_time() - cpu
-    took["broadcast_gb"] = len(carried) / 1e9
-    cpu = time.process_time()
-    pickle.loads(carried)
-    took["unpickle_s"] = time.process_time() - cpu
-    return {"engines": engines, "completions": len(found), "tokens": tokens, **took}
+    return {"engines": engines, "stores": num_stores, "completions": len(found), "tokens": tokens, **took}
 
 
 def main() -> int:
@@ -145,14 +216,15 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", type=int, default=[8, 64, 512])
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--tokens", type=float, default=512.0)
+    parser.add_argument("--data-ranks", type=int, default=16, help="of the trainer")
+    parser.add_argument("--stores", type=int, default=0, help="token stores; 0: this process keeps all numbers")
     parser.add_argument("--delay-s", type=float, default=1.0, help="of an answer of mean length")
     options = parser.parse_args()
     if options.sequences * options.tokens > 4e7 or max(options.engines) > 1024:
         parser.error("--sequences x --tokens may be 40 million at most, and --engines 1024: this is one machine")
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    open_files.raise_limit()
     for engines in options.engines:
-        row = measure(engines, options.sequences, options.tokens, options.delay_s)
+        row = measure(engines, options.sequences, options.tokens, options.delay_s, options.data_ranks, options.stores)
         print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     return 0
 

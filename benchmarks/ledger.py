@@ -67,8 +67,9 @@ SHAPES = {
     "4b": Shape(dense.qwen3_4b(), 1),
     "8b_separate": replace(_8B, words=_separate(1, 1)).with_layers(20),
     "8b_colocated": _8B,
+    "30b_a3b": replace(_30B, gpus=1).with_layers(6),
     "30b_a3b_separate": replace(_30B, words=_separate(1, 1)).with_layers(8),
-    "30b_a3b_colocated": replace(_30B, words=("--parallel.expert", "2")).with_layers(12),
+    "30b_a3b_colocated": replace(_30B, words=("--parallel.expert", "2")).with_layers(11),
     "30b_a3b_four": replace(_30B, gpus=4, words=_separate(2, 2, "--parallel.expert", "2")).with_layers(20),
     "8b_eight": replace(_8B, gpus=8, prompts=32),
     "30b_a3b_eight": replace(_30B, gpus=8, prompts=32),
@@ -97,6 +98,7 @@ def job_of(options: argparse.Namespace, name: str, arm: str) -> Job:
     batch = ["--rollout.prompts_per_step", f"{shape.prompts}", "--rollout.completions_per_prompt", f"{shape.completions}"]
     lengths = ["--rollout.max_prompt_tokens", f"{prompt}", "--rollout.max_completion_tokens", f"{length}"]
     random = ["--model.random", "True", "--data.tokenizer", "character"]
+    random += ["--model.embedding_range", "1"] if shape.model.is_moe else []  # or all tokens would have the same experts
     return _job(name, arm, own, [*random, *batch, *lengths, *shape.words, *words], options)
 
 

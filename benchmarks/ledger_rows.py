@@ -59,8 +59,8 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
     phases = {phase: spread([one.get(f"time/{phase}/s", 0.0) for one in steps]) for phase in PHASES}
     phases = {phase: seconds for phase, seconds in phases.items() if seconds[0]}
     sampled = _median(steps, "rollout/num_tokens/sum")
-    # Prompts are in every pass; their length is the same in all steps of a shape.
-    length = _median(steps, "rollout/length/mean") + _median(steps, "prompt/length/mean", 0.0)
+    prompt = _median(steps, "rollout/prompt_length/mean")
+    length = prompt + _median(steps, "rollout/length/mean")  # a pass has both
     count = _median(steps, "rollout/num_completions/sum")
     forward = flops(cfg.model, [length] * int(count))
     peak = next((value for word, value in _PEAK_FLOPS.items() if word in device_name()), None)
@@ -74,6 +74,7 @@ def row_of(job: Job, power: PowerMeter, last: int) -> Row | None:
         "model": {name: getattr(cfg.model, name) for name in ("family", "hidden_size", "num_experts", "vocab_size")},
         "billions": parameters.count(cfg.model).total / 1e9,
         "gpus": gpus,
+        "prompt_tokens": prompt,
         "completion_tokens": rollout.max_completion_tokens,
         "sequences": count,
         "sampled_tokens": sampled,
@@ -114,11 +115,8 @@ def spread(values: Sequence[float]) -> list[float]:
     return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
 
 
-def _median(steps: Sequence[Row], key: str, default: float | None = None) -> float:
-    found = [one[key] for one in steps if one.get(key) is not None]
-    if not found and default is not None:
-        return default
-    return statistics.median(found)
+def _median(steps: Sequence[Row], key: str) -> float:
+    return statistics.median(one[key] for one in steps if one.get(key) is not None)
 
 
 def _start(run: RunData) -> dict[str, float]:
@@ -129,11 +127,11 @@ def _start(run: RunData) -> dict[str, float]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown: one line for each arm of each run; a ratio only within one run of the benchmark."""
+    """Markdown: one line for each arm of each run; a ratio only within one run of the benchmark, to its fastest BF16."""
     lines = []
     for (run, shape, layers, length), arms in _by_arm(rows).items():
-        base = arms.get("bf16")
-        base_s = base and statistics.median(row["step_s"][0] for row in base)
+        of_bf16 = [found for arm, found in arms.items() if arm[0] == "bf16"]
+        base_s = min((statistics.median(row["step_s"][0] for row in found) for found in of_bf16), default=None)
         for arm, found in arms.items():
             step = statistics.median(row["step_s"][0] for row in found)
             one = found[0]
@@ -146,11 +144,11 @@ def table(rows: Sequence[Row]) -> str:
                 "run": run,
                 "shape": f"{shape}, {layers} layers, {one['billions']:.1f} B, {one['gpus']} GPUs, "
                          f"{one['sequences']:.0f} x {length:,}",
-                "arm": arm,
+                "arm": " ".join(arm),
                 **{phase.replace("_", " "): round(value, 2) for phase, value in seconds.items()},
                 "step": round(step, 2),
                 "range": f"{min(lows):.2f} to {max(highs):.2f}",
-                "bf16 : arm": round(base_s / step, 2) if base_s and arm != "bf16" else None,
+                "bf16 : arm": round(base_s / step, 2) if base_s and arm[0] != "bf16" else None,
                 "tokens/s/GPU": round(statistics.median(row["tokens_per_s_gpu"] for row in found)),
                 "update, share of dense BF16 rate": _percent([row["mfu_bf16"] for row in found]),
                 "W": _rounded([row["power"].get("watts") for row in found]),
@@ -165,7 +163,8 @@ def _by_arm(rows: Sequence[Row]) -> dict[tuple, dict[str, list[Row]]]:
     groups: dict[tuple, dict[str, list[Row]]] = {}
     for row in rows:
         key = row["run"], row["shape"], row["layers"], row["completion_tokens"]
-        groups.setdefault(key, {}).setdefault(row["arm"], []).append(row)
+        arm = row["arm"], *row.get("fields", ())
+        groups.setdefault(key, {}).setdefault(arm, []).append(row)
     return groups
 
 

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from megatron_fp8rl.algo.samples import versions_of
+from megatron_fp8rl.algo.samples import version_runs
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.envs.scoring import Score
-from megatron_fp8rl.rollout.client import Sampling
+from megatron_fp8rl.rollout.completions import Sampling
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.types import Completion, Prompt
 from model_configs.tiny import tiny_qwen3_moe
@@ -37,8 +37,8 @@ TOOL_S = 20.0  # simulated seconds that a tenth of the answers waits for a tool
 PROMPTS, COMPLETIONS, TRAINER_S = 16, 16, 30.0
 # max_staleness and window_groups of each arm
 ARMS = {f"batches in order, {k} ahead": (k, 0) for k in (0, 1, 4, 8)}
-# What the slots hold and one step more, or as many groups as batches in order would have ahead.
-ARMS |= {f"window of {n}, {k} ahead": (k, n) for k, n in ((1, 32), (4, 32), (4, 80), (8, 32))}
+# As many groups as batches in order would have ahead, and fewer.
+ARMS |= {f"window of {n}, {k} ahead": (k, n) for k, n in ((1, 32), (4, 48), (4, 80), (8, 64), (8, 80), (8, 144))}
 
 
 class Engine:
@@ -187,9 +187,10 @@ def measure(max_staleness: int, window_groups: int, num_steps: int, seed: int) -
         waited_s += _CLOCK.time() - asked_s
         rollouts = [one for group in groups for one in group.rollouts]
         completions = [completion for one in rollouts for completion in one.completions]
-        fresh = [version for one in completions for version in versions_of(one) if stream.version - version <= max_staleness]
-        tokens += len(fresh)  # those that are trained
-        staleness += [stream.version - version for version in fresh]
+        for version, length in (run for one in completions for run in version_runs(one)):
+            if stream.version - version <= max_staleness:
+                tokens += length  # those that are trained
+                staleness += [stream.version - version] * length
         _CLOCK.run_until_complete(asyncio.sleep(TRAINER_S))
         engine.version = step + 1
         stream.after_update(step + 1)

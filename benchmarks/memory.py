@@ -32,8 +32,7 @@ from typing import TYPE_CHECKING
 from benchmarks import runner
 from benchmarks.record import Row
 from benchmarks.runner import device_name, num_gpus
-from benchmarks.synthetic import Language
-from benchmarks.training import MODELS, batches, model_of, single_rank
+from benchmarks.training import MODELS, model_of, random_batch, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import trainer_memory
 from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu
@@ -139,7 +138,7 @@ def build(cfg: RunConfig, parallel: Parallel) -> Policy:
 def full_batch(cfg: RunConfig, cell: Cell) -> TrainBatch:
     """Two microbatches of exactly the tokens that the estimate is for; raises ValueError when packing left a gap."""
     count = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
-    (batch,) = batches(cfg, Language(cfg.model.vocab_size), 1, num_sequences=count, length=cell.length)
+    batch = random_batch(cfg, count, cell.length)
     sizes = [mb.tokens_T.numel() for mb in batch.microbatches]
     if sizes != [cell.tokens] * _MICROBATCHES:
         raise ValueError(f"microbatches have {sizes} tokens, not {_MICROBATCHES} x {cell.tokens}; change --tokens")

@@ -162,8 +162,7 @@ def runs(rows: Sequence[Row]) -> str:
     """Markdown: a line for each run letter of the rows, with the commands that were given."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        if "run" in row:
-            found.setdefault(row["run"], []).append(row | row.get("stamp", {}))
+        found.setdefault(row["run"], []).append(row | row.get("stamp", {}))
     return "\n".join(
         f"- {letter}: {one[0]['date']}, commit {one[0]['commit']}, {one[0]['machine']}, host {one[0].get('host', 'unknown')}: "
         + ", then ".join(f"`{command}`" for command in dict.fromkeys(row["command"] for row in one))

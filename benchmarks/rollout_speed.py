@@ -89,7 +89,7 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
 
 def sample(fleet: Fleet, shape: Shape, vocab_size: int, *, max_tokens: int, seed: int) -> float:
     """Seconds to sample exactly ``max_tokens`` for every sequence, on prompts that no other seed has."""
-    from megatron_fp8rl.rollout.client import Sampling
+    from megatron_fp8rl.rollout.completions import Sampling
 
     draw = random.Random(seed)
     lowest = min(100, vocab_size // 4)  # leave the special tokens alone

@@ -29,7 +29,6 @@ class Benchmark(ABC):
     title: str
     keys: tuple[str, ...]  # fields that tell one measurement from another
     about: str  # the docstring of the program
-    picture = ""  # file that :meth:`draw` writes, below docs
     document = ""  # of the table, if it is not docs/measured/NAME.md
     limit_s = 600.0  # for one arm
 
@@ -70,14 +69,11 @@ class Benchmark(ABC):
 
     def table(self, rows: Sequence[Row]) -> str:
         """The table in Markdown."""
-        return record.table([{"run": row.get("run", "-")} | self.line(row) for row in self.order(rows)])
+        return record.table([{"run": row["run"]} | self.line(row) for row in self.order(rows)])
 
     def notes(self, rows: Sequence[Row]) -> str:
         """What the table does not say by itself."""
         return ""
-
-    def draw(self, rows: Sequence[Row], path: Path) -> None:
-        """The picture of all rows."""
 
     def rows_of(self, arm: Row, options: argparse.Namespace, log: Path) -> Iterator[Row]:
         """Rows of one arm, measured in processes of their own."""
@@ -146,8 +142,6 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         base = record.ROOT / "docs" if is_kept else options.folder
         path = base / (benchmark.document or f"measured/{benchmark.name}.md")
         record.replace(benchmark.name, section(benchmark, rows), path)
-        if benchmark.picture:
-            benchmark.draw(rows, base / benchmark.picture)
         print(f"the table is in {path}", flush=True)
     return failed
 

@@ -1,21 +1,18 @@
-"""What measurements of precision share: models by name, a brief training, another recipe on the same weights."""
+"""What benchmarks share: models by name, this process as the only trainer rank, a batch of random tokens."""
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from benchmarks.synthetic import Language
-from megatron_fp8rl.config import ModelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, RunConfig
 from model_configs import dense, qwen3, tiny
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
-    from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.types import TrainBatch
 
 
@@ -71,66 +68,19 @@ def single_rank(cfg: RunConfig) -> Iterator[Parallel]:
         parallel.close()
 
 
-def batches(cfg: RunConfig, language: Language, num_steps: int, *, num_sequences: int, length: int) -> list[TrainBatch]:
-    """One packed batch of the language per step, the same for every recipe."""
+def random_batch(cfg: RunConfig, num_sequences: int, length: int) -> TrainBatch:
+    """One packed batch of random tokens, with loss on all but the first of each sequence."""
+    import numpy as np
+
     from megatron_fp8rl.data.packing import pack_for
+    from megatron_fp8rl.token_rows import Row
+    from megatron_fp8rl.types import Sample, Stretch
 
-    packed = []
-    for step in range(num_steps):
-        packed += pack_for(cfg, language.samples(num_sequences, length, seed=cfg.seed * 100_000 + step), data_rank=0)
-    return packed
-
-
-def train(policy: Policy, steps: Sequence[TrainBatch]) -> list[float]:
-    """Supervised updates; the loss of each."""
-    from megatron_fp8rl.algo.losses import sft
-
-    return [policy.update(batch, sft)["train/loss/mean"] for batch in steps]
-
-
-def switch_precision(policy: Policy, precision: PrecisionConfig, history: Sequence[TrainBatch] = ()) -> None:
-    """Rebuild ``policy`` under another recipe with the same weights and a new optimizer.
-
-    Delayed scaling starts with an empty amax history; ``history`` are batches that fill it. They run forward and
-    backward, and no weight changes.
-    """
-    import torch
-
-    cfg, parallel = replace(policy.cfg, precision=precision), policy.parallel
-    weights = {name: parameter.detach().cpu() for name, parameter in policy.named_parameters()}
-    policy.__dict__.clear()  # before the other one is built: there is not always room for both
-    free_memory()
-    policy.__dict__.update(type(policy).build(cfg, parallel).__dict__)
-    with torch.no_grad():
-        for name, parameter in policy.named_parameters():
-            parameter.copy_(weights[name])
-    if precision.trainer == "delayed":
-        for batch in history:
-            gradients(policy, batch)
-            _finish_step(policy)
-
-
-def gradients(policy: Policy, batch: TrainBatch) -> None:
-    """Leave the gradient of the supervised loss of ``batch`` in every parameter's ``main_grad``, and update nothing."""
-    from megatron_fp8rl.algo.losses import sft
-    from megatron_fp8rl.trainer.forward import Forward
-
-    for chunk in policy.chunks:
-        chunk.train()
-    policy.optimizer.zero_gradients()
-    Forward(policy.cfg, policy.parallel).gradients(policy.chunks, batch, sft)
-
-
-def _finish_step(policy: Policy) -> None:
-    from megatron_fp8rl.trainer.model.build import finish_fp8_step
-
-    finish_fp8_step(policy.chunks, policy.parallel)
-
-
-def free_memory() -> None:
-    """After the last reference to a policy is gone: make room for another, or for an engine."""
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    draw = np.random.default_rng(cfg.seed)
+    samples = []
+    for i in range(num_sequences):
+        tokens = Row(draw.integers(8, cfg.model.vocab_size, length, np.int32))
+        stretches = Stretch(tokens[:1]), Stretch(tokens[1:], is_trained=True)
+        samples.append(Sample(name=f"random-{i}", environment="random", stretches=stretches))
+    (batch,) = pack_for(cfg, samples, data_rank=0)
+    return batch

@@ -236,7 +236,7 @@ class Agent:
         self.say(f"{role.name} ended with {status_in_words(status)}")
 
     def _schedule_restart(self, process: RoleProcess, status: int) -> None:
-        """A role that may be restarted has ended: all of its nodes begin anew, a little later each time in a row."""
+        """A role that may be restarted has ended: all of its nodes start again, a little later each time in a row."""
         role = process.role
         self._count_death(process)
         self._withdraw(process)

@@ -64,7 +64,7 @@ def find_run(name: str, root: Path = Path()) -> Path:
             return path.resolve()
     known = sorted(path.parents[1].name for path in (root / "runs").glob("*/launch/jobs.jsonl"))
     here = f" In {root / 'runs'}/ there are {', '.join(known)}." if known else ""
-    raise WatchError(f"{name!r} is no folder of a run. Give the output_dir of the run.{here}")
+    raise WatchError(f"{name!r} is not the folder of a run. Give the output_dir of the run.{here}")
 
 
 def _runs(folder: Path, command: str) -> list[Path]:
@@ -301,7 +301,7 @@ def _jobs(run_dir: Path) -> list[JobState]:
 
 def _count(text: str) -> int:
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of lines")
     return int(text)
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ from megatron_fp8rl.stop import StopRequest, run_ranks
 if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
+# Modules of trainer and engine, which a login node lacks.
+_OF_ENGINES = ("torch", "vllm", "megatron", "transformers", "datasets", "safetensors", "scipy", "zstandard")
 _SEEN = "FP8RL_DATA_SEEN"  # set for ranks whose data were looked at before they were started
 
 
@@ -188,6 +191,8 @@ def _refused_or(program: Callable[[], int | None]) -> int:
 
 def _start(cfg: RunConfig, *, wants_sft: bool = True, wants_rl: bool = True) -> int:
     """Look at the data and run the requested programs on every rank; returns the exit status."""
+    if find_spec("torch") is None:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
     if _has_to_start_ranks(cfg):
         if status := _refused_or(partial(_look_at_data, cfg)):
             return status
@@ -370,7 +375,18 @@ def main() -> int:
         os.environ[STARTED] = str(time.time())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with(os.getppid())  # torchrun, which leaves its ranks to themselves when it is killed
-    return cli.main(COMMANDS)
+    try:
+        return cli.main(COMMANDS)
+    except ModuleNotFoundError as error:
+        name = (error.name or "").partition(".")[0]
+        if name not in _OF_ENGINES:
+            raise
+        print(
+            f"python -m megatron_fp8rl: {name} is not installed here. This environment can check, plan and launch; to "
+            "train or sample, run `make install` in a checkout of the project.",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":

@@ -17,9 +17,8 @@ _QK_NORM_FAMILIES = ("qwen3", "qwen3_moe")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """RoPE scaling beyond the pre-training context, with the field names of config.json.
-
-    ``llama3`` is the rule of the Llama 3.1 release; ``yarn`` is arXiv:2309.00071 with DeepSeek's two ``mscale`` fields.
+    """RoPE scaling beyond the pre-training context, with the field names of config.json: ``llama3`` is the rule of the
+    Llama 3.1 release, ``yarn`` is arXiv:2309.00071 with DeepSeek's two ``mscale`` fields.
     """
 
     kind: Literal["llama3", "yarn"]
@@ -91,7 +90,8 @@ class ModelConfig:
     max_position_embeddings: int = 4096
     hf_path: str | None = None  # Hugging Face checkpoint to start from; None: random initialization
     random: bool = False  # start from random weights; the grpo command: not from those of the folder
-    initializer_range: float = 0.02
+    initializer_range: float = 0.02  # standard deviation of random weights
+    embedding_range: float | None = None  # that of an embedding of its own; None: initializer_range
 
     def __post_init__(self):
         if self.qk_norm is None:
@@ -122,6 +122,7 @@ class ParallelConfig:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    dispatch: Literal["alltoall", "deepep", "hybridep"] = "alltoall"  # what carries tokens to experts on other ranks
 
     @property
     def data(self) -> int:
@@ -149,8 +150,7 @@ class PrecisionConfig:
     # a difference stops the run. Replaces the pass for old log-probabilities.
     exact: bool = False
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's forward runs the engine's attention kernel
-    # With an FP8 KV cache, the trainer's attention reads queries, keys and values as the cache holds them.
-    round_kv: bool = True
+    round_kv: bool = True  # with an FP8 KV cache the trainer attends to queries, keys and values as the cache holds them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,8 +204,9 @@ class RolloutConfig:
     stop_strings: tuple[str, ...] = ()
     max_staleness: int = 0  # 0: sample from the current policy; k: from a policy at most k versions old
     window_groups: int = 0  # groups sampled or waiting at a time, trained as they are complete; 0: batches in order
-    partials: Literal["carry", "drop"] = "carry"  # answers in progress at a publication: go on, or begin anew
+    partials: Literal["carry", "drop"] = "carry"  # answers in progress at a publication: go on, or start again
     record_routed_experts: bool = False
+    token_stores: int = 0  # processes of trainer ranks that keep what is sampled for all of them; 0: rank 0 keeps it
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     kv_cache_bytes: int | None = None  # per engine worker; None: sized by gpu_memory_utilization
     gpu_memory_utilization: float = 0.85
@@ -213,11 +214,9 @@ class RolloutConfig:
     enforce_eager: bool = False
     transport: Literal["auto", "ipc", "nccl", "gloo"] = "auto"  # transport of weight updates
     bucket_bytes: int = 256 << 20  # bytes of weights sent per round
-    # Memory of an engine worker in which weights arrive while the engine goes on sampling; it pauses only to switch to
-    # them. "device" and "host" take the weights' size again, on the GPU or pinned on its host.
+    # Memory of an engine worker for weights that arrive while it samples: their size again, on the GPU or pinned on its host
     spare_weights: Literal["none", "device", "host"] = "none"
-    # Over gloo, send only what has changed of FP8 bytes and scales; needs spare_weights. For networks of 10 Gb/s or less.
-    delta_weights: bool = False
+    delta_weights: bool = False  # over gloo, send only changed FP8 bytes and scales; needs spare_weights; up to 10 Gb/s
     start_deadline_s: float = 600.0
     request_deadline_s: float = 600.0
     update_deadline_s: float = 300.0
@@ -241,6 +240,7 @@ class SessionConfig:
     max_running: int = 256
     rewritten_history: Literal["fork", "refuse", "keep"] = "fork"  # where a chat template rewrites what was sampled
     host: str = "127.0.0.1"  # where the endpoint of sessions listens; an address that agents elsewhere can reach
+    port: int = 0  # 0: any that is free
     tool_parser: str = ""  # of vLLM, for the calls of tools in answers: hermes, llama3_json, mistral, ...; "": none
 
 

@@ -85,7 +85,7 @@ def plan(cfg: RunConfig, options: EvalOptions) -> Evaluation:
             f"Choose k from 1 to {options.num_completions}, or raise --num_completions",
         )
     if cfg.rollout.replay is not None:
-        refuse("rollout.replay", cfg.rollout.replay, "an evaluation samples anew", "Leave it out")
+        refuse("rollout.replay", cfg.rollout.replay, "an evaluation samples by itself", "Leave it out")
     model_dir = None
     if checkpoint is not None:
         model_dir, unknown = _model_dir(cfg, checkpoint)

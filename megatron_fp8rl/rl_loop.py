@@ -9,9 +9,10 @@ is a stream that reads a file, and a larger cluster changes only numbers in the 
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megatron_fp8rl.algo.named import load_advantage, load_loss, needs_old_pass
 from megatron_fp8rl.algo.samples import to_samples
 from megatron_fp8rl.colocation import ColocatedMemory
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.data.packing import pack_for
+from megatron_fp8rl.data.packing import build_for, divide_for, fetch_numbers, pack_for
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.remote_scoring import build_scorer
@@ -33,8 +34,9 @@ from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose
 from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
+from megatron_fp8rl.rollout.token_store.answer_store import running as token_stores
 from megatron_fp8rl.stop import StopRequest
-from megatron_fp8rl.trainer import checkpoint, router_replay
+from megatron_fp8rl.trainer import checkpoint
 from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
@@ -63,7 +65,7 @@ def run(
     """
     stop = stop or StopRequest()
     is_driver, checkpoints = parallel.rank == 0, Path(cfg.run_dir) / CHECKPOINTS
-    with ExitStack() as stack:
+    with token_stores(cfg, parallel) as stores, ExitStack() as stack:  # records read from stores until the end
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
         learn = _learner(cfg, partial(_explain, explain, fleet))
@@ -76,7 +78,7 @@ def run(
         stop.at_boundary(parallel, step)
         if not is_complete:
             _wait_for_engines(fleet, kernels, observer)
-        rollouts = stack.enter_context(RolloutStream(cfg, fleet, prompts if is_driver else None, scorers, parallel))
+        rollouts = stack.enter_context(RolloutStream(cfg, fleet, prompts, scorers, parallel, stores))
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = _publisher(policy, fleet, rollouts, colocated, stack)
         saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, policy)))
@@ -129,7 +131,8 @@ def _next_groups(
     step: int,
     on_request: Callable[[int], Path | None],
 ) -> tuple[RolloutGroup, ...]:
-    """Collective: the groups of a step; raises RunStopped when the run is asked to stop while they are sampled."""
+    """Collective: the groups of a step, on rank 0; raises RunStopped when the run is asked to stop while they are
+    sampled."""
     while (groups := rollouts.next_groups(stop.is_asked)) is None:
         rollouts.abandon()  # nothing of this step has changed the policy
         stop.at_boundary(parallel, step - 1, on_request)
@@ -177,14 +180,15 @@ def _learn(
     sample: Callable[..., list[Sample]],
     explain: Callable[..., str],
 ) -> bool:
-    """Collective: train the policy, at version ``log.step`` - 1, on the groups; False if no sample remains."""
-    cfg = policy.cfg
-    samples = sample(groups, version=log.step - 1)
-    log.samples(samples)
-    with span("pack"):
-        num_updates = cfg.algo.updates_per_step
-        batches = pack_for(cfg, samples, data_rank=policy.parallel.dp_rank, num_updates=num_updates)
-        batches = router_replay.scatter(cfg, policy.parallel, samples, batches)
+    """Collective: train the policy, at version ``log.step`` - 1, on the groups, which rank 0 has; False if no sample
+    remains."""
+    cfg, samples, shares = policy.cfg, [], None
+    with span("pack"), _without_collections():  # of many objects, all of which stay
+        if policy.parallel.rank == 0:
+            samples = sample(groups, version=log.step - 1)
+            log.samples(samples)
+            shares = divide_for(cfg, samples, num_updates=cfg.algo.updates_per_step)
+        batches = build_for(cfg, policy.parallel.scatter_over_data(shares, complete=fetch_numbers))
     if not batches:
         return False
     exact = cfg.precision.exact
@@ -201,6 +205,18 @@ def _learn(
         updates = [policy.update(batch, loss, inspect=inspect if i == 0 else None) for i, batch in enumerate(batches)]
         log.updates(updates, batches)
     return True
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Leave Python's collector of reference cycles out."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _why(groups: Sequence[RolloutGroup]) -> str:

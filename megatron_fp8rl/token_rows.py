@@ -2,6 +2,7 @@
 
 A :class:`Row` behaves like a tuple of Python numbers: it is immutable, and equal to any sequence of the same numbers. It
 takes 4 bytes for a token id or a log-probability, where a tuple takes 32 to 36, and NumPy and pickle read it at once.
+Its numbers may lie in a token store (stored_numbers.py): length, slices and sums of rows then need no transfer.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ from typing import Any
 
 import numpy as np
 
+from megatron_fp8rl.stored_numbers import Stored
+
 
 class Row(Sequence):
-    """A read-only array of numbers, [N], that NumPy reads without a copy."""
+    """A read-only array of numbers, [N], that NumPy reads without a copy if it is here."""
 
     __slots__ = ("_array",)
 
-    def __init__(self, array: np.ndarray) -> None:
-        self._array = array.view()
-        self._array.flags.writeable = False
+    def __init__(self, array: np.ndarray | Stored) -> None:
+        self._array = array
+        if not isinstance(array, Stored):
+            self._array = array.view()
+            self._array.flags.writeable = False
 
     @classmethod
     def of_ids(cls, values: Sequence[int]) -> Row:
         """Token ids, as int32."""
         return values if isinstance(values, Row) else cls(np.asarray(values, np.int32))
-
-    @classmethod
-    def of_flags(cls, values: Sequence[bool]) -> Row:
-        return values if isinstance(values, Row) else cls(np.asarray(values, np.bool_))
 
     @classmethod
     def of_floats(cls, values: Sequence[float]) -> Row:
@@ -42,33 +43,45 @@ class Row(Sequence):
             array = single if np.array_equal(array, single, equal_nan=True) else array
         return cls(array)
 
-    @classmethod
-    def joined_ids(cls, parts: Iterable[Sequence[int]]) -> Row:
-        """Token ids, one part after the other."""
-        return cls(np.concatenate([np.empty(0, np.int32), *(np.asarray(part, np.int32) for part in parts)]))
+    @property
+    def array(self) -> np.ndarray | Stored:
+        """The numbers themselves, or where they are."""
+        return self._array
+
+    @property
+    def stored(self) -> Stored | None:
+        """Where the numbers are, if in a token store."""
+        return self._array if isinstance(self._array, Stored) else None
+
+    def sum(self) -> float:
+        """The sum of the numbers, added in their own precision."""
+        return float(self._array.sum())
 
     def __len__(self) -> int:
         return len(self._array)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._array.tolist())
+        return iter(np.asarray(self._array).tolist())
 
     def __getitem__(self, index: int | slice) -> Any:
         return Row(self._array[index]) if isinstance(index, slice) else self._array[index].item()
 
     def __add__(self, other: Sequence[float]) -> Row:
-        more = np.asarray(other, self._array.dtype)
-        return Row(np.concatenate([self._array, more]) if len(self) else more)
+        if isinstance(other, Row) and (not len(self) or not len(other)):
+            return self if len(self) else other
+        if isinstance(other, Row) and self.stored is not None and other.stored is not None:
+            return Row(self.stored + other.stored)
+        return Row(np.concatenate([self._array, np.asarray(other, self._array.dtype)]))
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
         if not isinstance(other, Row | tuple | list):
             return NotImplemented
-        found = np.asarray(other)
+        own, found = np.asarray(self._array), np.asarray(other)
         # A literal such as -0.1 has no float32 of its own.
-        found = found.astype(np.float32) if self._array.dtype == np.float32 and found.dtype == np.float64 else found
-        return np.array_equal(self._array, found, equal_nan=found.dtype.kind == "f")
+        found = found.astype(np.float32) if own.dtype == np.float32 and found.dtype == np.float64 else found
+        return np.array_equal(own, found, equal_nan=found.dtype.kind == "f")
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -76,8 +89,13 @@ class Row(Sequence):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self._array, dtype, copy=copy)
 
-    def __reduce__(self) -> tuple[type[Row], tuple[np.ndarray]]:
+    def __reduce__(self) -> tuple[type[Row], tuple[np.ndarray | Stored]]:
         return Row, (self._array,)
 
     def __repr__(self) -> str:
         return repr(tuple(self))
+
+
+def joined(rows: Iterable[Row], dtype: type[np.generic]) -> np.ndarray:
+    """A new array of the rows' numbers, one row after another; ``dtype`` is that of no rows."""
+    return np.concatenate([np.empty(0, dtype), *(np.asarray(row._array) for row in rows)])

@@ -14,13 +14,16 @@ gradient) or ``ref_`` (the reference model's).
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from megatron_fp8rl.stored_numbers import Stored
     from megatron_fp8rl.token_rows import Row
 
 KVScales: TypeAlias = dict[int, tuple[float, float, float]]
@@ -39,6 +42,10 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)  # JSON-serializable; the environment's input for scoring
     messages: tuple[dict[str, str], ...] = ()  # role and content, which a chat template rendered as ``text``
 
+    def fields(self) -> dict[str, Any]:
+        """What JSON keeps of it, by name; nothing is copied."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
@@ -52,7 +59,7 @@ class Completion:
     version_spans: tuple[tuple[int, int], ...] = ()  # (first token index, version), one entry per version, ascending
     # uint8/uint16 [N, num_layers, top_k] of the N tokens from the end of the completion before, or from the first token,
     # to the last but one of this; None when not recorded.
-    routed_experts: np.ndarray | None = None
+    routed_experts: np.ndarray | Stored | None = None
     text: str = ""
     num_prompt_tokens: int = 0  # tokens before it that the engine read, over all requests for this completion
     num_cached_tokens: int = 0  # those of them that the engine had in its prefix cache
@@ -81,14 +88,12 @@ class Trajectory:
 
     @property
     def token_ids(self) -> Row:  # [L]
-        from megatron_fp8rl.token_rows import Row
-
-        return Row.joined_ids(segment.token_ids for segment in self.segments)
+        return _joined(segment.token_ids for segment in self.segments)
 
     @property
     def completions(self) -> tuple[Completion, ...]:
         """The sampled segments: the turns of the policy."""
-        return tuple(segment for segment in self.segments if isinstance(segment, Completion))
+        return tuple([segment for segment in self.segments if isinstance(segment, Completion)])
 
     @property
     def text(self) -> str:
@@ -131,7 +136,7 @@ class Rollout:
     @property
     def completions(self) -> tuple[Completion, ...]:
         """Everything that was sampled, in order."""
-        return tuple(completion for branch in self.branches for completion in branch.completions)
+        return tuple([completion for branch in self.branches for completion in branch.completions])
 
     @property
     def num_sampled_tokens(self) -> int:
@@ -140,12 +145,19 @@ class Rollout:
     @property
     def finish_reason(self) -> Literal["stop", "length", "abort"]:
         """How the last completion ended; "abort" if nothing was sampled."""
-        return self.completions[-1].finish_reason if self.completions else "abort"
+        last = self._last
+        return "abort" if last is None else last.finish_reason
 
     @property
     def answer_text(self) -> str:
         """The text of the last completion."""
-        return self.completions[-1].text if self.completions else ""
+        last = self._last
+        return "" if last is None else last.text
+
+    @property
+    def _last(self) -> Completion | None:
+        segments = (one for branch in reversed(self.branches) for one in reversed(branch.segments))
+        return next((one for one in segments if isinstance(one, Completion)), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,28 +168,54 @@ class RolloutGroup:
     rollouts: tuple[Rollout, ...]
 
 
+class Stretch(NamedTuple):
+    """Consecutive tokens of a sample: all given, or all sampled, with one advantage."""
+
+    token_ids: Row  # [N]
+    rollout_logprobs: Row | None = None  # [N] of sampled tokens
+    advantage: float = 0.0  # of each token
+    is_trained: bool = False  # whether its tokens carry loss
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One training sequence. Per-token fields describe the token at the same position; given tokens hold 0. Takes any
-    sequences, and keeps them as rows."""
+    """One training sequence. It refers to the rows of its completions, which nothing copies before it is packed."""
 
     name: str
     environment: str
-    token_ids: Row  # [L] all segments, up to the last sampled token
-    num_prompt_tokens: int  # before the first sampled token
-    loss_mask: Row  # [L] True for sampled tokens that contribute to the loss
-    rollout_logprobs: Row  # [L] 0.0 at given positions
-    advantages: Row  # [L] 0.0 at given positions
+    stretches: tuple[Stretch, ...]  # all segments, up to the last sampled token
     staleness: int = 0  # trainer version at the start of the step minus the smallest Completion.min_version
-    routed_experts: np.ndarray | None = None  # [L - 1, num_layers, top_k]
+    routed_experts: np.ndarray | Stored | None = None  # [L - 1, num_layers, top_k]
 
-    def __post_init__(self) -> None:
-        from megatron_fp8rl.token_rows import Row
+    @property
+    def num_tokens(self) -> int:  # L
+        return sum(len(one.token_ids) for one in self.stretches)
 
-        object.__setattr__(self, "token_ids", Row.of_ids(self.token_ids))
-        object.__setattr__(self, "loss_mask", Row.of_flags(self.loss_mask))
-        for name in ("rollout_logprobs", "advantages"):
-            object.__setattr__(self, name, Row.of_floats(getattr(self, name)))
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first one that was sampled or is trained."""
+        return sum(len(one.token_ids) for one in itertools.takewhile(_is_given, self.stretches))
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(len(one.token_ids) for one in self.stretches if one.is_trained)
+
+    @property
+    def token_ids(self) -> Row:  # [L]
+        return _joined(one.token_ids for one in self.stretches)
+
+
+def _is_given(stretch: Stretch) -> bool:
+    return stretch.rollout_logprobs is None and not stretch.is_trained
+
+
+def _joined(parts: Iterable[Sequence[int]]) -> Row:
+    """Token ids, one part after another, int32."""
+    import numpy as np
+
+    from megatron_fp8rl.token_rows import Row, joined
+
+    return Row(joined(map(Row.of_ids, parts), np.int32))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,9 +30,11 @@ def tiny_calculator() -> RunConfig:
         name="tiny_calculator",
         rollout=replace(base.rollout, prompts_per_step=32, max_prompt_tokens=16, max_completion_tokens=18),
         session=SessionConfig(max_tokens=128, max_turns=2),
-        data=replace(base.data, environments=(source,), sft_steps=600, sft_wrong_answers=0.7),
+        data=replace(
+            base.data, environments=(source,), sft_steps=600, sft_batch_size=64, sft_lr=3e-3, sft_wrong_answers=0.6
+        ),
         observe=replace(base.observe, eval_prompts=128, eval_every=10),
-        num_steps=60,
+        num_steps=40,
     )
 
 

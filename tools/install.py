@@ -10,6 +10,7 @@ use the indexes that pip is configured for.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -52,6 +53,8 @@ def main(extras: list[str]) -> int:
             return 0
         if stamp.get("hardware") == hardware:
             wanted |= set(stamp["extras"])  # what was asked for before stays
+        if hardware == "cpu":
+            require_libraries()
         start = time.monotonic()
         print(f"Installing into {VENV} for {', '.join(sorted(wanted))}: several GB, once.", flush=True)
         make_venv()
@@ -59,6 +62,18 @@ def main(extras: list[str]) -> int:
         STAMP.write_text(json.dumps({"key": key(), "hardware": hardware, "extras": sorted(wanted)}) + "\n")
         print(f"Installed in {time.monotonic() - start:.0f} s.", flush=True)
     return 0
+
+
+def require_libraries(names: tuple[str, ...] = ("libnuma.so.1",)) -> None:
+    """Libraries of the system that vLLM's CPU build is linked with; small images lack them."""
+    for name in names:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            raise InstallError(
+                f"{name} is missing on this system, and vLLM's build for CPUs needs it: 'apt install libnuma1' or "
+                "'dnf install numactl-libs', then run this again"
+            ) from None
 
 
 @contextmanager

@@ -9,6 +9,7 @@ every rank computes the same advantages, so no random numbers. A user-defined fu
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -19,8 +20,9 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     """(reward - mean) / (std + 1e-6), with the sample standard deviation; 0 for equal rewards. arXiv 2402.03300."""
     if len(set(rewards)) < 2:  # the mean of equal numbers may differ from them by rounding errors
         return [0.0] * len(rewards)
-    scale = statistics.stdev(rewards) + _STD_EPS
-    return [advantage / scale for advantage in dr_grpo(rewards)]
+    deviations = dr_grpo(rewards)
+    scale = math.sqrt(math.fsum(one * one for one in deviations) / (len(rewards) - 1)) + _STD_EPS
+    return [deviation / scale for deviation in deviations]
 
 
 def dr_grpo(rewards: Sequence[float]) -> list[float]:

@@ -73,13 +73,6 @@ class Reducer(Protocol):
         """Collective: the values of all data-parallel ranks, in rank order, on every rank."""
 
 
-class LocalReducer:
-    """The reducer for a single rank."""
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Correction:
     """Importance weights of one microbatch, without gradient."""

@@ -1,15 +1,17 @@
-"""Converts scored groups to training samples. Pure; every rank computes the same samples.
+"""Converts scored groups to training samples. Pure; runs on trainer rank 0.
 
 The advantage of a rollout, or of each of its turns, is computed from the rewards of its group by the ``algo.advantage``
 function (algo/advantages.py). Rollouts whose scoring failed or that the engine aborted have no reward: they are excluded
 from their group's advantages and from the samples. A rollout in several branches gives a sample for each.
+
+A sample refers to the rows of its completions and holds no numbers of its own for their tokens: who trains it joins them
+(data/packing.py).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from megatron_fp8rl.algo.named import AdvantageFn
 from megatron_fp8rl.algo.turns import advantages_of_turns, is_varied
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RunConfig
 from megatron_fp8rl.token_rows import Row
-from megatron_fp8rl.types import Completion, Given, Rollout, RolloutGroup, Sample, Trajectory
+from megatron_fp8rl.types import Completion, Given, Rollout, RolloutGroup, Sample, Stretch, Trajectory
 
 # A record of this many tokens cannot be all zeros, even if a token has one expert only.
 _TOKEN_RICH = 16
@@ -50,11 +52,12 @@ def to_samples(groups: Iterable[RolloutGroup], advantage_fn: AdvantageFn, cfg: R
         if cfg.algo.zero_variance != "keep" and not is_varied(rollouts, rewards, cfg.algo):
             continue
         by_rollout = advantages_of_turns(rollouts, rewards, advantage_fn, cfg.algo)
+        prompt_ids = Row.of_ids(group.prompt.token_ids)
         for rollout, of_turns in zip(rollouts, by_rollout, strict=True):
             turns = iter(of_turns)
             for number, branch in enumerate(rollout.branches):
                 own = [next(turns) for _ in branch.completions]
-                sample = _sample(rollout, number, branch, own, version, oldest)
+                sample = _sample(rollout, number, branch, own, version, oldest, prompt_ids)
                 if sample is not None:
                     samples.append(sample)
     return samples
@@ -110,23 +113,6 @@ def require_experts(groups: Sequence[RolloutGroup], cfg: RunConfig) -> None:
                         num_before = end - 1
 
 
-def without_experts(groups: tuple[RolloutGroup, ...] | None) -> tuple[RolloutGroup, ...] | None:
-    """The groups without the experts of their completions."""
-    if groups is None or not any(
-        c.routed_experts is not None for g in groups for r in g.rollouts for c in r.completions
-    ):
-        return groups
-
-    def bare_segment(segment: Given | Completion) -> Given | Completion:
-        return replace(segment, routed_experts=None) if isinstance(segment, Completion) else segment
-
-    def bare(rollout: Rollout) -> Rollout:
-        branches = (Trajectory(segments=tuple(map(bare_segment, branch.segments))) for branch in rollout.branches)
-        return replace(rollout, branches=tuple(branches))
-
-    return tuple(replace(group, rollouts=tuple(map(bare, group.rollouts))) for group in groups)
-
-
 def _ends(branch: Trajectory) -> Iterator[tuple[int, Completion]]:
     """(tokens of the trajectory up to its end, completion) of every completion."""
     end = 0
@@ -167,61 +153,64 @@ def _sample(
     advantages: Sequence[float],
     version: int,
     oldest: int | None,
+    prompt_ids: Row,
 ) -> Sample | None:
     """The sample of one branch, without what was given after its last sampled token; None if nothing of it is trained.
 
-    Tokens of versions before ``oldest`` are not trained.
+    Tokens of versions before ``oldest`` are not trained. ``prompt_ids`` is the prompt's row, which its samples share.
     """
-    mask: list[np.ndarray] = []
-    rollout_logprobs: list[Sequence[float]] = []
-    of_tokens: list[np.ndarray] = []
-    num_prompt = num_used = num_tokens = 0
+    stretches: list[Stretch] = []
+    recorded: list[np.ndarray | None] = []
     versions: list[int] = []
     of_completion = iter(advantages)
-    for segment in branch.segments:
-        num = len(segment.token_ids)
-        num_tokens += num
+    last = max((i for i, segment in enumerate(branch.segments) if _is_sampled(segment)), default=-1)
+    for segment in branch.segments[: last + 1]:
         if not isinstance(segment, Completion):
-            mask.append(np.zeros(num, np.bool_))
-            rollout_logprobs.append(np.zeros(num, np.float32))
-            of_tokens.append(np.zeros(num))
+            is_prompt = segment.token_ids is rollout.prompt.token_ids
+            stretches.append(Stretch(prompt_ids if is_prompt else Row.of_ids(segment.token_ids)))
             continue
+        num = len(segment.token_ids)
         if len(segment.rollout_logprobs) != num:
             raise ValueError(
                 f"rollout {rollout.name}: {len(segment.rollout_logprobs)} log-probabilities for {num} tokens"
             )
-        if num and not num_used:
-            num_prompt = num_tokens - num
-        is_fresh = np.ones(num, np.bool_) if oldest is None else versions_of(segment) >= oldest
-        mask.append(is_fresh)
-        rollout_logprobs.append(segment.rollout_logprobs)
-        of_tokens.append(next(of_completion) * is_fresh)
-        num_used = num_tokens if num else num_used
-        if is_fresh.any():
+        advantage = next(of_completion)
+        if not num:
+            continue
+        recorded.append(segment.routed_experts)
+        sampled = segment.token_ids, segment.rollout_logprobs
+        first = 0  # that is new enough
+        if oldest is not None:
+            first = sum(length for sampled_by, length in version_runs(segment) if sampled_by < oldest)
+        if first:
+            stretches.append(Stretch(*(row[:first] for row in sampled)))
+            sampled = tuple(row[first:] for row in sampled)
+        if first < num:
+            stretches.append(Stretch(*sampled, advantage, True))
             versions.append(segment.min_version if oldest is None else max(segment.min_version, oldest))
     if not versions:
         return None
-    sampled = [completion for completion in branch.completions if completion.token_ids]
-    recorded = [completion.routed_experts for completion in sampled]
-    experts = None
-    if all(one is not None for one in recorded):
-        experts = recorded[0] if len(recorded) == 1 else np.concatenate(recorded)
     return Sample(
-        name=rollout.name + (f"/{number}" if len(rollout.branches) > 1 else ""),
+        name=f"{rollout.name}/{number}" if len(rollout.branches) > 1 else rollout.name,
         environment=rollout.prompt.environment,
-        token_ids=branch.token_ids[:num_used],
-        num_prompt_tokens=num_prompt,
-        loss_mask=Row(np.concatenate(mask)[:num_used]),
-        rollout_logprobs=Row.of_floats(np.concatenate(rollout_logprobs)[:num_used]),
-        advantages=Row.of_floats(np.concatenate(of_tokens)[:num_used]),
+        stretches=tuple(stretches),
         staleness=version - min(versions),
-        routed_experts=experts,
+        routed_experts=_joined(recorded),
     )
 
 
-def versions_of(completion: Completion) -> np.ndarray:
-    """The policy version that sampled each token, int64 [C]."""
-    found = np.full(len(completion.token_ids), completion.min_version)
-    for first, version in completion.version_spans:
-        found[first:] = version
-    return found
+def _is_sampled(segment: Given | Completion) -> bool:
+    return isinstance(segment, Completion) and len(segment.token_ids) > 0
+
+
+def _joined(recorded: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    if any(one is None for one in recorded):
+        return None
+    return recorded[0] if len(recorded) == 1 else np.concatenate(recorded)
+
+
+def version_runs(completion: Completion) -> list[tuple[int, int]]:
+    """Which policy version sampled how many tokens, (version, length) in order."""
+    spans = completion.version_spans or ((0, completion.min_version),)
+    ends = [*(first for first, _ in spans[1:]), len(completion.token_ids)]
+    return [(version, end - first) for (first, version), end in zip(spans, ends, strict=True)]

@@ -10,7 +10,7 @@ decides between a new trajectory and a refusal.
     next     = template(messages + answer + new messages, with generation prompt)
 
 The past is kept if ``next`` begins with ``rendered + answer``, or with what the template itself makes of ``messages +
-answer``, which may trim spaces or write JSON anew. The rest of ``next`` is what is new.
+answer``, which may trim spaces or rewrite JSON. The rest of ``next`` is what is new.
 """
 
 from __future__ import annotations

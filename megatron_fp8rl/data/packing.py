@@ -1,25 +1,30 @@
-"""Pack samples into the microbatches of one data-parallel rank. Pure; every rank passes the same samples.
+"""Pack samples into the microbatches of data-parallel ranks. Pure.
 
 A microbatch is a row of T tokens: sequences one after another, each padded at its end. Padding never carries loss.
 
-    samples --split--> updates --assign--> bins of at most max_tokens, balanced over ranks --build--> tensors
+    samples --split--> updates --assign--> shares: bins of at most max_tokens, balanced over ranks --build--> tensors
 
-The assignment depends only on lengths and every rank computes all of it, so nothing is communicated.
+Who has all samples divides them (:func:`divide_for`), and each rank builds the tensors of its own share
+(:func:`build_for`); ranks that have the same samples all do both (:func:`pack_for`). The assignment depends only on lengths.
 
 Shapes: L = tokens of one sequence, T = tokens of one microbatch, S = sequences of one microbatch.
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from megatron_fp8rl.config import ParallelConfig, RunConfig
+from megatron_fp8rl.data.sample_columns import SampleColumns
+from megatron_fp8rl.stored_numbers import Stored, fetch
 from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
 
 # FP8 GEMMs of Transformer Engine and cuBLAS require every dimension, including a rank's tokens, to be a multiple of 16.
@@ -49,70 +54,137 @@ class Alignment:
         return cls(sequence=sequence, microbatch=_FP8_TOKEN_MULTIPLE * parallel.tensor * parallel.context)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """What one data-parallel rank trains in one update."""
+
+    microbatches: tuple[tuple[Sample, ...], ...]
+    num_loss_tokens: int  # over all data-parallel ranks, as the next
+    num_sequences: int
+    routed: tuple[int, int] | None  # (layers, top_k) of the recorded experts
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        samples = SampleColumns.of([sample for one in self.microbatches for sample in one])
+        return _share, (samples, list(map(len, self.microbatches)), self.num_loss_tokens, self.num_sequences, self.routed)
+
+
+def _share(samples: SampleColumns, sizes: Sequence[int], loss_tokens: int, sequences: int, routed: Any) -> Share:
+    rest = iter(samples.samples())
+    microbatches = tuple(tuple(itertools.islice(rest, size)) for size in sizes)
+    return Share(microbatches=microbatches, num_loss_tokens=loss_tokens, num_sequences=sequences, routed=routed)
+
+
 def pack_for(
     cfg: RunConfig, samples: Sequence[Sample], *, data_rank: int, num_updates: int = 1
 ) -> tuple[TrainBatch, ...]:
     """:func:`pack` with the limits and multiples of a run's configuration."""
-    return pack(
-        samples,
-        data_size=cfg.parallel.data,
-        data_rank=data_rank,
-        max_tokens=cfg.rollout.max_tokens_per_microbatch,
-        alignment=Alignment.of(cfg.parallel),
+    return pack(samples, data_rank=data_rank, num_updates=num_updates, **_limits(cfg))
+
+
+def divide_for(cfg: RunConfig, samples: Sequence[Sample], *, num_updates: int = 1) -> list[tuple[Share, ...]]:
+    """:func:`divide` with the limits and multiples of a run's configuration."""
+    return divide(samples, num_updates=num_updates, **_limits(cfg))
+
+
+def fetch_numbers(shares: Sequence[Share]) -> None:
+    """Fetch what the samples of a rank's shares refer to in token stores."""
+    samples = [sample for share in shares for one in share.microbatches for sample in one]
+    rows = (row for sample in samples for stretch in sample.stretches for row in stretch[:2] if row is not None)
+    arrays = itertools.chain((row.array for row in rows), (sample.routed_experts for sample in samples))
+    fetch(array for array in arrays if isinstance(array, Stored))
+
+
+def build_for(cfg: RunConfig, shares: Sequence[Share]) -> tuple[TrainBatch, ...]:
+    """:func:`build` with the multiples of a run's configuration."""
+    return build(shares, Alignment.of(cfg.parallel))
+
+
+def _limits(cfg: RunConfig) -> dict[str, Any]:
+    return {
+        "data_size": cfg.parallel.data,
+        "max_tokens": cfg.rollout.max_tokens_per_microbatch,
+        "alignment": Alignment.of(cfg.parallel),
         # The interleaved schedule takes its microbatches in rounds of one per pipeline rank.
-        num_microbatches_multiple=cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
-        num_updates=num_updates,
-    )
+        "num_microbatches_multiple": cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
+    }
 
 
 def pack(
+    samples: Sequence[Sample], *, data_size: int, data_rank: int, alignment: int | Alignment, **limits: int
+) -> tuple[TrainBatch, ...]:
+    """One :class:`TrainBatch` per optimizer update, for one data-parallel rank: :func:`divide` and :func:`build`.
+
+    Raises what :func:`divide` does, and ValueError for a ``data_rank`` that does not exist.
+    """
+    if not 0 <= data_rank < data_size:
+        raise ValueError(f"data_rank {data_rank} is not within data_size {data_size}")
+    return build(divide(samples, data_size=data_size, alignment=alignment, **limits)[data_rank], alignment)
+
+
+def divide(
     samples: Sequence[Sample],
     *,
     data_size: int,
-    data_rank: int,
     max_tokens: int,
     alignment: int | Alignment,
     num_microbatches_multiple: int = 1,
     num_updates: int = 1,
-) -> tuple[TrainBatch, ...]:
-    """Pack samples into one :class:`TrainBatch` per optimizer update, for one data-parallel rank.
+) -> list[tuple[Share, ...]]:
+    """The shares of all data-parallel ranks, one per optimizer update.
 
     Deterministic in its arguments. ``samples`` is cut into ``num_updates`` consecutive parts of nearly equal size
     (fewer if there are fewer samples; none for no samples). Within a part every rank gets the same number of
-    microbatches, a multiple of ``num_microbatches_multiple`` (pipeline ranks, for an interleaved schedule); empty
-    microbatches hold one masked filler sequence. A microbatch holds at most ``max_tokens`` tokens, including padding.
+    microbatches, a multiple of ``num_microbatches_multiple`` (pipeline ranks, for an interleaved schedule); some may be
+    empty. A microbatch holds at most ``max_tokens`` tokens, including padding.
 
     Raises:
         SequenceTooLongError: a sequence that does not fit in ``max_tokens``, by name.
         ValueError: a sample with fields of unequal length, or routed experts on some samples only, by name.
     """
-    if isinstance(alignment, int):
-        alignment = Alignment(sequence=alignment, microbatch=alignment)
-    if alignment.microbatch % alignment.sequence:
-        raise ValueError(f"{alignment}: the microbatch multiple must be a multiple of the sequence multiple")
-    if not 0 <= data_rank < data_size:
-        raise ValueError(f"data_rank {data_rank} is not within data_size {data_size}")
+    alignment = _alignment(alignment)
     capacity = max_tokens - max_tokens % alignment.microbatch
-    for sample in samples:
-        _check(sample, capacity, max_tokens, alignment)
+    num_tokens = [sample.num_tokens for sample in samples]
+    for sample, num in zip(samples, num_tokens, strict=True):
+        _check(sample, num, capacity, max_tokens, alignment)
     routed = _routed_shape(samples)
 
-    batches = []
-    for part in _split(samples, num_updates):
-        lengths = [_round_up(len(sample.token_ids), alignment.sequence) for sample in part]
+    shares: list[list[Share]] = [[] for _ in range(data_size)]
+    for part in _split(len(samples), num_updates):
+        lengths = [_round_up(num_tokens[i], alignment.sequence) for i in part]
         bins = assign(
             lengths, data_size=data_size, capacity=capacity, num_microbatches_multiple=num_microbatches_multiple
         )
-        microbatches = tuple(_build([part[i] for i in chosen], alignment, routed) for chosen in bins[data_rank])
-        loss_tokens = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in part]
-        batches.append(
-            TrainBatch(
-                microbatches=microbatches,
-                num_loss_tokens=sum(loss_tokens),
-                num_sequences=sum(count > 0 for count in loss_tokens),
+        loss_tokens = [samples[i].num_loss_tokens for i in part]
+        for own, chosen in zip(shares, bins, strict=True):
+            own.append(
+                Share(
+                    microbatches=tuple(tuple(samples[part[i]] for i in one) for one in chosen),
+                    num_loss_tokens=sum(loss_tokens),
+                    num_sequences=sum(count > 0 for count in loss_tokens),
+                    routed=routed,
+                )
             )
+    return [tuple(own) for own in shares]
+
+
+def build(shares: Sequence[Share], alignment: int | Alignment) -> tuple[TrainBatch, ...]:
+    """The tensors of one rank's shares; an empty microbatch holds one masked filler sequence."""
+    alignment = _alignment(alignment)
+    return tuple(
+        TrainBatch(
+            microbatches=tuple(_build(samples, alignment, share.routed) for samples in share.microbatches),
+            num_loss_tokens=share.num_loss_tokens,
+            num_sequences=share.num_sequences,
         )
-    return tuple(batches)
+        for share in shares
+    )
+
+
+def _alignment(given: int | Alignment) -> Alignment:
+    found = Alignment(sequence=given, microbatch=given) if isinstance(given, int) else given
+    if found.microbatch % found.sequence:
+        raise ValueError(f"{found}: the microbatch multiple must be a multiple of the sequence multiple")
+    return found
 
 
 def assign(
@@ -121,14 +193,15 @@ def assign(
     """Assign sequences to microbatches: ``result[rank][microbatch]`` lists indices into ``lengths``, ascending.
 
     Longest sequence first, into the emptiest microbatch of all ranks (Graham's LPT rule: the fullest bin is within 4/3
-    of the optimum), with as few microbatches as possible. The filled microbatches then go to the ranks, fullest first,
-    each to the rank with the fewest tokens so far. Lengths must not exceed ``capacity``.
+    of the optimum), with as few microbatches as possible; with more than 100 of a rank, within a percent of that. The
+    filled microbatches then go to the ranks, fullest first, each to the rank with the fewest tokens so far. Lengths must
+    not exceed ``capacity``.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)  # stable: ties by index
     needed = max(1, math.ceil(sum(lengths) / (capacity * data_size)))
     num_per_rank = _round_up(needed, num_microbatches_multiple)
     while (bins := _fill(order, lengths, num_per_rank * data_size, capacity)) is None:
-        num_per_rank += num_microbatches_multiple
+        num_per_rank += _round_up(max(1, num_per_rank // 100), num_microbatches_multiple)
 
     ranks: list[list[list[int]]] = [[] for _ in range(data_size)]
     loads = [0] * data_size
@@ -143,15 +216,16 @@ def _fill(
     order: Sequence[int], lengths: Sequence[int], num_bins: int, capacity: int
 ) -> list[tuple[int, list[int]]] | None:
     """Put each sequence into the emptiest bin; None if one does not fit."""
-    loads = np.zeros(num_bins, dtype=np.int64)
+    emptiest_first = list(range(num_bins))  # a heap of tokens * num_bins + number, of which numbers order equals
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     for i in order:
-        emptiest = int(loads.argmin())
-        if loads[emptiest] + lengths[i] > capacity:
+        load, emptiest = divmod(emptiest_first[0], num_bins)
+        load += lengths[i]
+        if load > capacity:
             return None
-        loads[emptiest] += lengths[i]
+        heapq.heapreplace(emptiest_first, load * num_bins + emptiest)
         bins[emptiest].append(i)
-    return [(int(load), chosen) for load, chosen in zip(loads, bins, strict=True)]
+    return [(sum(lengths[i] for i in chosen), chosen) for chosen in bins]
 
 
 def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, int] | None) -> Microbatch:
@@ -167,20 +241,22 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
     completion_positions = np.full(num_tokens, -1, dtype=np.int64)
     experts = None if routed is None else np.full((num_tokens, *routed), _NOT_RECORDED, dtype=np.int16)
 
-    for sample, start in zip(samples, starts, strict=False):
-        num = len(sample.token_ids)
+    for sample, start in zip(samples, starts.tolist(), strict=False):
         # Position t predicts token t + 1, so everything that describes token t + 1 moves one position to the left.
-        here, last = slice(start, start + num), start + num - 1
-        predicting = slice(start, last)
-        tokens[here] = sample.token_ids
-        targets[predicting] = sample.token_ids[1:]
-        mask[predicting] = sample.loss_mask[1:]
-        rollout_logprobs[predicting] = sample.rollout_logprobs[1:]
-        advantages[predicting] = sample.advantages[1:]
-        first = start + sample.num_prompt_tokens - 1
-        completion_positions[first:last] = np.arange(num - sample.num_prompt_tokens)
+        end = start
+        for ids, logprobs, advantage, is_trained in sample.stretches:
+            first, end = end, end + len(ids)
+            tokens[first:end] = ids
+            if first > start:  # the first stretch is given, with nothing to describe
+                predicting = slice(first - 1, end - 1)
+                mask[predicting], advantages[predicting] = is_trained, advantage
+                if logprobs is not None:
+                    rollout_logprobs[predicting] = logprobs
+        targets[start : end - 1] = tokens[start + 1 : end]
+        first = start + sample.num_prompt_tokens
+        completion_positions[first - 1 : end - 1] = np.arange(end - first)
         if experts is not None:
-            experts[predicting] = sample.routed_experts
+            experts[start : end - 1] = sample.routed_experts
 
     sizes = torch.tensor(padded)
     return Microbatch(
@@ -199,15 +275,12 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
     )
 
 
-def _check(sample: Sample, capacity: int, max_tokens: int, alignment: Alignment) -> None:
-    num = len(sample.token_ids)
-    for field in ("loss_mask", "rollout_logprobs", "advantages"):
-        if (found := len(getattr(sample, field))) != num:
-            raise ValueError(f"sample {sample.name}: {field} has {found} entries for {num} tokens")
-    if not 1 <= sample.num_prompt_tokens <= num:
-        raise ValueError(f"sample {sample.name}: {sample.num_prompt_tokens} prompt tokens of {num}; a prompt has some")
-    if any(sample.loss_mask[: sample.num_prompt_tokens]):
-        raise ValueError(f"sample {sample.name}: the loss mask covers prompt tokens")
+def _check(sample: Sample, num: int, capacity: int, max_tokens: int, alignment: Alignment) -> None:
+    for ids, logprobs, _, _ in sample.stretches:
+        if logprobs is not None and len(logprobs) != len(ids):
+            raise ValueError(f"sample {sample.name}: {len(logprobs)} log-probabilities of {len(ids)} sampled tokens")
+    if not sample.num_prompt_tokens:
+        raise ValueError(f"sample {sample.name}: no token before the first that was sampled; a prompt has some")
     if _round_up(num, alignment.sequence) > capacity:
         raise SequenceTooLongError(
             f"sample {sample.name} has {num} tokens and does not fit in a microbatch of {max_tokens} tokens (in "
@@ -224,19 +297,20 @@ def _routed_shape(samples: Sequence[Sample]) -> tuple[int, int] | None:
     shape = recorded[0].routed_experts.shape[1:]
     for sample in samples:
         found = None if sample.routed_experts is None else sample.routed_experts.shape
-        if found != (len(sample.token_ids) - 1, *shape):
+        wanted = (sample.num_tokens - 1, *shape)
+        if found != wanted:
             raise ValueError(
-                f"sample {sample.name}: routed experts of shape {found}, expected "
-                f"{(len(sample.token_ids) - 1, *shape)} (tokens - 1, layers, top_k) as of sample {recorded[0].name}"
+                f"sample {sample.name}: routed experts of shape {found}, expected {wanted} (tokens - 1, layers, top_k) as "
+                f"of sample {recorded[0].name}"
             )
     return shape
 
 
-def _split(samples: Sequence[Sample], num_parts: int) -> list[Sequence[Sample]]:
-    """Consecutive parts whose sizes differ by at most one; no part is empty."""
-    num_parts = min(num_parts, len(samples))
-    bounds = [len(samples) * part // num_parts for part in range(num_parts + 1)] if num_parts else []
-    return [samples[low:high] for low, high in itertools.pairwise(bounds)]
+def _split(num: int, num_parts: int) -> list[range]:
+    """Consecutive parts of 0 to ``num`` - 1 whose sizes differ by at most one; no part is empty."""
+    num_parts = min(num_parts, num)
+    bounds = [num * part // num_parts for part in range(num_parts + 1)] if num_parts else []
+    return list(itertools.starmap(range, itertools.pairwise(bounds)))
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -13,7 +13,8 @@ from megatron_fp8rl.data.dropped import DroppedLog, RowError
 from megatron_fp8rl.data.prompts import ProblemSource, apportion
 from megatron_fp8rl.data.tokenizer import encode
 from megatron_fp8rl.envs.environment import Problem
-from megatron_fp8rl.types import Sample
+from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.types import Sample, Stretch
 
 
 class SftSource:
@@ -76,14 +77,5 @@ class SftSource:
                 f"the answer of {name} has {len(answer)} tokens with its end token, more than "
                 f"rollout.max_completion_tokens = {limit}: {problem.answer!r}"
             )
-        num_prompt, num_answer = len(prompt.token_ids), len(answer)
-        zeros = (0.0,) * (num_prompt + num_answer)
-        return Sample(
-            name=name,
-            environment=key,
-            token_ids=(*prompt.token_ids, *answer),
-            num_prompt_tokens=num_prompt,
-            loss_mask=(False,) * num_prompt + (True,) * num_answer,
-            rollout_logprobs=zeros,
-            advantages=zeros,
-        )
+        stretches = Stretch(Row.of_ids(prompt.token_ids)), Stretch(Row.of_ids(answer), is_trained=True)
+        return Sample(name=name, environment=key, stretches=stretches)

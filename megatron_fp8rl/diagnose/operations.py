@@ -104,27 +104,9 @@ def decibels(error: Tensor, reference: Tensor) -> float:
     return 20 * math.log10(noise / signal) if signal else math.inf
 
 
-def first_beyond_rounding(rows: Sequence[Difference]) -> Difference | None:
-    """The first operation whose results differ beyond rounding on equal inputs."""
-    return next((row for row in rows if row.is_beyond_rounding), None)
-
-
 def first_different(rows: Sequence[Difference]) -> Difference | None:
     """The first operation with a differing bit in the two forward passes."""
     return next((row for row in rows if row.total_max != 0), None)
-
-
-def share_of_other_experts(engine_logits: Tensor, trainer_logits: Tensor, top_k: int) -> float:
-    """The fraction of tokens whose ``top_k`` largest router logits [T, E] select another set of experts.
-
-    Among equal logits, which rounding makes frequent, both ends on a GPU select the lower expert.
-    """
-
-    def chosen(logits: Tensor) -> Tensor:
-        order = logits.float().sort(dim=-1, descending=True, stable=True).indices
-        return order[:, :top_k].sort(dim=-1).values
-
-    return (chosen(engine_logits) != chosen(trainer_logits)).any(dim=-1).double().mean().item()
 
 
 def table(rows: Sequence[Difference]) -> str:

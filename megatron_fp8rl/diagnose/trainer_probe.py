@@ -25,7 +25,8 @@ from megatron_fp8rl.names import registry
 from megatron_fp8rl.trainer.forward import Forward
 from megatron_fp8rl.trainer.model.build import unwrap
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.types import Sample
+from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.types import Sample, Stretch
 
 _Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]  # module, positional and keyword arguments
 
@@ -195,13 +196,6 @@ _STREAM_INTO = {"input_norm": "input", "post_norm": "middle", "final_norm": "fin
 
 def _as_sample(token_ids: Sequence[int]) -> Sample:
     """A sequence in which all tokens but the first carry loss, so that the forward pass runs the output head."""
-    num = len(token_ids)
-    return Sample(
-        name="probe",
-        environment="probe",
-        token_ids=tuple(token_ids),
-        num_prompt_tokens=1,
-        loss_mask=(False,) + (True,) * (num - 1),
-        rollout_logprobs=(0.0,) * num,
-        advantages=(0.0,) * num,
-    )
+    tokens = Row.of_ids(token_ids)
+    stretches = Stretch(tokens[:1]), Stretch(tokens[1:], is_trained=True)
+    return Sample(name="probe", environment="probe", stretches=stretches)

@@ -10,8 +10,12 @@ Runs in an agent worker (envs/agent_worker.py). The trainer's end is ``rollout/a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 CHARACTERS_PER_TOKEN = 64  # more than any tokenizer makes of ordinary text
 ASIDE = "."  # between the API key of a session and the number of a conversation beside it
@@ -91,3 +95,17 @@ class AgentSession:
             self._request, name=f"{self.name} aside {number}", messages=messages, max_tokens=characters, number=number,
             base_url=self.base_url, api_key=f"{self.api_key}{ASIDE}{number}",
         )  # fmt: skip
+
+
+def openai_client(base_url: str, api_key: str) -> AsyncOpenAI:
+    """The official client of an endpoint, with the key of one session. Sessions have deadlines, so its answers have none."""
+    return _shared_client(base_url).with_options(api_key=api_key)
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_client(base_url: str) -> AsyncOpenAI:
+    """One for all sessions of a process: making one takes a twentieth of a second."""
+    import httpx
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=base_url, api_key="of a session", timeout=httpx.Timeout(None, connect=5.0))

@@ -132,7 +132,7 @@ class Worker:
             outcome = {"status": "cancelled", "detail": "it was cancelled"}
         except Exception as error:
             traceback.print_exc()
-            outcome = {"status": "failed", "detail": f"the agent raised {type(error).__name__}: {error}"[:2000]}
+            outcome = {"status": "raised", "detail": f"the agent raised {type(error).__name__}: {error}"[:2000]}
         finally:
             self._tasks.pop(number, None)
             for key in [key for key in self._calls if key[0] == number]:
@@ -177,7 +177,7 @@ def _verdict(value: Any, environment: str) -> dict[str, Any]:
     else:
         reward, parts = as_number(value, environment), {}
     if bad := [number for number in (reward, *parts.values()) if not abs(number) <= _LARGEST_REWARD]:
-        raise AgentError(f"{environment} returned {bad[0]}, which is no reward")
+        raise AgentError(f"{environment} returned {bad[0]}, which is not a reward")
     return {"status": "scored", "reward": reward, "parts": parts}
 
 

@@ -54,7 +54,7 @@ def build_environment(cfg: EnvironmentConfig) -> Environment:
         EnvironmentSpecError: unknown module, class, generator or option.
     """
     if kind_of(cfg.dataset) == "generator":
-        from megatron_fp8rl.envs.reasoning_gym import ReasoningGymEnvironment
+        from megatron_fp8rl.envs.libraries.reasoning_gym import ReasoningGymEnvironment
 
         return ReasoningGymEnvironment(cfg.dataset, cfg.options)
     module_name, _, class_name = cfg.dataset.removeprefix(CLASS).partition(":")

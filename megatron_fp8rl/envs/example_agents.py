@@ -6,7 +6,7 @@ import asyncio
 import random
 from typing import Any
 
-from megatron_fp8rl.envs.agent_session import AgentSession
+from megatron_fp8rl.envs.agent_session import AgentSession, openai_client
 from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.envs.tools import calculate, python
 from megatron_fp8rl.types import Prompt
@@ -17,16 +17,13 @@ _PILE = 7  # of the game
 class Products:
     """Products of two numbers, to be found with a calculator: the policy writes what to calculate, then the result.
 
-    ``answer`` is a whole session as a demonstration: the call, its end, what the calculator says, and the answer.
+    ``answer`` is a whole session as a demonstration: the call, its end, what the calculator says, and the answer. Products
+    of 32 to 99 have four digits, so that what a small model copies always stands at the same distance.
     """
-
-    def __init__(self, *, digits: int = 2) -> None:
-        self._digits = digits
 
     def make_problem(self, index: int) -> Problem:
         rng = random.Random(index)
-        low, high = 10 ** (self._digits - 1), 10**self._digits - 1
-        call = f"{rng.randint(low, high)}*{rng.randint(low, high)}"
+        call = f"{rng.randint(32, 99)}*{rng.randint(32, 99)}"
         result = calculate(call)
         return Problem(question=f"{call}=", answer=f"{call}<eos>{result}{result}", metadata={"result": result})
 
@@ -38,6 +35,16 @@ async def with_calculator(session: AgentSession, row: dict[str, Any]) -> None:
     """Two turns: the policy's first answer is calculated, its second is scored by the source."""
     session.say(calculate(await session.ask()), role="tool")
     await session.ask()
+
+
+async def calculator_by_url(session: AgentSession, row: dict[str, Any]) -> None:
+    """The same by the ``openai`` client, which is told a URL and a key and nothing of sessions."""
+    client = openai_client(session.base_url, session.api_key)
+    messages = list(session.messages)
+    for _ in range(2):
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        text = answer.choices[0].message.content
+        messages += [{"role": "assistant", "content": text}, {"role": "tool", "content": calculate(text)}]
 
 
 async def with_python(session: AgentSession, row: dict[str, Any], *, num_programs: int = 3) -> None:

@@ -9,7 +9,6 @@ answer, other servers score its completions: they are delayed, with no other con
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import http.client
 import json
 import logging
@@ -92,7 +91,7 @@ class RemoteScorePool(CompletionScorer):
         self._threads.shutdown(wait=True)
 
     def _score(self, prompt: Prompt, text: str) -> Score:
-        body = json.dumps({"prompt": dataclasses.asdict(prompt), "text": text}).encode()
+        body = json.dumps({"prompt": prompt.fields(), "text": text}).encode()
         lost: list[str] = []
         since_s = time.monotonic()
         while len(lost) < _MAX_LOST:

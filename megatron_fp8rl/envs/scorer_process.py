@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import threading
 import time
@@ -42,7 +43,10 @@ class WorkerLost(Exception):
 def environ_of(names: Sequence[str]) -> dict[str, str]:
     """The environment of a worker: what programs need to run, and the variables of these names."""
     found = {name: value for name, value in os.environ.items() if name in names or _VARIABLES.fullmatch(name)}
-    found |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    # Without what this interpreter finds by itself: programs that a worker starts may have another one.
+    known = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    own = [path for path in sys.path if path and not path.startswith(known)]
+    found |= {"PYTHONPATH": os.pathsep.join(own), "CUDA_VISIBLE_DEVICES": ""}
     return {"OMP_NUM_THREADS": "1", **found}
 
 

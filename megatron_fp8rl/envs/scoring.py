@@ -186,8 +186,7 @@ class ScorePool(CompletionScorer):
             raise ScorePoolError(
                 f"prompt {prompt.prompt_id}: no environment {prompt.environment!r} (there are: {known})"
             )
-        fields = [dataclasses.asdict(one) for one in prompts]
-        request = {"prompts": fields, "texts": list(texts), "deadline_s": self._deadline_s}
+        request = {"prompts": [one.fields() for one in prompts], "texts": list(texts), "deadline_s": self._deadline_s}
         worker = self._idle.get()  # never blocks: there are as many workers as threads
         try:
             reply = self._ask(worker, request)

@@ -8,12 +8,16 @@ Router weights can only be applied after the all-to-all has gathered a token's r
 outputs. Gradients are still those of weighted outputs: backward of the sum copies its gradient to each row of the
 token, and the experts, which have the weights of their rows, apply them there and compute the router-weight gradients.
 
+If two ranks divide an engine's experts, each rounds the sum of a token's experts that it has, and the two are added; so
+are they here. The sum of two rounded numbers does not depend on their order; with more ranks it would.
+
 Shapes: T = tokens of this rank, E = experts, K = experts per token, H = hidden size; rows: T * K, the tokens of the
 first expert in order, followed by those of the second, and so on.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -37,16 +41,16 @@ class _WeightedLater(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, outputs: Tensor, rows_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def forward(ctx: Any, outputs: Tensor, rows_TK: Tensor, *weights_TK: Tensor) -> Tensor:
         ctx.save_for_backward(rows_TK)
-        return _sum(outputs, rows_TK, weights_TK)
+        return functools.reduce(torch.add, (_sum(outputs, rows_TK, weights) for weights in weights_TK))
 
     @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
         (rows_TK,) = ctx.saved_tensors
         tokens = torch.empty_like(rows_TK.flatten())
         tokens[rows_TK.flatten()] = torch.arange(len(tokens), device=tokens.device) // rows_TK.shape[1]
-        return grad_TH.index_select(0, tokens), None, None
+        return grad_TH.index_select(0, tokens), *[None] * (len(ctx.needs_input_grad) - 1)
 
 
 def weighted_in_combine(outputs: Tensor, weights: Tensor) -> Tensor:
@@ -54,14 +58,21 @@ def weighted_in_combine(outputs: Tensor, weights: Tensor) -> Tensor:
     return _WeightedLater.apply(outputs, weights)
 
 
-def combine_experts(outputs: Tensor, weights_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> Tensor:
-    """outputs [rows, H] -> [T, H]: weighted sum of each token's outputs, in float32, rounded once.
+def combine_experts(
+    outputs: Tensor, weights_TE: Tensor, routing_map_TE: Tensor, top_k: int, num_parts: int = 1
+) -> Tensor:
+    """outputs [rows, H] -> [T, H]: weighted sum of each token's outputs, in float32, rounded once per part.
 
     A token's experts are summed in the engine's order: descending weight, ties broken by the lower expert index. Each
-    output receives the gradient of its token's sum, unweighted: see :func:`weighted_in_combine`.
+    output receives the gradient of its token's sum, unweighted: see :func:`weighted_in_combine`. ``num_parts``: ranks
+    that divide an engine's experts in order; each part's sum is rounded before the parts are added.
     """
     weights_TK, experts_TK = slots(weights_TE.detach(), routing_map_TE, top_k)
-    return _Sum.apply(outputs, rows_of(experts_TK), weights_TK)
+    weights = [weights_TK]
+    if num_parts > 1:
+        parts_TK = experts_TK * num_parts // weights_TE.shape[1]
+        weights = [weights_TK.masked_fill(parts_TK != part, 0.0) for part in range(num_parts)]
+    return _Sum.apply(outputs, rows_of(experts_TK), *weights)
 
 
 def slots(weights_TE: Tensor, routing_map_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor]:

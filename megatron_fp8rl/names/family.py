@@ -273,7 +273,8 @@ def write(family: Family, model: ModelConfig) -> dict[str, Any]:
     config |= rope.write(model, family)
     again = read(family, config, keep_mtp=True, fp8_weights=False, checks_numbers=False)
     # A path, and a choice of where to start, are no part of the architecture.
-    again = dataclasses.replace(again, hf_path=model.hf_path, random=model.random)
+    ours = {name: getattr(model, name) for name in ("hf_path", "random", "embedding_range")}
+    again = dataclasses.replace(again, **ours)
     lost = [f.name for f in dataclasses.fields(model) if getattr(model, f.name) != getattr(again, f.name)]
     if lost:
         said = ", ".join(f"{name} = {getattr(model, name)!r}" for name in lost)

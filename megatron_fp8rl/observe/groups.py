@@ -9,8 +9,6 @@ import statistics
 from collections import defaultdict
 from collections.abc import Sequence
 
-import numpy as np
-
 from megatron_fp8rl.algo.pass_at_k import Estimate, accuracy, pass_at_ks, powers_of_two
 from megatron_fp8rl.observe.metrics import key_part
 from megatron_fp8rl.types import Completion, Rollout, RolloutGroup
@@ -57,11 +55,12 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
-    completions = [completion for rollout in rollouts for completion in rollout.completions]
+    by_rollout = [rollout.completions for rollout in rollouts]
+    ends = [completions[-1].finish_reason if completions else "abort" for completions in by_rollout]
     rewards = [rollout.reward for rollout in rollouts]
-    lengths = [rollout.num_sampled_tokens for rollout in rollouts]
+    lengths = [sum(len(completion.token_ids) for completion in completions) for completions in by_rollout]
     num_tokens = sum(lengths)
-    surprisal = -sum(float(np.sum(completion.rollout_logprobs, dtype=np.float64)) for completion in completions)
+    surprisal = -sum(c.rollout_logprobs.sum() for completions in by_rollout for c in completions)
 
     by_environment: dict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
@@ -88,21 +87,22 @@ def group_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "rollout/length/mean": num_tokens / len(lengths),
         "rollout/length/max": max(lengths),
         "rollout/length/min": min(lengths),
+        "rollout/prompt_length/mean": statistics.fmean(len(rollout.prompt.token_ids) for rollout in rollouts),
         "rollout/truncated/mean": statistics.fmean(
-            r.finish_reason == "length" or r.status == "truncated" for r in rollouts
+            end == "length" or r.status == "truncated" for r, end in zip(rollouts, ends, strict=True)
         ),
-        "rollout/aborted/mean": statistics.fmean(r.finish_reason == "abort" for r in rollouts),
+        "rollout/aborted/mean": statistics.fmean(end == "abort" for end in ends),
         "rollout/surprisal/mean": surprisal / max(1, num_tokens),
         "rollout/num_tokens/sum": num_tokens,
         "rollout/num_completions/sum": len(rollouts),
-        **_version_metrics(rollouts),
-        **_session_metrics(rollouts),
+        **_version_metrics(by_rollout),
+        **_session_metrics(rollouts, by_rollout),
     }
 
 
-def _version_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _version_metrics(by_rollout: Sequence[Sequence[Completion]]) -> dict[str, float]:
     """Which policy versions sampled; empty if nothing was sampled."""
-    spans = [[(c.min_version, c.max_version) for c in rollout.completions] for rollout in rollouts]
+    spans = [[(c.min_version, c.max_version) for c in completions] for completions in by_rollout]
     ranges = [(min(low for low, _ in of_one), max(high for _, high in of_one)) for of_one in spans if of_one]
     if not ranges:
         return {}
@@ -113,17 +113,19 @@ def _version_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     }
 
 
-def _session_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+def _session_metrics(
+    rollouts: Sequence[Rollout], by_rollout: Sequence[Sequence[Completion]]
+) -> dict[str, float]:
     """Turns, branches, and what the prefix cache saved; of prompts that were answered in one turn only the last."""
-    completions = [completion for rollout in rollouts for completion in rollout.completions]
+    completions = [completion for of_one in by_rollout for completion in of_one]
+    turns = [len(of_one) for of_one in by_rollout]
     num_read = sum(completion.num_prompt_tokens for completion in completions)
     found: dict[str, float] = {}
     if num_read:
         num_cached = sum(completion.num_cached_tokens for completion in completions)
         found |= {"rollout/prefill_saved/sum": num_cached, "rollout/prefill_saved/mean": num_cached / num_read}
-    if not any(rollout.seconds or len(rollout.completions) > 1 for rollout in rollouts):
+    if max(turns) < 2 and not any(rollout.seconds for rollout in rollouts):
         return found
-    turns = [len(rollout.completions) for rollout in rollouts]
     given = [
         len(segment.token_ids)
         for rollout in rollouts

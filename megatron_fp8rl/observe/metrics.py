@@ -65,6 +65,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/length/mean", "Mean number of sampled tokens of a completion, over all turns of a session."),
         Metric("rollout/length/max", "Largest number of sampled tokens of a completion or session."),
         Metric("rollout/length/min", "Smallest number of sampled tokens of a completion or session."),
+        Metric("rollout/prompt_length/mean", "Mean number of tokens of a completion's or session's prompt."),
         Metric("rollout/truncated/mean", "Fraction of completions truncated at max_completion_tokens."),
         Metric("rollout/aborted/mean", "Fraction of completions that the engine aborted."),
         Metric("rollout/surprisal/mean", "Mean of -rollout_logprobs, an estimate of the sampler's entropy, in nats."),
@@ -80,7 +81,7 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/num_retried/sum", "Prompts resubmitted to another replica because the first one died."),
         Metric("rollout/prefill_saved/sum", "Prompt tokens of the step's requests that the prefix cache already held."),
         Metric("rollout/prefill_saved/mean", "The same as a fraction of all prompt tokens of the step's requests."),
-        Metric("rollout/window_restarted/sum", "Groups that began anew because they were too late to be trained."),
+        Metric("rollout/window_restarted/sum", "Groups that were started again because they were too late to be trained."),
         Metric("rollout/window_left_out/sum", "Groups given up because they were too late again and again."),
         Metric(
             "rollout/window_stale_tokens/mean",

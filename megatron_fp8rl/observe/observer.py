@@ -19,6 +19,7 @@ import dataclasses
 import json
 import logging
 import math
+import operator
 import os
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -277,13 +278,15 @@ class StepLog:
         num_completions = self.metrics.get("rollout/num_completions/sum", 0.0)
         if num_completions:
             self.update({"reward/dropped/mean": 1 - len(samples) / num_completions})
-        advantages = [a for one in samples for a, is_loss in zip(one.advantages, one.loss_mask, strict=True) if is_loss]
-        if not advantages:
+        if not samples:
             return
+        trained = [stretch for one in samples for stretch in one.stretches if stretch.is_trained]
+        advantages = [stretch.advantage for stretch in trained]
+        nums = [len(stretch.token_ids) for stretch in trained]
         staleness = [one.staleness for one in samples]
         self.update(
             {
-                "reward/advantage/mean": sum(advantages) / len(advantages),
+                "reward/advantage/mean": sum(map(operator.mul, advantages, nums)) / sum(nums),
                 "reward/advantage/min": min(advantages),
                 "reward/advantage/max": max(advantages),
                 "rollout/staleness/mean": sum(staleness) / len(staleness),

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_fp8rl.data.checkpoint_dir import make_folder, sync_to_disk
+from megatron_fp8rl.stored_numbers import Stored, fetch
 from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
 
@@ -95,9 +96,10 @@ class RolloutWriter:
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             tables = _tables(step, groups)
+            first = next(tables)
             with temporary.open("wb") as file:
-                with pyarrow.parquet.ParquetWriter(file, tables[0].schema, **_layout(tables[0].schema)) as writer:
-                    for table in tables:
+                with pyarrow.parquet.ParquetWriter(file, first.schema, **_layout(first.schema)) as writer:
+                    for table in chain([first], tables):
                         writer.write_table(table)
                 file.flush()
                 os.fsync(file.fileno())
@@ -140,7 +142,7 @@ def read_steps(folder: Path | str) -> Iterator[tuple[int, tuple[RolloutGroup, ..
     Raises FileNotFoundError if the folder is missing, and ValueError with the file if one cannot be read.
     """
     if not Path(folder).is_dir():
-        raise FileNotFoundError(f"{folder} is no folder of recorded rollouts")
+        raise FileNotFoundError(f"{folder} holds no recorded rollouts")
     for step, path in steps_of(folder).items():
         yield step, read_step(path)
 
@@ -175,21 +177,37 @@ def lacks_experts(folder: Path | str) -> bool:
     return False
 
 
-def _tables(step: int, groups: Sequence[RolloutGroup]) -> list[pyarrow.Table]:
+def _tables(step: int, groups: Sequence[RolloutGroup]) -> Iterator[pyarrow.Table]:
     """The rows of a step, cut into tables of a bounded number of tokens; a group stays in one."""
     # float32 holds what engines return, float64 any other number.
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     sampled = (completion.rollout_logprobs for rollout in rollouts for completion in rollout.completions)
-    float_type = np.float32 if all(np.asarray(row).dtype == np.float32 for row in sampled) else np.float64
-    tables, rows, num_tokens = [], [], 0
-    for number, group in enumerate(groups):
+    float_type = np.float32 if all(row.array.dtype == np.float32 for row in sampled) else np.float64
+    parts: list[list[RolloutGroup]] = [[]]
+    num_tokens = 0
+    for group in groups:
         more = sum(len(s.token_ids) for r in group.rollouts for branch in r.branches for s in branch.segments)
-        if rows and num_tokens + more > _ROWS_TOKENS:
-            tables.append(_table(rows, float_type))
-            rows, num_tokens = [], 0
-        rows += [{"step": step, "group": number, **row} for row in _encode(group)]
+        if parts[-1] and num_tokens + more > _ROWS_TOKENS:
+            parts.append([])
+            num_tokens = 0
+        parts[-1].append(group)
         num_tokens += more
-    return [*tables, _table(rows, float_type)]
+    first = 0
+    for part in parts:
+        stored = _in_stores(part)
+        fetch(stored)
+        numbered = enumerate(part, first)
+        yield _table([{"step": step, "group": i, **row} for i, group in numbered for row in _encode(group)], float_type)
+        first += len(part)
+        for one in stored:
+            one.forget()
+
+
+def _in_stores(groups: Sequence[RolloutGroup]) -> list[Stored]:
+    """The arrays of the groups that lie in token stores and have not been fetched."""
+    completions = [one for group in groups for rollout in group.rollouts for one in rollout.completions]
+    arrays = (a for one in completions for a in (one.token_ids.array, one.rollout_logprobs.array, one.routed_experts))
+    return [array for array in arrays if isinstance(array, Stored) and not array.is_here]
 
 
 def _encode(group: RolloutGroup) -> Iterator[dict[str, Any]]:
@@ -227,7 +245,7 @@ def _encode_trajectory(prompt: Prompt, branch: Trajectory) -> dict[str, Any]:
             "routed_experts": np.concatenate(recorded) if is_recorded else None,
             "segments": [_layout_of(segment) for segment in branch.segments],
         }
-    experts = values["routed_experts"]
+    experts = None if values["routed_experts"] is None else np.asarray(values["routed_experts"])
     return values | {
         "routed_experts": None if experts is None else experts.tobytes(),
         "routed_experts_layout": None if experts is None else {"dtype": experts.dtype.str, "shape": experts.shape},

@@ -23,8 +23,9 @@ _PACKAGES = (
     "reasoning-gym",
     "numpy",
     "safetensors",
-    "nvidia-cublas-cu12",
-    "nvidia-nccl-cu12",
+    "nvidia-cublas",
+    "nvidia-nccl-cu13",
+    "deep-ep",
     "flash-attn",
 )
 

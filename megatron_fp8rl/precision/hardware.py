@@ -6,11 +6,11 @@ import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 Generation = Literal["cpu", "ampere", "hopper", "blackwell"]
-Package = Literal["transformer_engine", "deep_gemm", "flashinfer"]
-PACKAGES: tuple[Package, ...] = ("transformer_engine", "deep_gemm", "flashinfer")
+Package = Literal["transformer_engine", "deep_gemm", "flashinfer", "deep_ep", "hybrid_ep"]
+PACKAGES: tuple[Package, ...] = get_args(Package)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ def installed_packages() -> frozenset[Package]:
     from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm  # imports torch
 
     found: set[Package] = {"deep_gemm"} if has_deep_gemm() else set()
+    if (spec := importlib.util.find_spec("deep_ep")) and spec.origin:  # importing it loads CUDA libraries
+        found |= {"deep_ep"} | ({"hybrid_ep"} if Path(spec.origin).with_name("hybrid_ep_buffer.py").exists() else set())
     return frozenset(found | {name for name in ("transformer_engine", "flashinfer") if importlib.util.find_spec(name)})
 
 

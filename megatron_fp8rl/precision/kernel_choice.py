@@ -21,7 +21,6 @@ so they choose alike, and so does a resumed run with the same thresholds.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -31,10 +30,9 @@ from megatron_fp8rl.config import FP8_BLOCK, ConfigError, RunConfig, Violation
 from megatron_fp8rl.precision import kernel_support as support
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_support import Supports
-from megatron_fp8rl.precision.matmul_shapes import deciding_work
+from megatron_fp8rl.precision.matmul_shapes import DEEP_GEMM_IS_FASTER, Field, deciding_work
 
 End = Literal["trainer", "engine"]
-Field = Literal["linears", "experts"]  # of PrecisionConfig
 Auto = Callable[[RunConfig, Hardware], tuple[str, str]]  # the meaning of "auto", and why
 
 
@@ -65,31 +63,6 @@ class Role:
     def kernel(self, cfg: RunConfig, hardware: Hardware) -> str:
         """The kernel that the configuration selects, or that ``auto`` stands for."""
         return self.named(cfg, hardware) or self.auto(cfg, hardware)[0]
-
-
-@dataclass(frozen=True)
-class Range:
-    """When DeepGEMM is faster: tokens multiplied by one matrix in a full microbatch, bounds included."""
-
-    first: float
-    last: float = math.inf
-    smallest_side: int = FP8_BLOCK  # of the matrix, rows or columns
-
-    def holds(self, tokens: float, *sides: int) -> bool:
-        return self.first <= tokens <= self.last and min(sides) >= self.smallest_side
-
-
-# All thresholds, by field and trainer recipe; DeepGEMM supports no other recipes. They come from measurements of
-# `benchmarks.experts` and `benchmarks.linears` on H200s (docs/measured.md), forward and backward.
-DEEP_GEMM_IS_FASTER: dict[tuple[Field, str], Range] = {
-    # Four layers of Qwen3-8B, and its MLP alone.
-    ("linears", "blockwise"): Range(2048),
-    # 8 to 256 experts with 1 to 8,192 tokens each, with and without host time.
-    ("experts", "blockwise"): Range(0),
-    # 1 to 1,024 tokens each. From 2,048 on, Transformer Engine's loop over experts is faster: DeepGEMM saves less in
-    # launches than it loses in BF16 weight gradients.
-    ("experts", "bf16"): Range(0, last=1024),
-}
 
 
 def _base(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
@@ -153,6 +126,8 @@ def _router(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def _combine(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
+    if cfg.parallel.dispatch != "alltoall":
+        return "experts", f"parallel.dispatch = {cfg.parallel.dispatch} adds outputs as they are"
     if hardware.is_gpu and TABLE["engine.experts"].kernel(cfg, hardware) == "deep_gemm":
         return "sum", "the engine's DeepGEMM applies weights where it adds"
     if not hardware.is_gpu:
@@ -236,6 +211,16 @@ TABLE: dict[str, Role] = {
     "trainer.combine": Role(
         "weights of experts", {"experts": Kernel("in the experts"), "sum": Kernel("in the sum of a token")}, _combine
     ),
+    "trainer.dispatch": Role(
+        "tokens to experts",
+        {
+            "alltoall": Kernel("all-to-all"),
+            "deepep": Kernel("DeepEP", support.deep_ep),
+            "hybridep": Kernel("HybridEP", support.hybrid_ep),
+        },
+        _always("alltoall", ""),
+        "parallel.dispatch",
+    ),
     "engine.linears": _EngineRole(
         "FP8 linears",
         {
@@ -287,6 +272,7 @@ class TrainerKernels:
     attention: str
     router: str
     combine: str
+    dispatch: str
 
     def of_matrix(self, rows: int, columns: int) -> str:
         """The kernel of an FP8 linear with shape [rows, columns] on a rank: DeepGEMM multiplies whole blocks only."""

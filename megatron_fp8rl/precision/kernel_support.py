@@ -10,7 +10,7 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig, Violation
-from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.hardware import Hardware, Package
 from megatron_fp8rl.precision.matmul_shapes import linears_of
 
 Supports = Callable[[RunConfig, Hardware], Violation | None]
@@ -138,6 +138,29 @@ def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violat
     return None
 
 
+def deep_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Megatron-Core's flex dispatcher by DeepEP's kernels."""
+    return _flex(cfg, hardware, "deep_ep", "DeepEP", "of https://github.com/deepseek-ai/DeepEP")
+
+
+def hybrid_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Megatron-Core's flex dispatcher by HybridEP's kernels."""
+    return _flex(cfg, hardware, "hybrid_ep", "HybridEP", "of the branch hybrid-ep of https://github.com/deepseek-ai/DeepEP")
+
+
+def _flex(cfg: RunConfig, hardware: Hardware, package: Package, name: str, source: str) -> Violation | None:
+    path, remedy = "parallel.dispatch", "Choose alltoall"
+    if not hardware.is_gpu:
+        return _wrong(cfg, path, f"{name} needs a GPU, and this machine has none", remedy)
+    if hardware.generation == "ampere":
+        return _wrong(cfg, path, f"{name} needs Hopper or newer", remedy)
+    if cfg.parallel.expert * cfg.parallel.expert_tensor == 1 or not cfg.model.is_moe:
+        return _wrong(cfg, path, "every rank has all experts, so no token travels", remedy)
+    if package not in hardware.packages:
+        return _wrong(cfg, path, f"{name} is not installed", f"Install the package deep_ep {source}, or choose alltoall")
+    return None
+
+
 def engine_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """The engine's attention in the trainer's forward pass."""
     path, head_dim = "precision.attention", cfg.model.head_dim
@@ -180,6 +203,8 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     if cfg.rollout.kv_cache_dtype == "fp8" and not precision.round_kv:
         problem = "precision.exact: the engine attends to rounded keys and values, the trainer does not"
         return _wrong(cfg, "precision.round_kv", problem, "Set True, or --precision.exact False")
+    if wrong := _exact_sums(cfg):
+        return wrong
     if not hardware.is_gpu:
         return None
     if hardware.generation != "hopper":
@@ -203,6 +228,26 @@ def exact(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     return next((wrong for check in checks if (wrong := check(cfg, hardware))), None)
 
 
+def _exact_sums(cfg: RunConfig) -> Violation | None:
+    """Ranks of an engine round their partial sums before they are added. Two have one sum in any order, which the trainer
+    has too if it divides the same products, and groups a token's experts by the engine's ranks."""
+    model, rollout = cfg.model, cfg.rollout
+    divided = "rollout.tensor" if rollout.tensor > 1 else "rollout.data"
+    if rollout.ranks > 2:
+        problem = f"precision.exact: the sum of {rollout.ranks} ranks' rounded parts depends on their order"
+        return _wrong(cfg, divided, problem, "Use engines of one or two GPUs, or --precision.exact False")
+    if cfg.parallel.tensor != rollout.tensor:
+        problem = f"precision.exact: the engine's sums have {rollout.tensor} rounded parts (rollout.tensor)"
+        return _wrong(cfg, "parallel.tensor", problem, f"Set {rollout.tensor}, or --precision.exact False")
+    if model.is_moe and rollout.expert != rollout.ranks:
+        problem = "precision.exact: the engine divides each expert, and adds parts of several experts before it rounds"
+        return _wrong(cfg, "rollout.expert", problem, f"Set {rollout.ranks}, or --precision.exact False")
+    if model.num_shared_experts and rollout.ranks > 1:
+        problem = "precision.exact: each rank of the engine adds its part of the shared experts before it rounds"
+        return _wrong(cfg, divided, problem, "Set 1, or --precision.exact False")
+    return None
+
+
 # (field, values, why others are not exact)
 _EXACT: tuple[tuple[str, tuple, str], ...] = (
     ("rollout.max_staleness", (0,), "samples of older weights differ from the current policy"),
@@ -210,10 +255,8 @@ _EXACT: tuple[tuple[str, tuple, str], ...] = (
     ("rollout.replay", (None,), "recorded rollouts are of another engine"),
     ("rollout.top_p", (1.0,), "the engine's log-probabilities are those of the truncated distribution"),
     ("rollout.top_k", (0,), "the engine's log-probabilities are those of the truncated distribution"),
-    ("rollout.tensor", (1,), "ranks round their partial sums before they are added"),
-    ("rollout.data", (1,), "ranks round their partial sums before they are added"),
-    ("parallel.tensor", (1,), "ranks round their partial sums before they are added"),
     ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),
+    ("parallel.dispatch", ("alltoall",), "DeepEP and HybridEP add a token's experts in orders of their own"),
     ("precision.params", ("bf16",), "engines hold BF16 and FP8 weights made of BF16"),
 )
 _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (

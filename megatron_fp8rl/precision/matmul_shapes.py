@@ -10,11 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, RunConfig
 from megatron_fp8rl.names import slicing
 from megatron_fp8rl.names.registry import FAMILIES
 from megatron_fp8rl.names.table import Weight, fill
 from megatron_fp8rl.precision.layer_table import LayerTable
+
+Field = Literal["linears", "experts"]  # of PrecisionConfig
 
 _OPERATIONS = 3 * 2  # per weight and token: forward, and the two GEMMs of backward
 
@@ -56,6 +58,31 @@ class Use:
     name: str  # Megatron-Core's name
     shape: Linear
     num_layers: int
+
+
+@dataclass(frozen=True)
+class Range:
+    """When DeepGEMM is faster: tokens multiplied by one matrix in a full microbatch, bounds included."""
+
+    first: float
+    last: float = math.inf
+    smallest_side: int = FP8_BLOCK  # of the matrix, rows or columns
+
+    def holds(self, tokens: float, *sides: int) -> bool:
+        return self.first <= tokens <= self.last and min(sides) >= self.smallest_side
+
+
+# All thresholds, by field and trainer recipe; DeepGEMM supports no other recipes. They come from forward and backward passes
+# on H200s in November 2026, which `benchmarks.experts` and `benchmarks.linears` measure again.
+DEEP_GEMM_IS_FASTER: dict[tuple[Field, str], Range] = {
+    # Four layers of Qwen3-8B, and its MLP alone.
+    ("linears", "blockwise"): Range(2048),
+    # 8 to 256 experts with 1 to 8,192 tokens each, with and without host time.
+    ("experts", "blockwise"): Range(0),
+    # 1 to 1,024 tokens each, and 2,048 in whole steps of 11 layers at EP2 with uneven routing: 3.3 s an update, and 4.7 with
+    # Transformer Engine's loop over experts (run E of the ledger), which in single layers is the faster one from 2,048 on.
+    ("experts", "bf16"): Range(0, last=2048),
+}
 
 
 def experts_of(cfg: RunConfig) -> Experts | None:

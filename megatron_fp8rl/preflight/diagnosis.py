@@ -319,6 +319,14 @@ def doubts(cfg: RunConfig, accelerator: Generation) -> list[Finding]:
     if accelerator == "cpu" and cfg.rollout.kv_cache_dtype == "fp8" and not cpu_has_avx512():
         problem = "vLLM keeps an FP8 KV cache on GPUs and on CPUs with AVX-512, which this machine has not"
         found.append(_warning("rollout.kv_cache_dtype", problem))
+    rollout = cfg.rollout
+    if rollout.window_groups > (most := rollout.max_staleness * rollout.prompts_per_step) > 0:
+        problem = (
+            f"groups stay {rollout.window_groups / rollout.prompts_per_step:g} steps in a window of "
+            f"{rollout.window_groups} on average, and tokens older than --rollout.max_staleness {rollout.max_staleness} "
+            f"are not trained; up to {most} groups most are (docs/agents.md)"
+        )
+        found.append(_warning("rollout.window_groups", problem))
     if cfg.rollout.placement == "remote" and "LAUNCH_DIR" not in os.environ:
         problem = f"somebody else has to start its engines, which are waited for {cfg.rollout.start_deadline_s:g} s"
         found.append(_warning("rollout.placement", f"--rollout.placement remote: {problem}; `python -m launch` does"))

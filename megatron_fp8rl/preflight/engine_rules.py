@@ -146,7 +146,7 @@ def check_window(found: Findings) -> None:
         found.refuse("rollout.window_groups", problem, "Set --rollout.max_staleness 1 or more, or 0 here")
     elif rollout.window_groups < rollout.prompts_per_step:
         problem = f"is smaller than a step of {rollout.prompts_per_step} groups"
-        found.refuse("rollout.window_groups", problem, f"Set {2 * rollout.prompts_per_step} or more")
+        found.refuse("rollout.window_groups", problem, f"Set {rollout.prompts_per_step} or more")
 
 
 def check_session(found: Findings) -> None:

@@ -22,7 +22,7 @@ RANGES = {
         model.num_experts model.ffn_hidden_size
         precision.bf16_first_layers precision.bf16_last_layers
         optim.warmup_steps optim.min_lr optim.weight_decay optim.moe_aux_loss_coef
-        rollout.window_groups
+        rollout.window_groups rollout.token_stores
         rollout.top_k rollout.max_replica_restarts
         algo.kl_coef algo.entropy_coef algo.overlong_buffer_tokens algo.correction_low
         data.sft_steps data.score_servers
@@ -45,9 +45,10 @@ RANGES = {
     "[1, 65536]": "rollout.completions_per_prompt rollout.num_replicas",
     "[1, 4096]": "data.num_score_workers session.num_workers",
     "[0, 1000]": "rollout.max_staleness",
+    "[0, 65535]": "session.port",
     "[0.01, 100]": "rollout.temperature",
     "(0, inf)": """
-        model.norm_eps model.rope_theta
+        model.norm_eps model.rope_theta model.embedding_range
         optim.lr optim.eps optim.clip_grad_norm
         algo.clip_high algo.alarm_abs_logprob_diff algo.alarm_kl_k3 data.score_memory_gib data.sft_lr observe.rollouts_gib
     """,

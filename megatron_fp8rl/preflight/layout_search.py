@@ -42,7 +42,7 @@ _MAX_ENGINES, _MAX_LAYOUTS = 6, 250  # combined with each other: the nearest one
 _MAX_GROWTH = 32  # of the number of ranks, if the number of GPUs is not given
 _CUDA_BYTES = int(1.9 * GIB)
 _STAGES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32)
-_SHARES = (0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # values of rollout.gpu_memory_utilization
+SHARES = (0.85, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)  # values of rollout.gpu_memory_utilization
 _LAYOUT = ("rollout.tensor", "rollout.expert", "rollout.num_replicas", "rollout.max_tokens_per_microbatch",
            "rollout.gpu_memory_utilization", "rollout.kv_cache_bytes", "rollout.sleep_level", "optim.recompute",
            "optim.offload")  # fmt: skip
@@ -80,27 +80,6 @@ def words(overrides: Sequence[str], change: Change) -> str:
     for path, value in change:
         new += [f"--{path}", *map(str, value if isinstance(value, tuple) else (value,))]
     return shlex.join([*kept, *new])
-
-
-def in_place(cfg: RunConfig, judge: Judge) -> Change:
-    """The change after which engines share the trainer's GPUs and least of their memory moves in every step: at best
-    none, else that of sleeping engines; empty if either needs offloading, or a KV cache for less than half of the
-    sequences that are decoded at once.
-
-    Moving what an 80 GB GPU holds takes seconds; a smaller KV cache costs nothing while it holds all sequences.
-    """
-    rollout = cfg.rollout
-    num_asked = math.ceil(rollout.prompts_per_step * rollout.completions_per_prompt / rollout.num_replicas)
-    wanted = min(rollout.max_num_sequences, num_asked) / 2
-    for sleep in dict.fromkeys((0, rollout.sleep_level)):
-        for share in _SHARES:
-            change = (("rollout.sleep_level", sleep), ("rollout.gpu_memory_utilization", share), ("optim.offload", ()))
-            found = judge(apply(cfg, change))
-            if found.works and not found.num_layout_warnings:
-                if found.engine is not None and found.engine.full_sequences >= wanted:
-                    return tuple((path, value) for path, value in change if attrgetter(path)(cfg) != value)
-                break
-    return ()
 
 
 def search(cfg: RunConfig, judge: Judge, gpu: Gpu, num_gpus: int | None, gpus_per_node: int) -> Outcome:
@@ -288,7 +267,7 @@ def _engines(cfg: RunConfig, gpu: Gpu, num_gpus: int, node: int) -> Iterator[Opt
     found: list[Option] = []
     utilizations = {rollout.gpu_memory_utilization: 0.0, 0.9: 0.5}
     if cfg.rollout.placement == "colocated":
-        utilizations |= {share: 2 * (0.95 - share) for share in _SHARES[1:-1]}
+        utilizations |= {share: 2 * (0.95 - share) for share in SHARES[1:-1]}
         utilizations[rollout.gpu_memory_utilization] = 0.0
     for is_expert_parallel in (False, True) if model.is_moe else (False,):
         of_experts = dataclasses.replace(rollout, tensor=1, expert=2 if is_expert_parallel else 1)

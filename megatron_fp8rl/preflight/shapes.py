@@ -12,7 +12,7 @@ from megatron_fp8rl.names.registry import FAMILIES, from_hf_config, to_hf_config
 from megatron_fp8rl.preflight.findings import Findings
 
 # Fields that do not affect what the weights compute, and layers that a run omits.
-_FREE = ("hf_path", "initializer_range", "max_position_embeddings", "num_mtp_layers", "sliding_window")
+_FREE = ("hf_path", "initializer_range", "embedding_range", "max_position_embeddings", "num_mtp_layers", "sliding_window")
 
 
 def check_model(found: Findings) -> bool:
@@ -43,6 +43,7 @@ def check_model(found: Findings) -> bool:
             "Set 0; checkpoint_tools keeps them in conversions",
         )
     _check_rotation(found)
+    _check_random_weights(found)
     _check_family(found)
     return len(found.violations) == before
 
@@ -68,6 +69,14 @@ def _check_router(found: Findings) -> None:
             f"offers a token {per_group * router.groups_per_token} experts, and it uses {model.experts_per_token}",
             f"Set it to {-(-model.experts_per_token // per_group)} or more",
         )
+
+
+def _check_random_weights(found: Findings) -> None:
+    """Check that the embedding has random weights of its own where it is given a range."""
+    model = found.cfg.model
+    if model.embedding_range is not None and model.tie_embeddings:
+        problem = "is for an embedding of its own, and this one is the output layer, too"
+        found.refuse("model.embedding_range", problem, "Leave it out")
 
 
 def _check_rotation(found: Findings) -> None:

@@ -17,31 +17,39 @@ depend on other requests. The rest of an interrupted completion has its own seed
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
 
-from megatron_fp8rl.config import RolloutConfig
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.rollout.completions import (
     GENERATE_PATH,
+    Answer,
     PartialCompletion,
-    read_choice,
+    Sampling,
+    Segment,
+    read_answer,
     read_prompt_logprobs,
     write_request,
 )
 from megatron_fp8rl.rollout.replicas import Replica
 from megatron_fp8rl.types import Completion, KVScales
 
+if TYPE_CHECKING:
+    from megatron_fp8rl.rollout.token_store.answer_store import AnswerStore
+
 PauseMode = Literal["keep", "wait", "abort"]
 Tag = Literal["weights", "kv_cache"]  # parts of an engine's GPU memory that can sleep
 
 _SETTLE_S = 1.0  # for results that the engine returned on pausing and that are still in transit
 _STAGING_POLL_S = 0.05  # between questions whether weights have arrived; each comes between two steps of the engine
-_EXIT_GRACE_S = 2.0  # vLLM's server exits after its engine core has died; time to tell the two apart
+_EXIT_GRACE_S = 2.0  # vLLM's server exits after its engine core has died; when to ask whether that is the case
+_EXIT_DEADLINE_S = 60.0  # for a server that says so
 
 
 class EngineError(RuntimeError):
@@ -54,31 +62,6 @@ class EngineDeadError(EngineError):
 
 class EngineDeadlineError(EngineError):
     """A rollout replica did not answer before the deadline."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """Sampling parameters. ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary; temperature 0 is greedy."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    max_tokens: int
-    stop_token_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-
-    @classmethod
-    def of(cls, rollout: RolloutConfig, end_token_id: int | None) -> Sampling:
-        """The parameters in the configuration; the tokenizer's EOS token is added to the stop tokens."""
-        end = () if end_token_id is None else (end_token_id,)
-        return cls(
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            max_tokens=rollout.max_completion_tokens,
-            stop_token_ids=tuple(dict.fromkeys((*end, *rollout.stop_token_ids))),
-            stop_strings=rollout.stop_strings,
-        )
 
 
 class EngineClient:
@@ -128,8 +111,9 @@ class EngineClient:
         seed: int,
         *,
         sampling: Sampling | None = None,
+        store: AnswerStore | None = None,
     ) -> list[Completion]:
-        """Sample ``num_completions`` continuations; the i-th with seed ``seed + i``.
+        """Sample ``num_completions`` continuations; the i-th with seed ``seed + i``. A ``store`` keeps their numbers.
 
         Waits while the engine is paused. Raises EngineDeadError, EngineDeadlineError or EngineError.
         """
@@ -138,50 +122,56 @@ class EngineClient:
         self.num_running += num_completions
         try:
             if sampling.temperature > 0:  # vLLM refuses several greedy completions in one request
-                await self._advance(prompt_token_ids, parts, sampling)
+                await self._advance(prompt_token_ids, parts, sampling, store)
             while unfinished := [part for part in parts if part.finish_reason is None]:
-                await asyncio.gather(*(self._advance(prompt_token_ids, [part], sampling) for part in unfinished))
+                await asyncio.gather(*(self._advance(prompt_token_ids, [part], sampling, store) for part in unfinished))
         finally:
             self.num_running -= num_completions
         return [part.complete(self._decode, sampling.stop_strings) for part in parts]
 
-    async def _advance(self, prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> None:
+    async def _advance(
+        self, prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling, store: AnswerStore | None
+    ) -> None:
         """Send one request. Several parts share it only while they have no tokens."""
         await self._until_open()
         version, num_pauses = self.version, self._num_pauses
-        body = write_request(prompt, parts, sampling)
-        task = asyncio.ensure_future(self._call(GENERATE_PATH, body=body, deadline_s=self._request_deadline_s))
+        done = parts[0].token_ids
+        body = write_request(prompt, parts, sampling, by_store=store is not None)
+        ask = partial(self._sampled, body) if store is None else partial(store.ask, self.replica, body, done)
+        task = asyncio.ensure_future(self._within(ask, GENERATE_PATH, self._request_deadline_s))
         self._in_flight.add(task)
         try:
             answer = await task
-            choices = answer["choices"]
+            segments: Sequence[Segment | None] = answer.segments
             if len(parts) == 1:  # vLLM counts the prefix of several that share a request in no defined way
-                parts[0].num_prompt_tokens += len(body["token_ids"])
-                parts[0].num_cached_tokens += answer.get("num_cached_tokens") or 0
+                parts[0].num_prompt_tokens += len(prompt) + len(done)
+                parts[0].num_cached_tokens += answer.num_cached_tokens
         except asyncio.CancelledError:
             if not task.cancelled() or asyncio.current_task().cancelling():
                 raise
-            choices = [None] * len(parts)  # withdrawn by pause
+            segments = [None] * len(parts)  # withdrawn by pause
         finally:
             self._in_flight.discard(task)
             task.cancel()
         paused = self._num_pauses != num_pauses
-        for part, choice in zip(parts, choices, strict=True):
-            segment = None if choice is None else read_choice(choice)
+        for part, segment in zip(parts, segments, strict=True):
             if segment is not None and segment.finish_reason == "abort" and not paused:
                 raise EngineError(self._message("ended a request on its own", GENERATE_PATH))
             part.extend(segment, version, give_up=paused and self._pause_mode == "abort")
 
     async def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """The engine's log-probability of each token but the first, [T - 1], computed by prefill at temperature 1.
-
-        There must be room for one new token. Reads no cached prefix. Raises as every call does.
-        """
+        There must be room for one new token. Reads no cached prefix. Raises as every call does."""
         await self._until_open()
-        sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"token_ids": list(token_ids), "sampling_params": sampling}
-        answer = await self._call(GENERATE_PATH, body=body, deadline_s=self._request_deadline_s)
+        sampling = {"max_tokens": 1, "temperature": 1.0, "seed": 0, "detokenize": False}
+        sampling |= {"prompt_logprobs": 0, "logprobs": 0}  # of the tokens themselves, and no alternatives
+        body = {"token_ids": list(token_ids), "num_prompt_tokens": len(token_ids), "sampling_params": sampling}
+        answer = await self._within(partial(self._sampled, body), GENERATE_PATH, self._request_deadline_s)
         return read_prompt_logprobs(answer, len(token_ids))
+
+    async def _sampled(self, body: Any) -> Answer:
+        """The answer to one sampling request."""
+        return await self._request("POST", GENERATE_PATH, body, read_answer)
 
     async def _until_open(self) -> None:
         """Return when the engine samples, or has ended; the call that follows then reports it."""
@@ -336,10 +326,14 @@ class EngineClient:
         return self._request_deadline_s if mode == "wait" else self._update_deadline_s
 
     async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
-        """The JSON answer; None if it is empty."""
+        """The answer, which is JSON; None if it is empty."""
+        return await self._within(partial(self._request, verb, path, body, json.loads), path, deadline_s)
+
+    async def _within(self, ask: Callable[[], Coroutine[Any, Any, Any]], path: str, deadline_s: float) -> Any:
+        """What a request returns, while the replica is alive and within a deadline."""
         if not self.is_alive:
             raise EngineDeadError(self._message(self.replica.exited.result(), path))
-        request = asyncio.ensure_future(self._request(verb, path, body))
+        request = asyncio.ensure_future(ask())
         try:
             await asyncio.wait({request, self.replica.exited}, timeout=deadline_s, return_when=asyncio.FIRST_COMPLETED)
             if request.done():
@@ -357,7 +351,7 @@ class EngineClient:
         finally:
             request.cancel()
 
-    async def _request(self, verb: str, path: str, body: Any) -> Any:
+    async def _request(self, verb: str, path: str, body: Any, read: Callable[[bytes], Any]) -> Any:
         if self._session is None:
             # We enforce the deadlines, and bound the number of concurrent requests.
             self._session = aiohttp.ClientSession(
@@ -370,15 +364,26 @@ class EngineClient:
             if response.status != 200:
                 reason = content.decode(errors="replace")[:1000]
                 raise EngineError(f"status {response.status}: {reason}")
-            return json.loads(content) if content else None
+            return read(content) if content else None
 
     async def _raise_failure(self, path: str, error: Exception) -> None:
         """Raise the meaning of a failed request: the replica died, or it refused the request."""
         if not isinstance(error, EngineError) or str(error).startswith("status 5"):
-            await asyncio.wait({self.replica.exited}, timeout=_EXIT_GRACE_S)
+            await self._until_exited_or_healthy()
         if self.replica.exited.done():
             raise EngineDeadError(self._message(self.replica.exited.result(), path)) from error
         raise EngineError(self._message(f"failed ({type(error).__name__}: {error})", path)) from error
+
+    async def _until_exited_or_healthy(self) -> None:
+        """A server without an engine takes a while to exit on a busy host; one that has an engine says so."""
+        end = time.monotonic() + _EXIT_DEADLINE_S
+        while time.monotonic() < end:
+            await asyncio.wait({self.replica.exited}, timeout=_EXIT_GRACE_S)
+            if self.replica.exited.done():
+                return
+            with contextlib.suppress(aiohttp.ClientError, OSError, EngineError):
+                async with asyncio.timeout(_EXIT_GRACE_S):
+                    return await self._request("GET", "/health", None, json.loads)
 
     def _message(self, problem: str, path: str, remedy: str = "") -> str:
         replica = self.replica

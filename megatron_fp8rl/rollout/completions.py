@@ -3,32 +3,57 @@
 In: answers to sampling requests. Out: completions with version spans. Pure. Trainer rank 0 reads and joins answers; the
 replica's server writes them (``rollout/vllm_plugin/generate_route.py``).
 
-An answer is JSON in which rows of numbers are base64 of little-endian int32 (tokens) and float32 (log-probabilities),
-so that a server spends no time per token on encoding, and each log-probability arrives exactly as computed.
+An answer is JSON, then numbers as their bytes: little-endian int32 (tokens), float32 (log-probabilities), and experts.
+So neither end spends time per token, and each log-probability arrives exactly as computed. The text of a completion is
+written by the replica too: one process would need minutes for those of a thousand replicas.
 """
 
 from __future__ import annotations
 
-import io
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-import pybase64
 
+from megatron_fp8rl.config import RolloutConfig
+from megatron_fp8rl.stored_numbers import Entry, Piece, Stored
 from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Completion
-
-if TYPE_CHECKING:
-    from megatron_fp8rl.rollout.client import Sampling
 
 FinishReason = Literal["stop", "length", "abort"]
 GENERATE_PATH = "/fp8rl/generate"  # of the sampling request
 
-_TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f4")
+_TOKEN, _LOGPROB, _LENGTH = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i8")
 _MAX_SEED = (1 << 63) - 1
 _SEED_STRIDE = 1 << 40  # between the segments of one completion; far more than completions per prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Sampling parameters. ``top_k`` 0 and ``top_p`` 1 keep the whole vocabulary; temperature 0 is greedy."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+    max_tokens: int
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, end_token_id: int | None) -> Sampling:
+        """The parameters in the configuration; the tokenizer's EOS token is added to the stop tokens."""
+        end = () if end_token_id is None else (end_token_id,)
+        return cls(
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_tokens=rollout.max_completion_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*end, *rollout.stop_token_ids))),
+            stop_strings=rollout.stop_strings,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,61 +63,111 @@ class Segment:
     token_ids: Row  # [C]
     rollout_logprobs: Row  # [C]
     finish_reason: FinishReason
-    routed_experts: np.ndarray | None  # [prompt + C - 1, num_layers, top_k], with the prompt of that request
+    routed_experts: np.ndarray | Stored | None  # [prompt + C - 1, num_layers, top_k], with the prompt of that request
+    text: str | None = None  # of the completion up to the end of this segment; None if it goes on
 
 
-def write_choice(
-    token_ids: Sequence[int], logprobs: Sequence[float] | None, finish_reason: str | None, experts: np.ndarray | None
-) -> dict[str, Any]:
-    """Encode what one request sampled for one completion; the inverse of :func:`read_choice`."""
-    buffer = io.BytesIO()
-    if experts is not None:
-        np.save(buffer, experts, allow_pickle=False)
-    return {
-        "token_ids": _write_row(token_ids, _TOKEN),
-        "logprobs": _write_row(logprobs or (), _LOGPROB),
-        "finish_reason": finish_reason,
-        "routed_experts": None if experts is None else pybase64.b64encode(buffer.getvalue()).decode(),
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The answer to a sampling request."""
+
+    segments: list[Segment]
+    num_cached_tokens: int = 0
+    prompt_logprobs: np.ndarray | None = None  # float32, of each prompt token but the first; None if not requested
+
+
+def write_answer(answer: Answer) -> bytes:
+    """Encode an answer; the inverse of :func:`read_answer`. Log-probabilities that are missing stay missing."""
+    choices, numbers, experts = [], [], []
+    for one in answer.segments:
+        numbers += [np.asarray(one.token_ids, _TOKEN), np.asarray(one.rollout_logprobs, _LOGPROB)]
+        recorded = one.routed_experts
+        choice = {"num_tokens": len(one.token_ids), "num_logprobs": len(one.rollout_logprobs)}
+        choices.append(choice | {"finish_reason": one.finish_reason, "text": one.text, "experts": None})
+        if recorded is not None:
+            choices[-1]["experts"] = [recorded.dtype.str, *recorded.shape]
+            experts.append(recorded)
+    prompt = () if answer.prompt_logprobs is None else [np.asarray(answer.prompt_logprobs, _LOGPROB)]
+    head = {
+        "choices": choices,
+        "num_cached_tokens": answer.num_cached_tokens,
+        "num_prompt_logprobs": len(prompt[0]) if prompt else None,
     }
+    rows = [*numbers, *prompt, *experts]
+    return b"".join([_write_head(head), *(row.tobytes() for row in rows)])
 
 
-def write_answer(
-    choices: list[dict[str, Any]], *, num_cached_tokens: int = 0, prompt_logprobs: Sequence[float] | None = None
-) -> dict[str, Any]:
-    """The answer to a request. ``prompt_logprobs``, if requested: of each prompt token but the first."""
-    rows = {} if prompt_logprobs is None else {"prompt_logprobs": _write_row(prompt_logprobs, _LOGPROB)}
-    return {"choices": choices, "num_cached_tokens": num_cached_tokens} | rows
+def _write_head(head: dict[str, Any]) -> bytes:
+    """The first part of an answer: its length, and JSON."""
+    content = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    return np.array(len(content), _LENGTH).tobytes() + content
 
 
-def read_choice(choice: dict[str, Any]) -> Segment:
-    """Decode one choice. Raises ValueError for a missing log-probability or an unknown finish reason."""
-    reason = choice["finish_reason"]
-    if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"the engine ended a completion with {reason!r}; expected stop, length or abort")
-    token_ids, logprobs = _read_row(choice["token_ids"], _TOKEN), _read_row(choice["logprobs"], _LOGPROB)
-    if len(logprobs) != len(token_ids) or not np.isfinite(logprobs).all():
-        raise ValueError(f"the engine returned {len(token_ids)} tokens but not the log-probability of each")
-    encoded = choice["routed_experts"]
-    experts = None if encoded is None else np.load(io.BytesIO(pybase64.b64decode(encoded)), allow_pickle=False)
-    return Segment(
-        token_ids=Row(token_ids), rollout_logprobs=Row(logprobs), finish_reason=reason, routed_experts=experts
-    )
+def _split(content: bytes) -> tuple[dict[str, Any], np.ndarray]:
+    """(what an answer says, its numbers as uint8, aligned and without the text)."""
+    start = _LENGTH.itemsize + int(np.frombuffer(content, _LENGTH, 1)[0])
+    return json.loads(content[_LENGTH.itemsize : start]), np.frombuffer(content, np.uint8, offset=start).copy()
 
 
-def read_prompt_logprobs(answer: dict[str, Any], num_tokens: int) -> list[float]:
+def read_answer(content: bytes, entry_of: Callable[[int], Entry] | None = None) -> Answer:
+    """Decode an answer. ``entry_of`` makes the entry of one whose numbers lie in a token store, by its key there.
+
+    Raises ValueError for a missing log-probability or an unknown finish reason.
+    """
+    head, numbers = _split(content)
+    return _answer(head, numbers, entry_of(head["stored"]) if "stored" in head else None)
+
+
+def without_numbers(content: bytes, key: int) -> tuple[bytes, np.ndarray]:
+    """(an answer that says that a token store has its numbers as ``key``, the numbers). Raises as :func:`read_answer`."""
+    head, numbers = _split(content)
+    for choice, segment in zip(head["choices"], _answer(head, numbers, None).segments, strict=True):
+        choice["sum_logprobs"] = segment.rollout_logprobs.sum()
+    return _write_head(head | {"stored": key}), numbers
+
+
+def _answer(head: dict[str, Any], numbers: np.ndarray, entry: Entry | None) -> Answer:
+    """The answer of a head and its numbers, which lie in ``entry`` unless it is None."""
+    start = 0
+
+    def take(dtype: np.dtype, count: int, *item: int, total: float | None = None) -> Any:
+        nonlocal start
+        first, start = start, start + count * math.prod(item) * dtype.itemsize
+        if entry is not None:
+            return Stored([Piece(entry, first, count)], dtype, item, total)
+        return numbers[first:start].view(dtype).reshape(count, *item)
+
+    rows = [
+        (take(_TOKEN, one["num_tokens"]), take(_LOGPROB, one["num_logprobs"], total=one.get("sum_logprobs")))
+        for one in head["choices"]
+    ]
+    count = head["num_prompt_logprobs"]
+    prompt_logprobs = None if count is None else take(_LOGPROB, count)
+    segments = []
+    for choice, (token_ids, logprobs) in zip(head["choices"], rows, strict=True):
+        reason, experts = choice["finish_reason"], None
+        if reason not in ("stop", "length", "abort"):
+            raise ValueError(f"the engine ended a completion with {reason!r}; expected stop, length or abort")
+        if len(logprobs) != len(token_ids) or (entry is None and not np.isfinite(logprobs).all()):
+            raise ValueError(f"the engine returned {len(token_ids)} tokens but not the log-probability of each")
+        if choice["experts"] is not None:
+            dtype, *shape = choice["experts"]
+            experts = take(np.dtype(dtype), *shape)
+        segments.append(
+            Segment(
+                token_ids=Row(token_ids), rollout_logprobs=Row(logprobs), finish_reason=reason,
+                routed_experts=experts, text=choice["text"],
+            )
+        )  # fmt: skip
+    return Answer(segments=segments, num_cached_tokens=head["num_cached_tokens"], prompt_logprobs=prompt_logprobs)
+
+
+def read_prompt_logprobs(answer: Answer, num_tokens: int) -> list[float]:
     """Log-probabilities of a prompt of ``num_tokens``, [num_tokens - 1]. Raises ValueError if some are missing."""
-    logprobs = _read_row(answer["prompt_logprobs"], _LOGPROB)
-    if len(logprobs) != num_tokens - 1:
-        raise ValueError(f"the engine returned {len(logprobs)} log-probabilities of a prompt of {num_tokens} tokens")
-    return logprobs.tolist()
-
-
-def _write_row(numbers: Sequence[float], dtype: np.dtype) -> str:
-    return pybase64.b64encode(np.asarray(numbers, dtype).tobytes()).decode()
-
-
-def _read_row(row: str, dtype: np.dtype) -> np.ndarray:
-    return np.frombuffer(pybase64.b64decode(row), dtype)
+    found = () if answer.prompt_logprobs is None else answer.prompt_logprobs
+    if len(found) != num_tokens - 1:
+        raise ValueError(f"the engine returned {len(found)} log-probabilities of a prompt of {num_tokens} tokens")
+    return found.tolist() if len(found) else []
 
 
 @dataclass
@@ -104,9 +179,10 @@ class PartialCompletion:
     rollout_logprobs: Row = Row(np.empty(0, _LOGPROB))
     finish_reason: FinishReason | None = None
     spans: list[tuple[int, int]] = field(default_factory=list)  # (first token index, version)
-    routed_experts: np.ndarray | None = None
+    routed_experts: np.ndarray | Stored | None = None
     num_prompt_tokens: int = 0  # over all requests of its own, as the next
     num_cached_tokens: int = 0
+    _text: str | None = None  # of all tokens so far, if the engine has written it
     _num_requests: int = 0
     _version: int = 0
 
@@ -121,6 +197,7 @@ class PartialCompletion:
         if segment is not None:
             reason = segment.finish_reason
             self._num_requests += 1
+            self._text = segment.text
             if segment.token_ids and (not self.spans or self.spans[-1][1] != version):
                 self.spans.append((len(self.token_ids), version))
             self.token_ids += segment.token_ids
@@ -128,12 +205,12 @@ class PartialCompletion:
             self._extend_routed_experts(segment.routed_experts)
         self.finish_reason = reason if reason != "abort" or give_up else None
 
-    def _extend_routed_experts(self, experts: np.ndarray | None) -> None:
+    def _extend_routed_experts(self, experts: np.ndarray | Stored | None) -> None:
         """Keep the experts of the forward pass that sampled; a later request recomputes its prefix with new weights."""
         if experts is None:
             return
         if self.routed_experts is not None:
-            experts = np.concatenate([self.routed_experts, experts[len(self.routed_experts) :]])
+            experts = _after(self.routed_experts, experts[len(self.routed_experts) :])
         self.routed_experts = experts
 
     def complete(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> Completion:
@@ -153,7 +230,7 @@ class PartialCompletion:
             routed_experts=self.routed_experts,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
-            text=decode(self.token_ids),
+            text=decode(self.token_ids) if self._text is None else self._text,
         )
 
     def _cut_at_stop_string(self, decode: Callable[[Sequence[int]], str], stop_strings: tuple[str, ...]) -> None:
@@ -167,15 +244,22 @@ class PartialCompletion:
                 self.spans = [span for span in self.spans if span[0] < length]
                 if self.routed_experts is not None:
                     self.routed_experts = self.routed_experts[:-dropped]
-                self.finish_reason = "stop"
+                self.finish_reason, self._text = "stop", text
                 return
 
 
-def write_request(prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling) -> dict[str, Any]:
-    """The body of a request for the rest of ``parts``."""
+def _after(first: np.ndarray | Stored, then: np.ndarray | Stored) -> np.ndarray | Stored:
+    return first + then if isinstance(first, Stored) and isinstance(then, Stored) else np.concatenate([first, then])
+
+
+def write_request(
+    prompt: Sequence[int], parts: list[PartialCompletion], sampling: Sampling, *, by_store: bool = False
+) -> dict[str, Any]:
+    """The body of a request for the rest of ``parts``. ``by_store``: a token store appends what they have."""
     done = parts[0].token_ids
     return {
-        "token_ids": [*prompt, *done],
+        "token_ids": [*prompt, *(() if by_store else done)],
+        "num_prompt_tokens": len(prompt),  # the text of a completion begins after them
         "sampling_params": {
             "n": len(parts),
             "seed": parts[0].next_seed() & _MAX_SEED,

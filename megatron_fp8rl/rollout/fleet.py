@@ -30,7 +30,8 @@ from megatron_fp8rl.net.endpoint import replica_name
 from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import choose
 from megatron_fp8rl.rollout import placement
-from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, EngineError, Sampling, Tag
+from megatron_fp8rl.rollout.client import EngineClient, EngineDeadError, EngineDeadlineError, EngineError, Tag
+from megatron_fp8rl.rollout.completions import Sampling
 from megatron_fp8rl.rollout.replicas import LocalReplicas, RemoteReplicas, Replica, Replicas, ping
 from megatron_fp8rl.rollout.server_process import TERM_GRACE_S
 from megatron_fp8rl.weight_sync.engines import NoReplicaError
@@ -385,8 +386,7 @@ class Fleet:
     async def _cancel_all(self) -> None:
         for client in (*self.clients, *self._joining):
             await client.close()
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
+        for task in (tasks := asyncio.all_tasks() - {asyncio.current_task()}):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 

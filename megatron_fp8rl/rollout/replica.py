@@ -91,6 +91,7 @@ def main(cfg: RunConfig, part: Part) -> int:
                 print(f"{endpoint.name} hangs, by the trainer's word, and is killed", file=sys.stderr)
                 kill_group(process.pid)
     finally:
+        _ignore_requests()  # until the very end, where Python would restore what a signal does by default
         status = process.poll()  # before it is asked to end
         stop([process])
         if endpoint is not None:
@@ -113,9 +114,13 @@ def _is_removed(path: Path) -> bool:
 
 def _leave(sign: int, _frame: FrameType | None) -> None:
     """Exit on request: unwinding stops the server."""
-    for further in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(further, signal.SIG_IGN)
+    _ignore_requests()
     raise SystemExit(0)
+
+
+def _ignore_requests() -> None:
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, signal.SIG_IGN)
 
 
 def _model_dir(cfg: RunConfig, part: Part) -> Path:

@@ -1,7 +1,7 @@
 """Scored groups for the training loop, one batch per step, from engines or from a recording.
 
-In: prompts, engines and a scorer on trainer rank 0. Out: the same tuple of groups on every trainer rank. Runs on every
-trainer rank; rank 0 does the work and broadcasts.
+In: prompts, engines and a scorer on trainer rank 0. Out: a tuple of groups there, and an empty one on all other trainer
+ranks, which learn only that there are groups, or why not. Runs on every trainer rank.
 
 Synchronous and asynchronous training are one code path. Batches are numbered; batch b is trained on after b
 publications, and its sampling may start up to ``max_staleness`` publications earlier. With ``max_staleness = 0`` a
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_fp8rl.algo.samples import has_signal, require_experts, without_experts
+from megatron_fp8rl.algo.samples import has_signal, require_experts
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.prompts import position_after
 from megatron_fp8rl.envs.scoring import Score
@@ -38,6 +38,7 @@ from megatron_fp8rl.rollout.agents.requests import Requests, seed_of
 from megatron_fp8rl.rollout.needs import Broadcaster, PromptSource, Scorer
 from megatron_fp8rl.rollout.unfinished import UnfinishedGroups
 from megatron_fp8rl.rollout.window import Window, positions_of
+from megatron_fp8rl.stored_numbers import Store
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class RolloutStream:
         prompts: PromptSource | None,
         score_pool: Scorer | None,
         parallel: Broadcaster,
+        stores: Sequence[Store] = (),
     ) -> None:
         self.cfg = cfg
         self.version = 0  # of the policy that the engines hold
@@ -85,19 +87,20 @@ class RolloutStream:
         self._batches: deque[_Batch] = deque()
         self._num_started = 0
         self._first_version: int | None = None
-        self._position = None if prompts is None else prompts.position
+        self._position = None if prompts is None or parallel.rank else prompts.position
         self._recording: dict[int, Path] | None = None
         self._unfinished = UnfinishedGroups(cfg)
         self._is_asked: Callable[[], bool] = lambda: False
         self._agents: AgentPool | None = None
         self._window: Window | None = None
+        self._requests: Requests | None = None
         if parallel.rank == 0:
             if cfg.rollout.replay is not None:
                 self._recording = steps_of(cfg.rollout.replay)
             elif fleet is None or prompts is None or score_pool is None:
                 raise ValueError("trainer rank 0 needs a fleet, prompts and a score pool, or rollout.replay")
             else:
-                self._requests = Requests(fleet)
+                self._requests = Requests(fleet, stores)
                 if cfg.rollout.window_groups:
                     self._window = Window(cfg, fleet, self._take, self._collect_one, self._unfinished.forget)
                 if any(one.agent for one in cfg.data.environments):
@@ -109,9 +112,9 @@ class RolloutStream:
         return self._position
 
     def next_groups(self, is_asked: Callable[[], bool] = lambda: False) -> Groups | None:
-        """Collective: the next batch of scored groups, on every rank; routed experts stay on rank 0 (they are large, and
-        ``trainer/router_replay.py`` sends each to the ranks that train it). None, on every rank, as soon as ``is_asked``
-        says on rank 0 that the run is to end.
+        """Collective: the next batch of scored groups, on rank 0; none on others, which get only the samples that they
+        train (``Parallel.scatter_over_data``). None, on every rank, as soon as ``is_asked`` says on rank 0 that the run
+        is to end.
 
         Call once per publication. Raises, on every rank, the error of rank 0: an engine's death, a passed deadline, a
         scorer that cannot start, the end of a recording.
@@ -119,13 +122,13 @@ class RolloutStream:
         self._is_asked = is_asked
         try:
             with span("rollouts"):
-                return self._sampled(self._next_trainable) or None
+                return self._sampled(self._next_trainable)
         finally:
             self._is_asked = lambda: False
 
     def sample(self, prompts: Sequence[Prompt], *, num_completions: int, temperature: float | None = None) -> Groups:
         """Collective: scored completions of given prompts, for evaluation, sampled by the engines in their current
-        state.
+        state; on rank 0, and none on others.
 
         ``prompts`` are used on rank 0 only. ``temperature`` None means that of training. Seeds depend only on the
         prompts, so two evaluations differ only by the policy.
@@ -141,7 +144,7 @@ class RolloutStream:
             return self._result(asked[0], self._deadline_s(num_rounds=1, num_scores=num_scores))
 
         with span("evaluate"):
-            return self._sampled(produce)
+            return self._sampled(produce) or ()
 
     def before_update(self) -> None:
         """Call before a publication. Raises RolloutError if completions of a synchronous run are still being sampled."""
@@ -179,8 +182,8 @@ class RolloutStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._agents is not None:  # on rank 0: while the fleet still runs
-            self._fleet.sync(self._agents.close(), self.cfg.rollout.update_deadline_s)
+        for part in filter(None, (self._agents, self._requests)):  # on rank 0: while the fleet still runs
+            self._fleet.sync(part.close(), self.cfg.rollout.update_deadline_s)
 
     def take_metrics(self) -> dict[str, float]:
         """On rank 0: engine events since the last call, and the prompts left out since the start."""
@@ -191,30 +194,26 @@ class RolloutStream:
 
     # ---- every rank
 
-    def _sampled(self, produce: Callable[[], Groups | None]) -> Groups:
-        """Collective: the result of ``produce`` on rank 0; publishes again whenever it returns None."""
-        while (groups := self._from_rank_0(produce)) is None:
+    def _sampled(self, produce: Callable[[], Groups | None]) -> Groups | None:
+        """Collective: the groups that ``produce`` returns on rank 0, there, and () on others; None, on all, if it returns
+        no groups. Publishes again whenever it returns None. Raises its error on every rank."""
+        while True:
+            error: Exception | None = None
+            groups, failure = None, None
+            if self._parallel.rank == 0:
+                try:
+                    groups = produce()
+                except Exception as exception:
+                    error, failure = exception, f"{type(exception).__name__}: {exception}"
+            num_groups, failure = self._parallel.broadcast_object((None if groups is None else len(groups), failure))
+            if error is not None:
+                raise error
+            if failure is not None:
+                raise RolloutError(f"on trainer rank 0: {failure}")
+            if num_groups is not None:
+                return (groups or ()) if num_groups else None
             assert self.republish is not None
             self.republish()
-        return groups
-
-    def _from_rank_0(self, produce: Callable[[], Groups | None]) -> Groups | None:
-        """Run ``produce`` on rank 0 and broadcast its result without routed experts, or its error."""
-        error: Exception | None = None
-        outcome: tuple[Groups | None, str | None] = (None, None)
-        if self._parallel.rank == 0:
-            try:
-                outcome = produce(), None
-            except Exception as exception:
-                error = exception
-                outcome = None, f"{type(exception).__name__}: {exception}"
-        groups, failure = outcome
-        value, failure = self._parallel.broadcast_object((without_experts(groups), failure))
-        if error is not None:
-            raise error
-        if failure is not None:
-            raise RolloutError(f"on trainer rank 0: {failure}")
-        return groups if self._parallel.rank == 0 else value
 
     # ---- rank 0
 

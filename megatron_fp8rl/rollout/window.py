@@ -6,7 +6,7 @@ fleet's event loop.
 ``rollout.window_groups`` groups are sampled or wait to be trained at a time. A step takes the oldest complete ones, so
 that one long answer holds nothing but its own group. No token is older than ``rollout.max_staleness`` policy versions
 when it is trained: answers in progress go on over publications, and their tokens that are too old by the end are given,
-not trained (algo/samples.py). With ``rollout.partials`` drop they begin anew instead, and are left out when that has
+not trained (algo/samples.py). With ``rollout.partials`` drop they start again instead, and are left out when that has
 happened too often: what is trained is then shorter than what was sampled. The metrics say by how much.
 """
 
@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_fp8rl.algo.samples import has_signal, versions_of
+from megatron_fp8rl.algo.samples import has_signal, version_runs
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.types import Prompt, RolloutGroup
 
@@ -73,7 +73,7 @@ class Window:
             self._ahead.append(self._start(prompt, version))
 
     def publish(self, version: int, num_steps_left: int) -> None:
-        """The engines hold a new policy: what cannot be trained any more begins anew, and the window is filled."""
+        """The engines hold a new policy: what cannot be trained any more starts again, and the window is filled."""
         kept: list[_Ahead] = []
         for one in self._ahead:
             if not self._is_lost(one, version):
@@ -103,10 +103,10 @@ class Window:
         chosen = ready[:wanted]
         self._ahead = [one for one in self._ahead if one not in chosen]
         groups = tuple(one.sampling.result() for one in chosen)
-        versions = [versions_of(c) for g in groups for r in g.rollouts for c in r.completions]
+        runs = [run for g in groups for r in g.rollouts for c in r.completions for run in version_runs(c)]
         oldest = version - self._cfg.rollout.max_staleness
-        num_tokens = sum(map(len, versions))
-        self._stale_tokens = sum(int((of_one < oldest).sum()) for of_one in versions) / max(1, num_tokens)
+        num_stale = sum(length for sampled_by, length in runs if sampled_by < oldest)
+        self._stale_tokens = num_stale / max(1, sum(length for _, length in runs))
         self._trained += map(_length, groups)
         return groups
 

@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight.memory import GPUS
 from megatron_fp8rl.sizing import rates
 from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
@@ -52,14 +51,6 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
     model = replace(model, num_layers=row["layers"])
     in_fp8, sequences = row["arm"] != "bf16", int(row["sequences"])
     mean = row["sampled_tokens"] / sequences
-    # The row has the operations of its update, of which the mean length of prompts follows.
-    counted = parameters.count(model)
-    per_token = 2.0 * (counted.active - counted.embedding // 2)
-    forward = row["update_tflops_gpu"] * 1e12 * median(row["phases_s"]["update"]) / 3
-    prompt = max(1.0, forward / per_token / sequences - mean)
-    for _ in range(20):  # attention grows with the square
-        square = 2.0 * model.num_layers * model.num_attention_heads * model.head_dim * (prompt + mean) ** 2
-        prompt = max(1.0, (forward / sequences - square) / per_token - mean)
     precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
     rollout = RolloutConfig(
         placement="separate",
@@ -71,7 +62,7 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
         max_tokens_per_microbatch=row["layout"]["microbatch"],
     )
     cfg = RunConfig(name=row["arm"], model=model, parallel=ParallelConfig(), precision=precision, rollout=rollout)
-    return cfg, Lengths(prompt=prompt, mean=mean, longest=row["completion_tokens"])
+    return cfg, Lengths(prompt=row["prompt_tokens"], mean=mean, longest=row["completion_tokens"])
 
 
 @functools.cache
@@ -83,12 +74,17 @@ def compared() -> tuple[Compared, ...]:
     return tuple(_compared())
 
 
-def _compared() -> Iterator[Compared]:
-    from model_configs import qwen3
+def models() -> dict[tuple[str, int], ModelConfig]:
+    """The models of the ledger's shapes by family and width, at full depth."""
+    from model_configs import dense, qwen3
 
-    models = {("qwen3", 4096): qwen3.qwen3_8b(), ("qwen3_moe", 2048): qwen3.qwen3_30b_a3b()}
+    shapes = (dense.qwen3_0_6b(), dense.qwen3_1_7b(), dense.qwen3_4b(), qwen3.qwen3_8b(), qwen3.qwen3_30b_a3b())
+    return {(model.family, model.hidden_size): model for model in shapes}
+
+
+def _compared() -> Iterator[Compared]:
     for row in _rows("ledger"):
-        known = _of_ledger(row, models)
+        known = _of_ledger(row, models())
         if known is None:
             continue
         cfg, lengths = known
@@ -103,22 +99,6 @@ def _compared() -> Iterator[Compared]:
         for phase in _PHASES:
             yield Compared(name, phase, getattr(found, phase), median(row["phases_s"][phase]))
         yield Compared(name, "step", found.step, median(row["step_s"]) - median(row["phases_s"]["old_logprobs"]), bf16)
-    for row in _rows("publish"):
-        model = {"qwen3_8b": qwen3.qwen3_8b, "qwen3_30b_a3b": qwen3.qwen3_30b_a3b}.get(row["model"])
-        if model is None or row["precision"] != "fp8":
-            continue
-        shape = replace(model(), num_layers=row["layers"] or model().num_layers)
-        ranks = 1 if row["layout"] == "colocated" else 2
-        rollout = RolloutConfig(tensor=ranks, expert=ranks if "ep2" in row["layout"].split("+")[-1] else 1)
-        cfg = RunConfig(
-            name="publish", model=shape, parallel=ParallelConfig(world_size=ranks), precision=PrecisionConfig(), rollout=rollout
-        )
-        found = step_time(
-            cfg, Lengths(prompt=1, mean=1, longest=1), rates.H200, rates.Network(),
-            memory_bytes=GPUS["h200"].memory_bytes, gpus=2 * ranks,
-        )  # fmt: skip
-        name = f"publish: {row['model']}, {row['layout']}, {row['transport']}"
-        yield Compared(name, "publish", found.publish, row["later"]["seconds"])
 
 
 def ratios() -> list[tuple[str, float, float]]:
@@ -133,7 +113,7 @@ def report() -> list[str]:
     found = compared()
     if not found:
         return ["no measured runs are at hand to check this arithmetic against (docs/measured of the repository)"]
-    lines = ["this arithmetic against measured runs (publications: H200): predicted, measured, error"]
+    lines = ["this arithmetic against measured runs: predicted, measured, error"]
     for one in found:
         lines.append(f"  {one.run:<64} {one.phase:<13}{one.predicted:9.3f} s{one.measured:9.3f} s {one.error:+7.1%}")
     for phase in (*_PHASES, "step"):

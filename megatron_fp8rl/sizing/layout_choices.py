@@ -19,7 +19,7 @@ from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import engine_memory, rules, trainer_memory
 from megatron_fp8rl.preflight.memory import TIGHT, Gpu
 from megatron_fp8rl.sizing.rates import Network, Rates
-from megatron_fp8rl.sizing.step_time import Driver, Lengths, StepTime, step_time
+from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
 
 _TENSOR = (1, 2, 4, 8)
 _STAGES = (1, 2, 4, 8, 16)
@@ -59,7 +59,7 @@ class Choices:
 
 
 def choices(
-    cfg: RunConfig, gpu: Gpu, num_gpus: int, lengths: Lengths, rates: Rates, network: Network, driver: Driver, node: int
+    cfg: RunConfig, gpu: Gpu, num_gpus: int, lengths: Lengths, rates: Rates, network: Network, node: int
 ) -> Choices:
     """All layouts of ``cfg`` on ``num_gpus`` GPUs that can work."""
     found: list[Choice] = []
@@ -93,8 +93,7 @@ def choices(
                     refused[f"{wrong[0].field}: {wrong[0].problem}"] += 1
                     continue
                 time = step_time(
-                    candidate, lengths, rates, network, memory_bytes=gpu.memory_bytes, gpus=num_gpus,
-                    gpus_per_node=node, driver=driver,
+                    candidate, lengths, rates, network, memory_bytes=gpu.memory_bytes, gpus=num_gpus, gpus_per_node=node
                 )  # fmt: skip
                 found.append(Choice(candidate, time, fits[key], engine.estimate.share))
     found.sort(key=lambda choice: (choice.time.gpu_seconds_per_million, choice.words))

@@ -9,6 +9,7 @@ Rates are measured on one machine (``rates.py``); the network, and so everything
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight.memory import GIB, GPUS, GpuName
 from megatron_fp8rl.sizing import against_runs, lost_time, rates
 from megatron_fp8rl.sizing.layout_choices import Choice, Choices, choices
-from megatron_fp8rl.sizing.step_time import Driver, Lengths
+from megatron_fp8rl.sizing.step_time import Lengths
 
+_MUCH_GB = 8.0  # on trainer rank 0, beside all else on its node
 _CHECKPOINT_BYTES = 14  # of a parameter: BF16 weight, FP32 master and moments
 
 
@@ -68,10 +70,8 @@ def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
         mean=options.completion_tokens or rollout.max_completion_tokens / 2,
         longest=rollout.max_completion_tokens,
     )
-    driver = Driver()
-
     def layouts(cfg: RunConfig) -> Choices:
-        return choices(cfg, gpu, options.gpus, lengths, of_gpu, network, driver, options.gpus_per_node)
+        return choices(cfg, gpu, options.gpus, lengths, of_gpu, network, options.gpus_per_node)
 
     found = layouts(cfg)
     counted = parameters.count(cfg.model)
@@ -129,7 +129,8 @@ def _phases(best: Choice, options: PlanOptions) -> list[str]:
     lines = [
         f"a step of the best layout: {time.step:.1f} s; {how} (computed)",
         f"  rollouts       {time.rollouts:9.2f} s",
-        f"  driver         {time.driver:9.2f} s   ({time.driver / time.step:.1%} of the step)",
+        f"  driver         {time.driver:9.2f} s   ({time.driver / time.step:.1%} of the step); holds {time.driver_gb:.1f} GB"
+        + _stores(best, options),
         f"  old_logprobs   {time.old_logprobs:9.2f} s",
         f"  update         {time.update:9.2f} s   of which bubble {time.bubble:.2f} s, experts' traffic "
         f"{time.expert_traffic:.2f} s",
@@ -139,6 +140,14 @@ def _phases(best: Choice, options: PlanOptions) -> list[str]:
         "million" + _dollars(best, options),
     ]
     return lines
+
+
+def _stores(best: Choice, options: PlanOptions) -> str:
+    """The field by which trainer rank 0 would hold little, if it holds much."""
+    parallel = best.cfg.parallel
+    nodes = min(parallel.data, math.ceil(parallel.world_size / options.gpus_per_node))
+    is_much = best.time.driver_gb > _MUCH_GB and not best.cfg.rollout.token_stores
+    return f", less with --rollout.token_stores {nodes}" if is_much else ""
 
 
 def _against_bf16(best: Choice, layouts: Callable[[RunConfig], Choices]) -> list[str]:
@@ -164,6 +173,8 @@ def _against_bf16(best: Choice, layouts: Callable[[RunConfig], Choices]) -> list
         ),
     ]
     lines += [f"  measured: {name}: predicted {one:.2f}, measured {two:.2f} times" for name, one, two in known]
+    if cfg.model.is_moe:
+        lines.append("  updates of mixtures count as those of 6 layers of Qwen3-30B-A3B on one H200 (ledger, run F)")
     return [*lines, f"  so a ratio between {1 / wrong:.2f} and {wrong:.2f} says nothing"] if known else lines
 
 

@@ -1,8 +1,8 @@
 """Rates that a plan counts with: what a GPU reaches, as measured, and what a network does, as assumed. Pure.
 
 ``H200`` holds numbers measured on NVIDIA H200 GPUs (rows of docs/measured; ``tests/unit/sizing`` computes them again
-from the rows). No other kind of GPU has been measured: :func:`of` scales the H200's by peak FLOP/s and bandwidth from
-data sheets, and says so. Every field can be set on the command line.
+from the rows). For other kinds of GPU :func:`of` scales them by peak FLOP/s and bandwidth from data sheets, and says so.
+Every field can be set on the command line.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ class Network:
     storage_bytes_per_s: float = 2e9  # of one GPU, to and from the shared file system
 
 
-# From rows of 2026-11-24 in docs/measured: ledger (updates, old log-probabilities and rollouts of 20 layers of Qwen3-8B),
-# layers of Qwen3-30B-A3B, rollout_speed (decode steps of Qwen3-8B and 30B-A3B), publish (30B-A3B and 8B).
+# From the rows of docs/measured/ledger.jsonl: 20 layers of Qwen3-8B, and for updates of mixtures run F, 6 layers of
+# Qwen3-30B-A3B with microbatches of 16,384 tokens. The rate for prompts is assumed.
 H200 = Rates(
-    update_fp8=521e12,
-    update_bf16=386e12,
-    update_moe_fp8=238e12,
-    update_moe_bf16=243e12,
-    forward_fp8=675e12,
-    forward_bf16=429e12,
+    update_fp8=715e12,
+    update_bf16=523e12,
+    update_moe_fp8=457e12,
+    update_moe_bf16=435e12,
+    forward_fp8=913e12,
+    forward_bf16=580e12,
     prefill=500e12,
     read_bytes_per_s=4.3e12,
-    decode_layer_s=96e-6,
-    decode_sequence_s=11.6e-6,
-    publish_s=0.034,
-    publish_s_per_byte=4.05e-12,
+    decode_layer_s=37.1e-6,
+    decode_sequence_s=12.2e-6,
+    publish_s=0.051,
+    publish_s_per_byte=1.8e-12,
     source="measured on H200",
 )
 

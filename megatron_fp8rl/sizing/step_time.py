@@ -7,7 +7,7 @@
     update         forward and backward, the recomputed forward, the pipeline's bubble, tensor- and expert-parallel
                    traffic, gradients and parameters between data-parallel ranks, and the optimizer's reads and writes
     publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
-    driver         what trainer rank 0 does for all engines
+    driver         what trainer rank 0 does for all engines, as far as others wait for it
 
 Colocated or synchronous phases add up. With ``rollout.max_staleness`` > 0 sampling overlaps training: a step takes the
 longer of the two, and the pause.
@@ -26,6 +26,8 @@ from megatron_fp8rl.preflight.trainer_memory import num_microbatches
 from megatron_fp8rl.sizing.rates import Network, Rates
 
 _OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
+_FETCHED_BYTES = 8  # of a sampled token: id and log-probability
+_FETCH_BYTES_PER_S = 0.6e9  # by one rank from stores that have a core each
 _TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice as many in backward
 
 
@@ -40,10 +42,32 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True)
 class Driver:
-    """Seconds of trainer rank 0: measured with 64 engines, 1,015 and 7,930 tokens a completion, docs/scale.md."""
+    """What trainer rank 0 does for all engines, and what it holds: measured with stand-ins on CPUs, docs/scale.md."""
 
-    token_s: float = 0.05e-6  # sampled
-    completion_s: float = 0.155e-3
+    ask_completion_s: float = 76e-6  # while engines sample
+    ask_token_s: float = 29e-9
+    completion_s: float = 28e-6  # while all wait: metrics, samples, dividing, messages
+    token_s: float = 6.1e-9  # copied and sent to another rank
+    completion_bytes: float = 2.7e3
+    token_bytes: float = 12.0  # id, log-probability and text
+
+    @classmethod
+    def of(cls, cfg: RunConfig) -> Driver:
+        """With ``rollout.token_stores`` rank 0 holds text alone, and every data-parallel rank fetches its own numbers."""
+        if not cfg.rollout.token_stores:
+            return cls()
+        return cls(
+            ask_token_s=16e-9, completion_s=34e-6, token_s=_FETCHED_BYTES / _FETCH_BYTES_PER_S / cfg.parallel.data,
+            token_bytes=4.0,
+        )  # fmt: skip
+
+    def seconds(self, completions: float, tokens: float, rollout_s: float) -> float:
+        """Beside ``rollout_s`` of sampling."""
+        asking = completions * self.ask_completion_s + tokens * self.ask_token_s
+        return max(0.0, asking - rollout_s) + completions * self.completion_s + tokens * self.token_s
+
+    def gigabytes(self, completions: float, tokens: float) -> float:
+        return (completions * self.completion_bytes + tokens * self.token_bytes) / 1e9
 
 
 @dataclass(frozen=True)
@@ -55,6 +79,7 @@ class StepTime:
     update: float
     publish: float
     driver: float
+    driver_gb: float  # held by trainer rank 0
     pause: float
     wire: float
     bubble: float  # of the update
@@ -99,7 +124,6 @@ def step_time(
     memory_bytes: int,
     gpus: int,
     gpus_per_node: int = 8,
-    driver: Driver = Driver(),
 ) -> StepTime:
     """Seconds by phase. ``memory_bytes``: of one GPU, which bounds the sequences that an engine holds."""
     has_old_pass = needs_old_pass(cfg) and not cfg.precision.exact
@@ -111,12 +135,15 @@ def step_time(
     update, bubble, traffic = _update_s(cfg, forward, sequences * length, rates, network, gpus_per_node)
     wire, proof = _publish_s(cfg, rates, network, gpus, gpus_per_node)
     in_spare = cfg.rollout.spare_weights != "none"
+    rollouts = _rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node)
+    driver, sampled = Driver.of(cfg), sequences * lengths.mean
     return StepTime(
-        rollouts=_rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node),
+        rollouts=rollouts,
         old_logprobs=forward / (_forward_rate(cfg, rates) * cfg.parallel.world_size) if has_old_pass else 0.0,
         update=update,
         publish=wire + proof,
-        driver=sequences * (driver.completion_s + lengths.mean * driver.token_s),
+        driver=driver.seconds(sequences, sampled, rollouts),
+        driver_gb=driver.gigabytes(sequences, sampled),
         pause=proof if in_spare else wire + proof,
         wire=wire,
         bubble=bubble,

@@ -386,7 +386,7 @@ def _require_same_model(path: Path, state: dict[str, Any], policy: Policy) -> No
     differing = [
         f"model.{key} is {theirs.get(key)!r} there, but {value!r} here"
         for key, value in ours.items()
-        if key not in ("hf_path", "initializer_range") and theirs.get(key) != value
+        if key not in ("hf_path", "initializer_range", "embedding_range") and theirs.get(key) != value
     ]
     if differing:
         raise CheckpointError(f"{path} holds a different model: " + "; ".join(differing))

@@ -21,7 +21,7 @@ from megatron_fp8rl.config import ModelConfig
 from megatron_fp8rl.data.checkpoint_dir import STATE_FILE, missing_part
 from megatron_fp8rl.data.checkpoint_pickle import read_metadata
 
-_NO_PART_OF_THE_MODEL = ("hf_path", "initializer_range", "max_position_embeddings", "num_mtp_layers")
+_NO_PART_OF_THE_MODEL = ("hf_path", "initializer_range", "embedding_range", "max_position_embeddings", "num_mtp_layers")
 
 
 def is_distributed(folder: str | Path) -> bool:

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_fp8rl.trainer.model.attention import PackedAttention
-from megatron_fp8rl.types import KVScales, Prompt, Sample
+from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.types import KVScales, Prompt, Sample, Stretch
 
 MARGIN = 2.0
 _LARGEST_E4M3 = 448.0
@@ -100,17 +101,7 @@ def as_samples(prompts: Sequence[Prompt]) -> list[Sample]:
     """Convert prompts to training sequences whose last token is the completion, so that they can be packed and run."""
     samples = []
     for prompt in prompts:
-        tokens = prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2
-        last = len(tokens) - 1
-        samples.append(
-            Sample(
-                name=prompt.prompt_id,
-                environment=prompt.environment,
-                token_ids=tokens,
-                num_prompt_tokens=last,
-                loss_mask=(False,) * last + (True,),
-                rollout_logprobs=(0.0,) * len(tokens),
-                advantages=(0.0,) * len(tokens),
-            )
-        )
+        tokens = Row.of_ids(prompt.token_ids if len(prompt.token_ids) > 1 else prompt.token_ids * 2)
+        stretches = Stretch(tokens[:-1]), Stretch(tokens[-1:], is_trained=True)
+        samples.append(Sample(name=prompt.prompt_id, environment=prompt.environment, stretches=stretches))
     return samples

@@ -10,18 +10,21 @@ expert tensor, expert and expert data instead.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_fp8rl.config import ParallelConfig
 from megatron_fp8rl.trainer.compat import megatron_on_cpu
+from megatron_fp8rl.trainer.messages import pack, unpack
 
 _T = TypeVar("_T")
 
@@ -57,6 +60,7 @@ class Parallel:
     expert_dp_group: ProcessGroup  # ranks with the same expert parameters
     control_group: ProcessGroup  # all ranks, gloo; for objects and barriers
     data_control_group: ProcessGroup  # same ranks as dp_group, gloo; for objects
+    replica_control_group: ProcessGroup  # ranks with the same dp_rank, gloo; for objects
 
     @classmethod
     def init(cls, config: ParallelConfig, *, deadline_s: float = 600.0) -> Parallel:
@@ -84,7 +88,9 @@ class Parallel:
             expert_tensor_parallel_size=config.expert_tensor,
             distributed_timeout_minutes=max(1, round(deadline_s / 60)),
         )
-        return cls(config=config, device=device, deadline_s=deadline_s, **_axes(), **_groups(deadline_s))
+        axes, groups = _axes(), _groups(deadline_s)
+        replica = _replica_group(axes, groups["control_group"], deadline_s)
+        return cls(config=config, device=device, deadline_s=deadline_s, **axes, **groups, replica_control_group=replica)
 
     @property
     def is_last_stage(self) -> bool:
@@ -98,6 +104,27 @@ class Parallel:
         carried = [value if self.rank == 0 else None]
         dist.broadcast_object_list(carried, src=0, group=self.control_group)
         return carried[0]
+
+    def scatter_over_data(self, shares: Sequence[_T] | None, complete: Callable[[_T], None] = lambda share: None) -> _T:
+        """Collective over all trainer ranks: each gets rank 0's share for its ``dp_rank``; ``shares``, which must be
+        picklable, are used on rank 0 only. They travel once to a rank of each data-parallel replica, one share at a
+        time. There ``complete`` gets what a share refers to, and it travels to the replica's others."""
+        message, own = None, None
+        if self.rank == 0:
+            in_flight: list[tuple[dist.Work, Tensor]] = []
+            for data_rank in range(1, self.dp_size):
+                message = pack(shares[data_rank])  # while the one before is sent
+                _wait(in_flight)
+                in_flight = _begin_to_send(message, data_rank, self.data_control_group)
+            _wait(in_flight)
+            own = shares[0]
+        elif self.tp_rank == self.pp_rank == self.cp_rank == 0:
+            own = unpack(_received(partial(dist.recv, group=self.data_control_group, group_src=0)))
+        if own is not None:
+            complete(own)
+        if self.world_size > self.dp_size:
+            message = _broadcast(None if own is None else pack(own), self.replica_control_group)
+        return unpack(message) if own is None else own
 
     def barrier(self, name: str) -> None:
         """Collective over all trainer ranks: wait for all. Raises RuntimeError that names the missing ranks."""
@@ -150,6 +177,44 @@ class Parallel:
             dist.destroy_process_group()
 
 
+def _begin_to_send(message: list[Tensor], group_rank: int, group: ProcessGroup) -> list[tuple[dist.Work, Tensor]]:
+    """What is being sent; each tensor has to stay until its work is done."""
+    return [(dist.isend(part, group=group, group_dst=group_rank), part) for part in _with_sizes(message)]
+
+
+def _wait(in_flight: list[tuple[dist.Work, Tensor]]) -> None:
+    for work, _ in in_flight:
+        work.wait()
+
+
+def _with_sizes(message: list[Tensor]) -> list[Tensor]:
+    """What travels: the number of parts, their bytes, and those that have any."""
+    sizes = [part.numel() for part in message]
+    return [torch.tensor([len(sizes)]), torch.tensor(sizes), *(part for part in message if part.numel())]
+
+
+def _broadcast(message: list[Tensor] | None, group: ProcessGroup) -> list[Tensor]:
+    """Collective over a group: the message that its first rank has."""
+    share = partial(dist.broadcast, group=group, group_src=0)
+    if message is None:
+        return _received(share)
+    for part in _with_sizes(message):
+        share(part)
+    return message
+
+
+def _received(fill: Callable[[Tensor], Any]) -> list[Tensor]:
+    """A message; ``fill`` takes what travels into tensors, one after another."""
+    num_parts = torch.empty(1, dtype=torch.int64)
+    fill(num_parts)
+    sizes = torch.empty(int(num_parts), dtype=torch.int64)
+    fill(sizes)
+    message = [torch.empty(size, dtype=torch.uint8) for size in sizes.tolist()]
+    for part in filter(Tensor.numel, message):
+        fill(part)
+    return message
+
+
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -200,3 +265,14 @@ def _groups(deadline_s: float) -> dict[str, ProcessGroup]:
         "control_group": dist.new_group(backend="gloo", timeout=timeout),
         "data_control_group": parallel_state.get_data_parallel_group_gloo(),
     }
+
+
+def _replica_group(axes: dict[str, int], control: ProcessGroup, deadline_s: float) -> ProcessGroup:
+    """Collective: the ranks with the same ``dp_rank``, of which the one at 0 on all other axes is the first."""
+    if axes["dp_size"] in (1, axes["world_size"]):
+        return control  # all ranks, or this one alone, which needs none
+    data_ranks: list[Any] = [None] * axes["world_size"]
+    dist.all_gather_object(data_ranks, axes["dp_rank"], group=control)
+    members = [[rank for rank, found in enumerate(data_ranks) if found == own] for own in range(axes["dp_size"])]
+    groups = [dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=deadline_s)) for ranks in members]
+    return groups[axes["dp_rank"]]

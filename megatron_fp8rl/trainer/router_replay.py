@@ -15,20 +15,17 @@ parallelism), L = layers of the whole model, K = experts of a token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
-from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.trainer.logprobs import zigzag_indices
 from megatron_fp8rl.trainer.model.packed_sequences import upload
 from megatron_fp8rl.trainer.parallel import Parallel
-from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
+from megatron_fp8rl.types import Microbatch
 
 _NO_EXPERT = -1
 
@@ -60,40 +57,6 @@ class Routes:
             same_R = (sorted_RK == own_RK.sort(dim=1).values).all(dim=1)
             self.agreement_L2[layer] += torch.stack([(same_R & recorded_R).sum(), recorded_R.sum()])
         return torch.where(recorded_R[:, None], given_RK, own_RK) if self.replays else own_RK
-
-
-def scatter(
-    cfg: RunConfig, parallel: Parallel, samples: Sequence[Sample], batches: Sequence[TrainBatch]
-) -> tuple[TrainBatch, ...]:
-    """Collective: the batches with ``routed_experts_T``, of which rank 0 alone has the samples' records.
-
-    Every rank gets those of its own microbatches and no others. Without a record the batches stay as they are.
-    """
-    is_recorded = parallel.broadcast_object(any(sample.routed_experts is not None for sample in samples))
-    if not is_recorded or parallel.world_size == 1:
-        return tuple(batches)
-    data_ranks: list[Any] = [None] * parallel.world_size
-    dist.all_gather_object(data_ranks, parallel.dp_rank, group=parallel.control_group)
-    shares = None
-    if parallel.rank == 0:
-        packed = [
-            [
-                [mb.routed_experts_T for mb in batch.microbatches]
-                for batch in pack_for(cfg, samples, data_rank=rank, num_updates=len(batches))
-            ]
-            for rank in range(parallel.dp_size)
-        ]
-        shares = [packed[rank] for rank in data_ranks]
-    received: list[Any] = [None]
-    dist.scatter_object_list(received, shares, src=0, group=parallel.control_group)
-    return tuple(
-        replace(batch, microbatches=tuple(map(_with_experts, batch.microbatches, experts)))
-        for batch, experts in zip(batches, received[0], strict=True)
-    )
-
-
-def _with_experts(mb: Microbatch, experts_TLK: Tensor) -> Microbatch:
-    return replace(mb, routed_experts_T=experts_TLK)
 
 
 def for_old_logprobs(cfg: RunConfig, parallel: Parallel, mb: Microbatch, agreement_L2: Tensor | None) -> Routes | None:

@@ -12,8 +12,6 @@ Nothing here proves anything: the digests of a publication do, which are compute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import zstandard
@@ -85,20 +83,3 @@ def apply(held: Tensor, payload: bytes | memoryview) -> None:
     places, values = decode(payload, held.numel())
     where = torch.from_numpy(places).to(held.device)
     held[where] = torch.from_numpy(values.copy()).to(held.device)
-
-
-def joined(payloads: Sequence[bytes], num_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """(positions, bytes) of several deltas in order, as one: how a receiver that missed some catches up.
-
-    The last change of a position counts.
-    """
-    changes = [decode(payload, num_bytes) for payload in payloads]
-    places = np.concatenate([places for places, _ in changes][::-1])
-    values = np.concatenate([values for _, values in changes][::-1])
-    chosen, first = np.unique(places, return_index=True)
-    return chosen, values[first]
-
-
-def pays(num_bytes: int, whole_bytes: int, bytes_per_s: float, codec_bytes_per_s: float) -> bool:
-    """Whether a delta of ``num_bytes`` arrives before the whole: both ends pass over the whole to make and apply it."""
-    return num_bytes / bytes_per_s + whole_bytes / codec_bytes_per_s < whole_bytes / bytes_per_s

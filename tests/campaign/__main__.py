@@ -71,6 +71,8 @@ class Campaign:
         self.work, self.limit_s, self.faults_left = work, limit_s, num_faults
         self.rng = random.Random(seed)
         self.model = work / "model" / "hf"
+        # Of these runs alone: engines of other programs may be killed on this machine, too. Paths of sockets are short.
+        self._tmp = tempfile.TemporaryDirectory(prefix="fc-")
 
     def prepare(self) -> None:
         """Weights to start from, and the undisturbed run. Raises RuntimeError if that does not end well."""
@@ -92,7 +94,7 @@ class Campaign:
             clock = self.work / f"clock-{number}"
             clock.write_bytes(bytes(8))
             target = Target(f"{os.getpid()}-{number}", folder / "run", clock, self.rng)
-            before = left_behind()
+            before = left_behind(self._tmp.name)
             try:
                 self._until_the_end(target, found, began)
                 if not found.losses:
@@ -179,7 +181,7 @@ class Campaign:
         return [f"process {process.pid}: {' '.join(process.cmdline())[:100]}" for process in alive]
 
     def _left(self, target: Target, before: set[str]) -> list[str]:
-        return [f"left behind: {name}" for name in [*self._wait_for_silence(target), *(left_behind() - before)]]
+        return [f"left behind: {name}" for name in [*self._wait_for_silence(target), *(left_behind(self._tmp.name) - before)]]
 
     def _done(self, name: str, words: list[str]) -> None:
         done = subprocess.run(
@@ -196,7 +198,8 @@ class Campaign:
         return [sys.executable, "-m", "megatron_fp8rl", *words]
 
     def _environ(self, mark: str) -> dict[str, str]:
-        return {**os.environ, MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        own = {MARK: mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": self._tmp.name}
+        return os.environ | own
 
 
 def last_step(folder: Path) -> int:
@@ -233,9 +236,9 @@ def differences(expected: dict[str, object], found: dict[str, object]) -> list[s
     return shown + ([f"and {len(names) - 4} more values"] if len(names) > 4 else [])
 
 
-def left_behind() -> set[str]:
-    """Shared memory and folders of sockets that no living process uses."""
-    found = {str(path) for path in [*Path("/dev/shm").iterdir(), *Path(tempfile.gettempdir()).glob("fp8rl-sockets-*")]}
+def left_behind(tmp: str) -> set[str]:
+    """Shared memory, and folders of sockets in ``tmp``, that no living process uses."""
+    found = {str(path) for path in [*Path("/dev/shm").iterdir(), *Path(tmp).glob("fp8rl-sockets-*")]}
     used = [Path("/proc/net/unix").read_text()]
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

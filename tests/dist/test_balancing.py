@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.training import random_batch
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import (
     MOE,
@@ -87,3 +88,30 @@ def test_balancing_loss_is_that_of_the_tokens_without_padding():
     (AUX.moe_aux_loss_coef * loss).backward()
     assert weight.grad.norm() > 1e-4
     torch.testing.assert_close(found, weight.grad, **BALANCING_GRADIENT)
+
+
+def _loads(cfg, embedding_range):
+    """On a rank: tokens of each expert of the second layer over the mean, with random weights."""
+    from megatron_fp8rl.trainer.model.router import Router
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    parallel, chosen = Parallel.init(cfg.parallel, deadline_s=60), []
+    policy = Policy.build(replace(cfg, model=replace(cfg.model, embedding_range=embedding_range)), parallel)
+    router = [module for module in policy.models[0].modules() if isinstance(module, Router)][1]
+    router.register_forward_hook(lambda module, args, outputs: chosen.append(outputs[1].sum(0).float()))
+    policy.with_old_logprobs(random_batch(cfg, 2, 256))
+    load = sum(chosen)
+    return load / load.mean()
+
+
+def test_random_experts_of_a_wide_model_are_used_evenly_where_embeddings_are_large():
+    """What the ledger's mixtures need: with the default, layers add more than embeddings hold, alike for all tokens."""
+    model = replace(
+        MOE, num_layers=2, hidden_size=2048, num_attention_heads=16, num_key_value_heads=2, head_dim=128, vocab_size=1024,
+        num_experts=32, experts_per_token=2, moe_ffn_hidden_size=128, initializer_range=0.02, max_position_embeddings=512,
+    )  # fmt: skip
+    cfg = run_config(model=model, max_tokens=512)
+    (small,), (large,) = (run_ranks(1, _loads, cfg, embedding_range) for embedding_range in (None, 1.0))
+    assert small.max() > 3 and small.min() < 0.05
+    assert large.max() < 2 and large.min() > 0.4

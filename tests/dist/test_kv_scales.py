@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_fp8rl.data.packing import pack_for
-from megatron_fp8rl.types import Prompt, Sample
+from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.types import Prompt, Sample, Stretch
 from tests.helpers.dist import run_ranks
 from tests.helpers.measured_attention import measure_attention
 from tests.helpers.training import DENSE, make_batch, make_loss, make_samples, run_config
@@ -26,7 +28,11 @@ LAYOUTS = {
 
 def _samples() -> list[Sample]:
     """No sample has the token that fills packs up, 0."""
-    return [replace(s, token_ids=tuple(max(1, t) for t in s.token_ids)) for s in make_samples()]
+
+    def without_it(stretch: Stretch) -> Stretch:
+        return stretch._replace(token_ids=Row(np.maximum(stretch.token_ids, 1)))
+
+    return [replace(s, stretches=tuple(map(without_it, s.stretches))) for s in make_samples()]
 
 
 def _prompts() -> list[Prompt]:
@@ -51,7 +57,7 @@ def _save_reference(folder: str) -> torch.Tensor:
         model.model.embed_tokens.weight[0] = 10.0 * model.model.layers[0].self_attn.v_proj.weight[0]
         model.save_pretrained(folder)
         for sample in _samples():
-            model(torch.tensor([sample.token_ids]))
+            model(torch.tensor([list(sample.token_ids)]))
         measured = amax.clone()
         model(torch.tensor([[0]]))
         assert amax[0, 2] > 2 * measured[0, 2]  # padding would show

@@ -1,12 +1,13 @@
 """Where ranks stand, and the collectives for plain values."""
 
+import numpy as np
 import pytest
 
 from megatron_fp8rl.config import ParallelConfig
 from tests.helpers.dist import RankError, run_ranks
 
-
 pytestmark = pytest.mark.core  # ranks of this machine, in seconds
+_ARRAYS = [np.arange(100_000), np.empty((0, 3), np.float32), np.full((2, 3), 0.5, np.float32)]
 
 
 def _collectives() -> dict:
@@ -22,6 +23,11 @@ def _collectives() -> dict:
         max=parallel.max(own),
         gathered=parallel.gather({"rank": parallel.rank}),
         broadcast=parallel.broadcast_object({"prompts": [parallel.rank]}),
+        share=parallel.scatter_over_data([["a"] * 5, "b"] if parallel.rank == 0 else None),
+        arrays=parallel.scatter_over_data([_ARRAYS, _ARRAYS[::-1]] if parallel.rank == 0 else None),
+        completed=parallel.scatter_over_data(
+            [["a"], ["b"]] if parallel.rank == 0 else None, complete=lambda share: share.append(parallel.rank)
+        ),
         is_last_stage=parallel.is_last_stage,
     )
     parallel.close()
@@ -37,6 +43,12 @@ def test_reductions_run_over_the_data_axis_and_broadcasts_over_all_ranks():
     assert all(r["sum"]["only/0"] == r["sum"]["only/1"] == 1.0 for r in results)
     assert results[1]["gathered"] == [{"rank": 1}, {"rank": 3}]
     assert all(r["broadcast"] == {"prompts": [0]} for r in results)
+    assert [r["share"] for r in results] == [["a"] * 5, ["a"] * 5, "b", "b"]
+    # What a share refers to is fetched once for a replica.
+    assert [r["completed"] for r in results] == [["a", 0], ["a", 0], ["b", 2], ["b", 2]]
+    for rank, result in enumerate(results):
+        expected = _ARRAYS if rank < 2 else _ARRAYS[::-1]
+        assert all(map(np.array_equal, result["arrays"], expected)) and len(result["arrays"]) == 3
     assert all(r["is_last_stage"] for r in results)
 
 
@@ -44,11 +56,12 @@ def _stages() -> tuple:
     from megatron_fp8rl.trainer.parallel import Parallel
 
     parallel = Parallel.init(ParallelConfig(world_size=4, pipeline=2, context=2), deadline_s=120)
-    return parallel.pp_rank, parallel.cp_rank, parallel.is_last_stage, parallel.dp_size
+    share = parallel.scatter_over_data(["only"] if parallel.rank == 0 else None)
+    return parallel.pp_rank, parallel.cp_rank, parallel.is_last_stage, parallel.dp_size, share
 
 
 def test_pipeline_is_the_outermost_axis():
-    expected = [(0, 0, False, 1), (0, 1, False, 1), (1, 0, True, 1), (1, 1, True, 1)]
+    expected = [(0, 0, False, 1, "only"), (0, 1, False, 1, "only"), (1, 0, True, 1, "only"), (1, 1, True, 1, "only")]
     assert run_ranks(4, _stages) == expected
 
 

@@ -156,29 +156,26 @@ def test_agreement_is_the_share_of_equal_sets(layout):
         assert metrics["router/agreement_layer_0/mean"] == metrics["router/agreement_layer_3/mean"] == 1.0
 
 
-def _scattered(overrides: dict) -> bool:
-    """Runs on a rank: rank 0 alone has the record; every rank ends with the experts of its own microbatches."""
-    from megatron_fp8rl.data.packing import pack_for
-    from megatron_fp8rl.trainer import router_replay
+def _trained(overrides: dict) -> bool:
+    """Runs on a rank: rank 0 alone has samples; every rank builds the batches of its own, with the engine's experts."""
+    from megatron_fp8rl.data.packing import build_for, divide_for, pack_for
     from megatron_fp8rl.trainer.parallel import Parallel
 
     cfg = _config("rollout", **overrides)
     parallel = Parallel.init(cfg.parallel, deadline_s=60)
-    whole = _random_experts()
-    held = whole if parallel.rank == 0 else [replace(sample, routed_experts=None) for sample in whole]
-    batches = pack_for(cfg, held, data_rank=parallel.dp_rank, num_updates=2)
-    found = router_replay.scatter(cfg, parallel, held, batches)
-    expected = pack_for(cfg, whole, data_rank=parallel.dp_rank, num_updates=2)
-    without = router_replay.scatter(cfg, parallel, [replace(s, routed_experts=None) for s in whole], batches)
-    assert all(a is b for a, b in zip(without, batches, strict=True))
-    return all(
-        torch.equal(a.routed_experts_T, b.routed_experts_T)
+    samples = _random_experts()
+    shares = divide_for(cfg, samples, num_updates=2) if parallel.rank == 0 else None
+    found = build_for(cfg, parallel.scatter_over_data(shares))
+    expected = pack_for(cfg, samples, data_rank=parallel.dp_rank, num_updates=2)
+    return len(found) == len(expected) == 2 and all(
+        (a is None and b is None) or (torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b)
         for one, other in zip(found, expected, strict=True)
-        for a, b in zip(one.microbatches, other.microbatches, strict=True)
+        for mb, same in zip(one.microbatches, other.microbatches, strict=True)
+        for a, b in ((getattr(mb, field), getattr(same, field)) for field in mb.__slots__)
     )
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2_recompute", "tp2_cp2_ep2"])
-def test_experts_go_to_the_ranks_that_train_them(layout):
+def test_samples_go_to_the_ranks_that_train_them(layout):
     layout = {name: value for name, value in LAYOUTS[layout].items() if name != "optim"}
-    assert all(run_ranks(layout["world_size"], _scattered, layout))
+    assert all(run_ranks(layout["world_size"], _trained, layout))

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
 from megatron_fp8rl.observe.recording import read_steps
+from megatron_fp8rl.stop import SAVED
 from megatron_fp8rl.types import Completion, Given
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 900
+SLOW_AGENT = """
+import asyncio, random
+
+async def rollout(session, row):
+    call = await session.ask()
+    await asyncio.sleep(random.Random(session.name).uniform(0.0, 3.0))
+    session.say(str(len(call)), role="tool")
+    return float(len(await session.ask()) % 2)
+"""
 OPTIONS = {
     "--observe.display": "plain",
     "--observe.eval_prompts": "0",
@@ -46,3 +60,57 @@ def test_two_turns_are_trained_exactly(tmp_path):
         kinds = [type(segment) for segment in one.branches[0].segments]
         assert kinds == [Given, Completion, Given, Completion] and one.branches[0].segments[2].role == "tool"
     assert "policy, turn 2" in (tmp_path / "report.html").read_text()
+
+
+def test_sessions_go_on_over_publications_and_a_restart(tmp_path):
+    """An asynchronous run on two data-parallel ranks, stopped and started again: tools that take longer than a step keep
+    sessions open over publications, and every step is trained once."""
+    agent = tmp_path / "slow.py"
+    agent.write_text(SLOW_AGENT)
+    run_dir = tmp_path / "run"
+    options = OPTIONS | {
+        "--output_dir": str(run_dir), "--num_steps": "6", "--rollout.max_staleness": "1", "--rollout.placement": "separate",
+        "--precision.exact": "False", "--parallel.world_size": "2", "--checkpoint.every_steps": "0",
+        "--data.environments.0.agent": f"{agent}:rollout",
+    }  # fmt: skip
+    command = [sys.executable, "-m", "megatron_fp8rl", "train", "tiny_calculator", *(w for item in options.items() for w in item)]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        deadline = time.monotonic() + DEADLINE_S
+        while not (run_dir / "metrics.jsonl").exists() or len((run_dir / "metrics.jsonl").read_text().splitlines()) < 3:
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE_S) == SAVED, (tmp_path / "log").read_text()[-3000:]
+        assert subprocess.run(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, timeout=DEADLINE_S).returncode == 0
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(7))
+    groups = [group for _, of_step in read_steps(run_dir / "rollouts") for group in of_step]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    assert len(groups) == 6 * 4 and len({group.prompt.prompt_id for group in groups}) == len(groups)
+    assert all(one.status in ("scored", "truncated") for one in rollouts), {one.detail for one in rollouts}
+    versions = [[version for c in one.completions for version in (c.min_version, c.max_version)] for one in rollouts]
+    assert any(min(own) < max(own) for own in versions if own), "no session was open during a publication"
+    assert all(max(own) - min(own) <= 1 for own in versions if own)
+
+
+BY_URL = ("tiny_calculator", "--data.environments.0.agent", "megatron_fp8rl.envs.example_agents:calculator_by_url")
+VERIFIERS = ("tests.helpers.verifiers_products:tiny_products",)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("config", [BY_URL, VERIFIERS], ids=["by url", "verifiers"])
+def test_the_task_is_learned(tmp_path, config):
+    """From the warm start, which copies the right question in two of five answers, to nearly all; every token exact."""
+    if config is VERIFIERS:
+        pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
+    words = ("--output_dir", str(tmp_path), "--observe.display", "plain", "--num_steps", "12")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fp8rl", "train", *config, *words],
+        cwd=ROOT, text=True, capture_output=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    accuracy = [line["eval/pass_rate/mean"] for line in lines if "eval/pass_rate/mean" in line]
+    assert accuracy[0] < 0.4 and accuracy[-1] > 0.8, accuracy
+    assert {line.get("mismatch/abs_logprob_diff/max", 0.0) for line in lines} == {0.0}

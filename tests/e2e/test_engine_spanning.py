@@ -10,6 +10,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from engine_weights import Reference, policy_of, write_hf_dir
 from inprocess import random_weights
@@ -24,18 +26,19 @@ from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 PROMPT = list(range(20, 40))
 
 
-def spanning_cfg() -> RunConfig:
-    cfg = remote_cfg()
-    return replace(cfg, rollout=replace(cfg.rollout, tensor=2, record_routed_experts=True))
+TENSOR = {"tensor": 2, "record_routed_experts": True}
+WIDE = {"data": 2, "expert": 2}  # attention twice, and each expert on one of the parts
 
 
-def start_part(rank: int, before: list[str], interface: str, port: int, run_dir: Path) -> subprocess.Popen[bytes]:
+def start_part(
+    rank: int, before: list[str], interface: str, port: int, run_dir: Path, layout: dict[str, int]
+) -> subprocess.Popen[bytes]:
     """What the agent of one node does."""
     environment = {key: value for key, value in os.environ.items() if rank == 0 or key != "LAUNCH_ADDRESS"}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": interface}
     command = [
         *before, sys.executable, "-m", "megatron_fp8rl", "replica", "tiny_qwen3_moe", *words(),
-        "--rollout.tensor", "2", "--rollout.record_routed_experts", "True",
+        *(word for name, value in layout.items() for word in (f"--rollout.{name}", str(value))),
         "--replica", "0", "--endpoint", str(endpoint_path(run_dir, 0)), "--nnodes", "2", "--node_rank", str(rank),
         "--master_addr", os.environ.get("LAUNCH_ADDRESS", "127.0.0.1"), "--master_port", str(port),
     ]  # fmt: skip
@@ -43,14 +46,16 @@ def start_part(rank: int, before: list[str], interface: str, port: int, run_dir:
         return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
 
-def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path):  # noqa: F811
-    cfg = spanning_cfg()
+@pytest.mark.parametrize("layout", [TENSOR, WIDE], ids=["tensor", "data and experts"])
+def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path, layout: dict):  # noqa: F811
+    base = remote_cfg()
+    cfg: RunConfig = replace(base, rollout=replace(base.rollout, **layout))
     (tmp_path / "logs").mkdir()
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
     ends = (f"a{os.getpid()}", f"b{os.getpid()}") if other_host else ("lo", "lo")
-    parts = [start_part(rank, [[], other_host][rank], ends[rank], port, tmp_path) for rank in (0, 1)]
+    parts = [start_part(rank, [[], other_host][rank], ends[rank], port, tmp_path, layout) for rank in (0, 1)]
     fleet = Fleet.start(cfg, write_hf_dir(cfg, tmp_path / "hf"), tmp_path, wait=False)
     try:
         wait_for(lambda: endpoint_path(tmp_path, 0).exists() or any(part.poll() is not None for part in parts))
@@ -65,9 +70,15 @@ def test_two_parts_of_an_engine_on_two_networks(other_host, tmp_path: Path):  # 
         assert reports[0]["combined"] != reports[1]["combined"], "each holds its own slices"
         completion = sample(fleet)
         tokens = [*PROMPT, *completion.token_ids]
-        expected = Reference(cfg, weights).logprobs(tokens, 1.0, completion.routed_experts)[len(PROMPT) - 1 :]
+        routes = completion.routed_experts
+        if routes is None:  # of data-parallel ranks: near ties may choose other experts than the reference
+            routes = -np.ones((len(tokens) - 1, cfg.model.num_layers, cfg.model.experts_per_token))
+        expected = Reference(cfg, weights).logprobs(tokens, 1.0, routes)[len(PROMPT) - 1 :]
         difference = (torch.tensor(completion.rollout_logprobs) - expected).abs()
-        assert difference.mean() < ENGINE_LOGPROB_MEAN and difference.max() < ENGINE_LOGPROB_MAX
+        if layout is WIDE:
+            assert difference.median() < 2 * ENGINE_LOGPROB_MEAN, difference
+        else:
+            assert difference.mean() < ENGINE_LOGPROB_MEAN and difference.max() < ENGINE_LOGPROB_MAX
         exporter.close()
 
         # A part whose worker dies ends and says so, for its agent to start both parts again.

@@ -69,7 +69,7 @@ def test_two_workers(engine_cfg, tmp_path: Path):
         os.killpg(group, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match=r"rollout-0 died with exit code -9, during /fp8rl/generate"):
             running.result(timeout=100.0)
-        assert time.monotonic() - started < 60.0  # a quarter of the deadline of requests
+        assert time.monotonic() - started < 120.0  # half of the deadline of requests
         with pytest.raises(EngineDeadError, match="rollout-0 died"):
             fleet.sync(client.pause(), 60.0)
     assert processes_left(group) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -156,12 +157,23 @@ def test_an_update_in_the_middle_shows_in_the_spans(fleet, client, weights):
     """Tokens before the pause have the log-probabilities of the old weights, those after it of the new."""
     new_weights = random_weights(fleet.cfg, seed=2)
     how = replace(client.sampling, stop_token_ids=(), max_tokens=400)
-    running = fleet.submit(client.generate(PROMPT, 2, 11, sampling=how))
+    published = threading.Event()
+
+    async def until_published() -> list[Completion]:
+        found: list[Completion] = []
+        while not published.is_set():  # one is under way at every moment, however fast the engine is
+            found += await client.generate(PROMPT, 2, 11 + len(found), sampling=how)
+        return found
+
+    running = fleet.submit(until_published())
     let_it_sample(fleet)
     publish(fleet, new_weights, 2)
-    for completion in running.result(timeout=120.0):
-        assert len(completion.token_ids) == 400
-        assert (completion.min_version, completion.max_version) == (1, 2)
+    published.set()
+    completions = running.result(timeout=240.0)
+    assert all(len(completion.token_ids) == 400 for completion in completions)
+    updated = [completion for completion in completions if (completion.min_version, completion.max_version) == (1, 2)]
+    assert updated
+    for completion in updated:
         assert completion.routed_experts.shape == (len(PROMPT) + 399, 2, 2)
         first, (boundary, version) = completion.version_spans
         assert first == (0, 1) and version == 2 and 0 < boundary < 400

@@ -68,11 +68,10 @@ def undisturbed(tmp_path_factory) -> Path:
 def test_a_rank_killed_in_the_middle_of_a_publication_costs_a_restart(transport, undisturbed, tmp_path):
     run_dir, marks = tmp_path / "run", tmp_path / "marks"
     marks.mkdir()
-    began = time.monotonic()
     status, output = start(run_dir, marks, transport)
     assert status not in (0, 85), output[-3000:]
-    assert time.monotonic() - began < 300, "the other rank and the engine were not waited for"
     died_at, mode, number = (marks / "died").read_text().split()
+    assert time.time() - float(died_at) < 300, "the other rank and the engine were waited for"
     assert mode == "direct" and int(number) >= 2, "part of the weights had been sent"
 
     asked = [line.split() for line in (marks / "asked").read_text().splitlines()]

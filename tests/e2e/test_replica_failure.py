@@ -180,7 +180,7 @@ def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(p
         set_weights(policy, random_weights(cfg, version))
         started = time.monotonic()
         report = exporter.publish(version)
-        assert time.monotonic() - started < 60.0, "within the deadline of 120 s"
+        assert time.monotonic() - started < 110.0, "within the deadline of 120 s"
         assert report.version == version and report.pause_s > 0
         assert [client.version for client in pair.clients] == [version] * len(pair.clients)
         if mode == "reload":

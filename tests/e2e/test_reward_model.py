@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from megatron_fp8rl.rollout import reward_server
 from megatron_fp8rl.types import Prompt
 from model_configs.tiny import tiny_qwen3
 from tests.helpers.own_model import make_model
+from tests.helpers.processes import is_running, until
 
 ROOT = Path(__file__).parents[2]
 ASKED = ({"role": "user", "content": "What is 1 plus 2?"},)
@@ -76,10 +76,8 @@ def test_scores_are_those_of_transformers_and_a_lost_server_comes_back(folder: P
         assert again.status == "scored" and again.reward == found["3"].reward, again
         assert Endpoint.read(file).pid != first.pid
         last = Endpoint.read(file).pid
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{last}").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not file.exists() and not Path(f"/proc/{last}").exists()
+    until(lambda: not is_running(last), "the server of a reward model to end")
+    assert not file.exists()
 
 
 def test_a_run_with_a_reward_model_by_one_command(folder: Path):

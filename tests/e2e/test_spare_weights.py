@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -16,6 +17,7 @@ from inprocess import set_weights
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.rollout.fleet import Fleet
+from megatron_fp8rl.types import Completion
 from megatron_fp8rl.weight_sync.engines import TransportError
 from megatron_fp8rl.weight_sync.publish import WeightExporter
 from megatron_fp8rl.weight_sync.transports import choose
@@ -24,12 +26,13 @@ from megatron_fp8rl.weight_sync.verify import WeightMismatch
 from tests.tolerances import ENGINE_LOGPROB_MAX, ENGINE_LOGPROB_MEAN
 
 PROMPT = list(range(20, 40))
-NETWORK_S = 3.0  # of a slow network, over all rounds
+NETWORK_S = 2.0  # of a slow network, over all rounds
+LENGTHS = (900, 700)  # tokens: of two requests after another, so that one is always being sampled
 
 
 def with_spare(cfg: RunConfig, where: str, transport: str) -> RunConfig:
     rollout = replace(cfg.rollout, spare_weights=where, transport=transport, bucket_bytes=100_000)
-    return replace(cfg, rollout=replace(rollout, max_replica_restarts=0))
+    return replace(cfg, rollout=replace(rollout, max_replica_restarts=0, max_completion_tokens=max(LENGTHS)))
 
 
 @pytest.fixture(params=["ipc", "gloo"])
@@ -54,10 +57,18 @@ def slow(request, monkeypatch):
     return kind, Slow
 
 
-def sampling(fleet: Fleet, num_tokens: int):
+async def sampling(fleet: Fleet, published: threading.Event) -> list[Completion]:
+    """Completions of requests that follow one another until the weights are there, however fast the engine is."""
     client = fleet.clients[0]
-    how = replace(client.sampling, max_tokens=num_tokens, stop_token_ids=())
-    return fleet.submit(client.generate(PROMPT, 1, 3, sampling=how))
+
+    async def one_after_another(num_tokens: int) -> list[Completion]:
+        how = replace(client.sampling, max_tokens=num_tokens, stop_token_ids=())
+        found = []
+        while not published.is_set():
+            found += await client.generate(PROMPT, 1, num_tokens + len(found), sampling=how)
+        return found
+
+    return sum(await asyncio.gather(*map(one_after_another, LENGTHS)), [])
 
 
 def flip(transport: Transport, number: int, messages) -> None:
@@ -77,17 +88,21 @@ def test_an_engine_samples_while_weights_arrive(engine_cfg, tmp_path: Path, slow
         exporter.publish(1)  # new: through vLLM's loaders, while it pauses
 
         set_weights(policy, weights[1])
-        running = sampling(fleet, 500)
-        time.sleep(0.5)
+        published = threading.Event()
+        running = fleet.submit(sampling(fleet, published))
         staged = exporter.publish(2)
-        (completion,) = running.result(timeout=240.0)
+        published.set()
+        completions = running.result(timeout=240.0)
         assert staged.seconds > NETWORK_S > 2 * staged.pause_s
-        first, second = [start for start, _ in completion.version_spans]
-        assert [version for _, version in completion.version_spans] == [1, 2] and first == 0 < second < 500
-        # A token takes about a hundredth of a second here: many were sampled while weights travelled.
-        assert second > 50, second
+        assert {version for c in completions for _, version in c.version_spans} == {1, 2}
+        completion = max(completions, key=lambda completion: len(completion.version_spans))
+        (first, _), (second, _) = completion.version_spans
+        assert first == 0 < second < len(completion.token_ids)
+        # A token takes 2 to 20 ms here: many were sampled while weights travelled.
+        old = [c.version_spans[1][0] if c.max_version == 2 else len(c.token_ids) for c in completions if c.min_version == 1]
+        assert sum(old) > 50, old
         tokens = [*PROMPT, *completion.token_ids]
-        for start, stop, held in ((0, second, weights[0]), (second, 500, weights[1])):
+        for start, stop, held in ((0, second, weights[0]), (second, len(completion.token_ids), weights[1])):
             routes = completion.routed_experts.astype("int64")
             if start:  # the context was computed again: the engine chose other experts for it, and kept those of then
                 routes[: len(PROMPT) + start - 1] = -1
@@ -122,5 +137,5 @@ def test_an_engine_that_dies_while_weights_arrive_is_named(engine_cfg, tmp_path:
         with pytest.raises(TransportError) as end:
             exporter.publish(3)
         assert "rollout-0 died with exit code -9" in f"{end.value} {end.value.__cause__}"
-        assert time.monotonic() - started < 60.0
+        assert time.monotonic() - started < 110.0
         exporter.close()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from megatron_fp8rl.stop import SAVED, RunStopped, StopRequest
+from tests.helpers.processes import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600
@@ -80,10 +81,7 @@ def test_the_ranks_of_a_killed_command_end_with_it(victim, tmp_path: Path):
         (torchrun,) = (pid for pid, line in _processes(mark).items() if "torch.distributed.run" in line)
         os.kill(process.pid if victim == "the command" else torchrun, signal.SIGKILL)
         process.wait(30)
-        end = time.monotonic() + 15
-        while left := _processes(mark):
-            assert time.monotonic() < end, f"still there: {left}"
-            time.sleep(0.2)
+        until(lambda: not _processes(mark), "the processes of a killed command to end")
     finally:
         process.kill()
         for pid in _processes(mark):

@@ -87,8 +87,10 @@ def test_router_and_choice_are_those_of_the_engine(experts, width):
     assert torch.equal(engine_router_weights(logits.float(), ours, chosen, RouterConfig()), theirs)
 
 
-def engines_layer(x, logits, w1_ENK, w2_ENK, top_k):
-    """vLLM's experts on DeepGEMM, as DeepGemmExperts.apply computes them: (sums [T, H], weights, ids)."""
+def engines_layer(x, logits, w1_ENK, w2_ENK, top_k, expert_map=None):
+    """vLLM's experts on DeepGEMM, as DeepGemmExperts.apply computes them: (sums [T, H], weights, ids).
+
+    ``expert_map``: int32, the place of each expert of the router among these, -1 for those of another rank."""
     import vllm._custom_ops as ops
     from vllm.model_executor.layers.fused_moe.deep_gemm_utils import deepgemm_moe_permute, deepgemm_unpermute_and_reduce
     from vllm.model_executor.layers.quantization.utils import fp8_utils
@@ -105,18 +107,18 @@ def engines_layer(x, logits, w1_ENK, w2_ENK, top_k):
     ids = torch.empty(len(x), top_k, dtype=torch.int32, device="cuda")
     ops.topk_softmax(weights, ids, torch.empty_like(ids), logits, True)
     rows, scales = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=True)
-    rows, scales, owners, places, _ = deepgemm_moe_permute(rows, scales, ids, num_experts, None, None)
+    rows, scales, owners, places, _ = deepgemm_moe_permute(rows, scales, ids, num_experts, expert_map, None)
     h = torch.empty(len(rows), w1_ENK.shape[1], dtype=torch.bfloat16, device="cuda")
     m_grouped_fp8_gemm_nt_contiguous((rows, scales), fp8[0], h, owners)
     y = torch.empty(len(rows), w2_ENK.shape[1], dtype=torch.bfloat16, device="cuda")
     between = fp8_utils.silu_mul_per_token_group_quant_fp8_colmajor(h, use_ue8m0=True)
     m_grouped_fp8_gemm_nt_contiguous(between, fp8[1], y, owners)
     out = torch.empty_like(x)
-    deepgemm_unpermute_and_reduce(y, ids, weights, places, None, out)
+    deepgemm_unpermute_and_reduce(y, ids, weights, places, expert_map, out)
     return out, weights, ids
 
 
-def trainers_layer(x, logits, module, top_k, *, applies_router_weights):
+def trainers_layer(x, logits, module, top_k, *, applies_router_weights, num_parts=1):
     """Router, dispatcher and experts of the trainer on one rank: (sums [T, H], weights [T, E]).
 
     ``applies_router_weights``: each expert weights its outputs; otherwise they are weighted in the sum, as the engine does.
@@ -138,7 +140,7 @@ def trainers_layer(x, logits, module, top_k, *, applies_router_weights):
     outputs, _ = module(rows, goes.sum(dim=0).cpu(), probs)
     if applies_router_weights:
         return unpermute(outputs, where, restore_shape=x.shape, routing_map=goes, fused=True), weights
-    return combine_experts(outputs, weights, goes, top_k), weights
+    return combine_experts(outputs, weights, goes, top_k, num_parts), weights
 
 
 @pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM")
@@ -158,6 +160,13 @@ def test_a_layer_of_experts_has_the_bits_of_an_engine_on_deep_gemm(kernels):
     share = (ours == theirs).double().mean().item()
     print(f"\n{kernels}: {share:.5%} are the engine's numbers")
     assert torch.equal(ours, theirs)
+    with torch.no_grad():
+        of_two, _ = trainers_layer(x, logits, module, top_k, applies_router_weights=False, num_parts=2)
+    here = torch.arange(num_experts // 2, dtype=torch.int32, device="cuda")
+    places = (torch.cat([here, here.new_full(here.shape, -1)]), torch.cat([here.new_full(here.shape, -1), here]))
+    parts = zip(w1.chunk(2), w2.chunk(2), places)
+    first, second = (engines_layer(x, logits, a, b, top_k, where)[0] for a, b, where in parts)
+    assert torch.equal(of_two, first + second)
     for few in (1, 5):
         assert torch.equal(engines_layer(x[:few], logits[:few], w1, w2, top_k)[0], theirs[:few]), few
     x.requires_grad_()

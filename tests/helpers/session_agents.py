@@ -36,6 +36,14 @@ async def endless(session, row):
         session.say("go on")
 
 
+async def endless_by_url(session, row):
+    messages = list(session.messages)
+    async with openai_client(session) as client:
+        while True:
+            answer = await client.chat.completions.create(model="any", messages=messages)
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "go on"}]
+
+
 async def many(session, row):
     """10,000 requests at once."""
     asides = [session.aside({"role": "user", "content": "?"}) for _ in range(3)]
@@ -171,7 +179,7 @@ async def after_the_end(session, row):
         "import openai, sys, time\ntime.sleep(1.0)\n"
         "client = openai.OpenAI(base_url=sys.argv[1], api_key=sys.argv[2])\n"
         "try:\n    client.completions.create(model='any', prompt='2+3=')\n"
-        "except openai.APIStatusError as error:\n    open(sys.argv[3], 'w').write(f'{error.status_code} {error}')\n"
+        "except openai.APIStatusError as error:\n    print(error.status_code, error, file=open(sys.argv[3], 'w'))\n"
     )
     subprocess.Popen([sys.executable, "-c", program, session.base_url, session.api_key, row["file"]])
     await session.ask()

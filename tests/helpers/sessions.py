@@ -12,7 +12,8 @@ from megatron_fp8rl.data.tokenizer import character_tokenizer
 from megatron_fp8rl.envs.scoring import Score
 from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests
-from megatron_fp8rl.rollout.client import EngineDeadError, Sampling
+from megatron_fp8rl.rollout.client import EngineDeadError
+from megatron_fp8rl.rollout.completions import Sampling
 from megatron_fp8rl.types import Completion, Prompt, Rollout
 from model_configs.tiny import tiny_qwen3_moe
 
@@ -34,7 +35,7 @@ class Engine:
             temperature=1.0, top_p=1.0, top_k=0, max_tokens=16, stop_token_ids=(TOKENIZER.eos_token_id,), stop_strings=()
         )
 
-    async def generate(self, prompt, n, seed, *, sampling):
+    async def generate(self, prompt, n, seed, *, sampling, store=None):
         self.prompts.append(tuple(prompt))
         self.seeds.append(seed)
         await asyncio.sleep(0.001)

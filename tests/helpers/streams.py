@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 
 from megatron_fp8rl.envs.scoring import Score
-from megatron_fp8rl.rollout.client import Sampling
+from megatron_fp8rl.rollout.completions import Sampling
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.types import Completion, Prompt
 from model_configs.tiny import tiny_qwen3_moe
@@ -40,7 +40,7 @@ class Client:
             temperature=1.0, top_p=1.0, top_k=0, max_tokens=4, stop_token_ids=(), stop_strings=()
         )
 
-    async def generate(self, prompt, n, seed, *, sampling=None) -> list[Completion]:
+    async def generate(self, prompt, n, seed, *, sampling=None, store=None) -> list[Completion]:
         self.num_running += n
         self.prompts.append(prompt[0])
         first = self.version

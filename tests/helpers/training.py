@@ -21,7 +21,8 @@ from megatron_fp8rl.config import (
     RunConfig,
 )
 from megatron_fp8rl.data.packing import Alignment, pack
-from megatron_fp8rl.types import Sample, TrainBatch
+from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.types import Sample, Stretch, TrainBatch
 from tests.helpers.unshard import unshard
 
 VOCAB = 62
@@ -95,15 +96,12 @@ def make_samples(num: int = 8, *, length: int | None = None, seed: int = 5) -> l
         num_completion = num_tokens - num_prompt
         advantage = float(torch.randn((), generator=generator))
         rollout = (-3.5 - torch.rand(num_completion, generator=generator)).tolist()
+        ids = Row(torch.randint(0, VOCAB, (num_tokens,), generator=generator).int().numpy())
         samples.append(
             Sample(
                 name=f"sample{index}",
                 environment="test",
-                token_ids=tuple(torch.randint(0, VOCAB, (num_tokens,), generator=generator).tolist()),
-                num_prompt_tokens=num_prompt,
-                loss_mask=(False,) * num_prompt + (True,) * num_completion,
-                rollout_logprobs=(0.0,) * num_prompt + tuple(rollout),
-                advantages=(0.0,) * num_prompt + (advantage,) * num_completion,
+                stretches=(Stretch(ids[:num_prompt]), Stretch(ids[num_prompt:], Row.of_floats(rollout), advantage, True)),
             )
         )
     return samples

@@ -135,10 +135,11 @@ def test_nodes_follow_their_switches(slurm: SlurmCluster, folder: Path):
 
 def test_a_server_that_is_killed_is_started_again_on_its_node_and_the_job_goes_on(slurm: SlurmCluster, folder: Path):
     job = submit(counting(folder, last=10000, pause=0.25), ci_cluster())
-    slurm.until(lambda: steps(folder) >= 3, "three steps", 300, lambda: logs_of(folder))
+    log = log_file(folder, "serve", 1)
+    begun = lambda: steps(folder) >= 3 and log.exists() and "serving\n" in log.read_text()  # noqa: E731
+    slurm.until(begun, "three steps and the server", 300, lambda: logs_of(folder))
     node = nodes_of(slurm, job)[1]
     slurm.command("srun", f"--jobid={job}", "--overlap", "-N1", "-n1", "-w", node, "pkill", "-9", "-f", "print.'serving'")
-    log = log_file(folder, "serve", 1)
     slurm.until(lambda: log.read_text().count("serving\n") == 2, "its restart", 300, lambda: logs_of(folder))
     assert "incarnation 1, node 1" in log.read_text()
     then = steps(folder)

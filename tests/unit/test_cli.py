@@ -195,3 +195,20 @@ def test_words_that_were_parsed_once_say_the_same_of_other_configurations():
     assert cli.overriding(["--model.router.scaling_factor", "2.0"])(second).model.router.scaling_factor == 2.0
     nested = cli.overriding(["--model.router.scaling_factor", "2.0", "--num_steps", "3"])
     assert nested(second) == nested(second) != second
+
+
+def test_an_environment_without_the_engines_says_what_to_install(monkeypatch, capsys):
+    from megatron_fp8rl import __main__ as program
+
+    def lacks(name: str):
+        def main(commands):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        return main
+
+    monkeypatch.setattr(program.cli, "main", lacks("torch.distributed"))
+    assert program.main() == 2
+    assert "torch is not installed here" in capsys.readouterr().err
+    monkeypatch.setattr(program.cli, "main", lacks("megatron_fp8rl.nothing"))
+    with pytest.raises(ModuleNotFoundError, match="nothing"):
+        program.main()

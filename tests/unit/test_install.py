@@ -171,3 +171,9 @@ def test_a_resolver_finds_the_locked_versions_from_the_pins():
     if "client error" in done.stderr or "dns error" in done.stderr:
         pytest.skip("no package index can be reached")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_library_that_the_system_lacks_is_named_with_what_to_install(install):
+    install.require_libraries()  # this machine has them
+    with pytest.raises(install.InstallError, match="libnothing.so.9 is missing.*apt install"):
+        install.require_libraries(("libnothing.so.9",))

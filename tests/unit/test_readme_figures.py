@@ -21,8 +21,7 @@ def claims() -> list[tuple[str, str, str | None]]:
     """(text, file of rows, letter of the run) of each claim."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     section = text.partition("## On GPUs")[2].partition("### What has not been measured")[0]
-    found = [" ".join(part.split()) for part in re.split(r"\n- ", section)[1:]]
-    found = [re.split(r" (?:The rows of the following|!\[)", part)[0].strip() for part in found]
+    found = [" ".join(part.partition("\n\n")[0].split()) for part in re.split(r"\n- ", section)[1:]]
     return [(part, *SOURCE.search(part).groups()) for part in found]
 
 

@@ -122,7 +122,7 @@ def reward_and_parts(value: Mapping[str, Any], name: str) -> tuple[float, dict[s
 
 
 def as_number(value: Any, name: str) -> float:
-    """Raises TypeError for anything that is no number; True and False are none."""
+    """Raises TypeError for anything that is not a number; True and False are none."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        raise TypeError(f"{name} returned {value!r}, which is no number")
+        raise TypeError(f"{name} returned {value!r}, which is not a number")
     return float(value)

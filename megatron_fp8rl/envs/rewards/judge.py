@@ -39,7 +39,7 @@ def judge(
     try:
         rubric.format(prompt="", completion="", answer="", highest=highest)
     except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"rubric: {error!r} is no field; it may use prompt, completion, answer and highest") from error
+        raise ValueError(f"rubric: unknown field {error!r}; it may use prompt, completion, answer and highest") from error
     headers = {"Content-Type": "application/json"}
     if key_env:
         headers["Authorization"] = f"Bearer {os.environ[key_env]}"

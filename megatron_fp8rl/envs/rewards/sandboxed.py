@@ -39,7 +39,7 @@ class SandboxedReward:
         if self._process.poll() is not None:
             self._process = self._started()
         request = {
-            "prompts": [dataclasses.asdict(prompt) | {"environment": "rows"}],
+            "prompts": [prompt.fields() | {"environment": "rows"}],
             "texts": [completion],
             "deadline_s": 10**6,
         }

@@ -85,7 +85,8 @@ class AgentPool:
         async with self._starting:
             if self._gateway is None:
                 await asyncio.get_running_loop().run_in_executor(None, self._tools.load)
-                self._gateway = Gateway(self._cfg.name, self._tools, host=self._cfg.session.host)
+                session = self._cfg.session
+                self._gateway = Gateway(self._cfg.name, self._tools, host=session.host, port=session.port)
                 await self._gateway.start()
 
     def _session(self, name: str, seed: int, temperature: float | None) -> Session:
@@ -151,6 +152,8 @@ class AgentPool:
     ) -> Rollout:
         branches = session.trajectories()
         status, detail = outcome["status"], outcome.get("detail", "")
+        if status == "raised" and session.limit:  # as an agent of our own protocol: its client raised at the refusal
+            status = "truncated"
         score = Score(outcome.get("reward", 0.0), "scored", "", outcome.get("parts", {}))
         rollout = Rollout(
             prompt=prompt,

@@ -4,10 +4,13 @@ In: requests to ``/v1/chat/completions``, ``/v1/completions`` and ``/v1/models``
 the policy sampled. Runs on trainer rank 0, on the fleet's event loop.
 
 The key is the session: whoever has it can go on with that session until it ends, and nothing else. The key with ``.1``,
-``.2`` and so on behind it is a conversation beside it, of which nothing is trained. Sampling parameters
-are the run's, since a token is trained under the distribution that it was sampled from: a request's temperature, top_p,
-top_k and seed are replaced, and what would change the distribution otherwise is refused by name. A request is answered
-when its tokens are there, also a streamed one: then in one piece. A client that disconnects withdraws its request.
+``.2`` and so on behind it is a conversation beside it, of which nothing is trained. A program with one key for all its
+requests may name the session's key as their ``user`` instead.
+
+Sampling parameters are the run's, since a token is trained under the distribution that it was sampled from: a request's
+temperature, top_p, top_k and seed are replaced, and what would change the distribution otherwise is refused by name. A
+request is answered when its tokens are there, also a streamed one: then in one piece. A client that disconnects withdraws
+its request.
 """
 
 from __future__ import annotations
@@ -64,11 +67,11 @@ _STATUS = {SessionEndedError: 410, SessionLimitError: 429, SessionError: 409, Co
 class Gateway:
     """Start it with :meth:`start`; sessions open and close."""
 
-    def __init__(self, model: str, tools: ToolCalls, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, model: str, tools: ToolCalls, *, host: str = "127.0.0.1", port: int = 0) -> None:
         self._model, self._tools = model, tools
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, None] = {}  # keys of the last sessions that ended
-        self._socket = socket.create_server((host, 0), backlog=1024)
+        self._socket = socket.create_server((host, port), backlog=1024)
         self.url = f"http://{host}:{self._socket.getsockname()[1]}/v1"
         self._server = uvicorn.Server(
             uvicorn.Config(self._app(), log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=1)
@@ -120,19 +123,17 @@ class Gateway:
         return app
 
     async def _models(self, request: Request) -> Response:
-        if isinstance(found := self._session(request), Response):
+        if isinstance(found := self._session(_key(request)), Response):
             return found
         return JSONResponse({"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "trainer"}]})
 
     async def _chat(self, request: Request) -> Response:
-        if isinstance(session := self._session(request), Response):
-            return session
-        body = await _body(request)
-        if isinstance(body, Response):
-            return body
+        if isinstance(asked := await self._asked(request), Response):
+            return asked
+        session, body = asked
         messages, tools = body.get("messages"), body.get("tools") or []
         if not isinstance(messages, list) or not messages or not all(isinstance(one, dict) for one in messages):
-            return _error(400, "messages is no list of messages")
+            return _error(400, "messages is not a list of messages")
         if body.get("tool_choice") == "none":
             tools = []
 
@@ -157,11 +158,9 @@ class Gateway:
         return self._stream("chat.completion.chunk", chunks, completion, body)
 
     async def _complete(self, request: Request) -> Response:
-        if isinstance(session := self._session(request), Response):
-            return session
-        body = await _body(request)
-        if isinstance(body, Response):
-            return body
+        if isinstance(asked := await self._asked(request), Response):
+            return asked
+        session, body = asked
         prompt = body.get("prompt")
         is_ids = isinstance(prompt, list) and bool(prompt) and all(type(one) is int for one in prompt)
         if not is_ids and not (isinstance(prompt, str) and prompt):
@@ -179,8 +178,17 @@ class Gateway:
             return JSONResponse(self._answer("text_completion", [choice], completion))
         return self._stream("text_completion", [[choice]], completion, body)
 
-    def _session(self, request: Request) -> Session | Response:
-        key, _, aside = request.headers.get("authorization", "").removeprefix("Bearer ").partition(ASIDE)
+    async def _asked(self, request: Request) -> tuple[Session, dict[str, Any]] | Response:
+        """The session and the body of a request, or why it is refused."""
+        session, body = self._session(_key(request)), await _body(request)
+        if isinstance(session, Response) and isinstance(body, dict) and isinstance(user := body.get("user"), str):
+            session = self._session(user)
+        if isinstance(session, Response):
+            return session
+        return body if isinstance(body, Response) else (session, body)
+
+    def _session(self, key: str) -> Session | Response:
+        key, _, aside = key.partition(ASIDE)
         if (session := self._sessions.get(key)) is not None and (not aside or aside.isdecimal()):
             try:
                 return session.aside(int(aside or 0))
@@ -221,6 +229,10 @@ class Gateway:
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
+
+
+def _key(request: Request) -> str:
+    return request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 async def _body(request: Request) -> dict[str, Any] | Response:

@@ -1,7 +1,8 @@
 """The sampling request: token ids in, token ids and log-probabilities out, in bytes.
 
-In: JSON with ``token_ids`` and vLLM's ``sampling_params``. Out: the answer of :func:`completions.write_answer`. Runs in
-the replica's server; ``rollout/vllm_plugin/server.py`` adds it to vLLM's application.
+In: JSON with ``token_ids``, ``num_prompt_tokens`` of them that are the prompt's, and vLLM's ``sampling_params``. Out: the
+answer of :func:`completions.write_answer`. Runs in the replica's server; ``rollout/vllm_plugin/server.py`` adds it to
+vLLM's application.
 
 vLLM's own route for token ids, ``/inference/v1/generate``, builds an object with a name, bytes and a list of
 alternatives for each log-probability: 43 us per token in the process that also receives every token of every running
@@ -11,6 +12,7 @@ completion. If 256 completions of 1,024 tokens end together, nothing is sampled 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -20,7 +22,8 @@ from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind
 
-from megatron_fp8rl.rollout.completions import GENERATE_PATH, write_answer, write_choice
+from megatron_fp8rl.data.tokenizer import decode
+from megatron_fp8rl.rollout.completions import GENERATE_PATH, Answer, Segment, write_answer
 
 router = APIRouter()
 
@@ -37,24 +40,28 @@ async def generate(body: dict[str, Any], raw_request: Request) -> Response:
             output_kind=RequestOutputKind.FINAL_ONLY,  # no message per token inside this process
             flat_logprobs=True,  # lists of numbers, without an object per token
         )
+        given = body["token_ids"][body["num_prompt_tokens"] :]  # sampled before
         async for result in engine.generate(tokens_input(body["token_ids"]), sampling, uuid.uuid4().hex):
             pass
     except (KeyError, TypeError, ValueError) as error:
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=400)
     assert result is not None  # an engine that fails raises, and vLLM's application answers
-    prompt = result.prompt_logprobs
-    return JSONResponse(
-        write_answer(
-            [
-                write_choice(
-                    output.token_ids,
-                    None if output.logprobs is None else output.logprobs.logprobs,
-                    output.finish_reason,
-                    output.routed_experts,
-                )
-                for output in result.outputs
-            ],
-            num_cached_tokens=result.num_cached_tokens or 0,
-            prompt_logprobs=None if prompt is None else prompt.logprobs,
-        )
+    prompt, tokenizer = result.prompt_logprobs, engine.get_tokenizer()
+    answer = Answer(
+        segments=[_segment(output, given, tokenizer) for output in result.outputs],
+        num_cached_tokens=result.num_cached_tokens or 0,
+        prompt_logprobs=None if prompt is None else prompt.logprobs,
+    )
+    return Response(write_answer(answer), media_type="application/octet-stream")
+
+
+def _segment(output: Any, given: Sequence[int], tokenizer: Any) -> Segment:
+    """One completion of a request, with the text of all its tokens, ``given`` first, if it is at its end."""
+    is_whole = output.finish_reason != "abort"
+    return Segment(
+        token_ids=output.token_ids,
+        rollout_logprobs=() if output.logprobs is None else output.logprobs.logprobs,
+        finish_reason=output.finish_reason,
+        routed_experts=output.routed_experts,
+        text=decode(tokenizer, [*given, *output.token_ids]) if is_whole else None,
     )

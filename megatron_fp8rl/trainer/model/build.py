@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.names import registry
+from megatron_fp8rl.names.blocks import EMBEDDING
 from megatron_fp8rl.names.layouts import layers_per_chunk
 from megatron_fp8rl.precision.hardware import here
 from megatron_fp8rl.precision.kernel_choice import choose
@@ -82,7 +83,6 @@ def transformer_config(cfg: RunConfig, parallel: Parallel) -> TransformerConfig:
         bf16=dtype == torch.bfloat16,
         perform_initialization=False,  # build_chunks fills every parameter
         variable_seq_lengths=True,  # packed microbatches differ in length; stages exchange it
-        moe_token_dispatcher_type="alltoall",  # required by variable lengths, for dense models too
         calculate_per_token_loss=True,  # losses are already normalized
         overlap_p2p_comm=virtual_stages > 1,
         batch_p2p_comm=virtual_stages == 1,
@@ -121,7 +121,7 @@ def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
     """MoE settings. trainer/model/router.py does the routing; the router settings serve the load-balancing loss."""
     model = cfg.model
     if not model.is_moe:
-        return {}
+        return dict(moe_token_dispatcher_type="alltoall")  # required by variable lengths, for dense models too
     coefficient = cfg.optim.moe_aux_loss_coef
     # With a list, Megatron-Core stores layers separately in checkpoints, as heterogeneous layers require.
     kinds = [int(model.is_moe_layer(layer)) for layer in range(model.num_layers)]
@@ -138,6 +138,17 @@ def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
         moe_aux_loss_coeff=coefficient,
         moe_grouped_gemm=True,
         moe_permute_fusion=has_fused_permutation(device),
+        **_dispatch_settings(cfg.parallel.dispatch),
+    )
+
+
+def _dispatch_settings(dispatch: str) -> dict:
+    if dispatch == "alltoall":
+        return dict(moe_token_dispatcher_type="alltoall")
+    return dict(
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend=dispatch,
+        moe_hybridep_pad_uneven_dispatch_inputs=True,  # packed microbatches of data-parallel ranks differ in length
     )
 
 
@@ -285,7 +296,9 @@ def _fill(chunks: Sequence[nn.Module], full: Get, model: ModelConfig, parallel: 
 def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parallel) -> None:
     """Norms 1, biases 0, matrices normal; std / sqrt(2 * layers) for those that add to the residual stream (GPT-2).
 
-    A matrix has the same values in every parallel layout, not on a CPU and a GPU.
+    A matrix has the same values in every parallel layout, not on a CPU and a GPU. Attention averages over tokens, and of a
+    wide model with random weights it outweighs embeddings of std 0.02 after one layer: routers then choose the same few
+    experts for all tokens. With ``embedding_range = 1`` tokens keep what tells them apart.
     """
     device = parallel.device
     residual_std = cfg.model.initializer_range / math.sqrt(2 * cfg.model.num_layers)
@@ -299,6 +312,8 @@ def _fill_randomly(chunks: Sequence[nn.Module], cfg: RunConfig, parallel: Parall
         generator = torch.Generator(device).manual_seed(zlib.crc32(f"{cfg.seed}/{canonical}".encode()))
         adds_to_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
         std = residual_std if adds_to_residual else cfg.model.initializer_range
+        if canonical == EMBEDDING:
+            std = cfg.model.embedding_range or std
         return torch.randn(shape, generator=generator, device=device).mul_(std)
 
     _fill(chunks, draw, cfg.model, parallel)

@@ -1,4 +1,4 @@
-"""Token dispatch and combine by Megatron-Core's all-to-all, without redundant sorts.
+"""Token dispatch and combine by Megatron-Core's all-to-all, without redundant sorts, or by DeepEP and HybridEP.
 
 In: hidden states and the routing map. Out: tokens sorted by expert, and each token's weighted sum of expert outputs in
 the original order. Runs on: every trainer rank.
@@ -7,6 +7,9 @@ On a GPU with Transformer Engine, its permutation kernels move the tokens. They 
 and the gradients of its copies, in FP32, expert by expert, and round once. Megatron-Core's fallback scatters with BF16
 atomic adds, which round after each expert, in a different order in every run. If the engine applies router weights in
 combine, ``combine.py`` computes the sum.
+
+DeepEP and HybridEP send a token once to each rank that has some of its experts and add its experts' outputs rank by rank,
+so experts apply router weights and ``precision.exact`` refuses them.
 
 If a rank has all experts, tokens are already sorted when Megatron-Core would sort them by local expert: two copies of
 all routed tokens in each direction that change nothing.
@@ -46,16 +49,18 @@ def has_fused_permutation(device: torch.device) -> bool:
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """Megatron-Core's dispatcher that can apply router weights in combine."""
 
-    def __init__(self, *args: Any, applies_router_weights: bool, **kwargs: Any):
-        """``applies_router_weights``: apply router weights in combine; expert outputs arrive unweighted."""
+    def __init__(self, *args: Any, weighted_parts: int, **kwargs: Any):
+        """``weighted_parts``: of the experts, whose weighted sums combine rounds and adds (``kernels/combine.py``); 0 if
+        outputs arrive weighted."""
         super().__init__(*args, **kwargs)
-        self.applies_router_weights = applies_router_weights
+        self.weighted_parts = weighted_parts
 
     def combine_postprocess(self, outputs: Tensor) -> Tensor:
         """outputs [tokens * top-k, hidden], sorted by expert -> sums per token, in the shape of the hidden states."""
-        if not self.applies_router_weights:
+        if not self.weighted_parts:
             return super().combine_postprocess(outputs)
-        summed = combine_experts(outputs, self.probs, self.routing_map, self.config.moe_router_topk)
+        top_k = self.config.moe_router_topk
+        summed = combine_experts(outputs, self.probs, self.routing_map, top_k, self.weighted_parts)
         return summed.view(self.hidden_shape)
 
 
@@ -85,26 +90,25 @@ class OneRankDispatcher(Dispatcher):
     remove_when="MoELayer takes the class of its dispatcher and packed_seq_params as arguments",
 )
 class ExpertLayer(MoELayer):
-    """Megatron-Core's MoE layer with the dispatchers above.
+    """Megatron-Core's MoE layer with the dispatchers above, or with Megatron-Core's for DeepEP and HybridEP.
 
-    ``router_weights_in_combine``: apply router weights in combine, not in the experts. ``routes``: of the microbatch
+    ``weighted_parts``: as in :class:`Dispatcher`; 0 if the experts apply router weights. ``routes``: of the microbatch
     that runs next.
     """
 
     routes: Routes | None = None
 
-    def __init__(
-        self, config: Any, *args: Any, pg_collection: Any, router_weights_in_combine: bool = False, **kwargs: Any
-    ):
+    def __init__(self, config: Any, *args: Any, pg_collection: Any, weighted_parts: int = 0, **kwargs: Any):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
-        self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(
-            self.num_local_experts,
-            self.local_expert_indices,
-            config=config,
-            pg_collection=pg_collection,
-            applies_router_weights=router_weights_in_combine,
-        )
+        if config.moe_token_dispatcher_type == "alltoall":
+            is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
+            self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(
+                self.num_local_experts,
+                self.local_expert_indices,
+                config=config,
+                pg_collection=pg_collection,
+                weighted_parts=weighted_parts,
+            )
         self._recomputes, self.moe_layer_recompute = self.moe_layer_recompute, False
 
     def forward(

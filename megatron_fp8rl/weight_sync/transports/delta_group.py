@@ -2,7 +2,7 @@
 
 Runs in the trainer and in engine workers. A sender keeps what it sent last, on its host; a receiver's spare memory holds
 the same. The first publication after a connection is sent whole, so a replica that comes late needs nothing from before:
-connections are made anew when the set of replicas changes. ``process_group.py`` has the rest.
+connections are made again when the set of replicas changes. ``process_group.py`` has the rest.
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ def _die_once(folder: Path) -> None:
 def _note_requests(folder: Path) -> None:
     real = EngineClient._request
 
-    async def request(client, verb, path, body):
+    async def request(client, verb, path, body, read):
         with (folder / "asked").open("a") as file:
             file.write(f"{time.time()} {os.getpid()} {path}\n")
-        return await real(client, verb, path, body)
+        return await real(client, verb, path, body, read)
 
     EngineClient._request = request
 

@@ -7,6 +7,7 @@ import torch
 
 from megatron_fp8rl.data.packing import pack
 from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
+from tests.helpers.samples import make_sample
 
 
 def random_samples(seed: int, count: int = 9, longest: int = 14) -> list[Sample]:
@@ -18,17 +19,24 @@ def random_samples(seed: int, count: int = 9, longest: int = 14) -> list[Sample]
         mask = [True] + [rng.random() < 0.85 for _ in range(num_completion - 1)]
         advantage = rng.choice([-1.5, -0.5, 0.5, 1.0, 2.0])
         samples.append(
-            Sample(
-                name=f"e{i % 2}/{i}#0",
-                environment=f"e{i % 2}",
-                token_ids=tuple(rng.randrange(100) for _ in range(num_prompt + num_completion)),
-                num_prompt_tokens=num_prompt,
-                loss_mask=(False,) * num_prompt + tuple(mask),
-                rollout_logprobs=(0.0,) * num_prompt + tuple(-rng.expovariate(1.0) for _ in range(num_completion)),
-                advantages=(0.0,) * num_prompt + (advantage,) * num_completion,
+            make_sample(
+                f"e{i % 2}/{i}#0",
+                f"e{i % 2}",
+                prompt=[rng.randrange(100) for _ in range(num_prompt)],
+                completion=[rng.randrange(100) for _ in range(num_completion)],
+                logprobs=[-rng.expovariate(1.0) for _ in range(num_completion)],
+                mask=mask,
+                advantages=[advantage] * num_completion,
             )
         )
     return samples
+
+
+class LocalReducer:
+    """The reducer for a single rank."""
+
+    def gather(self, value):
+        return [value]
 
 
 def packed(samples: list[Sample], *, max_tokens: int = 1 << 12, data_size: int = 1, alignment: int = 4):

@@ -306,7 +306,7 @@ def test_sft_loss_is_the_mean_cross_entropy():
 
 def test_gspo_limits_the_mean_of_a_sequence_and_not_its_tokens():
     """Log ratios +30 and -29.5 of a sequence: the mean is 0.25, and the gradient of both tokens is its ratio's."""
-    samples = [s for s in random_samples(seed=7, count=40) if sum(s.loss_mask) == 2][:1]
+    samples = [s for s in random_samples(seed=7, count=40) if s.num_loss_tokens == 2][:1]
     (batch,) = packed(samples)
     (mb,) = with_logprobs(batch, old_noise=0.0).microbatches
     offsets = torch.zeros_like(mb.old_logprobs_T)

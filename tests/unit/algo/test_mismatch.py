@@ -5,11 +5,10 @@ import math
 
 import pytest
 import torch
-from algo_cases import packed, random_samples, with_logprobs
+from algo_cases import LocalReducer, packed, random_samples, with_logprobs
 
 from megatron_fp8rl.algo.mismatch import (
     InexactError,
-    LocalReducer,
     LogprobError,
     MismatchAlarm,
     limited,

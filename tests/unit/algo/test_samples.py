@@ -12,6 +12,7 @@ from megatron_fp8rl.algo.named import NamedFunctionError, load_advantage
 from megatron_fp8rl.algo.samples import NonFiniteRewardError, RoutedExpertsError, has_signal, overlong_penalty
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.types import Completion, Prompt, Rollout, RolloutGroup, single_turn
+from tests.helpers.samples import advantages_of, logprobs_of, mask_of
 from tests.tolerances import FLOAT64_ORDER
 
 MODEL = ModelConfig(
@@ -74,9 +75,9 @@ def test_sample_fields_align_with_tokens():
     first, second = samples
     assert first.name == "sum/7#0" and second.name == "sum/7#1" and first.environment == "sum"
     assert first.token_ids == (1, 2, 3, 0, 1, 2, 3) and first.num_prompt_tokens == 3
-    assert first.loss_mask == (False,) * 3 + (True,) * 4
-    assert first.rollout_logprobs == (0.0, 0.0, 0.0, -0.0, -0.1, -0.2, pytest.approx(-0.3))
-    assert first.advantages == (0.0,) * 3 + (0.5,) * 4 and second.advantages == (0.0,) * 3 + (-0.5,) * 2
+    assert mask_of(first) == [False] * 3 + [True] * 4
+    assert logprobs_of(first) == [0.0, 0.0, 0.0, 0.0, -0.1, -0.2, -0.1 * 3]
+    assert advantages_of(first) == [0.0] * 3 + [0.5] * 4 and advantages_of(second) == [0.0] * 3 + [-0.5] * 2
     assert first.staleness == 2
 
 
@@ -88,14 +89,14 @@ def test_groups_without_variance(zero_variance):
     assert len(samples) == (4 if zero_variance == "keep" else 2)
     assert [has_signal(g, cfg) for g in groups] == [False, True]
     if zero_variance == "keep":
-        assert set(samples[0].advantages) == {0.0}
+        assert set(advantages_of(samples[0])) == {0.0}
 
 
 def test_failed_scores_and_aborted_completions_do_not_count():
     whole = group((1.0, 2), (0.0, 2), (0.0, 2))
     failed = group((9.0, 2), (1.0, 2), (0.0, 2), (0.0, 2), status="score_failed", detail="late")
-    expected = [s.advantages for s in to_samples([whole], config(), version=3)]
-    assert [s.advantages for s in to_samples([failed], config(), version=3)] == expected
+    expected = [advantages_of(s) for s in to_samples([whole], config(), version=3)]
+    assert [advantages_of(s) for s in to_samples([failed], config(), version=3)] == expected
     aborted = group((9.0, 2), (1.0, 2), (0.0, 2), (0.0, 2))
     completion = dataclasses.replace(aborted.rollouts[0].completions[0], finish_reason="abort")
     rollouts = (
@@ -103,7 +104,7 @@ def test_failed_scores_and_aborted_completions_do_not_count():
         *aborted.rollouts[1:],
     )
     samples = to_samples([dataclasses.replace(aborted, rollouts=rollouts)], config(), version=3)
-    assert [s.advantages for s in samples] == expected
+    assert [advantages_of(s) for s in samples] == expected
 
 
 def test_overlong_keep_mask_penalty():
@@ -111,13 +112,13 @@ def test_overlong_keep_mask_penalty():
     assert len(to_samples([rollouts], config(overlong="keep"), version=3)) == 3
     masked = to_samples([rollouts], config(overlong="mask", advantage="dr_grpo"), version=3)
     assert [s.name for s in masked] == ["sum/7#0", "sum/7#1"]
-    assert [s.advantages[-1] for s in masked] == [0.5, -0.5]
+    assert [advantages_of(s)[-1] for s in masked] == [0.5, -0.5]
     punished = to_samples(
         [group((1.0, 4), (1.0, 8), (1.0, 10))],
         config(overlong="penalty", overlong_buffer_tokens=4, advantage="dr_grpo"),
         version=3,
     )
-    assert [s.advantages[-1] for s in punished] == pytest.approx([0.5, 0.0, -0.5])  # rewards 1, 0.5, 0
+    assert [advantages_of(s)[-1] for s in punished] == pytest.approx([0.5, 0.0, -0.5])  # rewards 1, 0.5, 0
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_fp8rl.algo.mismatch import LocalReducer, mismatch_metrics
+from megatron_fp8rl.algo.mismatch import mismatch_metrics
 from megatron_fp8rl.algo.named import load_advantage
 from megatron_fp8rl.algo.samples import require_experts, to_samples
 from megatron_fp8rl.algo.turns import turn_of_tokens
 from megatron_fp8rl.config import AlgoConfig, ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.types import Completion, Given, Prompt, Rollout, RolloutGroup, Trajectory, single_turn
-from tests.unit.algo.algo_cases import packed, with_logprobs
+from tests.helpers.samples import advantages_of, logprobs_of, mask_of
+from tests.unit.algo.algo_cases import LocalReducer, packed, with_logprobs
 
 MODEL = ModelConfig(
     family="qwen3_moe", num_layers=2, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, head_dim=8,
@@ -54,9 +55,9 @@ def test_what_was_sampled_is_trained_and_what_was_given_is_not():
     )
     first, second = samples_of(rollout(0, 1.0, turns), rollout(1, 0.0, *single_turn(PROMPT, sampled(43))))
     assert first.token_ids == (1, 2, 3, 40, 41, 50, 42), "the result of a tool that nobody read is left out"
-    assert first.loss_mask == (False, False, False, True, True, False, True) and first.num_prompt_tokens == 3
-    assert first.rollout_logprobs == (0.0, 0.0, 0.0, -40 / 128, -41 / 128, 0.0, -42 / 128)
-    assert [a != 0 for a in first.advantages] == list(first.loss_mask) and len(set(first.advantages)) == 2
+    assert mask_of(first) == [False, False, False, True, True, False, True] and first.num_prompt_tokens == 3
+    assert logprobs_of(first) == [0.0, 0.0, 0.0, -40 / 128, -41 / 128, 0.0, -42 / 128]
+    assert [a != 0 for a in advantages_of(first)] == mask_of(first) and len(set(advantages_of(first))) == 2
     assert (first.staleness, second.staleness) == (3, 5) and second.token_ids == (1, 2, 3, 43)
 
 
@@ -65,7 +66,7 @@ def test_branches_are_samples_of_their_own_with_the_same_advantage():
     rewritten = Trajectory(segments=(given(1, 2, 9, 9), sampled(41, 42)))
     found = samples_of(rollout(0, 1.0, kept, rewritten), rollout(1, 0.0, kept))
     assert [one.name for one in found] == ["sum/7#0/0", "sum/7#0/1", "sum/7#1"]
-    assert found[0].advantages[-1] == found[1].advantages[-1] == -found[2].advantages[-1] > 0
+    assert advantages_of(found[0])[-1] == advantages_of(found[1])[-1] == -advantages_of(found[2])[-1] > 0
     assert found[1].token_ids == (1, 2, 9, 9, 41, 42) and found[1].num_prompt_tokens == 4
 
 
@@ -78,11 +79,11 @@ def test_advantages_by_turn_compare_the_reward_from_that_turn_on():
 
     found = samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), of(2, 0.5), advantage="dr_grpo", advantage_unit="turn")
     # Returns: turn 1: 1, 1, 0.5; turn 2: 0, 1.
-    by_turn = [[a for a, is_loss in zip(one.advantages, one.loss_mask, strict=True) if is_loss] for one in found]
+    by_turn = [[a for a, is_loss in zip(advantages_of(one), mask_of(one), strict=True) if is_loss] for one in found]
     assert by_turn[0] == pytest.approx([1 / 6, -0.5]) and by_turn[1] == pytest.approx([1 / 6, 0.5])
     assert by_turn[2] == pytest.approx([-1 / 3])
     whole = samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), of(2, 0.5), advantage="dr_grpo")
-    assert [one.advantages[-1] for one in whole] == pytest.approx([1 / 6, 1 / 6, -1 / 3])
+    assert [advantages_of(one)[-1] for one in whole] == pytest.approx([1 / 6, 1 / 6, -1 / 3])
     assert not samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0)), "equal whole rewards teach nothing"
     assert len(samples_of(of(0, 1.0, 0.0), of(1, 0.0, 1.0), advantage_unit="turn")) == 2
     with pytest.raises(ValueError, match="sum/7#0: 1 rewards of 2 turns"):
@@ -95,7 +96,7 @@ def test_overlong_rules_look_at_the_longest_turn_and_at_the_end():
     short = Trajectory(segments=(given(1), sampled(40)))
     cut = Trajectory(segments=(given(1), sampled(*range(10), reason="length")))
     punished = samples_of(rollout(0, 1.0, long), rollout(1, 1.0, short), overlong="penalty", advantage="dr_grpo")
-    assert punished[0].advantages[-1] == -0.5 and punished[1].advantages[-1] == 0.5
+    assert advantages_of(punished[0])[-1] == -0.5 and advantages_of(punished[1])[-1] == 0.5
     rollouts = rollout(0, 1.0, cut, status="truncated"), rollout(1, 0.0, short), rollout(2, 0.5, short)
     assert [one.name for one in samples_of(*rollouts, overlong="mask")] == ["sum/7#1", "sum/7#2"]
     limited = rollout(0, 1.0, short, status="truncated")  # by the turns of its session

@@ -110,7 +110,7 @@ def test_rows_become_a_table_with_numbered_reasons():
     cfg = config("single")
     tally = compare(cfg, held_by_an_engine(cfg))
     keys = {"model": "tiny_moe", "layers": 0, "scales": "fp32", "trainer": "single", "engine": "tp2"}
-    keys |= {"transport": "auto", "device": "x"}
+    keys |= {"transport": "auto", "device": "x", "run": "A"}
     tally.exceptions[byte_comparison.TE_SCALES] = ["b", "a"]
     row = keys | same_bytes.row_of(cfg, tally, has_te=True)
     assert row["exceptions"] == {byte_comparison.TE_SCALES: [2, "a", "b"]}

@@ -39,7 +39,7 @@ def written(tmp_path, arm: str, seconds: list[float]) -> ledger_rows.Job:
     zero = {"step": 0, "time/start_engines/s": 20.0, "time/publish/s": 1.0, "time/step/s": 1.0}
     steps = [
         {"step": i + 1, "time/step/s": s, "time/update/s": s / 2, "time/rollouts/s": s / 4, "publish/total/s": 0.1,
-         "publish/num_tensors/sum": 25, "rollout/num_tokens/sum": 128.0, "rollout/length/mean": 16.0,
+         "publish/num_tensors/sum": 25, "rollout/num_tokens/sum": 128.0, "rollout/length/mean": 16.0, "rollout/prompt_length/mean": 9.0,
          "rollout/num_completions/sum": 8.0, "mismatch/abs_logprob_diff/mean": 0.01}
         for i, s in enumerate(seconds)
     ]  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_row_leaves_out_the_first_steps_and_those_after_the_last(tmp_path):
     assert row["step_s"] == [5.0, 4.0, 6.0] and row["steps"] == 3 and row["phases_s"]["update"] == [2.5, 2.0, 3.0]
     assert row["start_s"] == {"engines": 20.0, "publish": 1.0} and row["first_updates_s"] == [45.0, 25.0]
     assert row["tokens_per_s_gpu"] == pytest.approx(128 / 5) and row["sequences"] == 8
-    per_token = 3 * ledger_rows.flops(one.cfg.model, [16.0] * 8)
+    per_token = 3 * ledger_rows.flops(one.cfg.model, [25.0] * 8)
     assert row["update_tflops_gpu"] == pytest.approx(per_token / 2.5 / 1e12)
     assert ledger_rows.row_of(one, PowerMeter(), 2) is None
 
@@ -71,6 +71,18 @@ def test_ratios_are_formed_within_one_run_alone(tmp_path):
     (of_b,) = [line for line in text.splitlines() if line.startswith("| B")]
     assert "| 1.5 |" in of_a and "| 2 |" not in of_b
     assert text.count("commit") == 2
+
+
+def test_a_ratio_is_to_the_fastest_bf16_of_a_run_whatever_its_fields(tmp_path):
+    rows = []
+    for arm, fields, seconds in (("bf16", [], 6.0), ("bf16", ["--precision.experts", "deep_gemm"], 5.0), ("fp8", [], 4.0)):
+        folder = tmp_path / f"{arm}{len(fields)}"
+        folder.mkdir()
+        found = ledger_rows.row_of(written(folder, arm, [9.0, 9.0, seconds]), PowerMeter(), 3)
+        rows.append(found | {"run": "A", "fields": fields, "device": "x", "stamp": record.stamp()})
+    lines = [line for line in section(ledger.LEDGER, rows).splitlines() if line.startswith("| A")]
+    assert [line.split(" | ")[2] for line in lines] == ["bf16", "bf16 --precision.experts deep_gemm", "fp8"]
+    assert "| 1.25 |" in lines[2]
 
 
 def test_arms_take_turns_and_rounds_are_rows_of_their_own(tmp_path):
@@ -98,7 +110,12 @@ def test_a_shape_that_does_not_fit_is_refused_with_a_depth_that_does(tmp_path, c
 @pytest.mark.parametrize("name", sorted(set(ledger.SHAPES) - {"30b_a3b_eight"}))
 def test_every_shape_can_be_planned_for_h200(name, tmp_path):
     options = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)])
+    shape = ledger.SHAPES[name]
     for arm in ledger.ARMS:
+        if arm == "fp8_deep_gemm" and shape.gpus and not shape.model.is_moe:
+            with pytest.raises(ConfigError, match="moe_backend.*the model is dense"):
+                ledger.job_of(options, name, arm)
+            continue
         found = ledger.job_of(options, name, arm)
         assert found.cfg.num_steps > options.steps and found.cfg.checkpoint.every_steps == 0
         assert found.cfg.precision.exact == (arm == "exact")
@@ -107,5 +124,5 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
 
 def test_a_mistake_of_the_user_is_named(tmp_path):
     options = parse(ledger.LEDGER, ["--model", str(tmp_path / "none"), "--data", "x.jsonl", "--reward", "math"])
-    with pytest.raises(ConfigError, match="is no folder"):
+    with pytest.raises(ConfigError, match="is not a folder"):
         ledger.job_of(options, "own", "fp8")

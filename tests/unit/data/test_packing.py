@@ -1,6 +1,7 @@
 """Packing over random samples: nothing lost, nothing doubled, everything aligned, ranks in balance."""
 
 import random
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -8,22 +9,24 @@ import pytest
 
 from megatron_fp8rl.config import ParallelConfig
 from megatron_fp8rl.data.packing import Alignment, SequenceTooLongError, assign, pack
+from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Sample
+from tests.helpers.samples import advantages_of, logprobs_of, make_sample, mask_of
 
 
-def make_sample(rng: random.Random, index: int, *, longest: int = 30, experts: tuple[int, int] | None = None) -> Sample:
+def draw_sample(rng: random.Random, index: int, *, longest: int = 30, experts: tuple[int, int] | None = None) -> Sample:
     """Values encode (sample, position), so that a token out of place shows."""
     num_prompt, num_completion = rng.randint(1, longest), rng.randint(1, longest)
     num = num_prompt + num_completion
-    mask = [True, *(rng.random() < 0.8 for _ in range(num_completion - 1))]
-    return Sample(
-        name=f"env/{index}#0",
-        environment=f"env{index % 3}",
-        token_ids=tuple(1000 * (index + 1) + i for i in range(num)),
-        num_prompt_tokens=num_prompt,
-        loss_mask=(False,) * num_prompt + tuple(mask),
-        rollout_logprobs=(0.0,) * num_prompt + tuple(-float(index) - i / 64 for i in range(num_completion)),
-        advantages=(0.0,) * num_prompt + tuple(index + i / 64 for i in range(num_completion)),
+    ids = [1000 * (index + 1) + i for i in range(num)]
+    return make_sample(
+        f"env/{index}#0",
+        f"env{index % 3}",
+        prompt=ids[:num_prompt],
+        completion=ids[num_prompt:],
+        logprobs=[-float(index) - i / 64 for i in range(num_completion)],
+        mask=[True, *(rng.random() < 0.8 for _ in range(num_completion - 1))],
+        advantages=[index + i / 64 for i in range(num_completion)],
         routed_experts=None if experts is None else np.full((num - 1, *experts), index % 50, dtype=np.uint8),
     )
 
@@ -43,14 +46,14 @@ def check_microbatch(mb, by_name, alignment: Alignment, max_tokens: int) -> list
             assert not mb.loss_mask_T[low:high].any() and (mb.completion_positions_T[low:high] == -1).all()
             continue
         sample = by_name[name]
-        num = len(sample.token_ids)
+        num = sample.num_tokens
         last = low + num - 1
         assert mb.environments[s] == sample.environment
         assert mb.tokens_T[low : low + num].tolist() == list(sample.token_ids)
         assert mb.targets_T[low:last].tolist() == list(sample.token_ids[1:])
-        assert mb.loss_mask_T[low:high].tolist() == [*sample.loss_mask[1:], *[False] * (high - last)]
-        assert mb.rollout_logprobs_T[low:last].tolist() == list(sample.rollout_logprobs[1:])
-        assert mb.advantages_T[low:last].tolist() == list(sample.advantages[1:])
+        assert mb.loss_mask_T[low:high].tolist() == [*mask_of(sample)[1:], *[False] * (high - last)]
+        assert mb.rollout_logprobs_T[low:last].tolist() == logprobs_of(sample)[1:]
+        assert mb.advantages_T[low:last].tolist() == advantages_of(sample)[1:]
         expected = [max(t + 1 - sample.num_prompt_tokens, -1) for t in range(num - 1)]
         assert mb.completion_positions_T[low:high].tolist() == expected + [-1] * (high - last)
         if sample.routed_experts is not None:
@@ -65,7 +68,7 @@ def test_every_token_exactly_once_and_in_place(seed):
     parallel = ParallelConfig(tensor=rng.choice([1, 2]), context=rng.choice([1, 2]))
     alignment = rng.choice([Alignment.of(parallel), Alignment(sequence=rng.choice([1, 4]), microbatch=4)])
     experts = rng.choice([None, (2, 4)])
-    samples = [make_sample(rng, i, experts=experts) for i in range(rng.randint(1, 40))]
+    samples = [draw_sample(rng, i, experts=experts) for i in range(rng.randint(1, 40))]
     data_size, multiple, num_updates = rng.choice([1, 2, 3]), rng.choice([1, 2, 4]), rng.choice([1, 1, 3])
     options = dict(
         data_size=data_size,
@@ -94,7 +97,7 @@ def test_every_token_exactly_once_and_in_place(seed):
 
 
 def test_updates_are_consecutive_parts():
-    samples = [make_sample(random.Random(i), i) for i in range(10)]
+    samples = [draw_sample(random.Random(i), i) for i in range(10)]
     batches = pack(samples, data_size=1, data_rank=0, max_tokens=200, alignment=1, num_updates=3)
     parts = [sorted(int(n[4:-2]) for mb in batch.microbatches for n in mb.names if n) for batch in batches]
     assert parts == [[0, 1, 2], [3, 4, 5], [6, 7, 8, 9]]
@@ -120,14 +123,14 @@ def test_padding_only_where_alignment_asks():
     alignment = Alignment.of(ParallelConfig(world_size=8, tensor=2, context=2))
     assert alignment == Alignment(sequence=4, microbatch=64)
     assert Alignment.of(ParallelConfig()) == Alignment(sequence=1, microbatch=16)
-    samples = [make_sample(random.Random(i), i) for i in range(20)]
+    samples = [draw_sample(random.Random(i), i) for i in range(20)]
     (batch,) = pack(samples, data_size=1, data_rank=0, max_tokens=1 << 14, alignment=Alignment.of(ParallelConfig()))
     (mb,) = batch.microbatches
     assert len(mb.tokens_T) == 16 * ceil(sum(len(s.token_ids) for s in samples) / 16)
 
 
 def test_a_sequence_too_long_is_refused_by_name():
-    samples = [make_sample(random.Random(i), i) for i in range(5)]
+    samples = [draw_sample(random.Random(i), i) for i in range(5)]
     longest = max(samples, key=lambda s: len(s.token_ids))
     with pytest.raises(
         SequenceTooLongError, match=rf"{longest.name} has {len(longest.token_ids)} tokens.*Raise rollout"
@@ -140,17 +143,13 @@ def test_inconsistent_samples_are_refused_by_name():
     def packed(sample, *others):
         return pack([sample, *others], data_size=1, data_rank=0, max_tokens=256, alignment=1)
 
-    def changed(**changes):
-        fields = {name: getattr(good, name) for name in good.__slots__}
-        return Sample(**{**fields, **changes})
-
-    good = make_sample(random.Random(0), 0)
-    with pytest.raises(ValueError, match="env/0#0: advantages has 1 entries"):
-        packed(changed(advantages=(0.0,)))
-    with pytest.raises(ValueError, match="env/0#0: the loss mask covers prompt"):
-        packed(changed(loss_mask=(True,) * len(good.token_ids)))
-    with pytest.raises(ValueError, match="env/0#0: 0 prompt tokens"):
-        packed(changed(num_prompt_tokens=0))
-    routed = make_sample(random.Random(1), 1, experts=(2, 4))
+    good = draw_sample(random.Random(0), 0)
+    prompt, sampled, *_ = good.stretches
+    with pytest.raises(ValueError, match="env/0#0: 1 log-probabilities of 2 sampled tokens"):
+        packed(replace(good, stretches=(prompt, sampled._replace(token_ids=Row.of_ids((1, 2))))))
+    for first in (sampled, sampled._replace(is_trained=False), prompt._replace(is_trained=True)):
+        with pytest.raises(ValueError, match="env/0#0: no token before the first that was sampled"):
+            packed(replace(good, stretches=(first, sampled)))
+    routed = draw_sample(random.Random(1), 1, experts=(2, 4))
     with pytest.raises(ValueError, match="env/0#0: routed experts of shape None"):
         packed(good, routed)

@@ -149,7 +149,7 @@ def test_what_an_earlier_run_left_standing_still_is_killed(tmp_path):
     os.kill(left.pid, signal.SIGSTOP)
     try:
         with run_folder.held(config(folder)):
-            assert left.wait(10) == -signal.SIGKILL and other.poll() is None
+            assert left.wait(60) == -signal.SIGKILL and other.poll() is None
             assert os.environ["FP8RL_RUN_DIR"] == str(folder)
     finally:
         other.kill()

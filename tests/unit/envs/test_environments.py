@@ -14,7 +14,7 @@ from megatron_fp8rl.envs.environment import (
     environments_by_key,
     render,
 )
-from megatron_fp8rl.envs.reasoning_gym import extract_answer
+from megatron_fp8rl.envs.libraries.reasoning_gym import extract_answer
 from megatron_fp8rl.types import Prompt
 
 

@@ -133,7 +133,7 @@ class TestFunctions:
         assert own == {"style": 1.0, "reward": 0.25}
 
     def test_what_is_no_number_is_named(self):
-        with pytest.raises(TypeError, match="nothing returned None, which is no number"):
+        with pytest.raises(TypeError, match="nothing returned None, which is not a number"):
             RowRewards((RewardConfig(function=f"{FUNCTIONS}:nothing"),)).score(prompt(), "x")
 
     def test_parts_come_out_of_the_pool_and_failures_cost_one_score(self):
@@ -144,7 +144,7 @@ class TestFunctions:
             found = pool.submit(prompt("2"), "2").result(100)
             assert found.parts == {"exact": 1.0, "length_share": 0.1} and found.reward == pytest.approx(1.01)
             other = Prompt(prompt_id="b/0", environment="b", token_ids=(), text="", answer="")
-            assert "returned None, which is no number" in pool.submit(other, "x").result(100).detail
+            assert "returned None, which is not a number" in pool.submit(other, "x").result(100).detail
 
     def test_what_waits_is_scored_in_one_call(self):
         source = EnvironmentConfig(

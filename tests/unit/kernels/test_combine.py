@@ -67,6 +67,22 @@ def test_a_sum_is_rounded_once():
     assert (found == exact.bfloat16()).double().mean() > 0.999
 
 
+def test_two_parts_are_rounded_before_they_are_added():
+    """As two ranks of an engine do that have six experts each."""
+    weights, goes = _choice()
+    rows = torch.randn(NUM_TOKENS * TOP_K, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    values, experts = slots(weights, goes, TOP_K)
+    terms = rows[rows_of(experts)].double() * values.double()[..., None]
+    first = experts < NUM_EXPERTS // 2
+    parts = [(terms * mine[..., None]).sum(dim=1).bfloat16() for mine in (first, ~first)]
+    found = combine_experts(rows, weights, goes, TOP_K, num_parts=2)
+    assert torch.equal(found, parts[0] + parts[1])
+    assert not torch.equal(found, combine_experts(rows, weights, goes, TOP_K))
+    rows, grad = rows.float().requires_grad_(), torch.randn(NUM_TOKENS, HIDDEN)
+    for_one, for_two = (torch.autograd.grad(combine_experts(rows, weights, goes, TOP_K, n), rows, grad) for n in (1, 2))
+    assert torch.equal(for_one[0], for_two[0])
+
+
 @pytest.mark.parametrize("kernels", ["deep_gemm", "te"])
 def test_experts_that_weigh_later_have_the_same_gradients(kernels):
     precision = dataclasses.replace(PrecisionConfig(), experts=kernels)

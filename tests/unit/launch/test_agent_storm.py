@@ -81,7 +81,7 @@ def latest_save(job: Nodes) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="namespaces need root")
 def test_nothing_is_lost_but_the_steps_since_the_last_save(tmp_path: Path):
-    draw, steps = random.Random(20), 10_000
+    draw, steps = random.Random(20), 100_000  # more than there is time for
     roles = [trainer(str(steps), "--save-every", str(SAVE_EVERY), nodes=tuple(range(TRAINERS)))]
     roles += [replica(i, TRAINERS + i) for i in range(NODES - TRAINERS)]
     job = Nodes(tmp_path, *roles, num_nodes=NODES, max_restarts=1000)

@@ -240,7 +240,7 @@ def test_logs_name_what_is_not_there(tmp_path: Path, monkeypatch, capsys: pytest
         assert capsys.readouterr().err.endswith(said)
     with pytest.raises(SystemExit):
         cli.main(["logs", str(tmp_path), "--lines", "-1"])
-    assert "'-1' is no number of lines" in capsys.readouterr().err
+    assert "'-1' is not a number of lines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

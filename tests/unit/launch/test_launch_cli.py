@@ -68,7 +68,7 @@ def test_nothing_heavy_is_imported():
         (["tiny_qwen3_mo", "--cluster", "local"], "tiny_qwen3_moe"),
         (["--cluster", "local"], "CONFIG is missing"),
         (["tiny_qwen3_moe", "--cluster", "local", "--job", "trian"], "--job 'trian' is unknown"),
-        (["tiny_qwen3_moe", "--cluster", "local", "--nodes", "two"], "--nodes 'two' is no number"),
+        (["tiny_qwen3_moe", "--cluster", "local", "--nodes", "two"], "--nodes 'two' is not a number"),
         (["tiny_qwen3_moe", "--cluster"], "--cluster needs a value"),
         (["tiny_qwen3_moe", "--cluster", "local", "--id", "a b"], "--id 'a b'"),
         (["tiny_qwen3_moe", "--cluster", "local", "--over", "seed"], "name a field and its values"),

@@ -46,6 +46,7 @@ def test_statistics_count_completions_and_groups():
             "rollout/length/mean": 6.0,
             "rollout/length/max": 8,
             "rollout/length/min": 2,
+            "rollout/prompt_length/mean": 1.0,
             "rollout/truncated/mean": 0.5,
             "rollout/aborted/mean": 0.0,
             "rollout/surprisal/mean": 0.5,

@@ -9,10 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_fp8rl.algo.samples import without_experts
 from megatron_fp8rl.observe import recording
 from megatron_fp8rl.observe.recording import RolloutWriter, lacks_experts, read_steps, steps_of
-from megatron_fp8rl.types import Given, RolloutGroup, Trajectory, single_turn
+from megatron_fp8rl.types import Completion, Given, RolloutGroup, Trajectory, single_turn
 from tests.helpers.rollouts import make_group
 
 
@@ -55,7 +54,14 @@ def test_sessions_of_several_turns_and_branches_read_back_equal(tmp_path):
     for read, written in zip(found.rollouts, group.rollouts, strict=True):
         for ours, theirs in zip(read.completions, written.completions, strict=True):
             np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
-    assert without_experts((found,)) == without_experts((group,))
+    assert _without_experts(found) == _without_experts(group)
+
+
+def _without_experts(group: RolloutGroup) -> list:
+    """All fields, with the completions' arrays of experts taken out, which have no truth value."""
+    segments = [segment for rollout in group.rollouts for branch in rollout.branches for segment in branch.segments]
+    bare = [replace(s, routed_experts=None) if isinstance(s, Completion) else s for s in segments]
+    return [group.prompt, *bare, *(replace(rollout, branches=()) for rollout in group.rollouts)]
 
 
 def test_other_programs_read_a_row_for_each_completion(tmp_path):
@@ -114,7 +120,7 @@ def test_a_damaged_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(ValueError, match=r"step_00000002\.parquet does not hold a step's rollouts .*; remove it"):
         list(read_steps(tmp_path))
-    with pytest.raises(FileNotFoundError, match="nowhere is no folder of recorded rollouts"):
+    with pytest.raises(FileNotFoundError, match="nowhere holds no recorded rollouts"):
         list(read_steps(tmp_path / "nowhere"))
 
 

@@ -9,8 +9,8 @@ import pytest
 from megatron_fp8rl.config import ParallelConfig, PrecisionConfig, RolloutConfig
 from megatron_fp8rl.precision import kernel_choice
 from megatron_fp8rl.precision.hardware import PACKAGES, Hardware
-from megatron_fp8rl.precision.kernel_choice import KernelChoice, Range, choose, refusals
-from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, Use, experts_of, linears_of
+from megatron_fp8rl.precision.kernel_choice import KernelChoice, choose, refusals
+from megatron_fp8rl.precision.matmul_shapes import Experts, Linear, Range, Use, experts_of, linears_of
 from megatron_fp8rl.preflight import rules
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_30b_a3b
@@ -79,7 +79,7 @@ def test_auto_is_what_was_faster_on_an_h200():
     moe = make(grpo_qwen3_30b_a3b())
     for trainer, tokens, found in (
         ("blockwise", 16_384, "deep_gemm"), ("blockwise", 512, "deep_gemm"), ("delayed", 16_384, "te"),
-        ("bf16", 16_384, "deep_gemm"), ("bf16", 32_768, "te"),
+        ("bf16", 16_384, "deep_gemm"), ("bf16", 32_768, "deep_gemm"), ("bf16", 65_536, "te"),
     ):  # fmt: skip
         cfg = replace(make(moe, tokens), precision=PrecisionConfig(trainer=trainer))
         assert chosen("experts", cfg) == found, (trainer, tokens)
@@ -162,6 +162,26 @@ def test_what_is_not_installed_is_named_with_the_remedy():
     (text,) = said(flashinfer, without["flashinfer"])
     assert text.startswith("--rollout.attention_backend = 'FLASHINFER': the package flashinfer")
     assert not refusals(flashinfer, without["flashinfer"], "trainer")  # where engines live elsewhere
+
+
+@pytest.mark.parametrize(("dispatch", "package"), [("deepep", "deep_ep"), ("hybridep", "hybrid_ep")])
+def test_what_carries_tokens_is_refused_where_it_cannot(dispatch, package):
+    wide = make(grpo_qwen3_30b_a3b(), world_size=8, expert=8, dispatch=dispatch)
+    choice = choose(wide, HOPPER)
+    assert choice.trainer.dispatch == dispatch and not refusals(wide, HOPPER)
+    assert choice.trainer.combine == "experts"  # where the engine's DeepGEMM would have them added with weights, too
+    deep_gemm = replace(wide, rollout=replace(wide.rollout, moe_backend="deep_gemm"))
+    assert choose(deep_gemm, HOPPER).trainer.combine == "experts"
+    for cfg, hardware, problem in (
+        (wide, CPU, "needs a GPU"),
+        (wide, Hardware("ampere"), "needs Hopper"),
+        (wide, Hardware("hopper", frozenset(PACKAGES) - {package}), "is not installed"),
+        (make(grpo_qwen3_30b_a3b(), world_size=8, dispatch=dispatch), HOPPER, "has all experts"),
+        (make(grpo_qwen3_8b(), world_size=8, dispatch=dispatch), HOPPER, "has all experts"),
+        (replace(wide, precision=PrecisionConfig(exact=True)), HOPPER, "orders of their own"),
+    ):
+        (text,) = [text for text in said(cfg, hardware) if f"--parallel.dispatch = '{dispatch}'" in text]
+        assert problem in text and "alltoall" in text, text
 
 
 def test_the_record_of_a_run_names_what_computes():

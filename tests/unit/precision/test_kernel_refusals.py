@@ -11,12 +11,21 @@ import pytest
 import torch
 
 from megatron_fp8rl.cli import config_functions
-from megatron_fp8rl.config import ConfigError, ModelConfig, PrecisionConfig, RolloutConfig, RunConfig, Violation
+from megatron_fp8rl.config import (
+    ConfigError,
+    ModelConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RolloutConfig,
+    RunConfig,
+    Violation,
+)
 from megatron_fp8rl.precision.hardware import Generation, Hardware
 from megatron_fp8rl.preflight import rules
 
 FIELDS = {
     "precision": ("trainer", "rollout", "scales", "gradients", "params", "kernels", "linears", "experts", "attention", "exact"),
+    "parallel": ("dispatch",),
     "rollout": ("linear_backend", "moe_backend", "attention_backend", "batch_invariant", "kv_cache_dtype"),
 }
 KERNEL_FIELDS = {f"--{group}.{name}" for group, names in FIELDS.items() for name in names} - {"--rollout.kv_cache_dtype"}
@@ -78,7 +87,7 @@ def drawn(seed: int) -> RunConfig:
     """A configuration with some of the fields that name kernels at random values, all legal."""
     rng = random.Random(seed)
     cfg = rng.choice([function() for function in config_functions().values()])
-    groups = {"precision": PrecisionConfig, "rollout": RolloutConfig}
+    groups = {"precision": PrecisionConfig, "parallel": ParallelConfig, "rollout": RolloutConfig}
     for group, names in FIELDS.items():
         picked = rng.sample(names, rng.randint(1, len(names)))
         changes = {name: rng.choice(values(groups[group], name)) for name in picked}
@@ -159,6 +168,44 @@ def test_exact_refuses_what_cannot_be(path, value, on_gpu_only):
     assert not refusals(replace(cfg, precision=replace(cfg.precision, exact=False)), Hardware("cpu"))
     assert refusals(cfg, Hardware("hopper"))
     assert bool(refusals(cfg, Hardware("cpu"))) != on_gpu_only
+
+
+DENSE = replace(
+    EXACT,
+    model=replace(
+        EXACT.model, family="qwen3", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0, ffn_hidden_size=512
+    ),
+)
+
+
+SHARED = replace(EXACT, model=replace(EXACT.model, num_shared_experts=1))
+
+
+@pytest.mark.parametrize(
+    "cfg, data, tensor, expert, trainer, refused",
+    [
+        (DENSE, 1, 2, 1, 2, ""),
+        (EXACT, 1, 2, 2, 2, ""),
+        (EXACT, 2, 1, 2, 1, ""),
+        (EXACT, 1, 2, 2, 1, "parallel.tensor"),  # the trainer would round once
+        (EXACT, 2, 1, 2, 2, "parallel.tensor"),
+        (EXACT, 1, 2, 1, 2, "rollout.expert"),
+        (DENSE, 1, 4, 1, 4, "rollout.tensor"),
+        (EXACT, 4, 1, 4, 1, "rollout.data"),
+        (SHARED, 1, 2, 2, 2, "rollout.tensor"),
+        (SHARED, 2, 1, 2, 1, "rollout.data"),
+    ],
+)
+def test_exact_accepts_sums_of_two_ranks_that_the_trainer_has_too(cfg, data, tensor, expert, trainer, refused):
+    from megatron_fp8rl.precision.kernel_choice import refusals
+
+    cfg = replace(
+        cfg,
+        rollout=replace(cfg.rollout, data=data, tensor=tensor, expert=expert),
+        parallel=replace(cfg.parallel, world_size=trainer, tensor=trainer),
+    )
+    for hardware in (Hardware("cpu"), Hardware("hopper")):
+        assert [v.field for v in refusals(cfg, hardware)] == ([f"--{refused}"] if refused else []), hardware
 
 
 def _tiny(**precision) -> RunConfig:

@@ -117,6 +117,8 @@ def test_five_mistakes_give_five_violations():
         ({"rollout__record_routed_experts": True}, "--rollout.record_routed_experts"),
         ({"rollout__replay": "missing"}, "--rollout.replay"),
         ({"seed": 2**70}, "--seed"),
+        ({"model__embedding_range": 1.0, "model__tie_embeddings": True}, "--model.embedding_range"),
+        ({"model__embedding_range": 0.0}, "--model.embedding_range"),
         ({"output_dir": "/proc/x"}, "--output_dir"),
         ({"rollout__request_deadline_s": 0.001}, "--rollout.request_deadline_s"),
         ({"rollout__temperature": 1e-9}, "--rollout.temperature"),
@@ -342,3 +344,7 @@ def test_what_starts_all_the_same_is_doubted():
     assert len(doubts(cfg, "hopper")) == 1 and doubts(make(), "cpu") == []
     (remote,) = doubts(make(rollout__placement="remote"), "cpu")
     assert "`python -m launch` does" in remote.problem
+    window = {"rollout__max_staleness": 4, "rollout__prompts_per_step": 16}
+    (full,) = doubts(make(rollout__window_groups=80, **window), "cpu")
+    assert "groups stay 5 steps in a window of 80" in full.problem and "up to 64 groups" in full.problem
+    assert doubts(make(rollout__window_groups=64, **window), "cpu") == []

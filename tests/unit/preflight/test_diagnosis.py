@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -305,25 +304,6 @@ def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
     assert not errors(after) and max(phase.share for phase in after.phases) < 0.92
     assert "Memory per GPU that trainer and engine share" in doctor.plain(found)
     assert len(json.loads(doctor.to_json(found))["phases"]) == 3
-
-
-@pytest.mark.parametrize(("gib", "sleeps", "moves"), [(140, False, False), (40, True, False), (24, True, True)])
-def test_what_shares_a_gpu_moves_as_little_as_fits(gib, sleeps, moves):
-    cfg = change(
-        small_qwen3(), rollout__placement="colocated", rollout__sleep_level=2, rollout__num_replicas=1,
-        rollout__gpu_memory_utilization=0.85, rollout__kv_cache_bytes=None, parallel__world_size=1,
-        model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
-        model__num_key_value_heads=8, model__head_dim=128, model__max_position_embeddings=8192,
-        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, optim__offload=(),
-        rollout__max_tokens_per_microbatch=2048, rollout__max_num_sequences=64,
-    )  # fmt: skip
-    options = DoctorOptions(num_gpus=1, memory_gib=gib)
-    found = layout_search.in_place(cfg, partial(judge, options=options))
-    after = layout_search.apply(cfg, found)
-    assert bool(found) != moves
-    if found:
-        assert (after.rollout.sleep_level > 0) == sleeps and not after.optim.offload
-        assert not judge(after, options).errors
 
 
 def test_offloading_is_typed_as_several_words():

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import time
 
 import psutil
 import pytest
@@ -18,6 +17,7 @@ from megatron_fp8rl.rollout.agents import agent_process
 from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
 from megatron_fp8rl.rollout.agents.requests import Requests
 from megatron_fp8rl.types import Completion, Given
+from tests.helpers.processes import until
 from tests.helpers.sessions import CHAT, TOKENIZER, Engine, Fleet, Scorer, config, play, prompt
 
 MARK = "MEGATRON_FP8RL_TEST_OF_AGENTS"  # agents inherit such variables
@@ -65,9 +65,10 @@ def test_an_opponent_is_sampled_and_not_trained():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("agent", ["endless", "endless_by_url"])
 @pytest.mark.parametrize("limits", [{"max_turns": 3}, {"max_tokens": 60}])
-def test_an_agent_that_never_stops_ends_at_its_limit(limits):
-    (rollout,) = play(config("endless", **limits), prompt())
+def test_an_agent_that_never_stops_ends_at_its_limit(limits, agent):
+    (rollout,) = play(config(agent, **limits), prompt())
     assert rollout.status == "truncated" and "is at its limit" in rollout.detail
     assert next(iter(limits)) in rollout.detail and rollout.reward == 0.0
     assert len(rollout.completions) == 3 if "max_turns" in limits else len(rollout.branches[0].token_ids) <= 60
@@ -108,7 +109,7 @@ FAULTS = {
     "10 MB": ("truncated", "a message of role tool has 10000000 characters"),
     "binary": ("scored", ""),
     "unknown characters": ("score_failed", "the tokenizer does not know '€'"),
-    "no number": ("score_failed", "returned 'good', which is no number"),
+    "no number": ("score_failed", "returned 'good', which is not a number"),
     "not a number": ("score_failed", "returned nan"),
     "wrong messages": ("scored", ""),
     "program": ("scored", ""),
@@ -130,10 +131,7 @@ def test_what_goes_wrong_costs_one_session(kind, monkeypatch):
     assert rollouts[2].status == status and detail in rollouts[2].detail, rollouts[2].detail
     assert [one.status for i, one in enumerate(rollouts) if i != 2] == ["scored"] * 4
     assert all(one.reward == 1.0 for i, one in enumerate(rollouts) if i != 2)
-    end = time.monotonic() + 5
-    while descendants(mark) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not descendants(mark)
+    until(lambda: not descendants(mark), "what agents had started to end")
 
 
 @pytest.mark.slow
@@ -160,10 +158,7 @@ def test_two_thousand_sessions_leave_nothing(monkeypatch):
     seen = asyncio.run(run())
     assert seen[-1][0] <= seen[0][0] + 4 and seen[-1][1] <= seen[0][1] + 4, seen
     assert seen[-1][2] - seen[1][2] < 60, seen
-    end = time.monotonic() + 5
-    while descendants(mark) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not descendants(mark)
+    until(lambda: not descendants(mark), "what agents had started to end")
 
 
 def test_an_agent_that_cannot_be_loaded_ends_the_run(tmp_path):
@@ -181,7 +176,7 @@ def test_a_rewritten_past_forks_or_is_kept_or_is_refused(policy, num_branches):
     tokenizer, end = chat.tokenizer, chat.tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     class Thinker(Engine):
-        async def generate(self, prompt, n, seed, *, sampling):
+        async def generate(self, prompt, n, seed, *, sampling, store=None):
             text = "<think>a</think>b"
             ids = (*tokenizer.encode(text, add_special_tokens=False), end)
             return [

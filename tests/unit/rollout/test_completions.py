@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megatron_fp8rl.rollout.completions import (
+    Answer,
     PartialCompletion,
     Segment,
-    read_choice,
+    read_answer,
     read_prompt_logprobs,
     write_answer,
-    write_choice,
 )
 
 
@@ -27,42 +27,68 @@ def decode(token_ids) -> str:
     return "".join(chr(97 + t) for t in token_ids)
 
 
-def through_json(answer: dict) -> dict:
-    return json.loads(json.dumps(answer))
+def through_bytes(*segments: Segment, **fields) -> Answer:
+    return read_answer(write_answer(Answer(segments=list(segments), **fields)))
 
 
 def test_an_answer_is_read_as_it_was_written():
-    experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    experts = [np.arange(12, dtype=np.uint16).reshape(3, 2, 2), np.arange(3, dtype=np.uint16).reshape(1, 3, 1)]
     logprobs = [float(np.float32(-1.1)), float(np.float32(-1e-7))]
-    written = write_answer([write_choice((4, 151_935), logprobs, "length", experts)], prompt_logprobs=[-0.5, -2.0])
-    answer = through_json(written)
-    (choice,) = answer["choices"]
-    read = read_choice(choice)
-    assert (read.token_ids, read.rollout_logprobs, read.finish_reason) == ([4, 151_935], logprobs, "length")
-    assert (read.routed_experts == experts).all() and read.routed_experts.dtype == np.uint8
-    assert read_prompt_logprobs(answer, 3) == [-0.5, -2.0]
+    fields = dict(rollout_logprobs=logprobs, finish_reason="length")
+    written = [
+        Segment(token_ids=(4, 151_935), routed_experts=experts[0], text="v\u00e4\ud800", **fields),
+        Segment(token_ids=(5, 6), routed_experts=experts[1], **fields),
+    ]
+    answer = through_bytes(*written, num_cached_tokens=7, prompt_logprobs=[-0.5, -2.0])
+    first, second = answer.segments
+    assert (first.token_ids, first.rollout_logprobs, first.finish_reason) == ((4, 151_935), logprobs, "length")
+    assert (first.text, second.text, second.token_ids) == ("v\u00e4\ud800", None, (5, 6))
+    for read, one in zip(answer.segments, experts, strict=True):
+        assert (read.routed_experts == one).all() and read.routed_experts.dtype == np.uint16
+    assert answer.num_cached_tokens == 7 and read_prompt_logprobs(answer, 3) == [-0.5, -2.0]
 
 
 def test_an_answer_of_no_tokens():
     """Of a request that a pause ended before its first token."""
-    read = read_choice(through_json(write_choice((), None, "abort", None)))
+    (read,) = through_bytes(segment([], "abort")).segments
     assert read == Segment(token_ids=[], rollout_logprobs=[], finish_reason="abort", routed_experts=None)
 
 
-@pytest.mark.parametrize("logprobs", [[-1.0], None, [-1.0, float("-inf")], [-1.0, float("nan")]])
+def test_a_read_answer_does_not_hold_its_text_twice():
+    """Rows are views of the numbers of their answer, without the header."""
+    (read,) = through_bytes(replace(segment([1, 2], "stop"), text="a" * 10_000)).segments
+    memory = np.asarray(read.token_ids)
+    while isinstance(memory.base, np.ndarray):
+        memory = memory.base
+    assert memory.nbytes == 16 and memory.base is None
+
+
+@pytest.mark.parametrize("logprobs", [[-1.0], [], [-1.0, float("-inf")], [-1.0, float("nan")]])
 def test_a_missing_logprob_is_refused(logprobs):
     with pytest.raises(ValueError, match="2 tokens but not the log-probability of each"):
-        read_choice(write_choice((4, 5), logprobs, "stop", None))
+        through_bytes(replace(segment([4, 5], "stop"), rollout_logprobs=logprobs))
 
 
 def test_a_missing_logprob_of_a_prompt_is_refused():
-    with pytest.raises(ValueError, match="2 log-probabilities of a prompt of 4 tokens"):
-        read_prompt_logprobs(write_answer([], prompt_logprobs=[-1.0, -2.0]), 4)
+    for logprobs, number in (([-1.0, -2.0], 2), (None, 0)):
+        with pytest.raises(ValueError, match=f"returned {number} log-probabilities of a prompt of 4 tokens"):
+            read_prompt_logprobs(through_bytes(prompt_logprobs=logprobs), 4)
 
 
 def test_an_unknown_reason_is_refused():
     with pytest.raises(ValueError, match="ended a completion with 'error'"):
-        read_choice(write_choice((4,), [-1.0], "error", None))
+        through_bytes(segment([4], "error"))
+
+
+def test_the_text_is_the_engines_where_it_wrote_it():
+    part = PartialCompletion(seed=0)
+    part.extend(segment([1, 2], "abort"), 1, give_up=False)
+    part.extend(replace(segment([3], "stop"), text="the engine's"), 2, give_up=False)
+    assert part.complete(decode, ()).text == "the engine's"
+    part = PartialCompletion(seed=0)
+    part.extend(replace(segment([1], "stop"), text="old"), 1, give_up=False)
+    part.extend(segment([2], "abort"), 2, give_up=True)  # ended before the engine wrote it
+    assert part.complete(decode, ()).text == "bc"
 
 
 def test_spans_start_where_the_version_changes():

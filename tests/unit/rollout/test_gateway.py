@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import pytest
@@ -43,7 +42,7 @@ def test_what_would_change_the_distribution_is_refused_by_name(tmp_path):
     class Slow(Engine):
         cancelled = 0
 
-        async def generate(self, prompt, n, seed, *, sampling):
+        async def generate(self, prompt, n, seed, *, sampling, store=None):
             try:
                 await asyncio.sleep(30)
             except asyncio.CancelledError:
@@ -54,7 +53,7 @@ def test_what_would_change_the_distribution_is_refused_by_name(tmp_path):
     (rollout,) = play(config("misbehaving_client"), prompt(file=str(tmp_path / "said")), engines=[engine])
     said = (tmp_path / "said").read_text()
     assert rollout.detail == "the agent has asked for nothing", said
-    for name in ("n = 2", "frequency_penalty = 0.5", "response_format", "max_tokens = -1", "no list of messages"):
+    for name in ("n = 2", "frequency_penalty = 0.5", "response_format", "max_tokens = -1", "not a list of messages"):
         assert name in said, said
     for name in ("is no message of a conversation", "min_p = 0.1", "withdrawn", "names no session"):
         assert name in said, said
@@ -65,7 +64,7 @@ def test_a_session_that_has_ended_answers_410(tmp_path):
     file = tmp_path / "said"
 
     async def wait() -> None:
-        while not file.exists():
+        while not file.exists() or not file.read_text().endswith("\n"):
             await asyncio.sleep(0.1)
 
     from megatron_fp8rl.rollout.agents.agent_pool import AgentPool
@@ -80,7 +79,6 @@ def test_a_session_that_has_ended_answers_410(tmp_path):
         await pool.close()
 
     asyncio.run(run())
-    time.sleep(0.1)
     assert file.read_text().startswith("410 ") and "the session of this API key has ended" in file.read_text()
 
 
@@ -92,7 +90,7 @@ def test_calls_of_tools_go_to_the_agent_and_back(tmp_path):
     call = '<tool_call>\n{"name":"add",  "arguments":{"a": 2}}\n</tool_call>'
 
     class Caller(Engine):
-        async def generate(self, prompt, n, seed, *, sampling):
+        async def generate(self, prompt, n, seed, *, sampling, store=None):
             self.prompts.append(tuple(prompt))
             text = call if len(self.prompts) == 1 else "5"
             ids = (*tokenizer.encode(text, add_special_tokens=False), end)
@@ -156,7 +154,7 @@ def test_calls_that_come_back_written_otherwise_do_not_fork(tmp_path):
     tokenizer = chat.tokenizer
 
     class Caller(Engine):
-        async def generate(self, prompt, n, seed, *, sampling):
+        async def generate(self, prompt, n, seed, *, sampling, store=None):
             self.prompts.append(tuple(prompt))
             number = len(self.prompts)
             text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {number}}}}}\n</tool_call>' if number < 4 else "done"

@@ -39,7 +39,7 @@ class Mortal(Client):
 
     dies_at = 0
 
-    async def generate(self, prompt, n, seed, *, sampling=None):
+    async def generate(self, prompt, n, seed, *, sampling=None, store=None):
         found = await super().generate(prompt, n, seed, sampling=sampling)
         if self.dies_at and len(self.prompts) >= self.dies_at:
             raise EngineDeadError("rollout-0 died with exit code -9")
@@ -226,7 +226,7 @@ def test_one_that_stands_still_while_it_starts_is_killed(tmp_path, monkeypatch, 
         if is_ready:
             source._shared_memory[server.pid] = set()  # then it is asked for its health
         asyncio.run(source._end_if_it_stands_still("rollout-0", server))
-        assert (server.poll() is None) == is_ready or server.wait(5) == -signal.SIGKILL
+        assert (server.poll() is None) == is_ready or server.wait(60) == -signal.SIGKILL
         assert ("rollout-0 has stood still for" in caplog.text) != is_ready
     finally:
         with contextlib.suppress(ProcessLookupError):

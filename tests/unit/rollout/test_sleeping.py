@@ -9,8 +9,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from megatron_fp8rl.rollout.client import EngineClient, EngineError, Replica, Sampling
-from megatron_fp8rl.rollout.completions import GENERATE_PATH
+from megatron_fp8rl.rollout.client import EngineClient, EngineError, Replica
+from megatron_fp8rl.rollout.completions import GENERATE_PATH, Answer, Sampling
 
 SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=0, max_tokens=1, stop_token_ids=(), stop_strings=())
 
@@ -28,7 +28,7 @@ class FakeEngine(EngineClient):
         self.sleeping: set[str] = set()
         self.is_paused = False
 
-    async def _call(self, path: str, *, body: Any = None, verb: str = "POST", deadline_s: float) -> Any:
+    async def _request(self, verb: str, path: str, body: Any, read: Any) -> Any:
         self.calls.append(path)
         await asyncio.sleep(0)
         route, query = urlsplit(path).path, parse_qs(urlsplit(path).query)
@@ -48,7 +48,7 @@ class FakeEngine(EngineClient):
             assert "weights" not in self.sleeping
         elif route == GENERATE_PATH:
             assert not self.sleeping and not self.is_paused
-            return {"choices": []}
+            return Answer(segments=[])
 
 
 def run(tmp_path: Path, play) -> list[str]:
@@ -107,7 +107,7 @@ def test_sleeping_and_waking_again_change_nothing(tmp_path):
 def test_requests_wait_until_everything_is_awake(tmp_path):
     async def play(client: FakeEngine) -> None:
         await client.sleep(2)
-        request = asyncio.ensure_future(client._advance([1], [], SAMPLING))
+        request = asyncio.ensure_future(client.generate([1], 1, 0))
         await client.wake_up("weights")
         await _publish(client)
         await asyncio.sleep(0.01)

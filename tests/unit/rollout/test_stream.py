@@ -102,11 +102,11 @@ def test_rollouts_that_are_too_old_are_refused():
         stream.next_groups()
 
 
-def test_every_rank_gets_the_groups_and_the_failures():
+def test_every_rank_learns_that_there_are_groups_and_of_failures():
     carried: list = []
     fleet = Fleet()
     first, second = build(fleet, ranks=Ranks(0, carried)), build(None, ranks=Ranks(1, carried))
-    assert first.next_groups() == second.next_groups()
+    assert len(first.next_groups()) == 2 and second.next_groups() == ()
 
     async def fail(*_, **__):
         raise ValueError("engine on fire")
@@ -118,7 +118,7 @@ def test_every_rank_gets_the_groups_and_the_failures():
         second.next_groups()
 
 
-def test_routed_experts_stay_on_rank_0_and_a_missing_record_ends_all_ranks():
+def test_groups_stay_on_rank_0_and_a_missing_record_ends_all_ranks():
     carried: list = []
     fleet = Fleet()
     generate = fleet.clients[0].generate
@@ -130,9 +130,7 @@ def test_routed_experts_stay_on_rank_0_and_a_missing_record_ends_all_ranks():
         client.generate = routed
     first, second = build(fleet, ranks=Ranks(0, carried)), build(None, ranks=Ranks(1, carried))
     here, there = first.next_groups(), second.next_groups()
-    assert all(r.completions[0].routed_experts is not None for g in here for r in g.rollouts)
-    assert all(r.completions[0].routed_experts is None for g in there for r in g.rollouts)
-    assert [r.reward for g in here for r in g.rollouts] == [r.reward for g in there for r in g.rollouts]
+    assert all(r.completions[0].routed_experts is not None for g in here for r in g.rollouts) and there == ()
 
     replay = {"algo": {"router_replay": "rollout"}}
     first, second = build(Fleet(), ranks=Ranks(0, carried), **replay), build(None, ranks=Ranks(1, carried), **replay)
@@ -206,7 +204,7 @@ def stopped_in_a_batch(folder, how):
     """(a stream that was asked to stop while one of two prompts was being answered, its fleet)."""
 
     class Half(Client):
-        async def generate(self, prompt, n, seed, *, sampling=None):
+        async def generate(self, prompt, n, seed, *, sampling=None, store=None):
             if self.prompts:  # the second is never answered
                 self.num_running += n
                 try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,30 +10,29 @@ import pytest
 pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.envs.verifiers_door import Tasks
+from megatron_fp8rl.envs.libraries.verifiers_door import Tasks
 from megatron_fp8rl.types import Completion
 from tests.helpers.chat_templates import format_of
 from tests.helpers.sessions import TOKENIZER, Engine, config, play, prompt
 
 HELPERS = Path(__file__).parents[2] / "helpers"
 FILE, COUNTER = str(HELPERS / "verifiers_tasks.py"), str(HELPERS / "verifiers_counter.py")
-needs_uv = pytest.mark.skipif(shutil.which("uv") is None, reason="the library runs its chat programs by uv")
 QWEN = format_of("qwen3")
 
 
 def of_taskset(file: str, **more) -> RunConfig:
     """Sessions of 4,000 tokens, with Qwen3's template and its tool calls."""
-    cfg = config("megatron_fp8rl.envs.verifiers_door:rollout", deadline_s=250.0, max_tokens=4000, tool_parser="hermes")
+    cfg = config("megatron_fp8rl.envs.libraries.verifiers_door:rollout", deadline_s=250.0, max_tokens=4000, tool_parser="hermes")
     (source,) = cfg.data.environments
     source = replace(source, agent_options={"taskset": file, **more})
-    data = replace(cfg.data, environments=(source,), score_variables=("UV_CACHE_DIR", "UV_DEFAULT_INDEX"))
+    data = replace(cfg.data, environments=(source,))
     return replace(cfg, data=data, model=replace(cfg.model, max_position_embeddings=4000))
 
 
 class Scripted(Engine):
     """Says what a function of the conversation says, in Qwen3's tokens."""
 
-    async def generate(self, prompt, n, seed, *, sampling):
+    async def generate(self, prompt, n, seed, *, sampling, store=None):
         self.prompts.append(tuple(prompt))
         tokenizer = QWEN.tokenizer
         text = self.answer(tokenizer.decode(prompt))
@@ -50,12 +48,11 @@ def test_tasks_are_problems():
     assert (problem.question, problem.answer, problem.metadata) == ("1+1=", "2", {"task": 10})
 
 
-@needs_uv
 def test_a_single_turn_task_gives_its_reward():
-    cfg = config("megatron_fp8rl.envs.verifiers_door:rollout", deadline_s=250.0)
+    cfg = config("megatron_fp8rl.envs.libraries.verifiers_door:rollout", deadline_s=250.0)
     (source,) = cfg.data.environments
     source = replace(source, agent_options={"taskset": FILE})
-    cfg = replace(cfg, data=replace(cfg.data, environments=(source,), score_variables=("UV_CACHE_DIR", "UV_DEFAULT_INDEX")))
+    cfg = replace(cfg, data=replace(cfg.data, environments=(source,)))
     rollouts = play(cfg, prompt(0, task=10), prompt(1, task=11), engines=[Engine(lambda text: "2")])
     assert [one.reward for one in rollouts] == [1.0, 0.0], [one.detail for one in rollouts]
     assert [one.reward_parts for one in rollouts] == [{"right": 1.0}, {"right": 0.0}]
@@ -65,7 +62,6 @@ def test_a_single_turn_task_gives_its_reward():
     assert TOKENIZER.decode(rollouts[0].branches[0].token_ids) == "<bos>1+1=2<eos>"
 
 
-@needs_uv
 def test_a_tool_that_keeps_a_state_is_called_over_several_turns():
     def answer(told: str) -> str:
         if "the counter shows 5" in told:
@@ -80,7 +76,6 @@ def test_a_tool_that_keeps_a_state_is_called_over_several_turns():
     assert "the counter shows 5" in QWEN.tokenizer.decode(branch.token_ids)
 
 
-@needs_uv
 def test_of_a_simulated_user_nothing_is_trained():
     def answer(told: str) -> str:
         if "role-playing a USER" in told:

@@ -10,6 +10,7 @@ import pytest
 from megatron_fp8rl.rollout.window import positions_of
 from megatron_fp8rl.types import Completion, single_turn
 from tests.helpers.processes import until
+from tests.helpers.samples import advantages_of, mask_of
 from tests.helpers.streams import Client, Fleet, Numbers, Scorer, build, numbers, publish
 
 WINDOW = {"max_staleness": 1, "window_groups": 4}
@@ -22,7 +23,7 @@ class Slow(Client):
         super().__init__()
         self.held: dict[int, asyncio.Event] = {}
 
-    async def generate(self, prompt, n, seed, *, sampling=None) -> list[Completion]:
+    async def generate(self, prompt, n, seed, *, sampling=None, store=None) -> list[Completion]:
         self.prompts.append(prompt[0])
         first = self.version
         if prompt[0] in self.held:
@@ -86,7 +87,7 @@ def test_a_complete_group_that_has_waited_too_long_begins_anew():
 
 def test_tokens_beyond_the_bound_are_given_and_not_trained():
     from megatron_fp8rl.algo.named import load_advantage
-    from megatron_fp8rl.algo.samples import to_samples, versions_of
+    from megatron_fp8rl.algo.samples import to_samples, version_runs
 
     fleet, client = slow_fleet(0)
     stream = build(fleet, rollout=WINDOW)
@@ -100,15 +101,15 @@ def test_tokens_beyond_the_bound_are_given_and_not_trained():
     assert (whole.min_version, whole.max_version) == (0, 4)
     spans = ((0, 0), (10, 2), (25, 3), (30, 4))
     completion = replace(whole, version_spans=spans)
-    assert versions_of(completion).tolist() == [0] * 10 + [2] * 15 + [3] * 5 + [4] * 10
+    assert version_runs(completion) == [(0, 10), (2, 15), (3, 5), (4, 10)]
     rollouts = tuple(
         replace(one, branches=single_turn(group.prompt, completion), reward=float(i))
         for i, one in enumerate(group.rollouts)
     )
     found = to_samples([replace(group, rollouts=rollouts)], load_advantage(stream.cfg.algo), stream.cfg, stream.version)
     for sample in found:
-        assert sample.loss_mask == (False,) * 26 + (True,) * 15 and sample.num_prompt_tokens == 1
-        assert sample.staleness == 1 and not any(sample.advantages[:26]) and all(sample.advantages[26:])
+        assert mask_of(sample) == [False] * 26 + [True] * 15 and sample.num_prompt_tokens == 1
+        assert sample.staleness == 1 and not any(advantages_of(sample)[:26]) and all(advantages_of(sample)[26:])
 
 
 def test_dropped_partials_have_one_version():

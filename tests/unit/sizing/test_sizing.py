@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from benchmarks.ledger_rows import flops as flops_of_ledger
-from benchmarks.roofline import SHAPES, roofline
 from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.preflight.engine_memory import kv_token_bytes
+from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.preflight.memory import GPUS
 from megatron_fp8rl.sizing import against_runs, layout_choices, lost_time, rates, step_time
-from megatron_fp8rl.sizing.step_time import Driver, Lengths
+from megatron_fp8rl.sizing.step_time import Lengths
 from model_configs import deepseek, qwen3
 
 NETWORK = rates.Network()
@@ -41,25 +40,51 @@ def test_rates_of_training_are_those_of_the_ledger(arm):
     )
 
 
-def test_decode_steps_cost_what_the_measured_engines_took():
-    """Least squares of the nine engines that a run starts, with the rates for prompts and memory fixed."""
+def test_rates_of_a_mixture_are_those_of_the_run_with_even_routing():
+    bf16, fp8 = (row["update_tflops_gpu"] * 1e12 for row in rows("ledger") if row["run"] == "F")
+    assert rates.H200.update_moe_bf16 == pytest.approx(bf16, rel=0.01)
+    assert rates.H200.update_moe_fp8 == pytest.approx(fp8, rel=0.01)
+
+
+def fitted(phase: str, names: tuple[str, str], factors) -> np.ndarray:
+    """Two rates by least squares of relative errors over the rows of the ledger, with all other rates as they are."""
     matrix, rest = [], []
-    for row in rows("rollout_speed"):
-        if row["engine"] != "run":
+    for row in rows("ledger"):
+        if (known := against_runs._of_ledger(row, against_runs.models())) is None:
             continue
-        model, shape, cache = getattr(qwen3, row["model"])(), SHAPES[row["shape"]], row["precision"] == "fp8_kv"
-        bandwidth = rates.H200.read_bytes_per_s
-        limit = roofline(model, row["precision"], shape, bandwidth)
-        steps, seconds = shape.completion_tokens, row["seconds"]
-        prompts = [shape.prompt_tokens] * shape.num_sequences
-        fixed = flops_of_ledger(model, prompts) / rates.H200.prefill
-        fixed += steps * shape.num_sequences / limit.tokens_per_s
-        assert kv_token_bytes(model, 1, fp8=cache) == limit.kv_bytes_per_token
-        matrix.append([steps * model.num_layers / seconds, steps * shape.num_sequences / seconds])
-        rest.append((seconds - fixed) / seconds)
-    layer_s, sequence_s = np.linalg.lstsq(np.array(matrix), np.array(rest), rcond=None)[0]
-    assert rates.H200.decode_layer_s == pytest.approx(layer_s, rel=0.03)
-    assert rates.H200.decode_sequence_s == pytest.approx(sequence_s, rel=0.03)
+        cfg, lengths = known
+        gpu = next(gpu for gpu in GPUS.values() if gpu.name.upper() in row["device"])
+        if (found := factors(row, cfg, lengths)) is None:
+            continue
+        others = replace(rates.of(gpu.name), **dict.fromkeys(names, 0.0))
+        time = step_time.step_time(cfg, lengths, others, NETWORK, memory_bytes=gpu.memory_bytes, gpus=row["gpus"])
+        seconds = median(row["phases_s"][phase])
+        matrix.append([factor / seconds for factor in found])
+        rest.append((seconds - getattr(time, phase)) / seconds)
+    return np.linalg.lstsq(np.array(matrix), np.array(rest), rcond=None)[0]
+
+
+def test_decode_steps_cost_what_the_measured_engines_took():
+    names = "decode_layer_s", "decode_sequence_s"
+
+    def factors(row, cfg, lengths):
+        return lengths.longest * cfg.model.num_layers, cfg.rollout.prompts_per_step * lengths.mean
+
+    for name, value in zip(names, fitted("rollouts", names, factors), strict=True):
+        assert getattr(rates.H200, name) == pytest.approx(value, rel=0.03)
+
+
+def test_publications_cost_what_those_of_the_ledger_took():
+    """On H200s and without scales of a cache, which are measured in the same phase."""
+    names = "publish_s", "publish_s_per_byte"
+
+    def factors(row, cfg, lengths):
+        weights = parameters.on_engine_worker(cfg)
+        is_plain = "H200" in row["device"] and row["arm"] != "fp8_kv"
+        return (1.0, weights.fp8 + weights.scales + weights.bf16) if is_plain else None
+
+    for name, value in zip(names, fitted("publish", names, factors), strict=True):
+        assert getattr(rates.H200, name) == pytest.approx(value, rel=0.05)
 
 
 def test_operations_are_those_of_the_ledger():
@@ -72,11 +97,11 @@ def test_measured_runs_are_met():
     """How far off the arithmetic is; a change that makes it worse has to say so here."""
     found = list(against_runs.compared())
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
-    assert len(errors["step"]) >= 6 and len(errors["publish"]) >= 10
+    assert len(errors["step"]) == len(errors["publish"]) >= 7
     assert median(errors["step"]) < 0.11 and max(errors["step"]) < 0.2
     assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.16, 1.17, 1.25}
-    assert all(abs(predicted / measured - 1) < 0.15 for _, predicted, measured in against_runs.ratios())
-    assert median(errors["rollouts"]) < 0.2 and median(errors["update"]) < 0.05 and median(errors["publish"]) < 0.1
+    assert all(abs(predicted / measured - 1) < 0.18 for _, predicted, measured in against_runs.ratios())
+    assert median(errors["rollouts"]) < 0.2 and median(errors["update"]) < 0.05 and median(errors["publish"]) < 0.05
 
 
 @pytest.mark.parametrize(("interval_s", "save_s"), [(600.0, 20.0), (3600.0, 5.0), (1800.0, 60.0)])
@@ -167,15 +192,30 @@ def test_layouts_are_allowed_and_the_cheapest_comes_first():
     rollout = replace(cfg.rollout, placement="separate")
     cfg = replace(cfg, rollout=rollout)
     lengths = Lengths(prompt=256, mean=1024, longest=2048)
-    found = layout_choices.choices(cfg, GPUS["h200"], 32, lengths, rates.H200, NETWORK, Driver(), 8)
+    found = layout_choices.choices(cfg, GPUS["h200"], 32, lengths, rates.H200, NETWORK, 8)
     assert len(found.found) > 20 and found.num_considered == len(found.found) + found.refused.total()
     costs = [choice.time.gpu_seconds_per_million for choice in found.found]
     assert costs == sorted(costs)
     for choice in found.found:
         used = choice.cfg.parallel.world_size + choice.cfg.rollout.num_replicas * choice.cfg.rollout.ranks
         assert used <= 32 and choice.trainer_share <= 0.92 and choice.engine_share <= 1.0
-    few = layout_choices.choices(cfg, GPUS["h200"], 2, lengths, rates.H200, NETWORK, Driver(), 8)
+    few = layout_choices.choices(cfg, GPUS["h200"], 2, lengths, rates.H200, NETWORK, 8)
     assert not few.found and few.refused
+
+
+def test_token_stores_take_numbers_from_trainer_rank_0():
+    """131,072 completions of 8,000 tokens, 512 engines x 256: the target is 8 GB and 2 % of a step of 300 s."""
+    cfg = qwen3.grpo_qwen3_30b_a3b()
+    cfg = replace(cfg, parallel=replace(cfg.parallel, world_size=16, tensor=1, pipeline=1, context=1, expert=16))
+    assert cfg.parallel.data == 16
+    lengths, times = Lengths(prompt=512, mean=8000, longest=64000), {}
+    for stores in (0, 16):
+        rollout = replace(cfg.rollout, prompts_per_step=8192, completions_per_prompt=16, token_stores=stores)
+        changed = replace(cfg, rollout=rollout)
+        times[stores] = step_time.step_time(changed, lengths, rates.H200, NETWORK, memory_bytes=141e9, gpus=32)
+    assert times[0].driver_gb > 12 and times[16].driver_gb < 8
+    assert times[16].driver < 6 < times[0].driver
+    assert times[0].rollouts == times[16].rollouts
 
 
 def test_the_command(capsys):

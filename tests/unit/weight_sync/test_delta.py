@@ -40,22 +40,6 @@ def test_what_changes_everywhere_is_not_sent_as_a_delta():
     assert delta.encode(random_bytes(1, 1), random_bytes(1, 2)) is None
 
 
-def test_several_deltas_are_one_that_ends_at_the_last():
-    versions = [random_bytes(50_000, 1)]
-    for step in range(5):
-        versions.append(changed(versions[-1], sorted(np.random.default_rng(step).choice(50_000, 400, replace=False))))
-    payloads = [delta.encode(old, new) for old, new in zip(versions, versions[1:])]
-    places, values = delta.joined(payloads, 50_000)
-    late = versions[0].clone()
-    late[torch.from_numpy(places)] = torch.from_numpy(values)
-    assert torch.equal(late, versions[-1])
-    assert len(places) < 5 * 400  # positions that changed twice count once
-    from_two = delta.joined(payloads[2:], 50_000)
-    late = versions[2].clone()
-    late[torch.from_numpy(from_two[0])] = torch.from_numpy(from_two[1])
-    assert torch.equal(late, versions[-1])
-
-
 @pytest.mark.parametrize("damage", ["cut", "noise", "short", "long", "gap"])
 def test_damage_is_named_and_changes_nothing(damage):
     base = random_bytes(5_000, 3)
@@ -91,9 +75,3 @@ def test_adam_moves_few_bytes_of_a_real_shape():
     assert (before[1] == after[1]).all()
     base, new = (weights[0].view(torch.uint8).flatten() for weights in (before, after))
     assert len(delta.encode(base, new)) < 4 * share * base.numel()
-
-
-def test_on_a_fast_network_the_whole_is_faster():
-    whole, part, codec = 40e9, 0.1e9, 2e9
-    assert delta.pays(part, whole, 1e9 / 8, codec) and delta.pays(part, whole, 10e9 / 8, codec)
-    assert not delta.pays(part, whole, 100e9 / 8, codec)

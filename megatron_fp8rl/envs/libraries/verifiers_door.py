@@ -1,11 +1,10 @@
-"""Tasksets of the ``verifiers`` library (0.4): its data, harnesses, tools and rewards, unchanged, through the endpoint of a
-session.
+"""Tasksets of the ``verifiers`` library (0.4): its data, environments, tools and rewards, through the endpoint of a session.
 
 In: the name of a taskset, or the path of a Python file with one. Out: its tasks as problems, and its rewards. ``Taskset``,
 ``Task``, ``Toolset`` and ``Env`` classes of that library play as they do in its own evaluations: an episode's agents talk
 to the session's OpenAI endpoint, and what they sample there is trained, but for roles that an environment declares
-untrainable. Needs the extra ``verifiers``; its bundled harnesses
-are programs that it runs by ``uv`` in a process for each session.
+untrainable. Their chat loop is that of verifiers_chat.py, unless ``env_options`` name a harness of the library's own,
+which is a program that it runs by ``uv`` in a process for each session. Needs the extra ``verifiers``.
 """
 
 from __future__ import annotations
@@ -21,13 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron_fp8rl.envs.agent_session import AgentError, AgentSession
+from megatron_fp8rl.envs.agent_session import ASIDE, AgentError, AgentSession
 from megatron_fp8rl.envs.environment import Problem
 from megatron_fp8rl.types import Prompt
 
 MOST_TASKS = 100_000  # of a taskset without end
 Options = tuple[tuple[str, Any], ...]
-_KEY, _ASIDE = "MEGATRON_FP8RL_SESSION_", "_ASIDE"  # names of variables
+_CHAT = "megatron_fp8rl_chat"  # that library finds harnesses as modules without a dot
+_KEY = "MEGATRON_FP8RL_KEY"  # the variable of the one key, which names no session
 
 _open = contextlib.AsyncExitStack()  # their servers, which end with the process
 _serving: dict[str, asyncio.Future[Any]] = {}  # environments of this process, by their configuration
@@ -62,19 +62,14 @@ async def rollout(
     """
     vf = await asyncio.to_thread(importlib.import_module, "verifiers.v1")  # takes seconds
     from verifiers.v1.env import RunSlot
+    from verifiers.v1.types import SamplingConfig
 
     environment = await _environment(taskset, _frozen(options), env, _frozen(env_options))
-    variable = f"{_KEY}{abs(hash(session.api_key)):x}"  # that library reads keys from the environment
-    keys = {variable: session.api_key, variable + _ASIDE: session.aside().api_key}
-    os.environ.update(keys)
-    try:
-        client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=variable)
-        context = vf.ModelContext(model="policy", client=client)
-        slot = RunSlot(_tasks(taskset, _frozen(options))[row["task"]])
-        episode = await environment.run_slot(slot, context)
-    finally:
-        for name in keys:
-            del os.environ[name]
+    # One client for all sessions, which the library keeps open; each request names its session.
+    client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=_KEY)
+    context = vf.ModelContext(model="policy", client=client, sampling=SamplingConfig(user=session.api_key))
+    slot = RunSlot(_tasks(taskset, _frozen(options))[row["task"]])
+    episode = await environment.run_slot(slot, context)
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         raise AgentError("; ".join(f"{error.type}: {error.message}" for error in errors) or "the episode failed")
@@ -121,10 +116,11 @@ async def _start(taskset: str, options: Options, env: str, env_options: Options)
     _make_importable(taskset)
     name = _name(taskset)
     declared = env_config_type(name, env).model_fields
-    # The chat loop without a shell, in a process of this machine.
-    local = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}
-    roles = {role: local for role, one in declared.items() if one.annotation is AgentConfig}
-    fields = {"id": env, "taskset": {"id": name, **dict(options)}, **roles, **dict(env_options)}
+    os.environ[_KEY] = "that of the session is in each request"
+    sys.modules[_CHAT] = await asyncio.to_thread(importlib.import_module, "megatron_fp8rl.envs.libraries.verifiers_chat")
+    local, given = {"harness": {"id": _CHAT}, "runtime": {"type": "subprocess"}}, dict(env_options)
+    roles = {role: local | given.pop(role, {}) for role, one in declared.items() if one.annotation is AgentConfig}
+    fields = {"id": env, "taskset": {"id": name, **dict(options)}, **roles, **given}
     environment = load_environment(resolve_env_config(fields))
     _train_who_is_trained(environment, [*roles])
     await _open.enter_async_context(environment.serving())
@@ -138,10 +134,9 @@ def _train_who_is_trained(environment: Any, roles: Sequence[str]) -> None:
     async def with_keys(agents: Any) -> None:
         await setup(agents)
         for agent in (getattr(agents, role) for role in roles):
-            variable = getattr(agent.ctx.client, "api_key_var", "")
-            if not agent.trainable and variable.startswith(_KEY):
-                client = agent.ctx.client.model_copy(update={"api_key_var": variable + _ASIDE})
-                agent.ctx = replace(agent.ctx, client=client)
+            if not agent.trainable and getattr(agent.ctx.client, "api_key_var", "") == _KEY:
+                beside = f"{agent.ctx.sampling.user}{ASIDE}1"
+                agent.ctx = replace(agent.ctx, sampling=agent.ctx.sampling.model_copy(update={"user": beside}))
 
     environment.setup = with_keys
 

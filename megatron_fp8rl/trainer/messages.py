@@ -1,0 +1,29 @@
+"""Objects with arrays as rows of bytes, for a process group that sends tensors. Every trainer rank; pure.
+
+The arrays in an object are sent from where they lie and used where they arrive: pickle's out-of-band buffers (PEP 574).
+``torch.distributed`` pickles an object whole, and pads all parts of a scatter to the longest.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def pack(value: Any) -> list[Tensor]:
+    """The message of a picklable object, uint8 [bytes] each: its arrays, and what refers to them."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    parts = [bytearray(head), *(buffer.raw() for buffer in buffers)]
+    return [torch.from_numpy(np.frombuffer(part, np.uint8)) for part in parts]
+
+
+def unpack(message: Sequence[Tensor]) -> Any:
+    """The object of a message. Its arrays are views of the message."""
+    head, *buffers = (part.numpy() for part in message)
+    return pickle.loads(head, buffers=buffers)

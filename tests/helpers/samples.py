@@ -1,0 +1,43 @@
+"""Samples made of numbers for each token, and the numbers of the tokens of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.types import Sample, Stretch
+
+
+def make_sample(
+    name: str,
+    environment: str,
+    *,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    logprobs: Sequence[float],
+    mask: Sequence[bool],
+    advantages: Sequence[float],
+    routed_experts: np.ndarray | None = None,
+) -> Sample:
+    """Each token of the completion is a stretch of its own."""
+    sampled = zip(completion, logprobs, mask, advantages, strict=True)
+    stretches = (Stretch(Row.of_ids((i,)), Row.of_floats((p,)), advantage, flag) for i, p, flag, advantage in sampled)
+    return Sample(
+        name=name, environment=environment, stretches=(Stretch(Row.of_ids(prompt)), *stretches),
+        routed_experts=routed_experts,
+    )  # fmt: skip
+
+
+def mask_of(sample: Sample) -> list[bool]:
+    return [one.is_trained for one in sample.stretches for _ in one.token_ids]
+
+
+def logprobs_of(sample: Sample) -> list[float]:
+    """Of the engine; 0 where a token was given."""
+    return [p for one in sample.stretches for p in one.rollout_logprobs or [0.0] * len(one.token_ids)]
+
+
+def advantages_of(sample: Sample) -> list[float]:
+    return [one.advantage for one in sample.stretches for _ in one.token_ids]

@@ -1,0 +1,58 @@
+"""A taskset of the library ``verifiers``, of several turns: products, found with a calculator that the environment is."""
+
+from dataclasses import replace
+
+import verifiers.v1 as vf
+
+from megatron_fp8rl.envs.example_agents import Products
+from megatron_fp8rl.envs.tools import calculate
+
+
+class ProductData(vf.TaskData):
+    answer: str = ""  # a whole session, as a demonstration
+    result: str = ""
+
+
+class ProductTask(vf.Task[ProductData]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace) -> float:
+        return float(trace.last_reply.strip() == self.data.result)
+
+
+class ProductTasks(vf.Taskset[ProductTask]):
+    def load(self):
+        problems = map(Products().make_problem, range(4096))
+        return [
+            ProductTask(ProductData(prompt=one.question, answer=one.answer, result=one.metadata["result"]), self.config.task)
+            for one in problems
+        ]
+
+
+class CalculatorConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
+class Calculator(vf.Env[CalculatorConfig]):
+    """The policy's first reply is calculated, its second is its answer."""
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as policy:
+            call = await policy.turn()
+            if not call.terminated:
+                await policy.turn(calculate(call.last_reply))
+
+
+def tiny_products():
+    """The run ``tiny_calculator`` on this taskset."""
+    from model_configs.agents import tiny_calculator
+
+    cfg, door = tiny_calculator(), "megatron_fp8rl.envs.libraries.verifiers_door"
+    (source,) = cfg.data.environments
+    source = replace(
+        source, dataset=f"env:{door}:Tasks", options={"taskset": __file__},
+        agent=f"{door}:rollout", agent_options={"taskset": __file__, "env": "verifiers_products"},
+    )  # fmt: skip
+    return replace(cfg, name="tiny_products", data=replace(cfg.data, environments=(source,)))
+
+
+__all__ = ["Calculator", "ProductTasks"]

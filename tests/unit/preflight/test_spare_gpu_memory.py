@@ -1,0 +1,74 @@
+"""What an own job uses the memory for that its layout leaves: engines in place, and longer microbatches."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from megatron_fp8rl import own_job
+from megatron_fp8rl.preflight import layout_search
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, judge
+from model_configs.small import small_qwen3
+
+
+def change(cfg, **fields):
+    return layout_search.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
+
+
+@pytest.mark.parametrize(("gib", "sleeps", "moves"), [(140, False, False), (40, True, False), (24, True, True)])
+def test_what_shares_a_gpu_moves_as_little_as_fits(gib, sleeps, moves):
+    cfg = change(
+        small_qwen3(), rollout__placement="colocated", rollout__sleep_level=2, rollout__num_replicas=1,
+        rollout__gpu_memory_utilization=0.85, rollout__kv_cache_bytes=None, parallel__world_size=1,
+        model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
+        model__num_key_value_heads=8, model__head_dim=128, model__max_position_embeddings=8192,
+        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, optim__offload=(),
+        rollout__max_tokens_per_microbatch=2048, rollout__max_num_sequences=64,
+    )  # fmt: skip
+    options = DoctorOptions(num_gpus=1, memory_gib=gib)
+    found = own_job.in_place(cfg, partial(judge, options=options))
+    after = layout_search.apply(cfg, found)
+    assert bool(found) != moves
+    if found:
+        assert (after.rollout.sleep_level > 0) == sleeps and not after.optim.offload
+        assert not judge(after, options).errors
+
+
+@pytest.mark.parametrize(
+    ("gib", "sequences", "size"),
+    [(140, 2048, 32768), (100, 2048, 16384), (60, 2048, 8192), (140, 64, 16384), (140, 16, 8192)],
+)
+def test_microbatches_are_as_long_as_memory_and_their_number_allow(gib, sequences, size):
+    cfg = change(
+        small_qwen3(), rollout__placement="separate", rollout__num_replicas=1, parallel__world_size=1,
+        rollout__gpu_memory_utilization=0.5, rollout__kv_cache_bytes=None, rollout__max_num_sequences=64,
+        rollout__prompts_per_step=sequences // 16, rollout__completions_per_prompt=16,
+        model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
+        model__num_key_value_heads=8, model__head_dim=128, model__vocab_size=151936, model__max_position_embeddings=8192,
+        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, rollout__max_tokens_per_microbatch=8192,
+    )  # fmt: skip
+    judged = partial(judge, options=DoctorOptions(num_gpus=2, memory_gib=gib))
+    after = layout_search.apply(cfg, own_job.longer_microbatches(cfg, judged))
+    assert after.rollout.max_tokens_per_microbatch == size and after.optim.logprob_chunk_tokens == max(size, 8192)
+    assert after.rollout.gpu_memory_utilization == 0.5 and judged(after).works
+
+
+def test_what_does_not_work_is_left_as_it_is():
+    """Its own mistake is what the user is told: here there is not even one data-parallel rank."""
+    cfg = change(small_qwen3(), parallel__world_size=2, parallel__pipeline=3)
+    assert own_job.longer_microbatches(cfg, partial(judge, options=DoctorOptions(num_gpus=4, memory_gib=80))) == ()
+
+
+def test_engines_give_up_cache_that_no_sequence_needs_for_longer_microbatches():
+    cfg = change(
+        small_qwen3(), rollout__placement="colocated", rollout__sleep_level=0, rollout__num_replicas=1,
+        rollout__gpu_memory_utilization=0.5, rollout__kv_cache_bytes=None, parallel__world_size=1,
+        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, rollout__max_num_sequences=64,
+        rollout__max_tokens_per_microbatch=8192, rollout__prompts_per_step=64, rollout__completions_per_prompt=16,
+        model__max_position_embeddings=8192, optim__offload=(), optim__recompute="none",
+    )  # fmt: skip
+    judged = partial(judge, options=DoctorOptions(num_gpus=1, memory_gib=48))
+    after = layout_search.apply(cfg, own_job.longer_microbatches(cfg, judged))
+    assert after.rollout.max_tokens_per_microbatch > 8192 and after.rollout.gpu_memory_utilization < 0.5
+    assert judged(after).engine.full_sequences >= 64
