@@ -61,15 +61,30 @@ def pair(engine_cfg: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield fleet
 
 
-def kill(fleet: Fleet, *indices: int) -> None:
+def signal_replicas(fleet: Fleet, number: signal.Signals, *indices: int) -> None:
     for client in [client for client in fleet.clients if client.name in {f"rollout-{i}" for i in indices}]:
-        os.killpg(client.replica.process_group, signal.SIGKILL)
+        os.killpg(client.replica.process_group, number)
 
 
-def stop(fleet: Fleet, index: int) -> None:
-    """The replica hangs: its processes are there and do nothing."""
-    (client,) = [client for client in fleet.clients if client.name == f"rollout-{index}"]
-    os.killpg(client.replica.process_group, signal.SIGSTOP)
+def kill(fleet: Fleet, *indices: int) -> None:
+    signal_replicas(fleet, signal.SIGKILL, *indices)
+
+
+def stop(fleet: Fleet, *indices: int) -> None:
+    """The replicas hang: their processes are there and do nothing."""
+    signal_replicas(fleet, signal.SIGSTOP, *indices)
+
+
+def kill_while_asked(fleet: Fleet, *indices: int) -> None:
+    """Kill replicas once each has been asked for completions. They are stopped first, so that none can be answered."""
+    asked = [client for client in fleet.clients if client.name in {f"rollout-{i}" for i in indices}]
+    stop(fleet, *indices)
+
+    def watch() -> None:
+        wait_for(lambda: all(client.num_running > 2 for client in asked))
+        kill(fleet, *indices)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def wait_for(what: Callable[[], bool]) -> None:
@@ -108,15 +123,6 @@ def contents(groups: Groups) -> list:
 
 @pytest.mark.long
 def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
-    def in_the_middle(*indices: int) -> Callable[[], None]:
-        """Once the replicas sample."""
-
-        def watch() -> None:
-            wait_for(lambda: all(client.num_running > 2 for client in pair.clients))
-            kill(pair, *indices)
-
-        return lambda: threading.Thread(target=watch, daemon=True).start()
-
     def training() -> None:
         assert [client.name for client in pair.clients] == ["rollout-1"]  # it has done the other's work
         kill(pair, 1)  # the publication waits for the first that comes back
@@ -136,10 +142,11 @@ def test_a_run_in_which_replicas_die_is_the_run_in_which_none_does(pair: Fleet):
     seen = curve(
         pair,
         {
-            "sample 0": in_the_middle(0),
+            "sample 0": lambda: kill_while_asked(pair, 0),
             "train 1": training,
             "train 2": all_back,
-            "sample 3": in_the_middle(0, 1),  # nobody is left: the weights are published again in the middle of a step
+            # nobody is left: the weights are published again in the middle of a step
+            "sample 3": lambda: kill_while_asked(pair, 0, 1),
         },
     )
     assert seen == expected
@@ -196,17 +203,10 @@ def test_a_replica_that_dies_in_the_middle_of_a_publication_costs_a_repetition(p
 def test_a_run_in_which_replicas_hang_is_the_run_in_which_none_does(pair: Fleet, caplog):
     """In the middle of rollouts, and while weights are published: what hangs is killed, named and replaced."""
 
-    def in_the_middle() -> None:
-        def watch() -> None:
-            wait_for(lambda: all(client.num_running > 2 for client in pair.clients))
-            stop(pair, 0)
-
-        threading.Thread(target=watch, daemon=True).start()
-
     expected = curve(pair, {})
     wait_for(lambda: len(pair.clients) + len(pair._joining) == 2)
     began = time.monotonic()
-    assert curve(pair, {"sample 1": in_the_middle, "train 3": lambda: stop(pair, 1)}) == expected
+    assert curve(pair, {"sample 1": lambda: stop(pair, 0), "train 3": lambda: stop(pair, 1)}) == expected
     assert time.monotonic() - began < 6 * BACK_S
     assert "rollout-0 has answered nothing for 15 s" in caplog.text
     assert "rollout-1 has answered nothing for 15 s" in caplog.text
