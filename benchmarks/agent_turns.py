@@ -1,10 +1,12 @@
-"""Sessions of several turns: difference between trainer and engine by turn, and where the time of a session goes.
+"""Sessions of agents: difference between trainer and engine by turn, and where the time goes.
 
     python -m benchmarks.agent_turns                                          talk_qwen3_1_7b on this machine's GPU
     python -m benchmarks.agent_turns --config tiny_calculator -- --model.random True --data.sft_steps 0
+    python -m benchmarks.agent_turns --config tail_qwen3_1_7b --steps 16 --skip 6 -- --rollout.max_staleness 4
 
 Runs ``python -m megatron_fp8rl train CONFIG``; the options after ``--`` are fields of that configuration. A row has, by
-turn, the mean and the largest |old - rollout| over all tokens of all steps, and medians over the steps after the first.
+turn, the mean and the largest |old - rollout| over all tokens of all steps. Medians, and tokens per second of all counted
+steps together, are of the steps after the first ``--skip``.
 """
 
 from __future__ import annotations
@@ -28,23 +30,39 @@ _TURN = re.compile(r"mismatch/abs_logprob_diff_turn_(\d+)/mean")
 _OF_SESSION = re.compile(r"session/(\w+)/s")
 
 
-def row_of(run: RunData) -> Row | None:
-    """What a run measured; None if it has fewer than two steps."""
+def row_of(run: RunData, skip: int = 1) -> Row | None:
+    """What a run measured; None if it has no step after the first ``skip``."""
     steps = [one for one in run.records if one["step"] > 0]
-    if len(steps) < 2:
+    counted = steps[skip:]
+    if not counted:
         return None
     known = dict.fromkeys(key for one in steps for key in one)
     turns = sorted(int(found[1]) for key in known if (found := _TURN.fullmatch(key)))
     session_parts = [found[1] for key in known if (found := _OF_SESSION.fullmatch(key))]
 
     def median(key: str) -> float:
-        return statistics.median(one.get(key) or 0.0 for one in steps[1:])
+        return statistics.median(one.get(key) or 0.0 for one in counted)
+
+    def total(key: str) -> float:
+        return sum(one.get(key) or 0.0 for one in counted)
 
     def largest(key: str) -> float:
         return max(one.get(key, 0.0) for one in steps)  # a turn that a step lacks differs by nothing
 
+    seconds = total("time/step/s")
+    trained = sum(
+        one.get("rollout/num_tokens/sum", 0.0) * (1 - one.get("rollout/window_stale_tokens/mean", 0.0)) for one in counted
+    )
+    in_model_s = sum(one.get("session/model/s", 0.0) * one.get("rollout/num_completions/sum", 0.0) for one in counted)
     return {
         "num_steps": len(steps),
+        "num_counted": len(counted),
+        "step_s": median("time/step/s"),
+        "trained_tokens_per_s": trained / seconds,
+        "trainer_waits": total("time/rollouts/s") / seconds,
+        "sessions_in_model": in_model_s / seconds,
+        "staleness": total("rollout/staleness/mean") / len(counted),
+        "length_bias": counted[-1].get("rollout/window_length_bias/mean", 1.0),
         "sessions": median("rollout/num_completions/sum"),
         "turns": median("session/turns/mean"),
         "sampled_tokens": median("rollout/num_tokens/sum"),
@@ -59,19 +77,20 @@ def row_of(run: RunData) -> Row | None:
 
 
 class AgentTurns(runner.Benchmark):
-    name, title, about = "agent_turns", "Sessions of several turns", __doc__
+    name, title, about = "agent_turns", "Sessions of agents", __doc__
     keys = ("config", "fields", "device", "run")
 
     def arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--config", default="talk_qwen3_1_7b")
         parser.add_argument("--steps", type=int, default=3, help="of the run, which is killed then")
+        parser.add_argument("--skip", type=int, default=1, help="steps that do not count: kernels compile, queues fill")
         parser.add_argument("fields", nargs="*", help="after --: fields of the configuration")
 
     def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if options.quick:
-            options.steps = 2
-        if options.steps < 2:
-            parser.error(f"--steps {options.steps}: kernels compile in the first one; give at least 2")
+            options.steps, options.skip = 2, 1
+        if not 0 <= options.skip < options.steps:
+            parser.error(f"--skip {options.skip}: --steps {options.steps} must be more, and 0 the least")
 
     def arms(self, options: argparse.Namespace) -> list[Row]:
         return [{"config": options.config, "fields": options.fields}]
@@ -85,7 +104,7 @@ class AgentTurns(runner.Benchmark):
         command = [sys.executable, "-m", "megatron_fp8rl", "train", options.config, *options.fields]
         command += ["--output_dir", str(folder), "--num_steps", str(options.steps), "--observe.display", "plain"]
         follow(options.config, command, folder, log, options.run_limit_s, until=options.steps)
-        row = row_of(RunData(folder))
+        row = row_of(RunData(folder), options.skip)
         yield arm | (row or {"error": runner.failure_in(log, options.run_limit_s)})
 
     def is_wrong(self, row: Row) -> bool:
@@ -105,12 +124,20 @@ class AgentTurns(runner.Benchmark):
             "a session's seconds": seconds,
             "rollouts s": round(row["phases_s"].get("rollouts", 0.0), 1),
             "update s": round(row["phases_s"].get("update", 0.0), 1),
+            "steps": row.get("num_counted", ""),
+            "tokens/s": f"{row['trained_tokens_per_s']:,.0f}" if "trained_tokens_per_s" in row else "",
+            "trainer waits": f"{row['trainer_waits']:.0%}" if "trainer_waits" in row else "",
+            "sessions in the model": f"{row['sessions_in_model']:.0f}" if "sessions_in_model" in row else "",
+            "age": f"{row['staleness']:.1f}" if "staleness" in row else "",
+            "length bias": f"{row['length_bias']:.2f}" if "length_bias" in row else "",
         }
 
     def notes(self, rows: Sequence[Row]) -> str:
         return (
             "d: |log-probability of the trainer - of the engine| of a sampled token, in nats, largest step of each turn. "
-            "Seconds are medians over the steps after the first."
+            "Seconds are medians over the counted steps; tokens/s: tokens trained in them over all their time, waits "
+            "included. Sessions in the model: mean number that the engines answer at a time. Age: mean versions between "
+            "sampling and training. Length bias: mean length of what was trained over that of all that was complete."
         )
 
 

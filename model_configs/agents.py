@@ -78,3 +78,54 @@ def talk_qwen3_1_7b() -> RunConfig:
         observe=replace(base.observe, eval_prompts=0),
         num_steps=3,
     )
+
+
+def tail_qwen3_1_7b() -> RunConfig:
+    """Answers of long-tailed lengths on two GPUs, one of the trainer and one of the engine: what batches in order and a
+    window (``--rollout.max_staleness``, ``--rollout.window_groups``) make of them."""
+    base = talk_qwen3_1_7b()
+    (source,) = base.data.environments
+    return replace(
+        base,
+        name="tail_qwen3_1_7b",
+        precision=PrecisionConfig(trainer="bf16", rollout="bf16"),
+        rollout=replace(
+            base.rollout,
+            placement="separate",
+            prompts_per_step=16,
+            completions_per_prompt=8,
+            max_completion_tokens=4096,
+            gpu_memory_utilization=0.85,
+        ),
+        session=SessionConfig(max_tokens=4352, max_turns=1),
+        data=replace(
+            base.data, environments=(replace(source, agent="megatron_fp8rl.envs.example_agents:long_tail"),)
+        ),
+        num_steps=100,
+    )
+
+
+def tail_tiny() -> RunConfig:
+    """The same on CPU cores: tiny models, answers of at most 384 tokens."""
+    base = tiny_calculator()
+    (source,) = base.data.environments
+    source = replace(
+        source,
+        agent="megatron_fp8rl.envs.example_agents:long_tail",
+        agent_options={"median": 40, "limit": 384, "tool_s": 1.0},
+    )
+    return replace(
+        base,
+        name="tail_tiny",
+        precision=replace(base.precision, exact=False),
+        model=replace(base.model, random=True, max_position_embeddings=512),
+        rollout=replace(
+            base.rollout, prompts_per_step=8, completions_per_prompt=4, max_completion_tokens=384, kv_cache_bytes=64 << 20
+        ),
+        session=SessionConfig(max_tokens=448, max_turns=1, max_running=64),
+        algo=replace(base.algo, zero_variance="keep"),
+        data=replace(base.data, environments=(source,), sft_steps=0),
+        checkpoint=CheckpointConfig(export_hf=False),
+        observe=replace(base.observe, eval_prompts=0),
+        num_steps=100,
+    )

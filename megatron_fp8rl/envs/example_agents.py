@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from typing import Any
 
@@ -89,3 +90,25 @@ async def long_talk(
             await asyncio.sleep(rng.uniform(fastest_s, slowest_s))
             session.say(f"\ntool {turn + 1}: {rng.randrange(10**6)}\n", role="tool")
     return {"reward": float(len(answer) % 2)}
+
+
+async def long_tail(
+    session: AgentSession,
+    row: dict[str, Any],
+    *,
+    median: int = 400,
+    sigma: float = 1.0,
+    limit: int = 4096,
+    tool_s: float = 5.0,
+) -> float:
+    """One answer of a length drawn by ``session.name``; for measurements. The reward is a number that varies.
+
+    Lengths are lognormal with this median and ``sigma``, at most ``limit`` tokens, and 1 % of them are ``limit``. A tenth
+    of the sessions waits ``tool_s`` seconds for a tool afterwards.
+    """
+    rng = random.Random(session.name)
+    drawn = int(rng.lognormvariate(math.log(median), sigma)) + 1
+    answer = await session.ask(max_tokens=limit if rng.random() < 0.01 else min(limit, drawn))
+    if rng.random() < 0.1:
+        await asyncio.sleep(tool_s)
+    return float(len(answer) % 2)
