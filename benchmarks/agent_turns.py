@@ -120,7 +120,7 @@ class AgentTurns(runner.Benchmark):
             "sampled tokens": f"{row['sampled_tokens']:,.0f}",
             "prefill saved": f"{row['prefill_saved']:.0%}",
             "mean d by turn": ", ".join(f"{mean:.1e}" if mean else "0" for mean, _ in row["difference_by_turn"]),
-            "largest d": f"{max((worst for _, worst in row['difference_by_turn']), default=0.0):.1e}",
+            "largest d": f"{max(worst for _, worst in turns):.1e}" if (turns := row["difference_by_turn"]) else "",
             "a session's seconds": seconds,
             "rollouts s": round(row["phases_s"].get("rollouts", 0.0), 1),
             "update s": round(row["phases_s"].get("update", 0.0), 1),

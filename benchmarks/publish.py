@@ -195,8 +195,9 @@ class Publish(runner.Benchmark):
         from megatron_fp8rl.trainer.compat import megatron_on_cpu
 
         megatron_on_cpu.install()
+        import torch
+
         from benchmarks.light_policy import light_policy
-        from benchmarks.training import free_memory
         from megatron_fp8rl.data.model_dir import write_model_dir
         from megatron_fp8rl.rollout.fleet import Fleet
         from megatron_fp8rl.trainer.parallel import Parallel
@@ -208,7 +209,7 @@ class Publish(runner.Benchmark):
             stack.callback(parallel.close)
             # Before the engines start, which measure what memory is free.
             policy = light_policy(cfg, parallel)
-            free_memory()
+            torch.cuda.empty_cache()
             parallel.barrier("drawn")
             fleet, started = None, time.perf_counter()
             if parallel.rank == 0:

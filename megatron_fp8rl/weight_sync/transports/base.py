@@ -32,6 +32,7 @@ NUM_SLOTS = 2
 _FAILED = "failed"
 _LOOK_S = 0.2  # between checks for the failure of another process
 _NAP_S = 20e-6  # between looks while an engine is paused
+_MEETING_NAP_S = 0.01  # between looks of all processes at the store
 
 
 class DeliveryError(RuntimeError):
@@ -108,7 +109,19 @@ class Transport:
         except RuntimeError:
             return  # the store is gone, and with it every process that could be waiting
 
-    def wait_until(self, done: Callable[[], bool], what: Callable[[], str]) -> None:
+    def meet(self, did: str) -> None:
+        """Collective, once for each ``did``: return when all processes are here. Raises as :meth:`wait_until` does."""
+        self._store.add(did, 1)
+        num_ranks = self.peer.world_size
+        self.wait_until(
+            lambda: self._store.add(did, 0) >= num_ranks,
+            lambda: f"{self._store.add(did, 0)} of {num_ranks} processes {did}",
+            nap_s=_MEETING_NAP_S,
+        )
+
+    def wait_until(
+        self, done: Callable[[], bool], what: Callable[[], str], *, nap_s: float | None = None
+    ) -> None:
         """Return when ``done()``. Raises DeliveryError if another process fails first, or after the deadline, with
         ``what()``.
         """
@@ -121,7 +134,7 @@ class Transport:
                 self._raise_failure(what)
             if now > self._end:
                 raise DeliveryError(f"{what()} within {self.timeout_s:g} s (rollout.update_deadline_s)")
-            time.sleep(self.nap_s)
+            time.sleep(self.nap_s if nap_s is None else nap_s)
 
     def _raise_failure(self, what: Callable[[], str]) -> None:
         key = f"{_FAILED}/{self._attempt}"

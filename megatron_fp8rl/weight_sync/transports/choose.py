@@ -46,5 +46,9 @@ def open_transport(
     """
     transport = TRANSPORTS[kind](peer, store, device, timeout_s)
     transport.watch = watch
-    transport.connect(schedules)
+    try:
+        transport.connect(schedules)
+    except Exception as error:
+        transport.fail(f"{type(error).__name__}: {error}")  # else the others would wait until the deadline
+        raise
     return transport

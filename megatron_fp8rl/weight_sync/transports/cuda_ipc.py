@@ -52,15 +52,13 @@ class IpcTransport(Transport):
                     lambda sender=sender: f"trainer rank {sender} did not offer its buffers",
                 )
                 self._mapped[sender] = _open(json.loads(self._store.get(key)), self.device)
-        self._store.add("joined", 1)
-        self.wait_until(
-            lambda: self._store.add("joined", 0) >= peer.world_size,
-            lambda: f"{self._store.add('joined', 0)} of {peer.world_size} processes opened the buffers",
-        )
-        if peer.rank == 0:
-            self._remove_files()
-        if peer.is_trainer and self.device.type == "cpu" and num_bytes:
-            Path(handle["path"]).unlink(missing_ok=True)
+        try:
+            self.meet("opened the buffers")
+        finally:  # all that will have mapped the files
+            if peer.rank == 0:
+                self._remove_files()
+            if peer.is_trainer and self.device.type == "cpu" and num_bytes:
+                Path(handle["path"]).unlink(missing_ok=True)
 
     def _map_counters(self) -> np.ndarray:
         """int64 [world_size]: rounds that a trainer rank has filled, or that a worker has read, since the start."""

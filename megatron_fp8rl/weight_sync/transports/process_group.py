@@ -41,6 +41,7 @@ class _GroupTransport(Transport):
         self._wire = self._wire_memory()
         self._pending: dict[int, list[Any]] = {}
         self._peers: dict[int, list[int]] = {}  # by round, for messages
+        self.meet("came to connect")  # who builds a group waits for all others and looks at nothing else
         self._group = self._build_group(dist.PrefixStore("group", self._store.plain))
 
     def begin(self, attempt: int, rounds: tuple[Round, ...]) -> None:
