@@ -57,7 +57,7 @@ def row_of(run: RunData, skip: int = 1) -> Row | None:
     return {
         "num_steps": len(steps),
         "num_counted": len(counted),
-        "step_s": median("time/step/s"),
+        "median_step_s": median("time/step/s"),
         "trained_tokens_per_s": trained / seconds,
         "trainer_waits": total("time/rollouts/s") / seconds,
         "sessions_in_model": in_model_s / seconds,
