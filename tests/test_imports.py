@@ -34,6 +34,7 @@ CONFINED = {
     "tyro": ("cli.py",),
     "reasoning_gym": ("envs/",),
 }
+OURS = (LIBRARY, "benchmarks", "checkpoint_tools", "launch", "model_configs")
 NEVER = ("megatron.training", "megatron.rl")
 LIGHT = (
     "megatron_fp8rl.config",
@@ -99,6 +100,43 @@ def test_a_folder_imports_only_what_stands_below_it():
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, a program")
             elif top not in PROGRAMS and floor_of(target) > floor_of(module) and target != "__version__":
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, which stands above it")
+    assert not wrong, "\n".join(wrong)
+
+
+def bound_names(path: Path) -> set[str]:
+    """What a module binds at its top level, in branches of conditions and of ``try`` too."""
+    found: set[str] = set()
+    statements: list[ast.AST] = [*ast.parse(path.read_text()).body]
+    while statements:
+        node = statements.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        else:
+            statements += ast.iter_child_nodes(node)
+    return found
+
+
+def file_of(dotted: str) -> Path | None:
+    """The file or folder of a module of this repository."""
+    place = ROOT.joinpath(*dotted.split("."))
+    return next((path for path in (place.with_suffix(".py"), place / "__init__.py", place) if path.exists()), None)
+
+
+def test_every_name_that_is_imported_exists_in_functions_too():
+    """Imports inside functions run late: on a GPU, or not before somebody measures."""
+    wrong = []
+    for path in [path for folder in OURS for path in sorted((ROOT / folder).rglob("*.py"))]:
+        for line, dotted in imported_names(path):
+            module, _, name = dotted.rpartition(".")
+            if dotted.partition(".")[0] not in OURS or file_of(dotted) is not None:
+                continue
+            source = file_of(module)
+            if source is None or (source.is_file() and name not in bound_names(source)):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {dotted}, which does not exist")
     assert not wrong, "\n".join(wrong)
 
 
