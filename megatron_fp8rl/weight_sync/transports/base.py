@@ -119,9 +119,7 @@ class Transport:
             nap_s=_MEETING_NAP_S,
         )
 
-    def wait_until(
-        self, done: Callable[[], bool], what: Callable[[], str], *, nap_s: float | None = None
-    ) -> None:
+    def wait_until(self, done: Callable[[], bool], what: Callable[[], str], *, nap_s: float | None = None) -> None:
         """Return when ``done()``. Raises DeliveryError if another process fails first, or after the deadline, with
         ``what()``.
         """
