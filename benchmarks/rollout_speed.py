@@ -204,7 +204,7 @@ class RolloutSpeed(runner.Benchmark):
         runner.choices(parser, "--precision", ["bf16", "fp8", "fp8_kv"], ["bf16", "fp8", "fp8_kv"])
         runner.choices(parser, "--linear", ["auto", "deep_gemm", "cutlass", "triton"], ["auto"])
         runner.choices(parser, "--moe", ["auto", "deep_gemm", "triton"], ["auto"])
-        runner.choices(parser, "--attention", ["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], ["auto"])
+        runner.choices(parser, "--attention", ["auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"], ["auto"])
         runner.choices(parser, "--compile", ["on", "off"], ["on"], help="torch.compile")
         parser.add_argument("--batch-invariant", action="store_true", help="vLLM's batch-invariant kernels")
         runner.choices(parser, "--shape", SHAPES, ["short", "long"])

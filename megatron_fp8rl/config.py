@@ -150,7 +150,7 @@ class PrecisionConfig:
     # a difference stops the run. Replaces the pass for old log-probabilities.
     exact: bool = False
     attention: Literal["auto", "engine"] = "auto"  # engine: the trainer's forward runs the engine's attention kernel
-    round_kv: bool = True  # with an FP8 KV cache the trainer attends to queries, keys and values as the cache holds them
+    round_kv: bool = True  # with an FP8 KV cache the trainer attends to what the engine attends to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ class RolloutConfig:
     sleep_level: Literal[0, 1, 2] = 0  # during training: 0 keeps engine memory, 1 offloads and 2 discards weights
     linear_backend: Literal["auto", "deep_gemm", "cutlass", "triton"] = "auto"  # kernels of FP8 linears on a GPU
     moe_backend: Literal["auto", "deep_gemm", "triton"] = "auto"  # kernels of experts
-    attention_backend: Literal["auto", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
+    attention_backend: Literal["auto", "FP8_CACHE", "FLASH_ATTN", "TRITON_ATTN", "FLASHINFER"] = "auto"
     batch_invariant: bool = False  # results do not depend on the rest of the batch; slower, no torch.compile
     torch_compile: bool = True  # False: CUDA graphs without torch.compile; starts a minute sooner
     prompts_per_step: int = 32

@@ -155,6 +155,14 @@ def _engine_experts(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     return _engine("triton", "holds gate, up and down as they are sent")(cfg, hardware)
 
 
+def _engine_attention(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
+    if not hardware.is_gpu:
+        return "emulated", "there is no GPU"
+    if cfg.rollout.kv_cache_dtype == "fp8" and not support.fp8_cache_attention(cfg, hardware):
+        return "FP8_CACHE", "rounds no queries, and is the fastest"
+    return "vllm", "vLLM knows the GPU"
+
+
 class _EngineRole(Role):
     """A role of the engines, whose fields select GPU kernels."""
 
@@ -249,12 +257,14 @@ TABLE: dict[str, Role] = {
     "engine.attention": _EngineRole(
         "attention",
         {
+            "FP8_CACHE": Kernel("ours for an FP8 cache", support.fp8_cache_attention, marks=("custom",)),
             "FLASH_ATTN": Kernel("FlashAttention", marks=("flash_attn",)),
             "TRITON_ATTN": Kernel("Triton", marks=("triton",)),
             "FLASHINFER": Kernel("FlashInfer", support.flashinfer_attention, marks=("flashinfer",)),
             "vllm": Kernel("what vLLM takes"),
+            "emulated": Kernel("PyTorch (emulated)"),
         },
-        _always("vllm", "vLLM knows the GPU"),
+        _engine_attention,
         "rollout.attention_backend",
     ),
 }
@@ -288,6 +298,11 @@ class EngineKernels:
     experts: str
     norms: str
     attention: str
+
+    @property
+    def rounds_queries(self) -> bool:
+        """Whether attention over an FP8 cache rounds queries to E4M3, too."""
+        return self.attention not in ("FP8_CACHE", "emulated")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -303,6 +303,26 @@ def engine_deep_gemm_experts(cfg: RunConfig, hardware: Hardware) -> Violation | 
     return None
 
 
+def fp8_cache_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """The engine's attention of rollout/vllm_plugin/patches_attention.py."""
+    path, model = "rollout.attention_backend", cfg.model
+    if cfg.rollout.kv_cache_dtype != "fp8":
+        return _wrong(cfg, path, "reads a KV cache in FP8 alone", "Set auto, or --rollout.kv_cache_dtype fp8")
+    if hardware.is_gpu and hardware.generation != "hopper":
+        return _wrong(cfg, path, f"is for Hopper GPUs, and this is {hardware.generation}", "Set auto")
+    if cfg.rollout.batch_invariant or cfg.precision.exact:
+        return _wrong(cfg, path, "cuts a sequence by the number of sequences, so it is not batch-invariant", "Set auto")
+    if cfg.precision.attention == "engine":
+        return _wrong(cfg, path, "is not FlashAttention, with which precision.attention = engine attends", "Set auto")
+    if model.mla is not None or model.sliding_window is not None:
+        return _wrong(cfg, path, "has neither latent attention nor windows", "Set auto")
+    group = model.num_attention_heads // max(1, model.num_key_value_heads)
+    if model.head_dim not in (64, 128) or group > 16:
+        problem = f"has heads of 64 or 128 features, up to 16 of a group; the model's have {model.head_dim}, {group} of a group"
+        return _wrong(cfg, path, problem, "Set auto")
+    return None
+
+
 def flashinfer_attention(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     path = "rollout.attention_backend"
     if cfg.rollout.kv_cache_dtype == "fp8":

@@ -133,7 +133,8 @@ def kernel_backends(cfg: RunConfig, kernels: EngineKernels) -> dict[str, str]:
     if cfg.model.is_moe:
         found["moe-backend"] = kernels.experts
     if kernels.attention != "vllm":
-        found["attention-backend"] = kernels.attention
+        # The name under which vllm_plugin/plugin.py registers ours.
+        found["attention-backend"] = "CUSTOM" if kernels.attention == "FP8_CACHE" else kernels.attention
     return found
 
 

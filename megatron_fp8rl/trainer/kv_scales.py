@@ -14,8 +14,8 @@ tokens larger than any measured; without headroom they would be clipped, with an
 two is exact, so that trainer and engine round alike (``kernels/kv_rounding.py``). A scale only affects how the cache is
 written and read, so scales measured on other tokens than those in the cache are valid.
 
-The trainer's attention reads queries, keys and values rounded by the scales of the policy that the engines hold
-(:func:`hold`), so that both ends compute the same quantized function.
+The trainer's attention reads keys and values rounded by the scales of the policy that the engines hold (:func:`hold`), and
+queries where the engine's kernel rounds them, so that both ends compute the same quantized function.
 
 Shapes: NUM_LAYERS x 3 = layers of the whole model x (query, key, value).
 """
@@ -82,7 +82,8 @@ def scales(amax: list[list[float]]) -> KVScales:
 
 
 def hold(chunks: Sequence[nn.Module], by_layer: KVScales, device: torch.device) -> None:
-    """Round queries, keys and values of all later forward passes as a cache with these scales holds them."""
+    """Round keys and values of all later forward passes as a cache with these scales holds them, and queries alike where
+    the engine's kernel rounds them."""
     for layer in _layers(chunks):
         layer.cache_scales = torch.tensor(by_layer[layer.layer], device=device)
 

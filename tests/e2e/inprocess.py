@@ -50,7 +50,7 @@ PRELOAD = [
     "vllm.entrypoints.llm",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3_moe",
-    "megatron_fp8rl.rollout.vllm_plugin.cpu_layers",
+    "megatron_fp8rl.rollout.vllm_plugin.cpu.cpu_layers",
     "megatron_fp8rl.rollout.vllm_plugin.worker",
     "megatron_fp8rl.weight_sync.publish",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.kernels import blockwise
 
-cpu_kernels = pytest.importorskip("megatron_fp8rl.rollout.vllm_plugin.cpu_layers")
+cpu_kernels = pytest.importorskip("megatron_fp8rl.rollout.vllm_plugin.cpu.cpu_layers")
 
 NUM_EXPERTS, TOP_K, HIDDEN, FFN = 8, 2, 256, 128
 

@@ -33,10 +33,11 @@ PROMPTS = [list(range(3 + i, 33 + 2 * i)) for i in range(24)]
 MAX_TOKENS = 40
 
 
-def _cfg() -> RunConfig:
+def _cfg(attention: str) -> RunConfig:
     cfg = tiny_qwen3()
     rollout = RolloutConfig(
         kv_cache_dtype="fp8",
+        attention_backend=attention,
         torch_compile=False,
         sleep_level=1,
         transport="gloo",  # the test's parameters are on the CPU
@@ -101,8 +102,9 @@ def _scales(amax: Tensor, factor: float = 1.0) -> KVScales:
     return {layer: tuple(row) for layer, row in enumerate((amax * (2.0 * factor / 448.0)).tolist())}
 
 
-def test_scales_reach_the_kernels(tmp_path):
-    cfg = _cfg()
+@pytest.mark.parametrize("attention", ["FP8_CACHE", "FLASH_ATTN"])
+def test_scales_reach_the_kernels(attention, tmp_path):
+    cfg = _cfg(attention)
     weights = _weights(cfg)
     with Fleet.start(cfg, write_hf_dir(cfg, tmp_path), tmp_path) as fleet:
         exporter = WeightExporter(policy_of(cfg, weights), fleet, cfg)

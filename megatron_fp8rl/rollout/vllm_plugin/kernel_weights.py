@@ -17,6 +17,7 @@ attention scales are buffers, which vLLM saves.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_value
 _MATRICES = ("weight", "weight_scale_inv")
 _WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias")
 _LATENT_FACTORS = ("W_UV", "W_UK_T")
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
 
 
 def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
@@ -165,6 +167,31 @@ class HeldDigests:
         self._fixed = np.flatnonzero(~np.array(is_converted, dtype=bool))
         self._digests = prepare_values([ordered[i][1] for i in self._fixed])
         self._places = _places(model)
+
+
+def first_of_kinds(model: nn.Module) -> frozenset[int]:
+    """The first layer of each kind: where one has a module, all of its kind have one of the same class, with tensors of
+    the same names, shapes, strides and types, and the same choice of experts. What loads one loads them all alike.
+    """
+    kinds: dict[int, list[Any]] = {}
+    for path, module in model.named_modules():
+        number = layer_of(path)
+        if number is not None:
+            tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            experts = getattr(module, "expert_map", None)
+            held = [(name, t.shape, t.stride(), t.dtype) for name, t in tensors]
+            chosen = None if experts is None else tuple(experts.tolist())
+            kinds.setdefault(number, []).append((_LAYER.sub("", path), type(module), tuple(held), chosen))
+    first: dict[tuple[Any, ...], int] = {}
+    for number in sorted(kinds):
+        first.setdefault(tuple(kinds[number]), number)
+    return frozenset(first.values())
+
+
+def layer_of(name: str) -> int | None:
+    """The number of the layer of a tensor or module; None outside layers."""
+    found = _LAYER.search(name)
+    return None if found is None else int(found[1])
 
 
 class UnwritableKernel(RuntimeError):

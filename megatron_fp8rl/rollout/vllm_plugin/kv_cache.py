@@ -15,15 +15,13 @@ sleeping cache wakes up, so they are set after either.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
+from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import layer_of
 from megatron_fp8rl.rollout.vllm_plugin.patches import fill_kv_scales, has_kv_scales
-
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
@@ -31,10 +29,10 @@ def attention_layers(model: nn.Module) -> dict[int, nn.Module]:
     layers = {}
     for path, module in model.named_modules():
         if has_kv_scales(module):
-            found = _LAYER.search(path)
-            if found is None:
+            number = layer_of(path)
+            if number is None:
                 raise ValueError(f"attention {path!r} has an FP8 KV cache and no layer number in its name")
-            layers[int(found[1])] = module
+            layers[number] = module
     return layers
 
 

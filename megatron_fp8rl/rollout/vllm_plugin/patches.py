@@ -1,7 +1,7 @@
 """Patches of vLLM and uses of its private names, for the engine's processes.
 
 Each records the versions it was tested with; :mod:`megatron_fp8rl.upstream` lists them and refuses others before an
-engine starts. Replacements of vLLM's CPU layers are in ``cpu_layers.py``, of its startup in ``server.py``; both are
+engine starts. Replacements of vLLM's CPU layers are in ``cpu/cpu_layers.py``, of its startup in ``server.py``; both are
 marked in the same way. vLLM is imported by the functions that need it.
 """
 
@@ -174,14 +174,14 @@ def forget_loaded_weights(model: nn.Module) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not (record.msg == "%s: Failed to load weights" and record.args == ("RotaryEmbedding",))
+    return record.msg != "%s: Failed to load weights"
 
 
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="every layerwise reload warns that the rotary embedding received no weights: it has none",
-    remove_when="the reload skips modules without weights",
+    why="every layerwise reload warns of each module that received no weights, and ours are written directly",
+    remove_when="the reload takes a list of the modules to load",
 )
 def quiet_reload() -> None:
     """Drop that warning."""

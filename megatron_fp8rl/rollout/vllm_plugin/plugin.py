@@ -1,4 +1,4 @@
-"""Registers this package with vLLM: weight transfer, batch-invariant kernels, and FP8 emulation on a CPU.
+"""Registers this package with vLLM: weight transfer, attention and batch-invariant kernels, and FP8 emulation on a CPU.
 
 In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's registries. Runs in each process of
 a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the entry point
@@ -45,11 +45,15 @@ def register() -> None:
         WEIGHT_TRANSFER_BACKEND, "megatron_fp8rl.rollout.vllm_plugin.receiver", "TransferEngine"
     )
     if current_platform.is_cpu():
-        from megatron_fp8rl.rollout.vllm_plugin import cpu_experts, cpu_layers
+        from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_experts, cpu_layers
 
         cpu_layers.register(cast(Scales, scales))
         cpu_experts.exchange_tokens_on_cpu()
-    elif os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        return
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    register_backend(AttentionBackendEnum.CUSTOM, "megatron_fp8rl.rollout.vllm_plugin.patches_attention.FP8CacheBackend")
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         from megatron_fp8rl.rollout.vllm_plugin import patches
 
         patches.make_residual_norms_batch_invariant()

@@ -54,17 +54,19 @@ class PackedAttention(MegatronModule):
     """Core attention of Megatron-Core's SelfAttention, for ``qkv_format="thd"`` only."""
 
     def __init__(self, config, layer_number, attn_mask_type, attention_type, *, rotary: Rotary, scale: float,
-                 window: int | None = None, attend: Attend | None = None, has_fallback: bool = True, pg_collection=None,
-                 **unused):  # fmt: skip
+                 window: int | None = None, attend: Attend | None = None, has_fallback: bool = True,
+                 rounds_queries: bool = False, pg_collection=None, **unused):  # fmt: skip
         """``attend``: a varlen kernel for shapes that :func:`attention_te.supports`; None for torch's attention.
-        Without ``has_fallback``, unsupported shapes raise ValueError."""
+        Without ``has_fallback``, unsupported shapes raise ValueError. ``rounds_queries``: with keys and values of an FP8
+        cache, as the engine's kernel does."""
         super().__init__(config=config)
         self.attend, self.has_fallback = attend, has_fallback
         self.rotary, self.softmax_scale, self.window = rotary, scale, window
+        self.rounds_queries = rounds_queries
         self.cp_group = pg_collection.cp
         self.layer = layer_number - 1  # index in the whole model, from 0
         self.amax: Tensor | None = None  # FP32 [3], running max of |q|, |k|, |v| while trainer/kv_scales measures
-        self.cache_scales: Tensor | None = None  # FP32 [3] of the engines' FP8 KV cache; q, k, v are rounded as in it
+        self.cache_scales: Tensor | None = None  # FP32 [3] of the engines' FP8 KV cache; k, v are rounded as in it
 
     def forward(
         self,
@@ -85,7 +87,9 @@ class PackedAttention(MegatronModule):
         if self.amax is not None:
             self._observe((query, key, value), packed_seq_params)
         if self.cache_scales is not None:
-            query, key, value = map(as_cached, (query, key, value), self.cache_scales)
+            of_query, *of_cache = self.cache_scales
+            query = as_cached(query, of_query) if self.rounds_queries else query
+            key, value = map(as_cached, (key, value), of_cache)
         num_tokens, dtype = query.shape[0], query.dtype
         if query.device.type == "cpu":  # as in the engine: see kernels/float64.py
             query, key, value = query.double(), key.double(), value.double()

@@ -136,6 +136,7 @@ class LayerFactory:
 
     def __init__(self, cfg: RunConfig, parallel: Parallel, choice: KernelChoice):
         self._cfg, self._model, self._parallel, self._kernels = cfg, cfg.model, parallel, choice.trainer
+        self._rounds_queries = choice.engine.rounds_queries
         self._table = LayerTable.build(cfg.model, cfg.precision)
         self._recipe = make_recipe(cfg.precision)
         self.norm = partial(RMSNorm, compute=_norm(self._kernels.norms))
@@ -180,6 +181,7 @@ class LayerFactory:
             scale=softmax_scale(model),
             window=model.sliding_window,
             attend=kernels[self._kernels.attention],
+            rounds_queries=self._rounds_queries,
             has_fallback=self._kernels.attention != "engine",
         )
         out = partial(RowLinear, spec=linear("linear_proj"))

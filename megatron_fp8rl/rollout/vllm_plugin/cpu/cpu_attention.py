@@ -2,7 +2,7 @@
 
 In: queries, keys and values of a batch of requests, and a paged KV cache in BF16 or E4M3. Out: attention outputs, computed by
 ``kernels/float64.py``; log-probabilities by ``kernels/exact_logprobs.py``. Runs in vLLM's workers on a machine without a
-GPU. With an FP8 cache, queries, keys and values are rounded as vLLM's GPU kernels round them.
+GPU. With an FP8 cache, keys and values are rounded as on a GPU (``patches_attention.py``), and queries are not.
 
 The memory of a layer's cache is vLLM's, [blocks, G, tokens of a block, 2 D]; here each token holds its key, then its
 value.
@@ -21,7 +21,7 @@ from vllm.v1.sample.sampler import Sampler
 
 from megatron_fp8rl.kernels import float64
 from megatron_fp8rl.kernels.exact_logprobs import log_softmax
-from megatron_fp8rl.kernels.kv_rounding import as_cached, to_cache
+from megatron_fp8rl.kernels.kv_rounding import to_cache
 from megatron_fp8rl.rollout.vllm_plugin.patches import kv_scales_of
 from megatron_fp8rl.upstream import patches
 
@@ -62,8 +62,7 @@ def register() -> None:
             return forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *others, **more)
         scales = None
         if self.is_fp8_kv_cache:
-            of_query, *scales = kv_scales_of(layer)
-            query = as_cached(query, torch.tensor(of_query))
+            _, *scales = kv_scales_of(layer)
         _attend_requests(query, kv_cache, scales, attn_metadata, self.scale, output)
         return output
 

@@ -12,7 +12,7 @@ a form that cannot be read back, so the engine's weights could not be verified. 
 - report the experts chosen by the router, for which vLLM's CPU path returns zeros.
 
 Products, norms, rotary embedding and the sum of a token's experts are those of :mod:`megatron_fp8rl.kernels.float64`, so
-that the trainer's are bitwise equal; ``cpu_attention.py`` has attention and log-probabilities.
+that the trainer's are bitwise equal; ``cpu/cpu_attention.py`` has attention and log-probabilities.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.kernels import blockwise, float64
 from megatron_fp8rl.kernels.blockwise import Scales
 from megatron_fp8rl.kernels.routing import choose_experts
-from megatron_fp8rl.rollout.vllm_plugin import cpu_attention
+from megatron_fp8rl.rollout.vllm_plugin.cpu import cpu_attention
 from megatron_fp8rl.upstream import patches
 
 _BLOCK_SHAPE = [blockwise.BLOCK, blockwise.BLOCK]

@@ -1,0 +1,198 @@
+"""Attention of engines with an FP8 KV cache on a GPU: keys and values are rounded to E4M3, and nothing else is.
+
+In: queries in BF16, vLLM's cache and metadata of a batch. Out: attention. Runs in every engine worker, as vLLM's backend
+``CUSTOM``.
+
+vLLM's FlashAttention over such a cache multiplies in FP8, so it rounds queries and probabilities to E4M3 too, and it turns
+values in registers: on an H200 it decodes hardly faster than over a BF16 cache. Here a sequence with one new token takes
+``kernels/triton/decode_attention.py``. For one with several, its pages are copied in BF16, and FlashAttention attends to the
+copy. Both compute the same function, so a token's does not depend on what else is in its batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from megatron_fp8rl.kernels.triton.decode_attention import decode
+from megatron_fp8rl.upstream import patches
+
+_COPIED_TOKENS = 32768  # of a layer's cache at a time, in BF16
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sequences of a batch that are computed together."""
+
+    rows: Tensor  # int64 [n] on the device: which sequences
+    tokens: Tensor  # int64 on the device: their tokens in the batch
+    starts: Tensor  # int32 [n + 1] on the device: where the tokens of each begin in ``tokens``
+    max_query: int  # new tokens of a sequence
+    max_length: int
+
+
+def parts_of(counts: Sequence[int], lengths: Sequence[int], device: torch.device) -> list[Part]:
+    """The sequences with one new token as the first part, if there are any, and the others in parts of a bounded size.
+
+    ``counts`` new tokens, ``lengths`` with them; sequences without new tokens are left out.
+    """
+    first_tokens = [0]
+    for count in counts:
+        first_tokens.append(first_tokens[-1] + count)
+    decoding = [i for i, count in enumerate(counts) if count == 1]
+    several = [i for i, count in enumerate(counts) if count > 1]
+    groups = ([decoding] if decoding else []) + list(_bounded(several, lengths))
+    return [_part(group, counts, first_tokens, max(lengths[i] for i in group), device) for group in groups]
+
+
+def _bounded(sequences: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Groups whose copies, all as long as the longest, have :data:`_COPIED_TOKENS` tokens; more if a single one has."""
+    group: list[int] = []
+    longest = 0
+    for i in sequences:
+        longest = max(longest, lengths[i])
+        if group and longest * (len(group) + 1) > _COPIED_TOKENS:
+            yield group
+            group, longest = [], lengths[i]
+        group.append(i)
+    if group:
+        yield group
+
+
+def _part(
+    group: Sequence[int], counts: Sequence[int], first_tokens: Sequence[int], max_length: int, device: torch.device
+) -> Part:
+    own = torch.tensor([counts[i] for i in group])
+    tokens = torch.cat([torch.arange(first_tokens[i], first_tokens[i + 1]) for i in group])
+    starts = torch.nn.functional.pad(own.cumsum(0), (1, 0)).int()
+    rows, tokens, starts = (x.to(device, non_blocking=True) for x in (torch.tensor(group), tokens, starts))
+    return Part(rows, tokens, starts, int(own.max()), max_length)
+
+
+@patches(
+    "vllm",
+    ">=0.26,<0.27",
+    why="says which batches graphs may hold (_cudagraph_support), and adds what attention needs to metadata (build)",
+    remove_when="FP8CacheAttention is removed",
+)
+class Metadata(FlashAttentionMetadataBuilder):
+    """FlashAttention's metadata without its own plan of a step, and with the parts of a batch that has prompts."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE  # parts are known on the host alone
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.aot_schedule = False  # FlashAttention's own plan of a step
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> FlashAttentionMetadata:
+        metadata = super().build(0, common_attn_metadata, fast_build)
+        metadata.parts = []
+        if metadata.max_query_len > 1:
+            counts = common_attn_metadata.query_start_loc_cpu.diff().tolist()
+            lengths = common_attn_metadata.seq_lens_cpu_upper_bound.tolist()
+            metadata.parts = parts_of(counts, lengths, metadata.seq_lens.device)
+        return metadata
+
+
+@patches(
+    "vllm",
+    ">=0.26,<0.27",
+    why="derives from FlashAttention's layer and backend, and reads its metadata and its cache",
+    remove_when="an attention of vLLM reads an FP8 cache at its bandwidth, with queries in BF16",
+)
+class FP8CacheAttention(FlashAttentionImpl):
+    """FlashAttention's layer with other kernels."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Raises ValueError for attention that the kernels here do not have."""
+        super().__init__(*args, **kwargs)
+        self.supports_quant_query_input = False  # queries stay in BF16
+        plain = self.sliding_window == (-1, -1) and self.alibi_slopes is None and self.sinks is None
+        if not plain or self.logits_soft_cap or self.dcp_world_size > 1:
+            problem = "FP8_CACHE has no windows, sinks, soft caps or context parallelism"
+            raise ValueError(f"rollout.attention_backend: {problem}; set FLASH_ATTN")
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: FlashAttentionMetadata | None, output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """query and output [tokens, Q, D], kv_cache bytes [pages, G, tokens of a page, 2 D]; the keys and values of all
+        tokens are in the cache already. Returns ``output``."""
+        if attn_metadata is None:  # vLLM measures memory
+            return output.fill_(0)
+        cache, pages, lengths = kv_cache.transpose(1, 2), attn_metadata.block_table, attn_metadata.seq_lens
+        scales = layer._k_scale, layer._v_scale
+        if attn_metadata.max_query_len == 1:
+            num_tokens = attn_metadata.num_actual_tokens
+            decode(query[:num_tokens], cache, pages, lengths, *scales, self.scale, output[:num_tokens])
+            return output
+        for part in attn_metadata.parts:
+            own, own_pages = query.index_select(0, part.tokens), pages.index_select(0, part.rows)
+            own_lengths, out = lengths.index_select(0, part.rows), torch.empty_like(own)
+            if part.max_query == 1:
+                decode(own, cache, own_pages, own_lengths, *scales, self.scale, out)
+            else:
+                self._attend_to_copy(own, cache, own_pages, own_lengths, part, scales, out)
+            output.index_copy_(0, part.tokens, out)
+        return output
+
+    def _attend_to_copy(
+        self, query: Tensor, cache: Tensor, pages: Tensor, lengths: Tensor, part: Part, scales: tuple[Tensor, Tensor],
+        out: Tensor,
+    ) -> None:  # fmt: skip
+        """FlashAttention over a copy of the pages in BF16."""
+        from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func  # not there on a CPU
+
+        pages = pages[:, : -(-part.max_length // cache.shape[1])]
+        copy = cache.view(torch.uint8).index_select(0, pages.flatten()).view(torch.float8_e4m3fn).to(out.dtype)
+        keys, values = (x.mul_(scale) for x, scale in zip(copy.split(self.head_size, dim=-1), scales))
+        table = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device).view(pages.shape)
+        flash_attn_varlen_func(
+            q=query, k=keys, v=values, out=out, cu_seqlens_q=part.starts, max_seqlen_q=part.max_query, seqused_k=lengths,
+            max_seqlen_k=part.max_length, softmax_scale=self.scale, causal=True, block_table=table,
+            fa_version=self.vllm_flash_attn_version,
+        )  # fmt: skip
+
+
+@patches(
+    "vllm",
+    ">=0.26,<0.27",
+    why="a backend is a class whose methods vLLM asks",
+    remove_when="FP8CacheAttention is removed",
+)
+class FP8CacheBackend(FlashAttentionBackend):
+    """FlashAttention's cache, and the attention above."""
+
+    supported_kv_cache_dtypes = ["fp8", "fp8_e4m3"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[FP8CacheAttention]:
+        return FP8CacheAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[Metadata]:
+        return Metadata
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False  # where a sequence is cut depends on the number of sequences
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return kv_cache_dtype in cls.supported_kv_cache_dtypes

@@ -1,0 +1,74 @@
+"""Decoding over an FP8 cache against torch in float64: in Triton's interpreter, and compiled for a Hopper GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers.decode_cases import Case, expected
+from tests.helpers.interpreter import assert_passes_interpreted, in_interpreter, starts_interpreter
+from tests.tolerances import DECODE_ATTENTION
+from tests.unit.kernels.test_kernels_compile import instructions
+
+triton = pytest.importorskip("triton")
+
+
+@pytest.mark.slow
+@starts_interpreter
+def test_in_the_interpreter():
+    assert_passes_interpreted(__file__)
+
+
+@in_interpreter
+@pytest.mark.parametrize("heads", [(4, 1, 64), (4, 2, 128), (16, 1, 64), (24, 2, 64)], ids=str)
+@pytest.mark.parametrize("page_tokens", [16, 64])
+def test_sequences_of_one_part_and_of_several(heads, page_tokens):
+    """Parts have 512 tokens here: a sequence of none, of one token, of exactly one part, and of three."""
+    from megatron_fp8rl.kernels.triton.decode_attention import decode
+
+    case = Case.drawn(heads, lengths=(1, 0, 130, 512, 513, 1100), page_tokens=page_tokens)
+    out = torch.full_like(case.query, 7.0)
+    decode(case.query, case.cache, case.pages, case.lengths, case.key_scale, case.value_scale, case.softmax_scale, out)
+    assert not out[1].any()
+    torch.testing.assert_close(out.double(), expected(case), **DECODE_ATTENTION)
+
+
+@in_interpreter
+def test_every_byte_is_the_number_that_it_stands_for():
+    """The only key of a sequence has all the weight, so the result is its value: each of the 254 finite numbers."""
+    from megatron_fp8rl.kernels.triton.decode_attention import decode
+
+    finite = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F], dtype=torch.uint8)
+    case = Case.drawn((2, 2, 128), lengths=(1,), page_tokens=16)
+    values = case.cache[case.pages[0, 0], 0, :, 128:]
+    values.copy_(torch.cat([finite, finite[:2]]).view(2, 128))
+    out = torch.empty_like(case.query)
+    one = torch.ones(1)
+    decode(case.query, case.cache, case.pages, case.lengths, one, one, 1.0, out)
+    assert torch.equal(out[0].float(), values.view(torch.float8_e4m3fn).float())
+
+
+def test_other_shapes_are_refused():
+    from megatron_fp8rl.kernels.triton.decode_attention import decode
+
+    for heads in ((4, 2, 96), (34, 2, 64)):
+        case = Case.drawn(heads, lengths=(3,), page_tokens=16)
+        with pytest.raises(ValueError, match="not supported by this kernel"):
+            decode(case.query, case.cache, case.pages, case.lengths, case.key_scale, case.value_scale, 1.0, case.query)
+
+
+@starts_interpreter
+def test_compiled_it_reads_the_cache_asynchronously_and_converts_bytes_by_pairs():
+    from megatron_fp8rl.kernels.triton import decode_attention
+
+    pointers = {"query": "bf16", "cache": "i16", "pages": "i32", "lengths": "i32", "key_scale": "fp32", "value_scale": "fp32",
+                "out": "bf16", "parts": "fp32", "norms": "fp32"}  # fmt: skip
+    strides = ("query_stride", "page_stride", "token_stride", "head_stride", "table_stride")
+    signature = {name: f"*{kind}" for name, kind in pointers.items()} | {"softmax_scale": "fp32"} | dict.fromkeys(strides, "i32")
+    constants = {"PAGE": 16, "D": 128, "GROUP": 4, "COLUMNS": 8, "TILE": 128, "SPLIT": 2048, "HARDWARE": True}
+    found = instructions(decode_attention._attend, signature, constants, num_warps=4, multiples=tuple(range(10, 15)))
+    # 128 keys and 128 values of 128 bytes, by 128 threads: 32 bytes of each for a conversion, 2 bytes at a time.
+    assert found["cvt.rn.f16x2.e4m3x2"] == 2 * 128 // 2
+    # A product of 16 x 8 x 16 needs 2,048 multiplications: 128 x 8 x 128, twice, by 4 warps.
+    assert found["mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"] == 2 * 128 * 8 * 128 // 2048 // 4
+    assert found["cp.async.cg.shared.global"] > 0
