@@ -66,7 +66,7 @@ def read_log(text: str) -> Row:
     capacity = re.findall(r"KV cache size: ([\d,]+) tokens", text)
     loaded = re.findall(r"Model loading took ([\d.]+) GiB", text)
     patterns = (r"Selected (\w+) for \w+", r"Using '?([\w ]+?)'? (?:Fp8|Unquantized) MoE backend")
-    patterns += (r"Using (?:AttentionBackendEnum\.)?(\w+) attention backend",)
+    patterns += (r"Using (?:AttentionBackendEnum\.)?(\w+) attention backend", r"Using AttentionBackendEnum\.(\w+) backend")
     chosen = [name for pattern in patterns for name in dict.fromkeys(re.findall(pattern, text))]
     return {
         "kv_tokens": int(capacity[-1].replace(",", "")) if capacity else None,
