@@ -166,6 +166,6 @@ def decode(
         )  # fmt: skip
         if num_parts > 1:
             _merge[(num_sequences, num_heads)](
-                lengths, out, parts, norms, num_parts, D=head_dim, MOST=triton.next_power_of_2(num_parts), SPLIT=split, HARDWARE=HARDWARE,
-                num_warps=4,
+                lengths, out, parts, norms, num_parts, D=head_dim, MOST=triton.next_power_of_2(num_parts), SPLIT=split,
+                HARDWARE=HARDWARE, num_warps=4,
             )  # fmt: skip
