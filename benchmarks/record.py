@@ -1,7 +1,8 @@
 """Rows that benchmarks measure, where they come from, and the sections of docs/measured that are made of them.
 
 A row is one line of JSON, written when its arm has ended. All rows of one invocation have the same run letter and the
-same stamp; ratios are formed within a letter only. Several programs may write to one file at a time.
+same stamp; ratios are formed within a letter only. Several programs may write to one file at a time, and join one run
+with ``--run LETTER``: arms on different GPUs of one machine, side by side or in turn.
 """
 
 from __future__ import annotations
@@ -40,15 +41,26 @@ _VERSIONS = {
 class Results:
     """Rows in a file of JSON lines. ``keys`` are the fields that tell one measurement from another."""
 
-    def __init__(self, path: Path, keys: Sequence[str]):
+    def __init__(self, path: Path, keys: Sequence[str], letter: str | None = None):
+        """``letter``: of a run that these rows join. Raises ValueError if its rows are of another machine, day or code."""
         self.path, self._keys = path, tuple(keys)
-        self._letter: str | None = None  # of the rows of this invocation
+        self._letter = letter  # of the rows of this invocation
+        if letter is not None:
+            self._check_same_conditions(letter)
 
     def rows(self) -> list[Row]:
         """The newest row of each key, in the order in which the keys first came."""
         lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
         found = [json.loads(line) for line in lines]
         return list({tuple(json.dumps(row.get(name)) for name in self._keys): row for row in found}.values())
+
+    def _check_same_conditions(self, letter: str) -> None:
+        letters = {row["run"]: row["stamp"] for row in self.rows()}
+        if letter not in letters and letter != (free := next_letter(letters)):
+            raise ValueError(f"--run {letter}: {self.path} has no such run; the next one is {free}")
+        for name, before in letters.get(letter, {}).items():
+            if name != "command" and before != (now := stamp()[name]):
+                raise ValueError(f"--run {letter}: the {name} of that run is {before!r}, and now it is {now!r}")
 
     def add(self, row: Row) -> Row:
         """Append a row with the letter and the stamp of this invocation, and print it as ``RESULT {...}``."""

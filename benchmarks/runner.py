@@ -120,6 +120,7 @@ def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespac
     parser.add_argument("--quick", action="store_true", help="about a minute, on one GPU or none; not kept in docs")
     parser.add_argument("--table", action="store_true", help="the table of all rows again; measure nothing")
     parser.add_argument("--run-limit-s", type=float, default=benchmark.limit_s, help="for one arm, which is killed then")
+    parser.add_argument("--run", metavar="LETTER", help="of rows measured on this machine today, to stand beside them")
     parser.add_argument("--folder", type=Path, default=FOLDER / benchmark.name, help="of logs and runs")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -129,14 +130,18 @@ def parse(benchmark: Benchmark, argv: Sequence[str] | None) -> argparse.Namespac
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Measure all arms and write the table. 0: all went well; 1: an arm failed or was wrong; 2: too few GPUs."""
+    """Measure all arms and write the table. 0: all went well; 1: an arm failed or was wrong; 2: too few GPUs, or no such run."""
     options = parse(benchmark, argv)
     if options.worker:
         return _work(benchmark, json.loads(options.worker[0]), Path(options.worker[1]), options)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # arms end with this process
     is_default = options.folder == FOLDER / benchmark.name and not options.quick
     is_kept = is_default and (options.table or num_gpus() > 0)
-    results = Results((KEPT if is_kept else options.folder) / f"{benchmark.name}.jsonl", benchmark.keys)
+    try:
+        results = Results((KEPT if is_kept else options.folder) / f"{benchmark.name}.jsonl", benchmark.keys, options.run)
+    except ValueError as error:
+        print(f"benchmarks.{benchmark.name}: {error}", file=sys.stderr)
+        return 2
     failed = 0 if options.table else _measure_all(benchmark, options, results)
     if rows := results.rows():
         base = record.ROOT / "docs" if is_kept else options.folder

@@ -26,6 +26,7 @@ from megatron_fp8rl.observe.spans import STARTED, add_seconds, span
 from megatron_fp8rl.preflight import doctor, show
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, doubts
 from megatron_fp8rl.preflight.rules import local_accelerator
+from megatron_fp8rl.report import study
 from megatron_fp8rl.sizing import plan_run
 from megatron_fp8rl.stop import StopRequest, run_ranks
 
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
 # Modules of trainer and engine, which a login node lacks.
 _OF_ENGINES = ("torch", "vllm", "megatron", "transformers", "datasets", "safetensors", "scipy", "zstandard")
 _SEEN = "FP8RL_DATA_SEEN"  # set for ranks whose data were looked at before they were started
-
-
-@dataclass(frozen=True, kw_only=True)
-class StudyOptions:
-    """Options of the study command, in addition to the configuration's fields."""
-
-    seeds: tuple[int, ...] = (1, 2, 3)  # one run of every arm per seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +108,11 @@ def _eval(invocation: cli.Invocation) -> int:
 
 
 def _study(invocation: cli.Invocation) -> int:
-    from megatron_fp8rl.report import study
+    def whole() -> None:
+        study_dir = study.run(invocation.cfg, invocation.config_name, invocation.overrides, invocation.options)
+        print((study_dir / "study.md").read_text())
 
-    study_dir = study.run(invocation.cfg, invocation.config_name, invocation.overrides, invocation.options.seeds)
-    print((study_dir / "study.md").read_text())
-    return 0
+    return _refused_or(whole)
 
 
 def _doctor(invocation: cli.Invocation) -> int:
@@ -326,7 +320,7 @@ COMMANDS = (
         name="study",
         summary="compare rollout and training precisions over several seeds",
         run=_study,
-        options=StudyOptions,
+        options=study.StudyOptions,
     ),
     cli.Command(
         name="report", summary="write report.html of a run", run=_report, takes_config=False, options=ReportOptions

@@ -112,8 +112,9 @@ def _markdown(arms: Runs, summary: dict) -> str:
 def _draw(arms: Runs):
     figure = new_figure(15.0, 9.0)
     (reward, mismatch), (end, spread) = figure.subplots(2, 2)
-    mismatch.set_yscale("log")
-    spread.set_xscale("log")
+    if any(value > 0 for of in arms.values() for run in of.values() for value in run.values("mismatch/kl_k3/mean")):
+        mismatch.set_yscale("log")  # which has no place for 0
+        spread.set_xscale("log")
     colors = _colors(arms)
     for arm, by_seed in arms.items():
         line, color = "--" if arm.endswith("uncorrected") else "-", colors[arm]
@@ -121,11 +122,11 @@ def _draw(arms: Runs):
         _band(mismatch, by_seed, "mismatch/abs_logprob_diff/mean", color, arm, line)
     finish(reward, "Reward: mean over seeds, band from lowest to highest (5-step average)")
     reward.legend(loc="lower right")
-    finish(mismatch, "Mismatch: mean |old − rollout| over seeds", y="nats, log scale", legend=False)
+    finish(mismatch, "Mismatch: mean |old − rollout| over seeds", y="nats", legend=False)
     _dots(end, arms, "eval/pass_rate/mean", "last")
     finish(end, "Held-out pass rate at the end: each seed, and their mean", x="pass rate", legend=False)
     _dots(spread, arms, "mismatch/kl_k3/mean", "mean")
-    finish(spread, "KL (k3) of trainer and engine: each seed, and their mean", x="nats, log scale", legend=False)
+    finish(spread, "KL (k3) of trainer and engine: each seed, and their mean", x="nats", legend=False)
     return figure
 
 

@@ -92,6 +92,20 @@ def test_rows_carry_a_letter_and_a_stamp_of_their_invocation(tmp_path, monkeypat
     record.stamp.cache_clear()
 
 
+def test_arms_that_run_side_by_side_join_one_run_of_one_machine(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    both = [Results(path, ["arm"], "A"), Results(path, ["arm"], "A")]
+    for results, arm in zip(both, "xy", strict=True):
+        results.add({"arm": arm})
+    assert Results(path, ["arm"]).add({"arm": "z"})["run"] == "B"
+    assert Results(path, ["arm"], "A").add({"arm": "later"})["run"] == "A"
+    with pytest.raises(ValueError, match="--run E: .*rows.jsonl has no such run; the next one is C"):
+        Results(path, ["arm"], "E")
+    monkeypatch.setattr(record, "stamp", lambda now=record.stamp(): now | {"machine": "8 NVIDIA H100", "command": "other"})
+    with pytest.raises(ValueError, match="--run A: the machine of that run is '.*', and now it is '8 NVIDIA H100'"):
+        Results(path, ["arm"], "A")
+
+
 def test_gpus_are_those_that_this_process_may_use(monkeypatch, tmp_path):
     smi = tmp_path / "nvidia-smi"
     smi.write_text("#!/bin/sh\nfor i in 1 2 3; do echo NVIDIA H200, 580.1; done\n")

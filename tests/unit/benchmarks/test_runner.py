@@ -11,11 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import experts, ledger, linears, memory, process_tree, publish, record, rollout_speed, runner, same_bytes
+from benchmarks import (
+    agent_turns, curves, experts, ledger, linears, memory, process_tree, publish, record, rollout_speed, runner, same_bytes,
+)  # fmt: skip
 
 ALL = [
-    experts.Experts, ledger.Ledger, linears.Linears, memory.Memory, publish.Publish, rollout_speed.RolloutSpeed,
-    same_bytes.SameBytes,
+    agent_turns.AgentTurns, curves.Curves, experts.Experts, ledger.Ledger, linears.Linears, memory.Memory,
+    publish.Publish, rollout_speed.RolloutSpeed, same_bytes.SameBytes,
 ]  # fmt: skip
 
 NO_GPU = pytest.mark.skipif(runner.num_gpus() > 0, reason="says what a machine without a GPU is told")

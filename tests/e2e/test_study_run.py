@@ -1,0 +1,32 @@
+"""The study of README: from its warm start over every run to table, plot and numbers, and once more in no time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WORDS = "study tiny_qwen3_moe --seeds 1 --arms fp8/fp8 exact --corrected_only --num_steps 2 --data.sft_steps 20"
+
+
+def test_a_study_runs_from_its_warm_start_to_its_plot(tmp_path):
+    command = [sys.executable, "-m", "megatron_fp8rl", *WORDS.split(), "--observe.display", "plain"]
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_FP8RL_CACHE": str(tmp_path / "c")}
+
+    def study() -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    assert "[2/2] exact, seed 1" in study()
+    folder = tmp_path / "runs" / "tiny_qwen3_moe_study"
+    found = json.loads((folder / "study.json").read_text())
+    assert list(found) == ["fp8/fp8 corrected", "exact"]
+    assert all(arm["max abs diff"]["mean"] == 0 and arm["s/step"]["mean"] > 0 for arm in found.values())
+    assert (folder / "study.png").read_bytes().startswith(b"\x89PNG")
+    began = time.monotonic()
+    assert "[2/2]" not in study() and time.monotonic() - began < 60

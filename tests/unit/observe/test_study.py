@@ -1,0 +1,62 @@
+"""Which runs a study makes of a configuration, and what it refuses before the first one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megatron_fp8rl import cli
+from megatron_fp8rl.config import ConfigError
+from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.report.study import PRECISIONS, StudyOptions, plan_runs
+
+TINY = cli.load_config("tiny_qwen3_moe")
+
+
+def of(overrides: tuple[str, ...], name: str) -> str:
+    return overrides[len(overrides) - 1 - overrides[::-1].index(name) + 1]
+
+
+def test_arms_differ_in_precision_and_correction_and_share_start_and_seed(tmp_path):
+    cfg = replace(TINY, output_dir=str(tmp_path / "{name}"))
+    runs = plan_runs(cfg, ("--num_steps", "2"), StudyOptions(seeds=(4, 5), arms=("bf16/bf16", "exact")))
+    arms = ["bf16/bf16 corrected", "bf16/bf16 uncorrected", "exact"]
+    assert [(one.arm, one.seed) for one in runs] == [(arm, seed) for seed in (4, 5) for arm in arms]
+    assert len({one.run_dir for one in runs}) == 6 and not any(one.is_done for one in runs)
+    found = [cli.parse_overrides(TINY, one.overrides) for one in runs[:3]]
+    assert [one.precision.rollout for one in found] == ["bf16", "bf16", "blockwise"]
+    assert [one.precision.exact for one in found] == [False, False, True]
+    assert [one.algo.correction for one in found] == [TINY.algo.correction, "off", TINY.algo.correction]
+    for one in found:
+        assert one.model.hf_path == str(tmp_path / "tiny_qwen3_moe_study" / "warm_start" / "warm_start" / "hf")
+        assert (one.seed, one.num_steps, one.data.sft_steps) == (4, 2, 0)
+
+
+def test_a_model_of_ones_own_is_where_all_arms_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(rules, "check", lambda cfg: [])  # nothing looks at weights
+    cfg = replace(TINY, model=replace(TINY.model, hf_path=str(tmp_path)))
+    runs = plan_runs(cfg, ("--model.hf_path", str(tmp_path)), StudyOptions(seeds=(1,), corrected_only=True))
+    assert [one.arm for one in runs] == ["bf16/bf16 corrected", "fp8/bf16 corrected", "fp8/fp8 corrected"]
+    assert {of(one.overrides, "--model.hf_path") for one in runs} == {str(tmp_path)}
+    assert not any("warm_start" in word for one in runs for word in one.overrides)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "said"),
+    [
+        ({"arms": ("fp16",)}, (), r"--arms = 'fp16': is no pair .*bf16/bf16, fp8/bf16, fp8/fp8, exact"),
+        ({"seeds": (1, 1)}, (), "--seeds = '1 1': are no runs to compare"),
+        ({"arms": ()}, (), "--arms = '': are no runs to compare"),
+        ({}, ("--algo.correction", "off"), "--algo.correction = 'off': leaves nothing to compare with"),
+        ({"arms": ("exact",)}, ("--algo.router_replay", "rollout"), "in arm exact"),
+    ],
+)
+def test_what_makes_no_study_is_refused_before_it_starts(options, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        plan_runs(cli.parse_overrides(TINY, changes), changes, StudyOptions(**options))
+
+
+def test_without_correction_its_own_runs_are_the_study():
+    cfg = cli.parse_overrides(TINY, ("--algo.correction", "off", "--algo.veto_below", "None"))
+    assert len(plan_runs(cfg, (), StudyOptions(seeds=(1,), corrected_only=True))) == len(PRECISIONS) - 1
