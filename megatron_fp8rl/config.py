@@ -122,7 +122,7 @@ class ParallelConfig:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
-    dispatch: Literal["alltoall", "deepep", "hybridep"] = "alltoall"  # what carries tokens to experts on other ranks
+    dispatch: Literal["auto", "alltoall", "gather", "deepep", "hybridep"] = "auto"  # how tokens get to their experts
 
     @property
     def data(self) -> int:

@@ -62,16 +62,17 @@ class Share:
     num_loss_tokens: int  # over all data-parallel ranks, as the next
     num_sequences: int
     routed: tuple[int, int] | None  # (layers, top_k) of the recorded experts
+    lengths: tuple[int, ...] | None = None  # to which all ranks pad their microbatches; None: each for itself
 
     def __reduce__(self) -> tuple[Any, ...]:
         samples = SampleColumns.of([sample for one in self.microbatches for sample in one])
-        return _share, (samples, list(map(len, self.microbatches)), self.num_loss_tokens, self.num_sequences, self.routed)
+        rest = {name: getattr(self, name) for name in ("num_loss_tokens", "num_sequences", "routed", "lengths")}
+        return _share, (samples, list(map(len, self.microbatches)), rest)
 
 
-def _share(samples: SampleColumns, sizes: Sequence[int], loss_tokens: int, sequences: int, routed: Any) -> Share:
-    rest = iter(samples.samples())
-    microbatches = tuple(tuple(itertools.islice(rest, size)) for size in sizes)
-    return Share(microbatches=microbatches, num_loss_tokens=loss_tokens, num_sequences=sequences, routed=routed)
+def _share(samples: SampleColumns, sizes: Sequence[int], rest: dict[str, Any]) -> Share:
+    queue = iter(samples.samples())
+    return Share(microbatches=tuple(tuple(itertools.islice(queue, size)) for size in sizes), **rest)
 
 
 def pack_for(
@@ -106,6 +107,8 @@ def _limits(cfg: RunConfig) -> dict[str, Any]:
         "alignment": Alignment.of(cfg.parallel),
         # The interleaved schedule takes its microbatches in rounds of one per pipeline rank.
         "num_microbatches_multiple": cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
+        # Ranks that gather each other's tokens have equally many.
+        "equal_lengths": cfg.parallel.expert > 1 and cfg.parallel.dispatch in ("auto", "gather"),
     }
 
 
@@ -129,13 +132,15 @@ def divide(
     alignment: int | Alignment,
     num_microbatches_multiple: int = 1,
     num_updates: int = 1,
+    equal_lengths: bool = False,
 ) -> list[tuple[Share, ...]]:
     """The shares of all data-parallel ranks, one per optimizer update.
 
     Deterministic in its arguments. ``samples`` is cut into ``num_updates`` consecutive parts of nearly equal size
     (fewer if there are fewer samples; none for no samples). Within a part every rank gets the same number of
     microbatches, a multiple of ``num_microbatches_multiple`` (pipeline ranks, for an interleaved schedule); some may be
-    empty. A microbatch holds at most ``max_tokens`` tokens, including padding.
+    empty. A microbatch holds at most ``max_tokens`` tokens, including padding. With ``equal_lengths`` all ranks pad their
+    microbatch of one number to the same length.
 
     Raises:
         SequenceTooLongError: a sequence that does not fit in ``max_tokens``, by name.
@@ -155,6 +160,8 @@ def divide(
             lengths, data_size=data_size, capacity=capacity, num_microbatches_multiple=num_microbatches_multiple
         )
         loss_tokens = [samples[i].num_loss_tokens for i in part]
+        sizes = ([max(1, sum(lengths[i] for i in one)) for one in chosen] for chosen in bins)
+        longest = tuple(_round_up(max(each), alignment.microbatch) for each in zip(*sizes, strict=True))
         for own, chosen in zip(shares, bins, strict=True):
             own.append(
                 Share(
@@ -162,6 +169,7 @@ def divide(
                     num_loss_tokens=sum(loss_tokens),
                     num_sequences=sum(count > 0 for count in loss_tokens),
                     routed=routed,
+                    lengths=longest if equal_lengths else None,
                 )
             )
     return [tuple(own) for own in shares]
@@ -172,7 +180,12 @@ def build(shares: Sequence[Share], alignment: int | Alignment) -> tuple[TrainBat
     alignment = _alignment(alignment)
     return tuple(
         TrainBatch(
-            microbatches=tuple(_build(samples, alignment, share.routed) for samples in share.microbatches),
+            microbatches=tuple(
+                _build(samples, alignment, share.routed, length)
+                for samples, length in zip(
+                    share.microbatches, share.lengths or [0] * len(share.microbatches), strict=True
+                )
+            ),
             num_loss_tokens=share.num_loss_tokens,
             num_sequences=share.num_sequences,
         )
@@ -228,10 +241,11 @@ def _fill(
     return [(sum(lengths[i] for i in chosen), chosen) for chosen in bins]
 
 
-def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, int] | None) -> Microbatch:
-    """Lay sequences out in one row; without samples, one filler sequence of masked tokens."""
+def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, int] | None, least: int) -> Microbatch:
+    """Lay sequences out in one row of at least so many tokens; filler sequences have masked tokens alone."""
     padded = [_round_up(len(sample.token_ids), alignment.sequence) for sample in samples] or [alignment.microbatch]
     padded[-1] += -sum(padded) % alignment.microbatch
+    padded += [alignment.microbatch] * ((least - sum(padded)) // alignment.microbatch)
     starts = np.concatenate([[0], np.cumsum(padded)])
     num_tokens = int(starts[-1])
 
@@ -258,7 +272,7 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
         if experts is not None:
             experts[start : end - 1] = sample.routed_experts
 
-    sizes = torch.tensor(padded)
+    sizes, fillers = torch.tensor(padded), [""] * (len(padded) - len(samples))
     return Microbatch(
         tokens_T=torch.from_numpy(tokens),
         targets_T=torch.from_numpy(targets),
@@ -268,8 +282,8 @@ def _build(samples: Sequence[Sample], alignment: Alignment, routed: tuple[int, i
         loss_mask_T=torch.from_numpy(mask),
         rollout_logprobs_T=torch.from_numpy(rollout_logprobs),
         advantages_T=torch.from_numpy(advantages),
-        names=tuple(sample.name for sample in samples) or ("",),
-        environments=tuple(sample.environment for sample in samples) or ("",),
+        names=(*(sample.name for sample in samples), *fillers),
+        environments=(*(sample.environment for sample in samples), *fillers),
         completion_positions_T=torch.from_numpy(completion_positions),
         routed_experts_T=None if experts is None else torch.from_numpy(experts),
     )

@@ -50,6 +50,8 @@ class ExpertPermutation:
     host_counts: tuple[int, ...] | None  # padded_counts if known on the host: DeepGEMM's ``ks``
     in_matrix: bool = False  # store the columns of the only expert as one matrix
     has_all_tokens: bool = False  # whether the host can tell that every token has a row
+    sources: Tensor | None = None  # int32 [P], the row of what is permuted, -1 for padding; None: ``rows``
+    num_sources: int = 0  # rows of what is permuted, with ``sources``
 
     @classmethod
     def of(
@@ -100,8 +102,13 @@ def permute_quantize(
     bf16: bool = False,
     probs: Tensor | None = None,
 ) -> Quantized:
-    """Pad and quantize BF16 tokens, after multiplying them by ``probs`` (float32 [T]) and rounding to BF16."""
-    _require_matrix("x_TK", x_TK, layout.num_tokens)
+    """Pad and quantize BF16 tokens, after multiplying them by ``probs`` (float32 [T]) and rounding to BF16.
+
+    With ``layout.sources`` the rows of ``x_TK`` are those, of which several experts may read one; ``probs`` are not for them.
+    """
+    _require_matrix("x_TK", x_TK, layout.num_tokens if layout.sources is None else layout.num_sources)
+    if probs is not None and layout.sources is not None:
+        raise ValueError("probs are of routed tokens, but the layout reads its sources")
     if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
         raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
     implementation = _implementation(x_TK)

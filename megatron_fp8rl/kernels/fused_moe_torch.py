@@ -76,8 +76,9 @@ def permute_quantize(
 ) -> Quantized:
     x = x_TK if probs is None else (x_TK.float() * probs[:, None]).bfloat16()
     x_PK = x.new_zeros(layout.num_rows, x.shape[1])
-    taken = layout.rows >= 0
-    x_PK[taken] = x[layout.rows[taken].long()]
+    sources = layout.rows if layout.sources is None else layout.sources
+    taken = sources >= 0
+    x_PK[taken] = x[sources[taken].long()]
     return quantized(x_PK, layout, scales, rows=rows, columns=columns, bf16=bf16)
 
 

@@ -2,25 +2,21 @@
 
 :data:`TABLE` has a row for each role: the field that selects its kernel, the available kernels, for each of them
 ``supports(cfg, hardware)``, which returns None or the reason why not, and the meaning of ``auto``. :func:`choose`
-evaluates the table for one configuration and one kind of hardware. The trainer is built from the result, the engines
-are started with it, and preflight, memory estimates, the run's record and ``show`` read it; nothing else decides.
+evaluates the table for one configuration and one kind of hardware; nothing else decides.
 
 ``precision.linears`` and ``precision.experts`` select Transformer Engine or DeepGEMM. The choice is a function of the
-configuration: it is made once, from the shapes of a full microbatch (``matmul_shapes.py``), and holds for every pass of
-the run, regardless of the tokens in a microbatch.
+configuration: it is made once, from the shapes of a full microbatch (``matmul_shapes.py``), and holds for the run.
 
-It must not depend on the batch. Transformer Engine and DeepGEMM add the same products in different orders, so their
-results differ in the last bits. Old log-probabilities and the first update compute the same sequences in microbatches
-of different sizes; with a choice per microbatch their ratio would not be 1 before the first update, and the forward
-pass would match the engine's only in some microbatches. Within one choice nothing depends on the number of tokens: a
-row of DeepGEMM's products has the same bits whatever rows are computed with it. All ranks have the same configuration,
-so they choose alike, and so does a resumed run with the same thresholds.
+It must not depend on the batch. Transformer Engine and DeepGEMM add the same products in different orders. Old
+log-probabilities and the first update compute the same sequences in microbatches of different sizes; with a choice per
+microbatch their ratio would not be 1 before the first update. All ranks and a resumed run choose alike.
 
-``auto`` optimizes speed, not bitwise equality. Set ``deep_gemm`` for the forward pass of vLLM's DeepGEMM kernels.
+``auto`` optimizes speed, not bitwise equality: ``deep_gemm`` has the forward pass of vLLM's DeepGEMM kernels.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -77,12 +73,12 @@ def is_invariant(cfg: RunConfig, hardware: Hardware) -> bool:
 
 
 def _faster(name: Field) -> Auto:
-    """Linears are judged by the largest, which takes the most time, because all use one kind of kernel; experts by
-    their tokens under balanced routing.
-    """
+    """Linears are judged by the largest, because all use one kind of kernel; experts by their mean number of tokens."""
 
     def auto(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
         base, why = _base(cfg, hardware)
+        if name == "experts" and cfg.parallel.dispatch == "gather":
+            return "deep_gemm", "parallel.dispatch = gather: they read tokens by index"
         if not hardware.is_gpu or (name == "experts" and not cfg.model.is_moe):
             return base, why
         if cfg.precision.exact:
@@ -126,7 +122,7 @@ def _router(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def _combine(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    if cfg.parallel.dispatch != "alltoall":
+    if cfg.parallel.dispatch in ("deepep", "hybridep"):
         return "experts", f"parallel.dispatch = {cfg.parallel.dispatch} adds outputs as they are"
     if hardware.is_gpu and TABLE["engine.experts"].kernel(cfg, hardware) == "deep_gemm":
         return "sum", "the engine's DeepGEMM applies weights where it adds"
@@ -172,6 +168,18 @@ class _EngineRole(Role):
 
 _TE = Kernel("Transformer Engine", support.te)
 _EMULATED = Kernel("PyTorch (emulated)")
+
+
+def _dispatch(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
+    if not hardware.is_gpu or cfg.precision.exact:
+        return "alltoall", "sums of engines of one rank or two"
+    if support.gather(cfg, hardware) or TABLE["trainer.experts"].kernel(cfg, hardware) != "deep_gemm":
+        return "alltoall", "experts that want sorted tokens"
+    if cfg.parallel.expert > cfg.model.experts_per_token:
+        return "alltoall", f"a token has {cfg.model.experts_per_token} experts, fewer than there are ranks"
+    return "gather", "a token goes to a rank once"
+
+
 _INVARIANT = Kernel("Triton, invariant", support.batch_invariant)
 
 TABLE: dict[str, Role] = {
@@ -223,10 +231,11 @@ TABLE: dict[str, Role] = {
         "tokens to experts",
         {
             "alltoall": Kernel("all-to-all"),
+            "gather": Kernel("all-gather", support.gather),
             "deepep": Kernel("DeepEP", support.deep_ep),
             "hybridep": Kernel("HybridEP", support.hybrid_ep),
         },
-        _always("alltoall", ""),
+        _dispatch,
         "parallel.dispatch",
     ),
     "engine.linears": _EngineRole(
@@ -316,16 +325,15 @@ class KernelChoice:
 
     @classmethod
     def of(cls, cfg: RunConfig, hardware: Hardware) -> KernelChoice:
-        """The choice without checking that it can work. Degrees of parallelism must divide the model."""
+        """The choice, unchecked. Degrees of parallelism must divide the model."""
         picked = {key: _pick(role, cfg, hardware) for key, role in TABLE.items()}
-        ends = {
-            end: {key.partition(".")[2]: kernel for key, (kernel, _) in picked.items() if key.startswith(end)}
-            for end in ("trainer.", "engine.")
-        }
+        ends: dict[str, dict[str, str]] = defaultdict(dict)
+        for key, (kernel, _) in picked.items():
+            ends[key.partition(".")[0]][key.partition(".")[2]] = kernel
         return cls(
             hardware=hardware,
-            trainer=TrainerKernels(**ends["trainer."]),
-            engine=EngineKernels(**ends["engine."]),
+            trainer=TrainerKernels(**ends["trainer"]),
+            engine=EngineKernels(**ends["engine"]),
             reasons={key: why for key, (_, why) in picked.items()},
         )
 
@@ -340,20 +348,16 @@ class KernelChoice:
         return {f"trainer kernel, {TABLE[key].words}": self.text(key) for key in keys}
 
     def disagreements(self, in_use: Mapping[str, Sequence[str]]) -> list[str]:
-        """Sentences that name each role in which an engine uses another kernel than the chosen one.
-
-        ``in_use``: the names of vLLM's classes by role, as read by ``rollout/vllm_plugin/kernels_in_use.py``.
-        """
+        """A sentence for each role in which an engine uses another kernel than the chosen one: ``in_use`` has the names of
+        vLLM's classes by role (``rollout/vllm_plugin/kernels_in_use.py``)."""
         found = []
         for name, classes in in_use.items():
             key = f"engine.{name}"
             marks = TABLE[key].kernels[attrgetter(key)(self)].marks
             others = [each for each in classes if marks and not any(mark in each.lower() for mark in marks)]
             if others:
-                found.append(
-                    f"{TABLE[key].path}: {self.text(key)} was chosen for {TABLE[key].words} of the engine, and it "
-                    f"computes with {', '.join(others)}"
-                )
+                chosen = f"{TABLE[key].path}: {self.text(key)} was chosen for {TABLE[key].words} of the engine"
+                found.append(f"{chosen}, and it computes with {', '.join(others)}")
         return found
 
 
@@ -368,8 +372,7 @@ def _pick(role: Role, cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
 
 
 def refusals(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> list[Violation]:
-    """Why selected kernels cannot compute what the configuration asks of them; empty if they can. For one ``end`` or
-    both.
+    """Why selected kernels cannot compute what the configuration asks of them, at one ``end`` or both; empty if they can.
 
     The kernels selected by ``auto`` can, except for ``precision.kernels``, the fallback of the others. Accepts any
     configuration, even if its degrees do not divide its model.
@@ -391,9 +394,7 @@ def _refusals(cfg: RunConfig, hardware: Hardware, end: End | None) -> Iterator[V
 
 
 def choose(cfg: RunConfig, hardware: Hardware, end: End | None = None) -> KernelChoice:
-    """The kernel of every role at both ends. Raises ConfigError with all :func:`refusals`, of both ends or of the one
-    that is built here.
-    """
+    """The kernel of every role, at both ends or one. Raises ConfigError with all :func:`refusals`."""
     if wrong := refusals(cfg, hardware, end):
         raise ConfigError(wrong)
     return KernelChoice.of(cfg, hardware)

@@ -138,6 +138,18 @@ def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violat
     return None
 
 
+def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
+    """Every rank of an expert parallel group gets every token once; grouped kernels read them by index."""
+    path, remedy = "parallel.dispatch", "Choose auto"
+    if not cfg.model.is_moe:
+        return _wrong(cfg, path, "this model has no experts", remedy)
+    if cfg.parallel.expert_tensor > 1:
+        return _wrong(cfg, path, "ranks that divide each expert would add parts of its output", remedy)
+    if cfg.precision.experts not in ("auto", "deep_gemm"):
+        return _wrong(cfg, path, f"experts on {cfg.precision.experts} read tokens sorted by expert", remedy)
+    return deep_gemm_experts(cfg, hardware)
+
+
 def deep_ep(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Megatron-Core's flex dispatcher by DeepEP's kernels."""
     return _flex(cfg, hardware, "deep_ep", "DeepEP", "of https://github.com/deepseek-ai/DeepEP")
@@ -256,7 +268,7 @@ _EXACT: tuple[tuple[str, tuple, str], ...] = (
     ("rollout.top_p", (1.0,), "the engine's log-probabilities are those of the truncated distribution"),
     ("rollout.top_k", (0,), "the engine's log-probabilities are those of the truncated distribution"),
     ("parallel.expert_tensor", (1,), "ranks round their partial sums before they are added"),
-    ("parallel.dispatch", ("alltoall",), "DeepEP and HybridEP add a token's experts in orders of their own"),
+    ("parallel.dispatch", ("auto", "alltoall"), "the others add a token's experts in orders of their own"),
     ("precision.params", ("bf16",), "engines hold BF16 and FP8 weights made of BF16"),
 )
 _EXACT_ON_GPU: tuple[tuple[str, tuple, str], ...] = (

@@ -20,7 +20,7 @@ from megatron_fp8rl.config import (
     RolloutConfig,
     RunConfig,
 )
-from megatron_fp8rl.data.packing import Alignment, pack
+from megatron_fp8rl.data.packing import pack_for
 from megatron_fp8rl.token_rows import Row
 from megatron_fp8rl.types import Sample, Stretch, TrainBatch
 from tests.helpers.unshard import unshard
@@ -109,14 +109,7 @@ def make_samples(num: int = 8, *, length: int | None = None, seed: int = 5) -> l
 
 def make_batch(cfg: RunConfig, data_rank: int, samples: list[Sample] | None = None) -> TrainBatch:
     """One update's batch for a data-parallel rank."""
-    (batch,) = pack(
-        make_samples() if samples is None else samples,
-        data_size=cfg.parallel.data,
-        data_rank=data_rank,
-        max_tokens=cfg.rollout.max_tokens_per_microbatch,
-        alignment=Alignment.of(cfg.parallel),
-        num_microbatches_multiple=cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
-    )
+    (batch,) = pack_for(cfg, make_samples() if samples is None else samples, data_rank=data_rank)
     return batch
 
 

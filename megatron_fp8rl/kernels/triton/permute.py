@@ -301,8 +301,8 @@ def _run_quantize(
     if layout.num_rows:
         with torch.cuda.device_of(x):
             _quantize[(x.shape[1] // BLOCK * (layout.num_rows // (4 * how.quads)),)](
-                x, x if probs is None else probs, layout.rows, layout.experts, *_pointers(out, x),
-                layout.num_rows, x.shape[1], GATHER=gather, WEIGHTED=probs is not None,
+                x, x if probs is None else probs, layout.rows if layout.sources is None else layout.sources,
+                layout.experts, *_pointers(out, x), layout.num_rows, x.shape[1], GATHER=gather, WEIGHTED=probs is not None,
                 ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=HARDWARE,
                 **how.options(columns),
             )  # fmt: skip

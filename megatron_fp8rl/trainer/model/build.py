@@ -143,7 +143,7 @@ def _moe_settings(cfg: RunConfig, device: torch.device) -> dict:
 
 
 def _dispatch_settings(dispatch: str) -> dict:
-    if dispatch == "alltoall":
+    if dispatch not in ("deepep", "hybridep"):
         return dict(moe_token_dispatcher_type="alltoall")
     return dict(
         moe_token_dispatcher_type="flex",

@@ -1,4 +1,4 @@
-"""Token dispatch and combine by Megatron-Core's all-to-all, without redundant sorts, or by DeepEP and HybridEP.
+"""Token dispatch and combine by Megatron-Core's all-to-all, without redundant sorts; ``gather.py``, DeepEP and HybridEP.
 
 In: hidden states and the routing map. Out: tokens sorted by expert, and each token's weighted sum of expert outputs in
 the original order. Runs on: every trainer rank.
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.combine import combine_experts
 from megatron_fp8rl.trainer.compat.megatron import counts_on_host
+from megatron_fp8rl.trainer.model.gather import GatherDispatcher
 from megatron_fp8rl.upstream import patches
 
 if TYPE_CHECKING:
@@ -90,17 +91,22 @@ class OneRankDispatcher(Dispatcher):
     remove_when="MoELayer takes the class of its dispatcher and packed_seq_params as arguments",
 )
 class ExpertLayer(MoELayer):
-    """Megatron-Core's MoE layer with the dispatchers above, or with Megatron-Core's for DeepEP and HybridEP.
+    """Megatron-Core's MoE layer with the dispatchers above, with ``gather.py``'s, or with Megatron-Core's for DeepEP and
+    HybridEP.
 
-    ``weighted_parts``: as in :class:`Dispatcher`; 0 if the experts apply router weights. ``routes``: of the microbatch
-    that runs next.
+    ``weighted_parts``: as in :class:`Dispatcher`; 0 if the experts apply router weights. ``gathers``: tokens instead of
+    routed copies. ``routes``: of the microbatch that runs next.
     """
 
     routes: Routes | None = None
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any, weighted_parts: int = 0, **kwargs: Any):
+    def __init__(
+        self, config: Any, *args: Any, pg_collection: Any, weighted_parts: int = 0, gathers: bool = False, **kwargs: Any
+    ):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        if config.moe_token_dispatcher_type == "alltoall":
+        if gathers:
+            self.token_dispatcher = GatherDispatcher(config, pg_collection)
+        elif config.moe_token_dispatcher_type == "alltoall":
             is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
             self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(
                 self.num_local_experts,

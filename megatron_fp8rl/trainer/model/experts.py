@@ -14,8 +14,11 @@ Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a ro
 and p is applied to an expert's output. Backward does not need fc2's output for the gradient of p: the gradient at fc2's
 input times that input is the same sum, so only h and columnwise FP8 x are kept from forward to backward.
 
-Tokens per expert are already on the host, where the dispatcher needed them for its all-to-all; nothing here
-synchronizes with the GPU, and no kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block
+With ``gather.py`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the gradients of
+its copies, are added here.
+
+Tokens per expert are already on the host, where the dispatcher needed them; nothing here synchronizes with the GPU, and no
+kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block
 into NaN, and with it every output that depends on the block.
 
 Shapes: T = routed tokens (a token counts once per expert), P = rows with each expert's padded to multiples of 128, E =
@@ -34,6 +37,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import Scales
 from megatron_fp8rl.kernels.compat import add_together
+from megatron_fp8rl.kernels.expert_slots import Slots, sum_rows
 from megatron_fp8rl.kernels.fused_moe import (
     ExpertPermutation,
     Quantized,
@@ -81,13 +85,21 @@ class GroupedExperts(TEGroupedMLP):
         super().__init__(*args, **kwargs)
         self.scales, self.wgrad, self.applies_router_weights = scales, wgrad, applies_router_weights
 
-    def forward(self, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor | Slots, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host to avoid a device sync; probs
-        [T] -> [T, H]. Activations are BF16."""
-        counts = tokens_per_expert.tolist()
-        on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
+        [T] -> [T, H]. Activations are BF16.
+
+        With :class:`Slots`: hidden [tokens, H] in any order; probs [T] of the routed tokens -> the sum of each token's
+        outputs [tokens, H]."""
+        slots = tokens_per_expert if isinstance(tokens_per_expert, Slots) else None
+        if slots is None:
+            on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
+            layout = ExpertPermutation.of(on_device, hidden.shape[0], tokens_per_expert.tolist())
+        else:
+            layout = slots.layout
         call = _Call(
-            layout=ExpertPermutation.of(on_device, hidden.shape[0], counts),
+            layout=layout,
+            rows_TK=None if slots is None else slots.rows_TK,
             scales=self.scales,
             wgrad_fp8=self.wgrad == "fp8",
             caches=(self.linear_fc1.cache, self.linear_fc2.cache),
@@ -103,6 +115,7 @@ class _Call:
     """The non-differentiable arguments of one call."""
 
     layout: ExpertPermutation
+    rows_TK: Tensor | None  # the rows of each token, whose outputs are added here; None: they are added in combine
     scales: Scales | None  # None: BF16
     wgrad_fp8: bool
     caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
@@ -136,10 +149,15 @@ class _Call:
     def multiply_to_tokens(
         self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        """BF16 [T, N]: the same without padding rows, times ``probs``."""
+        """BF16 [T, N]: the same without padding rows, times ``probs``; with ``rows_TK`` [tokens, N], their sums."""
+        later = None
+        if self.rows_TK is not None and not self.applies_router_weights:
+            probs, later = None, probs
         if self.scales is None:
-            return unpermute(self.multiply(x, weights, transposed=transposed), self.layout, probs)
-        return multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, probs)
+            out = unpermute(self.multiply(x, weights, transposed=transposed), self.layout, probs)
+        else:
+            out = multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, probs)
+        return out if self.rows_TK is None else sum_rows(out, self.rows_TK, later)
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -163,7 +181,8 @@ class _GroupedExperts(torch.autograd.Function):
             ctx.save_for_backward(probs_T)
         a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
         del x, h_P2F
-        return call.multiply_to_tokens(a, fc2, probs_T if call.applies_router_weights else None)
+        applies = call.applies_router_weights or call.rows_TK is not None  # if not here, then in combine
+        return call.multiply_to_tokens(a, fc2, probs_T if applies else None)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:
@@ -174,7 +193,7 @@ class _GroupedExperts(torch.autograd.Function):
         if not layout.num_rows:
             if needs_dw:
                 dw1, dw2 = (_add_to_gradients(half, num_edges) for half in ctx.halves)
-            return torch.zeros_like(dy_TH), dy_TH.new_zeros(len(dy_TH), dtype=torch.float32), None, None, *dw1, *dw2
+            return torch.zeros_like(dy_TH), dy_TH.new_zeros(layout.num_tokens, dtype=torch.float32), None, None, *dw1, *dw2
         (probs_T,) = ctx.saved_tensors
         (fc1, fc2), x, h_P2F = ctx.linears, ctx.x, ctx.h
         ctx.linears = ctx.x = ctx.h = None

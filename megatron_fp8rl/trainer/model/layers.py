@@ -228,6 +228,7 @@ class LayerFactory:
             ExpertLayer,
             submodules=MoESubmodules(experts=self._experts(layer), shared_experts=shared, router=router),
             weighted_parts=parts if self._kernels.combine == "sum" else 0,
+            gathers=self._kernels.dispatch == "gather",
         )
 
     def _experts(self, layer: int) -> Any:

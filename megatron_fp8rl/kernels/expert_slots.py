@@ -1,0 +1,135 @@
+"""Which tokens go to which of a rank's experts, and the sum of a token's outputs: tokens are indexed, never copied.
+
+In:  the router weights of the tokens for the experts of this rank, -1 where a token does not go.
+Out: the layout of the grouped GEMMs with the token of each row; the rows of each token; sums over the rows of a token.
+Runs on: trainer ranks, with Triton on a GPU or under TRITON_INTERPRET=1 (triton/slots.py), in torch elsewhere.
+
+Rows are sorted by expert, and by token within an expert. The number of rows is known only when the router has chosen:
+its copy to the host starts in :meth:`Choice.of` and is awaited in :meth:`Choice.slots`, so that what is launched in
+between, such as an exchange of tokens, hides it.
+
+Shapes: T = tokens, E = experts of this rank, R = rows (a token has one for each of its experts here), P = rows with each
+expert's padded to multiples of 128, K = most experts of a token here, H = features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_fp8rl.kernels.backend import runs_triton
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """Where the tokens of a rank's experts are."""
+
+    layout: ExpertPermutation  # of R rows; its ``sources`` are tokens
+    rows_TK: Tensor  # int32, the rows of a token in the order of their experts, then -1
+    probs_R: Tensor  # float32 router weights, with the gradient of ``scores_TE``
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The choice of the router, counted on the device."""
+
+    scores_TE: Tensor  # float32, -1: not chosen
+    ends_ET: Tensor  # int32, how many of the tokens up to this one go to an expert
+    counts_E: Tensor  # int32, the last of them
+    host_counts: Tensor  # the same on the host, as soon as it has arrived
+    arrived: Any  # torch.cuda.Event, or None for tensors on the host
+
+    @classmethod
+    def of(cls, scores_TE: Tensor) -> Choice:
+        """Count, and start the copy to the host. There has to be a token."""
+        ends_ET = (scores_TE.detach() >= 0).t().contiguous().cumsum(1, dtype=torch.int32)
+        counts_E = ends_ET[:, -1].contiguous()
+        if not counts_E.is_cuda:
+            return cls(scores_TE, ends_ET, counts_E, counts_E, None)
+        host = torch.empty(counts_E.shape, dtype=torch.int32, pin_memory=True)
+        host.copy_(counts_E, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return cls(scores_TE, ends_ET, counts_E, host, arrived)
+
+    def slots(self, most: int) -> Slots:
+        """The rows of all tokens. ``most``: experts that a token has in all. Waits for the counts."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        counts = self.host_counts.tolist()
+        layout = ExpertPermutation.of(self.counts_E, sum(counts), counts)
+        build = _implementation(self.scores_TE).place
+        sources, rows_TK, probs_R = build(self.scores_TE.detach(), self.ends_ET, self.counts_E, layout, min(most, len(counts)))
+        layout = replace(layout, sources=sources, num_sources=self.scores_TE.shape[0])
+        return Slots(layout, rows_TK, _Weights.apply(self.scores_TE, probs_R, self.ends_ET, self.counts_E))
+
+
+class _Weights(torch.autograd.Function):
+    """The scores of all rows: their gradients go back to the scores."""
+
+    @staticmethod
+    def forward(ctx: Any, scores_TE: Tensor, probs_R: Tensor, ends_ET: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(scores_TE, ends_ET, counts_E)
+        return probs_R.view_as(probs_R)
+
+    @staticmethod
+    def backward(ctx: Any, grad_R: Tensor) -> tuple[Tensor | None, ...]:
+        return _implementation(grad_R).scores_gradient(grad_R.contiguous(), *ctx.saved_tensors), None, None, None
+
+
+def sum_rows(y_RH: Tensor, rows_TK: Tensor, probs_R: Tensor | None = None) -> Tensor:
+    """BF16 [T, H]: the sum of each token's rows, times ``probs_R`` if given, in float32 and rounded once."""
+    if y_RH.dtype != torch.bfloat16 or not y_RH.is_contiguous():
+        raise ValueError(f"y_RH must be contiguous bfloat16, not {y_RH.dtype} of strides {y_RH.stride()}")
+    return _implementation(y_RH).sum_rows(y_RH, rows_TK, probs_R)
+
+
+def _implementation(tensor: Tensor) -> Any:
+    if runs_triton(tensor):
+        from megatron_fp8rl.kernels.triton import slots  # imports Triton
+
+        return slots
+    return _Torch
+
+
+class _Torch:
+    """The reference of triton/slots.py. Synchronizes with the device."""
+
+    @staticmethod
+    def _rows(scores_TE: Tensor, ends_ET: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:
+        """(where scores are chosen, the rows there), both [T, E]."""
+        starts = counts_E.cumsum(0) - counts_E
+        return scores_TE >= 0, ends_ET.t() - 1 + starts
+
+    @staticmethod
+    def place(
+        scores_TE: Tensor, ends_ET: Tensor, counts_E: Tensor, layout: ExpertPermutation, most: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chosen, rows = _Torch._rows(scores_TE, ends_ET, counts_E)
+        tokens = chosen.t().nonzero()[:, 1].int()  # by expert, then by token
+        sources = torch.full_like(layout.rows, -1)
+        sources[layout.rows >= 0] = tokens[layout.rows[layout.rows >= 0].long()]
+        rows_TK = torch.full((len(scores_TE), most), -1, dtype=torch.int32, device=scores_TE.device)
+        token, slot = chosen.nonzero()[:, 0], (chosen.cumsum(1) - 1)[chosen]
+        rows_TK[token, slot] = rows[chosen].int()
+        return sources, rows_TK, scores_TE.t()[chosen.t()]
+
+    @staticmethod
+    def scores_gradient(grad_R: Tensor, scores_TE: Tensor, ends_ET: Tensor, counts_E: Tensor) -> Tensor:
+        chosen, rows = _Torch._rows(scores_TE, ends_ET, counts_E)
+        out = torch.zeros_like(scores_TE)
+        out[chosen] = grad_R[rows[chosen].long()]
+        return out
+
+    @staticmethod
+    def sum_rows(y_RH: Tensor, rows_TK: Tensor, probs_R: Tensor | None) -> Tensor:
+        total = torch.zeros(len(rows_TK), y_RH.shape[1], device=y_RH.device)
+        for rows in rows_TK.long().unbind(1):
+            taken = rows >= 0
+            term = y_RH[rows[taken]].float()
+            total[taken] += term if probs_R is None else term * probs_R[rows[taken]][:, None]
+        return total.to(y_RH.dtype)

@@ -1,0 +1,101 @@
+"""Training with tokens gathered and read by index: the updates of the all-to-all, whatever the ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import ParallelConfig, PrecisionConfig
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import MOE, full_weights, run_config, train
+from tests.tolerances import GATHERED_GRADIENT, GATHERED_LOGPROBS, GATHERED_WEIGHTS
+
+MODEL = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256)
+LAYOUTS = {
+    "alone": dict(world_size=1),
+    "ep2": dict(world_size=2, expert=2),
+    "tp2_ep2": dict(world_size=2, tensor=2, expert=2),
+    "ep4": dict(world_size=4, expert=4),
+    "pp2_ep2": dict(world_size=4, pipeline=2, expert=2),
+    "cp2_ep2": dict(world_size=2, context=2, expert=2),
+}
+
+
+def config(layout: str, precision: str, dispatch: str, **more):
+    cfg = run_config(model=MODEL, **LAYOUTS[layout])
+    parallel = replace(cfg.parallel, dispatch=dispatch)
+    return replace(cfg, parallel=parallel, precision=PrecisionConfig(trainer=precision, experts="deep_gemm"), **more)
+
+
+def _trained(cfg, num_updates):
+    """Runs on a rank: ``train``, and how often tokens were gathered."""
+    from megatron_fp8rl.trainer.model.gather import GatherDispatcher
+
+    calls, inner = [], GatherDispatcher.token_combine
+    GatherDispatcher.token_combine = lambda self, sums: calls.append(1) or inner(self, sums)
+    return train(cfg, num_updates), len(calls)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "blockwise"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updates_are_those_of_the_all_to_all(layout, precision):
+    """To the bit on one rank, where each token's outputs are added and rounded alike."""
+    world = LAYOUTS[layout]["world_size"]
+    expected = run_ranks(world, train, config(layout, precision, "alltoall"), 2)
+    found = run_ranks(world, _trained, config(layout, precision, "gather"), 2)
+    assert all(calls for _, calls in found)
+    ranks = [result for result, _ in found]
+    weights, others = (full_weights(MODEL, [result.pieces for result in run]) for run in (ranks, expected))
+    for got, want in zip(ranks, expected, strict=True):
+        assert list(got.old_logprobs) == list(want.old_logprobs)
+        if world == 1:
+            assert got.metrics == want.metrics
+        if want.old_logprobs:  # of the last pipeline stage
+            pairs = [(got.old_logprobs[name], values) for name, values in want.old_logprobs.items()]
+            assert torch.cat([(a - b).abs() for a, b in pairs]).mean() < GATHERED_LOGPROBS[precision] * (world > 1) + 1e-9
+        norms = [run.metrics[0]["train/grad_norm/max"] for run in (got, want)]
+        assert norms[0] == pytest.approx(norms[1], rel=GATHERED_GRADIENT[precision])
+    for name, weight in others.items():
+        assert (weights[name].float() - weight.float()).abs().mean() < GATHERED_WEIGHTS, name
+
+
+def _exchanges(world: int, num_tokens: int, num_experts: int):
+    """Runs on a rank: what the exchanges and their gradients make of numbers that tell rank, token and expert apart."""
+    import torch.distributed as dist
+
+    from megatron_fp8rl.trainer.model.gather import _AllTokens, _OwnExperts, _OwnTokens
+    from megatron_fp8rl.trainer.parallel import Parallel
+
+    Parallel.init(ParallelConfig(world_size=world), deadline_s=60)
+    group, rank = dist.group.WORLD, dist.get_rank()
+    tokens = (100.0 * rank + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3)).requires_grad_()
+    scores = (100.0 * rank + 10.0 * torch.arange(num_tokens)[:, None] + torch.arange(num_experts * world)).requires_grad_()
+    everyone, own = _AllTokens.apply(tokens, group), _OwnExperts.apply(scores, group)
+    sums = _OwnTokens.apply(everyone * (rank + 1), group)
+    (sums * tokens.detach()).sum().backward()
+    (own * (rank + 1)).sum().backward()
+    return everyone.detach(), own.detach(), sums.detach(), tokens.grad, scores.grad
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_tokens_scores_and_gradients_reach_their_ranks(world):
+    num_tokens, num_experts = 4, 2
+    everyone = torch.cat([100.0 * r + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3) for r in range(world)])
+    total = sum(range(1, world + 1))
+    for rank, (tokens, own, sums, grad, scores_grad) in enumerate(run_ranks(world, _exchanges, world, num_tokens, num_experts)):
+        mine = everyone[num_tokens * rank : num_tokens * (rank + 1)]
+        assert torch.equal(tokens, everyone) and torch.equal(sums, total * mine) and torch.equal(grad, total * mine)
+        experts = torch.arange(num_experts) + num_experts * rank
+        expected = [100.0 * r + 10.0 * torch.arange(num_tokens)[:, None] + experts for r in range(world)]
+        assert torch.equal(own, torch.cat(expected))
+        assert torch.equal(scores_grad, (torch.arange(num_experts * world) // num_experts + 1.0).expand(num_tokens, -1))
+
+
+def test_layers_that_are_recomputed_gather_again():
+    cfg = config("ep2", "blockwise", "gather")
+    expected = run_ranks(2, train, cfg, 1)
+    cfg = replace(cfg, optim=replace(cfg.optim, recompute="selective", recompute_modules=("moe",)))
+    for got, want in zip(run_ranks(2, train, cfg, 1), expected, strict=True):
+        assert got.metrics == want.metrics
