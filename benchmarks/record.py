@@ -55,7 +55,7 @@ class Results:
         return list({tuple(json.dumps(row.get(name)) for name in self._keys): row for row in found}.values())
 
     def _check_same_conditions(self, letter: str) -> None:
-        letters = {row["run"]: row["stamp"] for row in self.rows()}
+        letters = {row["run"]: row.get("stamp", {}) for row in self.rows()}
         if letter not in letters and letter != (free := next_letter(letters)):
             raise ValueError(f"--run {letter}: {self.path} has no such run; the next one is {free}")
         for name, before in letters.get(letter, {}).items():

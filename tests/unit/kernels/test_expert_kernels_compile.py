@@ -21,9 +21,9 @@ _POINTERS = {
     "*u8": "data",
     "*i16": "bf16 a_bf16",
     "*i32": "row_scales column_scales a_scales scales rows experts offsets positions padded_counts columns_data "
-    "a_columns",
+    "a_columns counts ends sources slots",
     "*i64": "tokens_per_expert",
-    "*fp32": "probs dprobs",
+    "*fp32": "probs dprobs scores grad",
     "i32": "num_rows num_columns width num_tokens",
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
@@ -39,9 +39,9 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_fp8rl.kernels.triton import permute, quantize_weights, swiglu
+    from megatron_fp8rl.kernels.triton import permute, quantize_weights, slots, swiglu
 
-    modules = permute, swiglu, quantize_weights
+    modules = permute, swiglu, quantize_weights, slots
     kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     constants = constants | {name: size for name, size in how.items() if name == "Q"}
     options = {name: size for name, size in how.items() if name != "Q" and size is not None}
@@ -107,6 +107,21 @@ def test_unpermuting_moves_vectors(tmp_path):
     constants = {"WEIGHTED": True, "ROWS": 8, "COLUMNS": 512, "HARDWARE": True}
     found, said = compiled("_unpermute", constants, {"num_warps": 4}, tmp_path)
     assert found["ld.global.v4.b32"] == found["st.global.v4.b32"] == 4 and " 0 bytes spill stores" in said
+
+
+def test_sums_of_a_tokens_rows_move_vectors(tmp_path):
+    constants = {"MOST": 8, "WEIGHTED": True, "ROWS": 4, "COLUMNS": 512, "HARDWARE": True}
+    found, said = compiled("_sum_rows", constants, {"num_warps": 4}, tmp_path)
+    assert found["ld.global.v4.b32"] == 2 * 8 and found["st.global.v4.b32"] == 2 and " 0 bytes spill stores" in said, said
+
+
+@pytest.mark.parametrize("name", ["_place", "_scores_gradient"])
+def test_tokens_are_placed_by_one_small_kernel(name, tmp_path, monkeypatch):
+    constants = {"NUM_EXPERTS": 64, "EXPERTS": 64, "TOKENS": 32} | ({"MOST": 8, "SLOTS": 8} if name == "_place" else {})
+    if name == "_scores_gradient":
+        monkeypatch.setitem(TYPES, "out", "*fp32")
+    _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
+    assert " 0 bytes spill stores" in said, said
 
 
 def test_the_layout_is_one_small_kernel(tmp_path):

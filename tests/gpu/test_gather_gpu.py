@@ -1,0 +1,61 @@
+"""Experts that read gathered tokens by index, on one Hopper GPU: the kernels of a CPU, and the updates of sorted copies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
+from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
+from tests.helpers.training import MOE, alone, continue_training, run_config
+from tests.tolerances import BF16_ROUNDING, FP8_FIRST_LOSS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+    pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM"),
+]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "most"), [(16384, 64, 8), (1000, 128, 8), (77, 3, 2), (1, 16, 4)])
+def test_tokens_and_sums_are_those_of_a_cpu(tokens, experts, most):
+    draw = torch.Generator().manual_seed(tokens)
+    scores = torch.full((tokens, experts), -1.0)
+    chosen = torch.rand(tokens, experts, generator=draw).topk(min(most, experts), dim=1).indices
+    scores.scatter_(1, chosen, torch.rand(tokens, chosen.shape[1], generator=draw))
+    scores = torch.where(torch.rand(tokens, experts, generator=draw) < 0.6, scores, -1.0)  # the rest is on other ranks
+    found = []
+    for device in ("cuda", "cpu"):
+        own = scores.to(device).requires_grad_()
+        slots = Choice.of(own).slots(most)
+        y = torch.randn(slots.layout.num_tokens, 2048, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+        (slots.probs_R * torch.arange(1.0, 1 + len(slots.probs_R), device=device)).sum().backward()
+        sums = [sum_rows(y, slots.rows_TK, probs).cpu() for probs in (None, slots.probs_R.detach())]
+        exact = slots.layout.sources, slots.layout.rows, slots.rows_TK, slots.probs_R.detach(), own.grad
+        found.append(([one.cpu() for one in exact], sums))
+    (exact, sums), (others, expected) = found
+    assert all(torch.equal(a, b) for a, b in zip(exact, others, strict=True))
+    assert torch.equal(sums[0], expected[0])
+    torch.testing.assert_close(sums[1], expected[1], **BF16_ROUNDING)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "blockwise"])
+def test_updates_are_those_of_sorted_copies(precision):
+    from megatron_fp8rl.trainer.policy import Policy
+
+    model = replace(MOE, num_layers=2, hidden_size=256, moe_ffn_hidden_size=256)
+    cfg = replace(run_config(model=model), precision=PrecisionConfig(trainer=precision, experts="deep_gemm"))
+    found = []
+    with alone(cfg) as parallel:
+        for dispatch in ("alltoall", "gather"):
+            policy = Policy.build(replace(cfg, parallel=replace(cfg.parallel, dispatch=dispatch)), parallel)
+            found.append(continue_training(policy, 2)[0])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours["train/loss/mean"] == pytest.approx(theirs["train/loss/mean"], abs=FP8_FIRST_LOSS)
+        assert ours["train/grad_norm/max"] == pytest.approx(theirs["train/grad_norm/max"], rel=0.02)
