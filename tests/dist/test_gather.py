@@ -31,7 +31,7 @@ def config(layout: str, precision: str, dispatch: str, **more):
 
 def _trained(cfg, num_updates):
     """Runs on a rank: ``train``, and how often tokens were gathered."""
-    from megatron_fp8rl.trainer.model.gather import GatherDispatcher
+    from megatron_fp8rl.trainer.model.dispatcher import GatherDispatcher
 
     calls, inner = [], GatherDispatcher.token_combine
     GatherDispatcher.token_combine = lambda self, sums: calls.append(1) or inner(self, sums)
@@ -65,7 +65,7 @@ def _exchanges(world: int, num_tokens: int, num_experts: int):
     """Runs on a rank: what the exchanges and their gradients make of numbers that tell rank, token and expert apart."""
     import torch.distributed as dist
 
-    from megatron_fp8rl.trainer.model.gather import _AllTokens, _OwnExperts, _OwnTokens
+    from megatron_fp8rl.trainer.model.dispatcher import _AllTokens, _OwnExperts, _OwnTokens
     from megatron_fp8rl.trainer.parallel import Parallel
 
     Parallel.init(ParallelConfig(world_size=world), deadline_s=60)

@@ -14,7 +14,7 @@ Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a ro
 and p is applied to an expert's output. Backward does not need fc2's output for the gradient of p: the gradient at fc2's
 input times that input is the same sum, so only h and columnwise FP8 x are kept from forward to backward.
 
-With ``gather.py`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the gradients of
+With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the gradients of
 its copies, are added here.
 
 Tokens per expert are already on the host, where the dispatcher needed them; nothing here synchronizes with the GPU, and no
@@ -115,12 +115,12 @@ class _Call:
     """The non-differentiable arguments of one call."""
 
     layout: ExpertPermutation
-    rows_TK: Tensor | None  # the rows of each token, whose outputs are added here; None: they are added in combine
     scales: Scales | None  # None: BF16
     wgrad_fp8: bool
     caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
     record: bool  # whether gradients are needed
     applies_router_weights: bool = True  # whether outputs are multiplied by p; backward is the same
+    rows_TK: Tensor | None = None  # the rows of each token, whose outputs are added here; None: combine adds them
 
     def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
         """The formats of a matrix needed for wgrad alone, as arguments for fused_moe.py."""
