@@ -30,6 +30,8 @@ TRANSFORMERS_FLOAT32 = {"rtol": 1e-5, "atol": 3e-5}
 FLOAT32_ACCUMULATION = {"rtol": 0.0, "atol": 2e-6}
 # As above, and the result rounded once to BF16, which has 8 significant bits: half a unit is 2^-8 relative.
 BF16_ROUNDING = {"rtol": 2**-8, "atol": 2e-6}
+# float32 sums that differ in the last bit, rounded to BF16: to one number or the next, 2^-7 apart.
+BF16_NEIGHBOURS = {"rtol": 2**-7, "atol": 2e-6}
 # float32 sums in another order move a few numbers to the next E4M3 number (6 %), through four layers and back.
 AMAX_ACROSS_LAYOUTS = {"rtol": 0.03, "atol": 1e-6}
 # Attention in float32 against float64: exponentials and sums over some forty keys; values are near 1.
