@@ -143,7 +143,10 @@ def _own_words(options: object) -> tuple[str, ...]:
         options = dataclasses.replace(options, checkpoint=str(Path(options.checkpoint).absolute()))
     for field in dataclasses.fields(options) if dataclasses.is_dataclass(options) else ():
         value = getattr(options, field.name)
-        if value is None or value in ("", ()):
+        if value is None or value is False or value in ("", ()):
+            continue
+        if value is True:  # a flag
+            words.append(f"--{field.name}")
             continue
         words += [f"--{field.name}", *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     return tuple(words)

@@ -180,9 +180,12 @@ def _update_s(
     rounds = 2.0 + (cfg.optim.recompute == "full")  # forward, backward, and forward again
     experts = tensor = 0.0
     if model.is_moe and parallel.expert > 1:
-        share = (parallel.expert - 1) / parallel.expert
+        others = parallel.expert - 1
+        copies = model.experts_per_token * others / parallel.expert  # of a token for other ranks, by an all-to-all
+        if parallel.dispatch in ("auto", "gather") and parallel.expert_tensor == 1 and not cfg.precision.exact:
+            copies = min(copies, others)
         link = network.nvlink_bytes_per_s if parallel.expert <= node else network.nic_bytes_per_s
-        moved = own / parallel.tensor * model.experts_per_token * model.hidden_size * 2 * share
+        moved = own / parallel.tensor * copies * model.hidden_size * 2
         moe_layers = layers * (model.num_layers - model.first_dense_layers) / model.num_layers
         experts = rounds * 2 * moe_layers * moved / link  # dispatch and combine
     if parallel.tensor > 1:

@@ -15,6 +15,7 @@ from launch.cluster import Cluster
 from launch.plan import Plan, Request
 from megatron_fp8rl.__main__ import COMMANDS
 from megatron_fp8rl.cli import UsageError, parse
+from megatron_fp8rl.report.study import StudyOptions
 
 ROOT = Path(__file__).parents[3]
 
@@ -114,11 +115,13 @@ def test_the_tokenizer_of_another_run_is_not_found_by_chance(tmp_path: Path):
 
 
 def test_a_study_is_one_program_on_one_node(tmp_path: Path):
-    found = plan(cluster_of(tmp_path), "study", "tiny_qwen3_moe", "--seeds", "4", "5", "--num_steps", "2")
+    chosen = ["--seeds", "4", "5", "--arms", "bf16/bf16", "exact", "--corrected_only"]
+    found = plan(cluster_of(tmp_path), "study", "tiny_qwen3_moe", *chosen, "--num_steps", "2")
     (role,) = found.spec.roles
     assert (role.name, role.kind, found.spec.nodes) == ("task", "command", 1)
     again = parse(role.command[2:], {c.name: c for c in COMMANDS})
-    assert again.options.seeds == (4, 5) and again.cfg.num_steps == 2
+    assert again.options == StudyOptions(seeds=(4, 5), arms=("bf16/bf16", "exact"), corrected_only=True)
+    assert again.cfg.num_steps == 2
     assert again.cfg.run_dir == str(tmp_path / "runs" / "tiny_qwen3_moe")
     assert found.spec.run_dir == again.cfg.run_dir + "_study"
 

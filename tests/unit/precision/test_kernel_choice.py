@@ -184,6 +184,41 @@ def test_what_carries_tokens_is_refused_where_it_cannot(dispatch, package):
         assert problem in text and "alltoall" in text, text
 
 
+def test_tokens_are_gathered_where_a_group_has_no_more_ranks_than_a_token_has_experts():
+    grouped = PrecisionConfig(experts="deep_gemm")
+    base = replace(grpo_qwen3_30b_a3b(), precision=grouped)  # 8 experts of a token
+    for ranks, expected in ((1, "gather"), (2, "gather"), (8, "gather"), (16, "alltoall")):
+        assert choose(make(base, world_size=ranks, expert=ranks), HOPPER).trainer.dispatch == expected
+    wide = make(base, world_size=8, expert=2)
+    for cfg, hardware in (
+        (wide, CPU),  # engines there add a token's experts as the all-to-all's combine does
+        (replace(wide, precision=PrecisionConfig(exact=True)), HOPPER),
+        (replace(wide, precision=PrecisionConfig(experts="te")), HOPPER),
+        (make(base, world_size=8, expert=2, expert_tensor=2, tensor=2), HOPPER),
+        (grpo_qwen3_8b(), HOPPER),
+    ):
+        assert choose(cfg, hardware).trainer.dispatch == "alltoall"
+    asked = make(grpo_qwen3_30b_a3b(), world_size=4, expert=4, dispatch="gather")
+    assert choose(asked, CPU).trainer.experts == choose(asked, HOPPER).trainer.experts == "deep_gemm"
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"precision": PrecisionConfig(experts="te")}, "experts on te read tokens sorted by expert"),
+        ({"precision": PrecisionConfig(exact=True)}, "orders of their own"),
+        ({"parallel": {"expert_tensor": 2, "tensor": 2}}, "ranks that divide each expert"),
+    ],
+)
+def test_gathering_is_refused_where_it_cannot_be(changes, problem):
+    cfg = make(grpo_qwen3_30b_a3b(), world_size=8, expert=2, dispatch="gather", **changes.get("parallel", {}))
+    cfg = replace(cfg, precision=changes.get("precision", cfg.precision))
+    (text,) = [text for text in said(cfg, HOPPER) if "--parallel.dispatch = 'gather'" in text]
+    assert problem in text
+    (text,) = said(make(grpo_qwen3_8b(), world_size=1, dispatch="gather"), HOPPER)
+    assert "this model has no experts" in text
+
+
 def test_the_record_of_a_run_names_what_computes():
     on_cpu = choose(run(), CPU).record()
     assert on_cpu["trainer kernel, FP8 linears"] == "PyTorch (emulated)"
