@@ -72,15 +72,7 @@ def random_batch(cfg: RunConfig, num_sequences: int, length: int) -> TrainBatch:
     """One packed batch of random tokens, with loss on all but the first of each sequence."""
     import numpy as np
 
-    from megatron_fp8rl.data.packing import pack_for
-    from megatron_fp8rl.token_rows import Row
-    from megatron_fp8rl.types import Sample, Stretch
+    from megatron_fp8rl.trainer.warm_up import batch_of
 
     draw = np.random.default_rng(cfg.seed)
-    samples = []
-    for i in range(num_sequences):
-        tokens = Row(draw.integers(8, cfg.model.vocab_size, length, np.int32))
-        stretches = Stretch(tokens[:1]), Stretch(tokens[1:], is_trained=True)
-        samples.append(Sample(name=f"random-{i}", environment="random", stretches=stretches))
-    (batch,) = pack_for(cfg, samples, data_rank=0)
-    return batch
+    return batch_of(cfg, draw.integers(8, cfg.model.vocab_size, num_sequences * length, np.int32), num_sequences, length)

@@ -36,7 +36,7 @@ from megatron_fp8rl.rollout.fleet import Fleet
 from megatron_fp8rl.rollout.stream import RolloutStream
 from megatron_fp8rl.rollout.token_store.answer_store import running as token_stores
 from megatron_fp8rl.stop import StopRequest
-from megatron_fp8rl.trainer import checkpoint
+from megatron_fp8rl.trainer import checkpoint, warm_up
 from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
 from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
@@ -77,6 +77,9 @@ def run(
             step, record, is_complete = _resume(policy, prompts, checkpoints, observer)
         stop.at_boundary(parallel, step)
         if not is_complete:
+            if warm_up.pays(cfg, parallel.device.type):
+                with span("start_warm_up"):
+                    warm_up.warm_up(policy, prompts.upcoming(cfg.rollout.prompts_per_step))
             _wait_for_engines(fleet, kernels, observer)
         rollouts = stack.enter_context(RolloutStream(cfg, fleet, prompts, scorers, parallel, stores))
         colocated = ColocatedMemory(cfg, policy, fleet)

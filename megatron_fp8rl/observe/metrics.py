@@ -213,13 +213,14 @@ GLOSSARY: dict[str, tuple[Metric, ...]] = {
         Metric("time/start_imports/s", "Seconds of importing the trainer, while engines start."),
         Metric("time/start_engines/s", "Seconds that the trainer waited for engines to start."),
         Metric("time/start_model/s", "Seconds of building the policy and reading its weights."),
+        Metric("time/start_warm_up/s", "Seconds of compiling the trainer's kernels, while engines start."),
         Metric("time/<span>/s", "Seconds of any other span, inner spans included."),
     ),
 }
 
 # Consecutive spans of the loop, in order; they never overlap, so a plot may stack them up to time/step/s.
-START_PHASES = ("start_command", "start_data", "start_imports", "start_engines", "start_model", "calibrate_kv", "publish",
-                "colocated", "evaluate")  # fmt: skip  # of the line of step 0, in order
+START_PHASES = ("start_command", "start_data", "start_imports", "start_engines", "start_model", "start_warm_up",
+                "calibrate_kv", "publish", "colocated", "evaluate")  # fmt: skip  # of the line of step 0, in order
 PHASES = ("rollouts", "pack", "old_logprobs", "mismatch", "update", "publish", "checkpoint", "evaluate", "colocated")
 
 _KEY = re.compile(r"[a-z0-9_]+/[a-z0-9_]+/(?:mean|std|min|max|sum|s)")

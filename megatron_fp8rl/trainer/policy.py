@@ -211,12 +211,8 @@ class Policy:
         Raises NonFiniteError on all ranks, leaving the weights unchanged, if the loss or a gradient is not finite.
         """
         self.offload.require("params", "gradients", "optimizer")
-        for chunk in self.chunks:
-            chunk.train()
-        self.optimizer.zero_gradients()
-        self._scale_auxiliary_loss(batch.microbatches)
         with nullcontext() if inspect is None else self._kv_measured():  # no pass for old log-probabilities
-            results = self._forward.gradients(self.chunks, batch, loss_fn)
+            results = self.accumulate_gradients(batch, loss_fn)
         if inspect is not None:
             own = self._forward.logprobs_of(results, batch.microbatches)
             pairs = zip(batch.microbatches, own, strict=True)
@@ -229,6 +225,14 @@ class Policy:
         metrics["train/lr/mean"] = lr
         self.step += 1
         return metrics
+
+    def accumulate_gradients(self, batch: TrainBatch, loss_fn: LossFn) -> list[MicrobatchResult]:
+        """Collective: the gradients of a batch alone in the buffers of all chunks; results as of ``Forward.gradients``."""
+        for chunk in self.chunks:
+            chunk.train()
+        self.optimizer.zero_gradients()
+        self._scale_auxiliary_loss(batch.microbatches)
+        return self._forward.gradients(self.chunks, batch, loss_fn)
 
     def _scale_auxiliary_loss(self, microbatches: Sequence[Microbatch]) -> None:
         """Collective if the model has a load-balancing loss: normalize it by the tokens of the global batch.

@@ -14,14 +14,14 @@ from dataclasses import asdict
 
 import vllm.entrypoints.openai.api_server
 from vllm.model_executor.models import registry
-from megatron_fp8rl.rollout.vllm_plugin import server
+from megatron_fp8rl.rollout.vllm_plugin import patches
 
 if sys.argv[1] == "failing fork":
     parent, inner = os.getpid(), registry._ModelInfo.from_model_cls
     registry._ModelInfo.from_model_cls = lambda cls: inner(cls) if os.getpid() == parent else 1 / 0
     registry._run_in_subprocess = lambda inspect: inspect()  # not in a new process, which would not fail
 if "fork" in sys.argv[1]:
-    server.inspect_classes_in_forks()
+    patches.inspect_classes_in_forks()
 began = time.monotonic()
 found = asdict(registry.ModelRegistry.models["Qwen3MoeForCausalLM"].inspect_model_cls())
 if sys.argv[1] == "fork":

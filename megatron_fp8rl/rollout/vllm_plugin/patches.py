@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import multiprocessing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -224,3 +225,38 @@ def kv_scales_of(layer: nn.Module) -> tuple[float, float, float]:
 def has_kv_scales(module: nn.Module) -> bool:
     """Whether a module is attention with a KV cache."""
     return hasattr(module, "_k_scale_float") and hasattr(module, "kv_cache_dtype")
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="a model's class is inspected in a new process, which imports everything again: 25 s of a first start on an H200",
+    remove_when="vLLM inspects its own classes without importing them, or in a fork",
+)
+def inspect_classes_in_forks(deadline_s: float = 60.0) -> None:
+    """Inspect a model's class in a fork of this process, which keeps CUDA out of it as a new one does.
+
+    Where the fork brings no answer within the deadline, vLLM's own way is taken.
+    """
+    from vllm.model_executor.models import registry
+
+    in_new_process = registry._run_in_subprocess
+
+    def in_fork(inspect: Callable[[], Any]) -> Any:
+        forked = multiprocessing.get_context("fork")
+        receiver, sender = forked.Pipe(duplex=False)
+        child = forked.Process(target=lambda: sender.send(inspect()), daemon=True)
+        child.start()
+        sender.close()
+        try:
+            if receiver.poll(deadline_s):
+                return receiver.recv()
+        except EOFError:
+            pass  # it failed, and vLLM's own way says why
+        finally:
+            child.kill()
+            child.join()
+            receiver.close()
+        return in_new_process(inspect)
+
+    registry._run_in_subprocess = in_fork

@@ -19,13 +19,11 @@ import argparse
 import atexit
 import gc
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -72,41 +70,6 @@ def _load_model_classes(model_dir: Path) -> None:
 @patches(
     "vllm",
     ">=0.25.1,<0.27",
-    why="a model's class is inspected in a new process, which imports everything again: 25 s of a first start on an H200",
-    remove_when="vLLM inspects its own classes without importing them, or in a fork",
-)
-def inspect_classes_in_forks(deadline_s: float = 60.0) -> None:
-    """Inspect a model's class in a fork of this process, which keeps CUDA out of it as a new one does.
-
-    Where the fork brings no answer within the deadline, vLLM's own way is taken.
-    """
-    from vllm.model_executor.models import registry
-
-    in_new_process = registry._run_in_subprocess
-
-    def in_fork(inspect: Callable[[], Any]) -> Any:
-        forked = multiprocessing.get_context("fork")
-        receiver, sender = forked.Pipe(duplex=False)
-        child = forked.Process(target=lambda: sender.send(inspect()), daemon=True)
-        child.start()
-        sender.close()
-        try:
-            if receiver.poll(deadline_s):
-                return receiver.recv()
-        except EOFError:
-            pass  # it failed, and vLLM's own way says why
-        finally:
-            child.kill()
-            child.join()
-            receiver.close()
-        return in_new_process(inspect)
-
-    registry._run_in_subprocess = in_fork
-
-
-@patches(
-    "vllm",
-    ">=0.25.1,<0.27",
     why="the CPU platform asks for spawn while it builds the configuration; a forked engine core starts 11 s earlier",
     remove_when="the platform stops overwriting VLLM_WORKER_MULTIPROC_METHOD",
 )
@@ -116,11 +79,13 @@ def _engine_config(args: argparse.Namespace) -> VllmConfig:
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
+    from megatron_fp8rl.rollout.vllm_plugin import patches as vllm_patches
+
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if current_platform.is_cpu():
         _load_model_classes(Path(args.model))
     else:
-        inspect_classes_in_forks()
+        vllm_patches.inspect_classes_in_forks()
     config = engine_args.create_engine_config(
         usage_context=UsageContext.OPENAI_API_SERVER, headless=bool(args.headless)
     )

@@ -119,6 +119,24 @@ def test_ranks_and_microbatches_are_balanced():
         assert len(ranks[0]) <= ceil(sum(lengths) / (4 * 2048)) + 1
 
 
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"context": 2}], ids=str)
+def test_ranks_that_gather_tokens_have_equally_many(parallel):
+    """Fillers are sequences of their own, however many tokens a rank lacks: the last one here has no sample at all."""
+    rng = random.Random(7)
+    alignment = Alignment.of(ParallelConfig(**parallel))
+    samples = [draw_sample(rng, i) for i in range(9)]
+    by_name = {sample.name: sample for sample in samples}
+    how = {"data_size": 4, "max_tokens": 256, "alignment": alignment}
+    plain = [pack(samples, data_rank=rank, **how)[0].microbatches for rank in range(4)]
+    equal = [pack(samples, data_rank=rank, equal_lengths=True, **how)[0].microbatches for rank in range(4)]
+    for group, before in zip(zip(*equal, strict=True), zip(*plain, strict=True), strict=True):
+        assert {len(mb.tokens_T) for mb in group} == {max(len(mb.tokens_T) for mb in before)}
+    names = [name for rank in equal for mb in rank for name in check_microbatch(mb, by_name, alignment, 256) if name]
+    assert sorted(names) == sorted(by_name)
+    (alone,) = pack(samples[:1], data_rank=3, equal_lengths=True, **how)
+    assert set(alone.microbatches[0].names) == {""} and not alone.microbatches[0].loss_mask_T.any()
+
+
 def test_padding_only_where_alignment_asks():
     alignment = Alignment.of(ParallelConfig(world_size=8, tensor=2, context=2))
     assert alignment == Alignment(sequence=4, microbatch=64)

@@ -1,0 +1,51 @@
+"""Compiles the trainer's kernels while engines start: one forward and backward pass that changes nothing.
+
+In: a policy whose weights are read, and prompts: experts get as many tokens of text as they will. Out: kernels of Triton, DeepGEMM and cuDNN for full microbatches, and connections between
+ranks, which the first update would otherwise wait for. Runs on: every trainer rank that has its GPU to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_fp8rl.algo.losses import sft
+from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.data.packing import Alignment, pack_for
+from megatron_fp8rl.token_rows import Row
+from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+from megatron_fp8rl.trainer.policy import Policy
+from megatron_fp8rl.types import Prompt, Sample, Stretch, TrainBatch
+
+
+def pays(cfg: RunConfig, device_type: str) -> bool:
+    """Whether engines start meanwhile on other GPUs. Delayed scaling would remember the tokens."""
+    waits = cfg.rollout.placement == "separate" and cfg.rollout.replay is None
+    return device_type == "cuda" and waits and cfg.precision.trainer != "delayed"
+
+
+def warm_up(policy: Policy, prompts: Sequence[Prompt]) -> None:
+    """Collective: gradients of one full microbatch of the prompts' tokens on each rank, which are then set to zero."""
+    cfg, parallel = policy.cfg, policy.parallel
+    room = cfg.rollout.max_tokens_per_microbatch
+    room -= room % Alignment.of(cfg.parallel).microbatch
+    length = min(cfg.max_sequence_tokens, room)
+    rounds = cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1
+    text = np.array([token for prompt in prompts for token in prompt.token_ids], np.int32)
+    batch = batch_of(cfg, text, cfg.parallel.data * rounds * (room // length), length, data_rank=parallel.dp_rank)
+    policy.accumulate_gradients(batch, sft)
+    policy.optimizer.zero_gradients()
+    forget_quantized_weights()
+
+
+def batch_of(cfg: RunConfig, text: np.ndarray, num_sequences: int, length: int, data_rank: int = 0) -> TrainBatch:
+    """One packed batch for a data-parallel rank: sequences of the text, again from its start where it ends, with loss on
+    all tokens but the first of each."""
+    samples = []
+    for i in range(num_sequences):
+        tokens = Row(text.take(range(i * length, (i + 1) * length), mode="wrap"))
+        stretches = Stretch(tokens[:1]), Stretch(tokens[1:], is_trained=True)
+        samples.append(Sample(name=f"text-{i}", environment="", stretches=stretches))
+    (batch,) = pack_for(cfg, samples, data_rank=data_rank)
+    return batch

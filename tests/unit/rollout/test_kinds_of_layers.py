@@ -1,0 +1,39 @@
+"""Which layers go through an engine's own loaders in a first publication: one of each kind, told apart by all they hold."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_of_kinds
+
+
+class Other(nn.Linear):
+    """The same tensors in another class."""
+
+
+def model_of(*layers: nn.Module) -> nn.Module:
+    model = nn.Module()
+    model.embed, model.layers = nn.Embedding(4, 4), nn.ModuleList(nn.Sequential(layer) for layer in layers)
+    return model
+
+
+def test_equal_layers_are_one_kind():
+    assert first_of_kinds(model_of(*(nn.Linear(4, 8) for _ in range(5)))) == {0}
+    assert first_of_kinds(nn.Linear(4, 4)) == frozenset()
+
+
+def test_what_a_loader_could_treat_in_another_way_is_a_kind_of_its_own():
+    strided, double, buffered = nn.Linear(4, 8), nn.Linear(4, 8).double(), nn.Linear(4, 8)
+    strided.weight = nn.Parameter(torch.zeros(4, 8).t())
+    buffered.register_buffer("scale", torch.ones(1))
+    plain = [nn.Linear(4, 8) for _ in range(2)]
+    layers = [plain[0], nn.Linear(4, 9), strided, double, buffered, Other(4, 8), nn.Linear(4, 8, bias=False), plain[1]]
+    assert first_of_kinds(model_of(*layers)) == set(range(7))  # the last is as the first
+
+
+def test_ranks_experts_are_part_of_a_kind():
+    layers = [nn.Linear(4, 8) for _ in range(4)]
+    for layer, own in zip(layers, ([0, -1], [0, -1], [-1, 0], None), strict=True):
+        layer.expert_map = None if own is None else torch.tensor(own)
+    assert first_of_kinds(model_of(*layers)) == {0, 2, 3}
