@@ -77,10 +77,7 @@ def run(
             step, record, is_complete = _resume(policy, prompts, checkpoints, observer)
         stop.at_boundary(parallel, step)
         if not is_complete:
-            if warm_up.pays(cfg, parallel.device.type):
-                with span("start_warm_up"):
-                    warm_up.warm_up(policy, prompts.upcoming(cfg.rollout.prompts_per_step))
-            _wait_for_engines(fleet, kernels, observer)
+            _wait_for_engines(policy, prompts, fleet, kernels, observer)
         rollouts = stack.enter_context(RolloutStream(cfg, fleet, prompts, scorers, parallel, stores))
         colocated = ColocatedMemory(cfg, policy, fleet)
         publish = _publisher(policy, fleet, rollouts, colocated, stack)
@@ -162,8 +159,15 @@ def _note_kernels(cfg: RunConfig, observer: Observer) -> KernelChoice:
     return kernels
 
 
-def _wait_for_engines(fleet: Fleet | None, kernels: KernelChoice, observer: Observer) -> None:
-    """Record the kernels that the engines report, and warn about each that is not the chosen one. Rank 0 only."""
+def _wait_for_engines(
+    policy: Policy, prompts: PromptStream, fleet: Fleet | None, kernels: KernelChoice, observer: Observer
+) -> None:
+    """Collective: warm the trainer up meanwhile. Rank 0: record the kernels that the engines report, and warn about each
+    that is not the chosen one."""
+    cfg = policy.cfg
+    if warm_up.pays(cfg, policy.parallel.device.type):
+        with span("start_warm_up"):
+            warm_up.warm_up(policy, prompts.upcoming(cfg.rollout.prompts_per_step))
     if fleet is None:
         return
     with span("start_engines"):
