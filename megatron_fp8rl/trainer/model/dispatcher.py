@@ -12,7 +12,7 @@ Megatron-Core would sort them by local expert: two copies of all routed tokens i
 **gather**, for grouped experts. The all-to-all sends a token once for each of its experts, after sorting the copies, and
 sorts what arrives. Here every rank gets every token of its expert parallel group once, grouped kernels read tokens by index
 and add a token's outputs (``kernels/expert_slots.py``), and an exchange returns one BF16 sum of each rank, which the token's
-rank adds in FP32. That moves fewer bytes if the group has fewer ranks than a token has experts, with a third of the kernels.
+rank adds in FP32. That moves fewer bytes if the group has fewer ranks than a token has experts.
 
     forward   tokens -> all-gather -> experts, sums over own experts -> exchange, added
     backward  gradients of sums -> all-gather -> experts, sums over own experts -> exchange, added

@@ -14,12 +14,12 @@ Forward matches the engine: the same bytes enter the same DeepGEMM kernels, a ro
 and p is applied to an expert's output. Backward does not need fc2's output for the gradient of p: the gradient at fc2's
 input times that input is the same sum, so only h and columnwise FP8 x are kept from forward to backward.
 
-With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the gradients of
-its copies, are added here.
+With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the
+gradients of its copies, are added here.
 
-Tokens per expert are already on the host, where the dispatcher needed them; nothing here synchronizes with the GPU, and no
-kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block
-into NaN, and with it every output that depends on the block.
+Tokens per expert are already on the host, where the dispatcher needed them; nothing here synchronizes with the GPU, and
+no kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block into NaN, and with it every
+output that depends on the block.
 
 Shapes: T = routed tokens (a token counts once per expert), P = rows with each expert's padded to multiples of 128, E =
 experts of this rank, H = hidden size, F = features between the two linears on this rank.
