@@ -38,8 +38,9 @@ def _trained(cfg, num_updates):
     return train(cfg, num_updates), len(calls)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "blockwise"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "precision"), [*((layout, "blockwise") for layout in LAYOUTS), ("alone", "bf16"), ("ep2", "bf16")]
+)
 def test_updates_are_those_of_the_all_to_all(layout, precision):
     """To the bit on one rank, where each token's outputs are added and rounded alike."""
     world = LAYOUTS[layout]["world_size"]
