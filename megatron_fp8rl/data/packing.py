@@ -24,6 +24,7 @@ import torch
 
 from megatron_fp8rl.config import ParallelConfig, RunConfig
 from megatron_fp8rl.data.sample_columns import SampleColumns
+from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.stored_numbers import Stored, fetch
 from megatron_fp8rl.types import Microbatch, Sample, TrainBatch
 
@@ -108,7 +109,7 @@ def _limits(cfg: RunConfig) -> dict[str, Any]:
         # The interleaved schedule takes its microbatches in rounds of one per pipeline rank.
         "num_microbatches_multiple": cfg.parallel.pipeline if cfg.parallel.virtual_stages > 1 else 1,
         # Ranks that gather each other's tokens have equally many.
-        "equal_lengths": cfg.parallel.expert > 1 and cfg.parallel.dispatch in ("auto", "gather"),
+        "equal_lengths": cfg.parallel.expert > 1 and may_gather(cfg),
     }
 
 
@@ -160,8 +161,6 @@ def divide(
             lengths, data_size=data_size, capacity=capacity, num_microbatches_multiple=num_microbatches_multiple
         )
         loss_tokens = [samples[i].num_loss_tokens for i in part]
-        sizes = ([max(1, sum(lengths[i] for i in one)) for one in chosen] for chosen in bins)
-        longest = tuple(_round_up(max(each), alignment.microbatch) for each in zip(*sizes, strict=True))
         for own, chosen in zip(shares, bins, strict=True):
             own.append(
                 Share(
@@ -169,10 +168,16 @@ def divide(
                     num_loss_tokens=sum(loss_tokens),
                     num_sequences=sum(count > 0 for count in loss_tokens),
                     routed=routed,
-                    lengths=longest if equal_lengths else None,
+                    lengths=_longest(lengths, bins, alignment.microbatch) if equal_lengths else None,
                 )
             )
     return [tuple(own) for own in shares]
+
+
+def _longest(lengths: Sequence[int], bins: Sequence[Sequence[Sequence[int]]], multiple: int) -> tuple[int, ...]:
+    """Tokens of the longest microbatch of each number, over all ranks; an empty one has its filler."""
+    by_number = zip(*([max(1, sum(lengths[i] for i in one)) for one in chosen] for chosen in bins), strict=True)
+    return tuple(_round_up(max(sizes), multiple) for sizes in by_number)
 
 
 def build(shares: Sequence[Share], alignment: int | Alignment) -> tuple[TrainBatch, ...]:

@@ -121,6 +121,16 @@ def _router(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     return "torch", "float32 is cheap here"
 
 
+def _dispatch(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
+    if not hardware.is_gpu or cfg.precision.exact:
+        return "alltoall", "sums of engines of one rank or two"
+    if support.gather(cfg, hardware) or TABLE["trainer.experts"].kernel(cfg, hardware) != "deep_gemm":
+        return "alltoall", "experts that want sorted tokens"
+    if cfg.parallel.expert > cfg.model.experts_per_token:
+        return "alltoall", f"a token has {cfg.model.experts_per_token} experts, fewer than there are ranks"
+    return "gather", "a token goes to a rank once"
+
+
 def _combine(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
     if cfg.parallel.dispatch in ("deepep", "hybridep"):
         return "experts", f"parallel.dispatch = {cfg.parallel.dispatch} adds outputs as they are"
@@ -168,18 +178,6 @@ class _EngineRole(Role):
 
 _TE = Kernel("Transformer Engine", support.te)
 _EMULATED = Kernel("PyTorch (emulated)")
-
-
-def _dispatch(cfg: RunConfig, hardware: Hardware) -> tuple[str, str]:
-    if not hardware.is_gpu or cfg.precision.exact:
-        return "alltoall", "sums of engines of one rank or two"
-    if support.gather(cfg, hardware) or TABLE["trainer.experts"].kernel(cfg, hardware) != "deep_gemm":
-        return "alltoall", "experts that want sorted tokens"
-    if cfg.parallel.expert > cfg.model.experts_per_token:
-        return "alltoall", f"a token has {cfg.model.experts_per_token} experts, fewer than there are ranks"
-    return "gather", "a token goes to a rank once"
-
-
 _INVARIANT = Kernel("Triton, invariant", support.batch_invariant)
 
 TABLE: dict[str, Role] = {

@@ -138,6 +138,11 @@ def _deep_gemm_is_there(cfg: RunConfig, hardware: Hardware, name: str) -> Violat
     return None
 
 
+def may_gather(cfg: RunConfig) -> bool:
+    """Whether tokens are gathered on some hardware: what packing and plans know of the choice."""
+    return cfg.parallel.dispatch in ("auto", "gather") and cfg.parallel.expert_tensor == 1 and not cfg.precision.exact
+
+
 def gather(cfg: RunConfig, hardware: Hardware) -> Violation | None:
     """Every rank of an expert parallel group gets every token once; grouped kernels read them by index."""
     path, remedy = "parallel.dispatch", "Choose auto"

@@ -112,8 +112,10 @@ def _markdown(arms: Runs, summary: dict) -> str:
 def _draw(arms: Runs):
     figure = new_figure(15.0, 9.0)
     (reward, mismatch), (end, spread) = figure.subplots(2, 2)
+    nats = "nats"
     if any(value > 0 for of in arms.values() for run in of.values() for value in run.values("mismatch/kl_k3/mean")):
-        mismatch.set_yscale("log")  # which has no place for 0
+        nats = "nats, log scale"  # which has no place for 0
+        mismatch.set_yscale("log")
         spread.set_xscale("log")
     colors = _colors(arms)
     for arm, by_seed in arms.items():
@@ -122,11 +124,11 @@ def _draw(arms: Runs):
         _band(mismatch, by_seed, "mismatch/abs_logprob_diff/mean", color, arm, line)
     finish(reward, "Reward: mean over seeds, band from lowest to highest (5-step average)")
     reward.legend(loc="lower right")
-    finish(mismatch, "Mismatch: mean |old − rollout| over seeds", y="nats", legend=False)
+    finish(mismatch, "Mismatch: mean |old − rollout| over seeds", y=nats, legend=False)
     _dots(end, arms, "eval/pass_rate/mean", "last")
     finish(end, "Held-out pass rate at the end: each seed, and their mean", x="pass rate", legend=False)
     _dots(spread, arms, "mismatch/kl_k3/mean", "mean")
-    finish(spread, "KL (k3) of trainer and engine: each seed, and their mean", x="nats", legend=False)
+    finish(spread, "KL (k3) of trainer and engine: each seed, and their mean", x=nats, legend=False)
     return figure
 
 

@@ -115,6 +115,8 @@ def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: Stu
 
     Raises RuntimeError, naming run and log, if a run fails, and what :func:`plan_runs` raises.
     """
+    from megatron_fp8rl.report.compare import compare_runs  # draws: half a second that other commands should not pay
+
     study_dir, runs = folder_of(cfg), plan_runs(cfg, overrides, options)
     study_dir.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-m", "megatron_fp8rl"]
@@ -128,8 +130,6 @@ def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: Stu
         name = f"{one.arm}, seed {one.seed}"
         print(f"[{number}/{len(runs)}] {name}", flush=True)
         _run_logged([*program, "rl", config_name, *one.overrides], study_dir / f"{one.run_dir.name}.log", name)
-    from megatron_fp8rl.report.compare import compare_runs  # not before: it draws, and imports half a second for that
-
     compare_runs([(one.arm, one.seed, one.run_dir) for one in runs], study_dir)
     return study_dir
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from megatron_fp8rl.algo.named import needs_old_pass
 from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.precision import parameters
+from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.preflight.engine_memory import kv_token_bytes, worker
 from megatron_fp8rl.preflight.trainer_memory import num_microbatches
 from megatron_fp8rl.sizing.rates import Network, Rates
@@ -182,7 +183,7 @@ def _update_s(
     if model.is_moe and parallel.expert > 1:
         others = parallel.expert - 1
         copies = model.experts_per_token * others / parallel.expert  # of a token for other ranks, by an all-to-all
-        if parallel.dispatch in ("auto", "gather") and parallel.expert_tensor == 1 and not cfg.precision.exact:
+        if may_gather(cfg):
             copies = min(copies, others)
         link = network.nvlink_bytes_per_s if parallel.expert <= node else network.nic_bytes_per_s
         moved = own / parallel.tensor * copies * model.hidden_size * 2

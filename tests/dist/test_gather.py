@@ -66,15 +66,15 @@ def _exchanges(world: int, num_tokens: int, num_experts: int):
     """Runs on a rank: what the exchanges and their gradients make of numbers that tell rank, token and expert apart."""
     import torch.distributed as dist
 
-    from megatron_fp8rl.trainer.model.dispatcher import _AllTokens, _OwnExperts, _OwnTokens
+    from megatron_fp8rl.trainer.model.dispatcher import all_tokens, own_experts, own_tokens
     from megatron_fp8rl.trainer.parallel import Parallel
 
     Parallel.init(ParallelConfig(world_size=world), deadline_s=60)
     group, rank = dist.group.WORLD, dist.get_rank()
     tokens = (100.0 * rank + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3)).requires_grad_()
     scores = (100.0 * rank + 10.0 * torch.arange(num_tokens)[:, None] + torch.arange(num_experts * world)).requires_grad_()
-    everyone, own = _AllTokens.apply(tokens, group), _OwnExperts.apply(scores, group)
-    sums = _OwnTokens.apply(everyone * (rank + 1), group)
+    everyone, own = all_tokens(tokens, group), own_experts(scores, group)
+    sums = own_tokens(everyone * (rank + 1), group)
     (sums * tokens.detach()).sum().backward()
     (own * (rank + 1)).sum().backward()
     return everyone.detach(), own.detach(), sums.detach(), tokens.grad, scores.grad

@@ -20,15 +20,12 @@ from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.linear_deep_gemm import Matrix
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from tests.helpers.experts import decibels
+from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS, TE_DECIBELS_FP32_SCALES
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
+    *ON_HOPPER,
     pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM"),
 ]
 

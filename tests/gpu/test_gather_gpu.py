@@ -10,15 +10,12 @@ import torch
 from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
+from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import MOE, alone, continue_training, run_config
 from tests.tolerances import BF16_NEIGHBOURS, FP8_FIRST_LOSS
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
+    *ON_HOPPER,
     pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM"),
 ]
 

@@ -22,15 +22,12 @@ from tests.helpers.experts import (
     give_gradient_buffers,
     run_experts,
 )
+from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import alone, continue_training, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE, GROUPED_DECIBELS
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
+    *ON_HOPPER,
     pytest.mark.skipif(not has_deep_gemm(), reason="needs DeepGEMM"),
 ]
 

@@ -19,14 +19,9 @@ from megatron_fp8rl.kernels.fused_moe import (
 )
 from megatron_fp8rl.kernels.fused_moe_torch import swizzled
 from megatron_fp8rl.kernels.gemm import Fp8, multiply_fp8, multiply_fp8_to_tokens, quantized
+from tests.helpers.hopper import ON_HOPPER
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
-]
+pytestmark = ON_HOPPER
 
 busy_ms = partial(milliseconds, rounds=7, warm=1, busy=0.75)  # of the GPU, behind other work
 COUNTS = {

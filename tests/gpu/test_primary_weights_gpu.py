@@ -14,16 +14,13 @@ from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, is_fp8
 from megatron_fp8rl.precision.hardware import installed_packages
 from megatron_fp8rl.preflight import trainer_memory
 from megatron_fp8rl.preflight.memory import GPUS
+from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import alone, continue_training, make_batch, make_loss, run_config
 from tests.tolerances import FP8_FIRST_LOSS, FP8_LOSS_NOISE
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    *ON_HOPPER,
     pytest.mark.skipif("transformer_engine" not in installed_packages(), reason="needs Transformer Engine"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
-    ),
 ]
 
 MOE = ModelConfig(

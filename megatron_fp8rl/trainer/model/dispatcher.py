@@ -28,6 +28,7 @@ Shapes of gather: T = tokens of this rank, G = ranks, N = T * G, E = experts of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +96,9 @@ class OneRankDispatcher(Dispatcher):
         return outputs
 
 
+_Way = Callable[[Tensor, dist.ProcessGroup], Tensor]  # a collective
+
+
 def _gathered(x_TH: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x_TH.new_empty(len(x_TH) * group.size(), x_TH.shape[1])
     dist.all_gather_into_tensor(out, x_TH.contiguous(), group=group)
@@ -114,45 +118,43 @@ def _added(parts_NH: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _exchanged(parts_NH, group).view(group.size(), -1, parts_NH.shape[1]).sum(0)
 
 
-class _AllTokens(torch.autograd.Function):
-    """[T, H] of each rank -> [N, H]."""
+def _to_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T, E * G] of this rank's tokens -> [N, E] of this rank's experts."""
+    return _exchanged(scores.view(len(scores), group.size(), -1).transpose(0, 1), group).flatten(0, 1)
+
+
+def _to_tokens(scores_NE: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back: [N, E] -> [T, E * G]."""
+    parts = _exchanged(scores_NE, group).view(group.size(), -1, scores_NE.shape[1])
+    return parts.transpose(0, 1).flatten(1)
+
+
+class _Travel(torch.autograd.Function):
+    """``there(x)``, whose gradient takes the way ``back``."""
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(x_TH, group)
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Way, back: _Way) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None]:
-        return _added(grad_NH, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, ctx.group), None, None, None
 
 
-class _OwnTokens(torch.autograd.Function):
+def all_tokens(x_TH: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[T, H] of each rank -> [N, H]. Differentiable, as the next two."""
+    return _Travel.apply(x_TH, group, _gathered, _added)
+
+
+def own_tokens(parts_NH: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Parts of sums [N, H] on each rank -> sums [T, H]."""
-
-    @staticmethod
-    def forward(ctx: Any, parts_NH: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _added(parts_NH, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grad_TH, ctx.group), None
+    return _Travel.apply(parts_NH, group, _added, _gathered)
 
 
-class _OwnExperts(torch.autograd.Function):
+def own_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Scores [T, E * G] of this rank's tokens -> [N, E] of this rank's experts."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = scores.view(len(scores), group.size(), -1).transpose(0, 1)
-        return _exchanged(parts, group).flatten(0, 1)
-
-    @staticmethod
-    def backward(ctx: Any, grad_NE: Tensor) -> tuple[Tensor, None]:
-        parts = _exchanged(grad_NE, ctx.group).view(ctx.group.size(), -1, grad_NE.shape[1])
-        return parts.transpose(0, 1).flatten(1), None
+    return _Travel.apply(scores, group, _to_experts, _to_tokens)
 
 
 @patches(
@@ -180,9 +182,9 @@ class GatherDispatcher(MoETokenDispatcher):
         if self.ep_size == 1:
             self._choice = Choice.of(scores)
             return tokens, scores
-        scores = _OwnExperts.apply(scores, self.ep_group)
+        scores = own_experts(scores, self.ep_group)
         self._choice = Choice.of(scores)  # counts travel to the host while tokens travel between ranks
-        return _AllTokens.apply(tokens, self.ep_group), scores
+        return all_tokens(tokens, self.ep_group), scores
 
     def dispatch_postprocess(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Slots, Tensor]:
         """-> tokens, where they go, and router weights of the routed tokens."""
@@ -196,7 +198,7 @@ class GatherDispatcher(MoETokenDispatcher):
 
     def token_combine(self, sums: Tensor) -> Tensor:
         """-> sums [T, H] over all experts."""
-        return sums if self.ep_size == 1 else _OwnTokens.apply(sums, self.ep_group)
+        return sums if self.ep_size == 1 else own_tokens(sums, self.ep_group)
 
     def combine_postprocess(self, sums: Tensor) -> Tensor:
         """-> [s, b, H]."""

@@ -149,15 +149,14 @@ class _Call:
     def multiply_to_tokens(
         self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        """BF16 [T, N]: the same without padding rows, times ``probs``; with ``rows_TK`` [tokens, N], their sums."""
-        later = None
-        if self.rows_TK is not None and not self.applies_router_weights:
-            probs, later = None, probs
+        """BF16 [T, N]: the same without padding rows; with ``rows_TK`` [tokens, N], their sums. ``probs``, if given, are
+        applied to rows or in sums; where neither is done here, combine has them."""
+        of_rows, of_sums = (probs, None) if self.applies_router_weights else (None, probs)
         if self.scales is None:
-            out = unpermute(self.multiply(x, weights, transposed=transposed), self.layout, probs)
+            out = unpermute(self.multiply(x, weights, transposed=transposed), self.layout, of_rows)
         else:
-            out = multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, probs)
-        return out if self.rows_TK is None else sum_rows(out, self.rows_TK, later)
+            out = multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, of_rows)
+        return out if self.rows_TK is None else sum_rows(out, self.rows_TK, of_sums)
 
 
 class _GroupedExperts(torch.autograd.Function):
@@ -181,8 +180,7 @@ class _GroupedExperts(torch.autograd.Function):
             ctx.save_for_backward(probs_T)
         a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
         del x, h_P2F
-        applies = call.applies_router_weights or call.rows_TK is not None  # if not here, then in combine
-        return call.multiply_to_tokens(a, fc2, probs_T if applies else None)
+        return call.multiply_to_tokens(a, fc2, probs_T)
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:
