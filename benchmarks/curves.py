@@ -62,6 +62,7 @@ class Curves(runner.Benchmark):
         parser.add_argument("--config", default="small_qwen3_moe_4_layers")
         runner.choices(parser, "--arm", study.PRECISIONS, ["bf16/bf16", "fp8/fp8", "exact"])
         parser.add_argument("--seeds", nargs="+", type=int, default=[1])
+        parser.add_argument("--at-once", type=int, default=1, help="runs side by side, on the same GPUs")
         parser.add_argument("--resume", action="store_true", help="keep what is there, and run the rest")
         parser.add_argument("fields", nargs="*", help="after --: fields of the configuration")
 
@@ -88,7 +89,7 @@ class Curves(runner.Benchmark):
         command = [sys.executable, "-m", "megatron_fp8rl", "study", options.config, *own_words(options)]
         run_logged(command, log, options.run_limit_s)
         for one in missing:
-            found = arm | {"arm": one.arm, "seed": one.seed}
+            found = arm | {"arm": one.arm, "seed": one.seed, "at_once": options.at_once}
             own = folder / f"{one.run_dir.name}.log"
             failure = {"error": runner.failure_in(own if own.exists() else log, options.run_limit_s)}
             yield found | (row_of(RunData(one.run_dir)) if one.is_done else failure)
@@ -108,6 +109,7 @@ class Curves(runner.Benchmark):
             "mean d": f"{row['mean_d']:.1e}",
             "largest d": f"{row['max_d']:.1e}",
             "tokens": row["sampled_tokens"],
+            "side by side": row["at_once"],
             "step s": round(row["median_step_s"], 2),
             "rollouts s": round(row["phases_s"].get("rollouts", 0.0), 2),
             "update s": round(row["phases_s"].get("update", 0.0), 2),
@@ -116,14 +118,16 @@ class Curves(runner.Benchmark):
     def notes(self, rows: Sequence[Row]) -> str:
         return (
             "All runs of a letter start from the same weights and see the same prompts. d: |log-probability of the trainer - "
-            "of the engine| of a sampled token, in nats, over all steps. Seconds: medians over the steps after the first."
+            "of the engine| of a sampled token, in nats, over all steps. Seconds: medians over the steps after the first; of runs "
+            "side by side they say little."
         )
 
 
 def own_words(options: argparse.Namespace) -> list[str]:
     """Options and fields of the study."""
     seeds = [str(seed) for seed in options.seeds]
-    return [*_fields(options), "--seeds", *seeds, "--arms", *options.arm, "--corrected_only"]
+    chosen = ["--seeds", *seeds, "--arms", *options.arm, "--corrected_only", "--at_once", str(options.at_once)]
+    return [*_fields(options), *chosen]
 
 
 def planned(options: argparse.Namespace) -> tuple[Path, list[study.StudyRun]]:

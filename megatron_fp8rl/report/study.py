@@ -15,6 +15,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,6 +40,7 @@ class StudyOptions:
     seeds: tuple[int, ...] = (1, 2, 3)  # one run of every arm per seed
     arms: tuple[str, ...] = ("bf16/bf16", "fp8/bf16", "fp8/fp8")  # rollout/training; exact: the same bits at both ends
     corrected_only: bool = False  # leave out the runs without correction of the mismatch
+    at_once: int = 1  # runs side by side, on the same GPUs; small models leave them idle, but seconds then say little
 
     def violations(self) -> list[Violation]:
         """What is wrong with these options."""
@@ -51,6 +53,8 @@ class StudyOptions:
             if not values or len(set(values)) < len(values):
                 text = " ".join(map(str, values))
                 found.append(Violation(f"--{name}", text, "are no runs to compare", "Give at least one, and each once"))
+        if self.at_once < 1:
+            found.append(Violation("--at_once", str(self.at_once), "runs nothing", "Set it to 1 or more"))
         return found
 
 
@@ -124,12 +128,18 @@ def run(cfg: RunConfig, config_name: str, overrides: Sequence[str], options: Stu
         print("warm start", flush=True)
         sft = [*program, "sft", config_name, *overrides, "--output-dir", str(study_dir / WARM_START_DIR)]
         _run_logged(sft, study_dir / "warm_start.log", "warm start")
-    for number, one in enumerate(runs, 1):
-        if one.is_done:
-            continue
+    def run_one(number: int, one: StudyRun) -> None:
         name = f"{one.arm}, seed {one.seed}"
         print(f"[{number}/{len(runs)}] {name}", flush=True)
         _run_logged([*program, "rl", config_name, *one.overrides], study_dir / f"{one.run_dir.name}.log", name)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        running = [pool.submit(run_one, number, one) for number, one in enumerate(runs, 1) if not one.is_done]
+        try:
+            for each in running:
+                each.result()
+        finally:  # one that failed ends those that wait, not those that run
+            pool.shutdown(cancel_futures=True)
     compare_runs([(one.arm, one.seed, one.run_dir) for one in runs], study_dir)
     return study_dir
 

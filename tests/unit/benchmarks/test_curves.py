@@ -25,7 +25,7 @@ def test_a_row_has_both_ends_of_the_curve_the_worst_difference_and_seconds_witho
     assert row["reward"] == pytest.approx([sum(range(1, 11)) / 200, sum(range(3, 13)) / 200])
     assert (row["mean_d"], row["max_d"]) == (pytest.approx(1e-3), 0.12)
     assert (row["median_step_s"], row["phases_s"]) == (2.0, {"update": 1.0})
-    line = CURVES.line(row | {"config": "c", "fields": ["--x", "1"], "arm": "exact", "seed": 1})
+    line = CURVES.line(row | {"config": "c", "fields": ["--x", "1"], "arm": "exact", "seed": 1, "at_once": 1})
     assert line["configuration"] == "c --x 1" and line["held-out pass rate"] == "0.250 to 0.500"
     assert CURVES.is_wrong(row | {"arm": "exact"}) and not CURVES.is_wrong(row | {"arm": "fp8/fp8 corrected"})
 
