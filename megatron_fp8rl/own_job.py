@@ -122,7 +122,7 @@ def in_place(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change
 
 
 def longer_microbatches(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change:
-    """The change after which a microbatch has four times or twice as many tokens, whose logits exist at once, in the same
+    """The change after which a microbatch has 4, 2 or 1.5 times as many tokens, whose logits exist at once, in the same
     layout; engines on the trainer's GPUs may give up KV cache that no sequence needs. Empty if neither fits, if few
     microbatches would be left, or if the configuration does not work as it is.
 
@@ -134,7 +134,7 @@ def longer_microbatches(cfg: RunConfig, judge: layout_search.Judge) -> layout_se
     shares = [rollout.gpu_memory_utilization]
     if rollout.placement == "colocated":
         shares += [share for share in layout_search.SHARES if share < shares[0]]
-    for size in (4 * rollout.max_tokens_per_microbatch, 2 * rollout.max_tokens_per_microbatch):
+    for size in (times * rollout.max_tokens_per_microbatch // 2 for times in (8, 4, 3)):
         longer: layout_search.Change = (("rollout.max_tokens_per_microbatch", size), ("optim.logprob_chunk_tokens", size))
         if size > _LONGEST * parallel.context:
             continue
