@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -59,6 +60,7 @@ from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
 from megatron_fp8rl.upstream import patches
 
+_LEARNS, _GRADIENT = attrgetter("requires_grad"), attrgetter("main_grad")  # of hundreds of weights, without bytecode for each
 _dummies: dict[tuple, Tensor] = {}
 
 
@@ -257,11 +259,11 @@ def stacked(tensors: Sequence[Tensor]) -> Tensor | None:
     """View the tensors as one [E, N, K] tensor; None if they are not adjacent in memory, in order."""
     first = tensors[0]
     size, step = first.numel(), first.numel() * first.element_size()
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    addresses = list(map(Tensor.data_ptr, tensors))
     begin = first.storage_offset() * first.element_size()
     in_one_storage = begin + len(tensors) * step <= first.untyped_storage().nbytes()
     is_in_order = addresses == list(range(addresses[0], addresses[0] + len(tensors) * step, step))
-    if not in_one_storage or not is_in_order or not all(tensor.is_contiguous() for tensor in tensors):
+    if not in_one_storage or not is_in_order or not all(map(Tensor.is_contiguous, tensors)):
         return None
     return first.detach().as_strided((len(tensors), *first.shape), (size, *first.stride()))
 
@@ -273,7 +275,7 @@ def _edges(fc1: Sequence[Tensor], fc2: Sequence[Tensor]) -> Sequence[Tensor]:
     takes the host longer than their GEMMs take the GPU.
     """
     is_told = all(is_fused(half[0]) and hasattr(half[0], "gradients_ready") for half in (fc1, fc2))
-    if is_told and all(weight.requires_grad for half in (fc1, fc2) for weight in half):
+    if is_told and all(map(_LEARNS, (*fc1, *fc2))):
         return fc1[0], fc2[0]
     return *fc1, *fc2
 
@@ -288,7 +290,7 @@ def _add_to_gradients(
     """
     first = weights[0]
     fused = is_fused(first)
-    buffers = [weight.main_grad for weight in weights] if fused else []
+    buffers = list(map(_GRADIENT, weights)) if fused else []
     out = stacked(buffers) if fused and buffers[0].dtype == torch.float32 else None
     is_apart = out is None
     if is_apart:

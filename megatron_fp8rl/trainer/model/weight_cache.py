@@ -28,7 +28,7 @@ class WeightCache:
 
     def get(self, weights: Sequence[Tensor], quantize: Callable[[], Any]) -> Any:
         """Return the cached result of ``quantize``; calls it if the weights have changed."""
-        key = tuple((id(weight), num_writes(weight)) for weight in weights)
+        key = *map(id, weights), *num_writes(weights)
         if self._made is None or key != self._key:
             self._made = None  # free the old copy before making the new one
             self._made, self._key = quantize(), key
