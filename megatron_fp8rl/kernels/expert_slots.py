@@ -38,7 +38,7 @@ class Choice:
     """The choice of the router, counted on the device."""
 
     scores_TE: Tensor  # float32, -1: not chosen
-    ends_ET: Tensor  # int32, how many of the tokens up to this one go to an expert
+    ends: Tensor  # int32 [E, T], or [tiles of tokens, E] on a GPU: how many of the tokens up to there go to an expert
     counts_E: Tensor  # int32, the last of them
     host_counts: Tensor  # the same on the host, as soon as it has arrived
     arrived: Any  # torch.cuda.Event, or None for tensors on the host
@@ -46,15 +46,14 @@ class Choice:
     @classmethod
     def of(cls, scores_TE: Tensor) -> Choice:
         """Count, and start the copy to the host. There has to be a token."""
-        ends_ET = (scores_TE.detach() >= 0).t().contiguous().cumsum(1, dtype=torch.int32)
-        counts_E = ends_ET[:, -1].contiguous()
+        ends, counts_E = _implementation(scores_TE).count(scores_TE.detach())
         if not counts_E.is_cuda:
-            return cls(scores_TE, ends_ET, counts_E, counts_E, None)
+            return cls(scores_TE, ends, counts_E, counts_E, None)
         host = torch.empty(counts_E.shape, dtype=torch.int32, pin_memory=True)
         host.copy_(counts_E, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return cls(scores_TE, ends_ET, counts_E, host, arrived)
+        return cls(scores_TE, ends, counts_E, host, arrived)
 
     def slots(self, most: int) -> Slots:
         """The rows of all tokens. ``most``: experts that a token has in all. Waits for the counts."""
@@ -63,17 +62,17 @@ class Choice:
         counts = self.host_counts.tolist()
         layout = ExpertPermutation.of(self.counts_E, sum(counts), counts)
         build = _implementation(self.scores_TE).place
-        sources, rows_TK, probs_R = build(self.scores_TE.detach(), self.ends_ET, self.counts_E, layout, min(most, len(counts)))
+        sources, rows_TK, probs_R = build(self.scores_TE.detach(), self.ends, self.counts_E, layout, min(most, len(counts)))
         layout = replace(layout, sources=sources, num_sources=self.scores_TE.shape[0])
-        return Slots(layout, rows_TK, _Weights.apply(self.scores_TE, probs_R, self.ends_ET, self.counts_E))
+        return Slots(layout, rows_TK, _Weights.apply(self.scores_TE, probs_R, self.ends, self.counts_E))
 
 
 class _Weights(torch.autograd.Function):
     """The scores of all rows: their gradients go back to the scores."""
 
     @staticmethod
-    def forward(ctx: Any, scores_TE: Tensor, probs_R: Tensor, ends_ET: Tensor, counts_E: Tensor) -> Tensor:
-        ctx.save_for_backward(scores_TE, ends_ET, counts_E)
+    def forward(ctx: Any, scores_TE: Tensor, probs_R: Tensor, ends: Tensor, counts_E: Tensor) -> Tensor:
+        ctx.save_for_backward(scores_TE, ends, counts_E)
         return probs_R.view_as(probs_R)
 
     @staticmethod
@@ -98,6 +97,11 @@ def _implementation(tensor: Tensor) -> Any:
 
 class _Torch:
     """The reference of triton/slots.py. Synchronizes with the device."""
+
+    @staticmethod
+    def count(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+        ends_ET = (scores_TE >= 0).t().contiguous().cumsum(1, dtype=torch.int32)
+        return ends_ET, ends_ET[:, -1].contiguous()
 
     @staticmethod
     def _rows(scores_TE: Tensor, ends_ET: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.config import RouterConfig
+from megatron_fp8rl.kernels.backend import runs_triton
 
 _SCORED_PER_GROUP = 2  # a group's score is the sum of its two best experts (DeepSeek-V3)
 
@@ -44,6 +45,20 @@ def choose_experts(
         if router.normalize:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
     return weights_TK * router.scaling_factor, experts_TK
+
+
+def routed_scores(logits_TE: Tensor, top_k: int, router: RouterConfig) -> Tensor:
+    """float32 [T, E]: the weights of :func:`choose_experts` where a token goes, -1 elsewhere; differentiable, with
+    gradients in the dtype of ``logits_TE``. For softmax routers without groups and without bias.
+
+    On a GPU the weights differ from those in their last bits: sums have another order.
+    """
+    if runs_triton(logits_TE):
+        from megatron_fp8rl.kernels.triton import route  # imports Triton
+
+        return route.routed_scores(logits_TE, top_k, router.normalize, router.scaling_factor)
+    weights_TK, experts_TK = choose_experts(logits_TE, top_k, router, None)
+    return torch.full(logits_TE.shape, -1.0, device=logits_TE.device).scatter(1, experts_TK, weights_TK)
 
 
 def _best(wanted_TE: Tensor, top_k: int) -> Tensor:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_fp8rl.config import PrecisionConfig
+from megatron_fp8rl.config import PrecisionConfig, RouterConfig
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
+from megatron_fp8rl.kernels.routing import routed_scores
 from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import MOE, alone, continue_training, run_config
 from tests.tolerances import BF16_NEIGHBOURS, FP8_FIRST_LOSS
@@ -40,6 +41,20 @@ def test_tokens_and_sums_are_those_of_a_cpu(tokens, experts, most):
     assert all(torch.equal(a, b) for a, b in zip(exact, others, strict=True))
     assert torch.equal(sums[0], expected[0])
     torch.testing.assert_close(sums[1], expected[1], **BF16_NEIGHBOURS)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k", "normalize"), [(8192, 128, 8, True), (1000, 60, 4, False)])
+def test_scores_of_a_router_are_those_of_a_cpu(tokens, experts, top_k, normalize):
+    logits = torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts))
+    logits += 1e-3 * torch.arange(experts)  # BF16 has equal logits, of which a CPU may take others
+    found = []
+    for device in ("cuda", "cpu"):
+        own = logits.to(device).requires_grad_()
+        scores = routed_scores(own, top_k, RouterConfig(normalize=normalize))
+        (scores.clamp(min=0) * torch.arange(experts, device=device).sin()).sum().backward()
+        found.append((scores.detach().cpu(), own.grad.cpu()))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "blockwise"])

@@ -25,11 +25,26 @@ def _tile(scores, ends, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: 
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
     expert = tl.arange(0, EXPERTS)
     count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)
+    end = tl.load(ends + tl.program_id(0) * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=0)
     expert = expert[None, :]
     inside = (token < num_tokens) & (expert < NUM_EXPERTS)
     score = tl.load(scores + token * NUM_EXPERTS + expert, mask=inside, other=-1.0)
-    rank = tl.load(ends + expert.to(tl.int64) * num_tokens + token, mask=inside, other=0) - 1
-    return token, expert, score, inside & (score >= 0), rank, count
+    chosen = inside & (score >= 0)
+    taken = chosen.to(tl.int32)
+    rank = (end - tl.sum(taken, axis=0))[None, :] + tl.cumsum(taken, 0) - 1
+    return token, expert, score, chosen, rank, count
+
+
+@triton.jit
+def _count(scores, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """The tokens of a tile that go to each expert."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    inside = (token < num_tokens) & (expert < NUM_EXPERTS)
+    taken = inside & (tl.load(scores + token * NUM_EXPERTS + expert, mask=inside, other=-1.0) >= 0)
+    expert = tl.arange(0, EXPERTS)
+    place = counts + tl.program_id(0) * NUM_EXPERTS + expert
+    tl.store(place, tl.sum(taken.to(tl.int32), axis=0), mask=expert < NUM_EXPERTS)
 
 
 @triton.jit
@@ -86,8 +101,17 @@ def _sizes(scores_TE: Tensor) -> dict[str, int]:
     return {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "TOKENS": _TOKENS}
 
 
+def count(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
+    """(int32 [tiles, E], tokens up to the end of a tile that go to an expert; its last row)."""
+    counts = torch.empty(triton.cdiv(len(scores_TE), _TOKENS), scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device)
+    with torch.cuda.device_of(scores_TE):
+        _count[(len(counts),)](scores_TE.contiguous(), counts, len(scores_TE), **_sizes(scores_TE), num_warps=4)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    return ends, ends[-1]
+
+
 def place(
-    scores_TE: Tensor, ends_ET: Tensor, counts_E: Tensor, layout: ExpertPermutation, most: int
+    scores_TE: Tensor, ends: Tensor, counts_E: Tensor, layout: ExpertPermutation, most: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(the token of each of P rows or -1, the rows of each token [T, most], router weights [R])."""
     num_tokens = len(scores_TE)
@@ -96,18 +120,18 @@ def place(
     probs = torch.empty(layout.num_tokens, dtype=torch.float32, device=scores_TE.device)
     with torch.cuda.device_of(scores_TE):
         _place[(triton.cdiv(num_tokens, _TOKENS),)](
-            scores_TE.contiguous(), ends_ET, counts_E, sources, slots, probs, num_tokens,
+            scores_TE.contiguous(), ends, counts_E, sources, slots, probs, num_tokens,
             MOST=most, SLOTS=triton.next_power_of_2(most), **_sizes(scores_TE), num_warps=4,
         )  # fmt: skip
     return sources, slots, probs
 
 
-def scores_gradient(grad_R: Tensor, scores_TE: Tensor, ends_ET: Tensor, counts_E: Tensor) -> Tensor:
+def scores_gradient(grad_R: Tensor, scores_TE: Tensor, ends: Tensor, counts_E: Tensor) -> Tensor:
     """float32 [T, E]: gradients of the scores of all rows, 0 where a token does not go."""
     out = torch.empty(scores_TE.shape, dtype=torch.float32, device=scores_TE.device)
     with torch.cuda.device_of(grad_R):
         _scores_gradient[(triton.cdiv(len(scores_TE), _TOKENS),)](
-            grad_R, scores_TE.contiguous(), ends_ET, counts_E, out, len(scores_TE), **_sizes(scores_TE), num_warps=4
+            grad_R, scores_TE.contiguous(), ends, counts_E, out, len(scores_TE), **_sizes(scores_TE), num_warps=4
         )
     return out
 

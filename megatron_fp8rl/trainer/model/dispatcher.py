@@ -172,10 +172,12 @@ class GatherDispatcher(MoETokenDispatcher):
         self._choice: Choice | None = None  # of the microbatch between two steps
         self._shape: torch.Size | None = None
 
-    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """tokens [s, b, H], map and weights [T, experts] -> tokens [T, H], scores: weights, -1 where the map is false."""
+    def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor | None, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """tokens [s, b, H], map and weights [T, experts] -> tokens [T, H], scores: weights, -1 where the map is false.
+        Without a map the weights are the scores."""
         self._shape = tokens.shape
-        return tokens.view(-1, tokens.shape[-1]), torch.where(routing_map, probs.float(), -1.0)
+        scores = probs if routing_map is None else torch.where(routing_map, probs.float(), -1.0)
+        return tokens.view(-1, tokens.shape[-1]), scores
 
     def token_dispatch(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """-> tokens of all ranks [N, H], their scores for own experts [N, E]."""

@@ -219,6 +219,7 @@ class LayerFactory:
             router=model.router,
             rounds=model.family not in _FP32_ROUTERS,
             match_engine=self._kernels.router == "batch_invariant",
+            gathers=self._kernels.dispatch == "gather",
         )
         shared = None
         if model.num_shared_experts:

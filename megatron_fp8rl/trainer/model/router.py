@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import (
     compute_routing_scores_for_aux_loss,
     get_tokens_per_expert_and_token_count,
@@ -32,7 +33,8 @@ from torch import Tensor
 
 from megatron_fp8rl.config import RouterConfig
 from megatron_fp8rl.kernels import engine_ops, float64
-from megatron_fp8rl.kernels.routing import choose_experts
+from megatron_fp8rl.kernels.backend import runs_triton
+from megatron_fp8rl.kernels.routing import choose_experts, routed_scores
 from megatron_fp8rl.trainer.compat.megatron import ConstantBiasRouter
 from megatron_fp8rl.trainer.model.packed_sequences import PackedSequences
 from megatron_fp8rl.upstream import patches
@@ -41,13 +43,16 @@ if TYPE_CHECKING:
     from megatron_fp8rl.trainer.router_replay import Routes
 
 
+def _is_plain(router: RouterConfig) -> bool:
+    return router.score == "softmax" and router.num_groups == 1 and not router.correction_bias
+
+
 def engine_router_weights(logits_TE: Tensor, weights_TK: Tensor, experts_TK: Tensor, router: RouterConfig) -> Tensor:
     """The engine's bits of ``weights_TK``, with the gradient of ours; unchanged if vLLM has no kernel for this router.
 
     Also unchanged for tokens where the kernel chooses different experts, as it may if logits are NaN.
     """
-    is_plain = router.score == "softmax" and router.num_groups == 1 and not router.correction_bias
-    if not is_plain or not engine_ops.has_topk_softmax():
+    if not _is_plain(router) or not engine_ops.has_topk_softmax():
         return weights_TK
     values_TK, ids_TK = engine_ops.topk_softmax(logits_TE.detach().bfloat16(), weights_TK.shape[1], router.normalize)
     same_T1 = (ids_TK == experts_TK).all(dim=1, keepdim=True)
@@ -70,24 +75,41 @@ class _Replaced(torch.autograd.Function):
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
-    why="overrides gating and routing: Megatron-Core chooses experts differently than the published models",
+    why="overrides forward, gating and routing: Megatron-Core chooses experts differently than the published models, in "
+    "two dozen launches",
     remove_when="moe_utils scores groups by two experts and normalizes like the model",
 )
 class Router(ConstantBiasRouter):
     """Megatron-Core's router with the expert choice above. ``rounds``: round logits to the dtype of the activations.
-    ``match_engine``: on a GPU, sum in the order of a batch-invariant engine. ``routes``: experts to use instead of the
-    own choice, in the microbatch that runs now."""
+    ``match_engine``: on a GPU, sum in the order of a batch-invariant engine. ``gathers``: what follows takes scores.
+    ``routes``: experts to use instead of the own choice, in the microbatch that runs now."""
 
     routes: Routes | None = None
 
-    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, match_engine: bool = False, **kwargs: Any):
+    def __init__(self, config: Any, *, router: RouterConfig, rounds: bool, match_engine: bool = False, gathers: bool = False,
+                 **kwargs: Any):  # fmt: skip
         super().__init__(config, **kwargs)
         self.router, self.rounds, self.match_engine = router, rounds, match_engine
+        self.has_scores = gathers and rounds and not match_engine and _is_plain(router) and not self.is_aux_loss_enabled()
         if router.correction_bias:
             self.add_correction_bias()
 
+    def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """hidden [S, B, H] -> router weights and routing map as :meth:`routing` has them; or, where tokens are gathered and
+        Triton runs, scores [T, E] and None, in two launches."""
+        if not self.has_scores or self.routes is not None or not runs_triton(input):
+            return super().forward(input, padding_mask)
+        logits = F.linear(input, self.weight) if self._is_as_in_engine(input) else self.gating(input)
+        return routed_scores(logits.view(-1, self.num_experts), self.topk, self.router), None
+
+    def _is_as_in_engine(self, hidden: Tensor) -> bool:
+        """Whether logits are the engine's linear, without a copy in FP32 that is rounded."""
+        return self.has_scores and hidden.is_cuda and hidden.dtype == torch.bfloat16
+
     def gating(self, hidden: Tensor) -> Tensor:
         """hidden [S, B, H] -> logits, FP32 [S, B, E], rounded to the dtype of ``hidden`` if the engine does so."""
+        if self._is_as_in_engine(hidden):
+            return F.linear(hidden, self.weight).float()
         logits = super().gating(hidden)
         if not hidden.is_cuda:
             rows = hidden.detach().flatten(0, -2).to(hidden.dtype if self.rounds else torch.float32)

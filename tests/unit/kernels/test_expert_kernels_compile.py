@@ -39,9 +39,9 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_fp8rl.kernels.triton import permute, quantize_weights, slots, swiglu
+    from megatron_fp8rl.kernels.triton import permute, quantize_weights, route, slots, swiglu
 
-    modules = permute, swiglu, quantize_weights, slots
+    modules = permute, swiglu, quantize_weights, slots, route
     kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     constants = constants | {name: size for name, size in how.items() if name == "Q"}
     options = {name: size for name, size in how.items() if name != "Q" and size is not None}
@@ -115,11 +115,21 @@ def test_sums_of_a_tokens_rows_move_vectors(tmp_path):
     assert found["ld.global.v4.b32"] == 2 * 8 and found["st.global.v4.b32"] == 2 and " 0 bytes spill stores" in said, said
 
 
-@pytest.mark.parametrize("name", ["_place", "_scores_gradient"])
-def test_tokens_are_placed_by_one_small_kernel(name, tmp_path, monkeypatch):
-    constants = {"NUM_EXPERTS": 64, "EXPERTS": 64, "TOKENS": 32} | ({"MOST": 8, "SLOTS": 8} if name == "_place" else {})
+@pytest.mark.parametrize("name", ["_count", "_place", "_scores_gradient"])
+def test_tokens_are_placed_by_small_kernels(name, tmp_path, monkeypatch):
+    constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 32} | ({"MOST": 8, "SLOTS": 8} if name == "_place" else {})
     if name == "_scores_gradient":
         monkeypatch.setitem(TYPES, "out", "*fp32")
+    _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
+    assert " 0 bytes spill stores" in said, said
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("name", ["_route", "_route_backward"])
+def test_experts_are_chosen_by_one_small_kernel(name, normalize, tmp_path, monkeypatch):
+    for argument, kind in (("logits", "*bf16"), ("factor", "fp32"), ("out", "*bf16")):
+        monkeypatch.setitem(TYPES, argument, kind)
+    constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 16, "NORMALIZE": normalize} | ({"MOST": 8} if name == "_route" else {})
     _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
     assert " 0 bytes spill stores" in said, said
 

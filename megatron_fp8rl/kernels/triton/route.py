@@ -1,0 +1,99 @@
+"""Softmax routers in Triton: the function of :func:`megatron_fp8rl.kernels.routing.routed_scores` in one launch, and its
+gradient in another.
+
+A program has some tokens and all experts. Experts are chosen one by one, the largest numerator of the softmax first and
+the first of equals, as the engine's kernel does; the weights are computed in float32.
+
+Shapes: T = tokens, E = experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TOKENS = 16  # of a program
+
+
+@triton.jit
+def _numerators(logits, inside, exists):
+    """exp(logit - the token's largest), and 0 beyond the last expert."""
+    x = tl.where(exists, tl.load(logits, mask=inside, other=0.0).to(tl.float32), float("-inf"))
+    return tl.exp(x - tl.max(x, axis=1)[:, None])
+
+
+@triton.jit
+def _route(
+    logits, scores, num_tokens, factor,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, MOST: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    place = token * NUM_EXPERTS + expert
+    exists = expert < NUM_EXPERTS
+    inside = (token < num_tokens) & exists
+    share = _numerators(logits + place, inside, exists)
+    left = tl.where(exists, share, -1.0)
+    for _ in tl.static_range(MOST):
+        best = tl.argmax(left, axis=1, tie_break_left=True)[:, None]
+        left = tl.where(expert == best, -1.0, left)
+    chosen = exists & (left < 0)
+    total = tl.sum(tl.where(chosen, share, 0.0) if NORMALIZE else share, axis=1)[:, None]
+    tl.store(scores + place, tl.where(chosen, share / total * factor, -1.0), mask=inside)
+
+
+@triton.jit
+def _route_backward(
+    grad, scores, logits, out, num_tokens, factor,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """d logit = p (g - sum(p g)) for the softmax p times ``factor`` over what it was normalized over."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    place = token * NUM_EXPERTS + expert
+    exists = expert < NUM_EXPERTS
+    inside = (token < num_tokens) & exists
+    score = tl.load(scores + place, mask=inside, other=-1.0)
+    chosen = score >= 0
+    g = tl.where(chosen, tl.load(grad + place, mask=inside, other=0.0), 0.0)
+    if NORMALIZE:
+        p = tl.where(chosen, score, 0.0)
+    else:
+        share = _numerators(logits + place, inside, exists)
+        p = share / tl.sum(share, axis=1)[:, None] * factor
+    number = p * (g - tl.sum(p * g, axis=1)[:, None] / factor)
+    tl.store(out + place, number.to(out.dtype.element_ty), mask=inside)
+
+
+def routed_scores(logits_TE: Tensor, top_k: int, normalize: bool, factor: float) -> Tensor:
+    """See ``kernels/routing.py``."""
+    return _Routed.apply(logits_TE.contiguous(), top_k, normalize, factor)
+
+
+class _Routed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TE: Tensor, top_k: int, normalize: bool, factor: float) -> Tensor:
+        num_tokens, num_experts = logits_TE.shape
+        scores_TE = torch.empty(logits_TE.shape, dtype=torch.float32, device=logits_TE.device)
+        ctx.how = {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "NORMALIZE": normalize}
+        ctx.factor = factor
+        with torch.cuda.device_of(logits_TE):
+            _route[(triton.cdiv(num_tokens, _TOKENS),)](
+                logits_TE, scores_TE, num_tokens, factor, MOST=top_k, TOKENS=_TOKENS, **ctx.how, num_warps=4
+            )
+        ctx.save_for_backward(logits_TE, scores_TE)
+        return scores_TE
+
+    @staticmethod
+    def backward(ctx: Any, grad_TE: Tensor) -> tuple[Tensor | None, ...]:
+        logits_TE, scores_TE = ctx.saved_tensors
+        out = torch.empty_like(logits_TE)
+        with torch.cuda.device_of(grad_TE):
+            _route_backward[(triton.cdiv(len(out), _TOKENS),)](
+                grad_TE.contiguous(), scores_TE, logits_TE, out, len(out), ctx.factor, TOKENS=_TOKENS, **ctx.how, num_warps=4
+            )
+        return out, None, None, None
