@@ -44,16 +44,19 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) -> tuple[RunConfig, Lengths] | None:
-    """The configuration of a row of the ledger on two separate GPUs; None for a model that is not known here."""
+    """The configuration of a row of the ledger with engines of one GPU, apart from the trainer's; None for a model that is
+    not known here."""
     model = models.get((row["model"]["family"], row["model"]["hidden_size"]))
-    if model is None or row["gpus"] != 2 or row["layout"]["placement"] != "separate":
+    if model is None or row["layout"]["placement"] != "separate":
         return None
+    parallel = ParallelConfig(**row["layout"]["trainer"])
     model = replace(model, num_layers=row["layers"])
     in_fp8, sequences = row["arm"] != "bf16", int(row["sequences"])
     mean = row["sampled_tokens"] / sequences
     precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
     rollout = RolloutConfig(
         placement="separate",
+        num_replicas=row["gpus"] - parallel.world_size,
         kv_cache_dtype="fp8" if row["arm"] == "fp8_kv" else "auto",
         prompts_per_step=sequences,
         completions_per_prompt=1,
@@ -61,7 +64,7 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
         max_completion_tokens=row["completion_tokens"],
         max_tokens_per_microbatch=row["layout"]["microbatch"],
     )
-    cfg = RunConfig(name=row["arm"], model=model, parallel=ParallelConfig(), precision=precision, rollout=rollout)
+    cfg = RunConfig(name=row["arm"], model=model, parallel=parallel, precision=precision, rollout=rollout)
     return cfg, Lengths(prompt=row["prompt_tokens"], mean=mean, longest=row["completion_tokens"])
 
 

@@ -47,9 +47,10 @@ def test_rates_of_a_mixture_are_those_of_the_run_with_even_routing():
 
 
 def fitted(phase: str, names: tuple[str, str], factors) -> np.ndarray:
-    """Two rates by least squares of relative errors over the rows of the ledger, with all other rates as they are."""
+    """Two rates by least squares of relative errors over the rows of two GPUs, with all other rates as they are: what four
+    GPUs took checks them."""
     matrix, rest = [], []
-    for row in rows("ledger"):
+    for row in (row for row in rows("ledger") if row["gpus"] == 2):
         if (known := against_runs._of_ledger(row, against_runs.models())) is None:
             continue
         cfg, lengths = known
@@ -99,8 +100,10 @@ def test_measured_runs_are_met():
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
     assert len(errors["step"]) == len(errors["publish"]) >= 7
     assert median(errors["step"]) < 0.11 and max(errors["step"]) < 0.2
-    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.16, 1.17, 1.25}
+    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.16, 1.17, 1.25, 1.32}
     assert all(abs(predicted / measured - 1) < 0.18 for _, predicted, measured in against_runs.ratios())
+    apart = next(one for one in against_runs.ratios() if "I, H200: 30b_a3b_four" in one[0])  # no rate comes from this run
+    assert apart[1] == pytest.approx(apart[2], rel=0.02)
     assert median(errors["rollouts"]) < 0.2 and median(errors["update"]) < 0.05 and median(errors["publish"]) < 0.05
 
 
