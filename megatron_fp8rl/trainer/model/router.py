@@ -72,6 +72,25 @@ class _Replaced(torch.autograd.Function):
         return grad, None
 
 
+def rounded_linear(hidden: Tensor, weight: Tensor) -> Tensor:
+    """hidden [..., H] times weight [E, H] in their dtype, as FP32 [..., E]; gradients are computed in FP32."""
+    return _RoundedLinear.apply(hidden, weight)
+
+
+class _RoundedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        return F.linear(hidden, weight).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight = ctx.saved_tensors
+        grad_TE, hidden_TH = grad.flatten(0, -2), hidden.flatten(0, -2)
+        dx = (grad_TE @ weight.float()).to(hidden.dtype).view(hidden.shape)
+        return dx, (grad_TE.t() @ hidden_TH.float()).to(weight.dtype)
+
+
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
@@ -90,7 +109,7 @@ class Router(ConstantBiasRouter):
                  **kwargs: Any):  # fmt: skip
         super().__init__(config, **kwargs)
         self.router, self.rounds, self.match_engine = router, rounds, match_engine
-        self.has_scores = gathers and rounds and not match_engine and _is_plain(router) and not self.is_aux_loss_enabled()
+        self.has_scores = gathers and not match_engine and _is_plain(router) and not self.is_aux_loss_enabled()
         if router.correction_bias:
             self.add_correction_bias()
 
@@ -99,17 +118,12 @@ class Router(ConstantBiasRouter):
         Triton runs, scores [T, E] and None, in two launches."""
         if not self.has_scores or self.routes is not None or not runs_triton(input):
             return super().forward(input, padding_mask)
-        logits = F.linear(input, self.weight) if self._is_as_in_engine(input) else self.gating(input)
-        return routed_scores(logits.view(-1, self.num_experts), self.topk, self.router), None
-
-    def _is_as_in_engine(self, hidden: Tensor) -> bool:
-        """Whether logits are the engine's linear, without a copy in FP32 that is rounded."""
-        return self.has_scores and hidden.is_cuda and hidden.dtype == torch.bfloat16
+        return routed_scores(self.gating(input).view(-1, self.num_experts), self.topk, self.router), None
 
     def gating(self, hidden: Tensor) -> Tensor:
         """hidden [S, B, H] -> logits, FP32 [S, B, E], rounded to the dtype of ``hidden`` if the engine does so."""
-        if self._is_as_in_engine(hidden):
-            return F.linear(hidden, self.weight).float()
+        if hidden.is_cuda and self.rounds and not self.match_engine:
+            return rounded_linear(hidden, self.weight)
         logits = super().gating(hidden)
         if not hidden.is_cuda:
             rows = hidden.detach().flatten(0, -2).to(hidden.dtype if self.rounds else torch.float32)

@@ -127,7 +127,7 @@ def test_tokens_are_placed_by_small_kernels(name, tmp_path, monkeypatch):
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("name", ["_route", "_route_backward"])
 def test_experts_are_chosen_by_one_small_kernel(name, normalize, tmp_path, monkeypatch):
-    for argument, kind in (("logits", "*bf16"), ("factor", "fp32"), ("out", "*bf16")):
+    for argument, kind in (("logits", "*fp32"), ("factor", "fp32"), ("out", "*fp32")):
         monkeypatch.setitem(TYPES, argument, kind)
     constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 16, "NORMALIZE": normalize} | ({"MOST": 8} if name == "_route" else {})
     _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)

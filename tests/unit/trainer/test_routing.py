@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_fp8rl.config import RouterConfig
-from megatron_fp8rl.trainer.model.router import Router, choose_experts
+from megatron_fp8rl.trainer.model.router import Router, choose_experts, rounded_linear
 from megatron_fp8rl.trainer.router_replay import Routes
 from tests.tolerances import ROUTER_FLOAT32
 
@@ -135,6 +135,11 @@ def test_logits_are_rounded_and_their_gradients_are_not(monkeypatch):
         (found,) = torch.autograd.grad(logits, router.weight, grad)
         assert torch.equal(found, straight)
     assert not torch.equal(exact.float(), exact.bfloat16().float())
+    logits = rounded_linear(hidden, router.weight)  # what a GPU takes
+    assert logits.dtype == torch.float32 and torch.equal(logits, logits.bfloat16().float())
+    torch.testing.assert_close(logits.double(), exact, rtol=2**-7, atol=1e-3)
+    (found,) = torch.autograd.grad(logits, router.weight, grad)
+    assert torch.equal(found, straight)
 
 
 def test_gradient_goes_through_the_weights_and_not_through_the_choice():
