@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.backend import runs_triton
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class Slots:
     layout: ExpertPermutation  # of R rows; its ``sources`` are tokens
     rows_TK: Tensor  # int32, the rows of a token in the order of their experts, then -1
     probs_R: Tensor  # float32 router weights, with the gradient of ``scores_TE``
+    exchange: Any = None  # of the ranks whose tokens these are (trainer/model/dispatcher.py); None: this rank alone
+    everyone: Tensor | Packed | None = None  # their tokens [T, H]
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,30 @@ def max_rows(num_tokens: int, num_experts: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Rows quantized for the GEMMs, to be sent between ranks; the values are BF16 exactly."""
+
+    data: Tensor  # uint8 [T, width]: a row's E4M3 bytes, the exponents of its scales (powers of two), and padding
+    num_features: int
+
+    @staticmethod
+    def width(num_features: int) -> int:
+        """Bytes of a row: those behind the features are a multiple of 16, so that rows are aligned."""
+        return num_features + -(-num_features // BLOCK // 16) * 16
+
+
+def pack(x_TH: Tensor) -> Packed:
+    """Quantize BF16 [T, H] along rows, in blocks of 128 features with scales of powers of two."""
+    _require_matrix("x_TH", x_TH, len(x_TH))
+    num_features = x_TH.shape[1]
+    if runs_triton(x_TH):
+        from megatron_fp8rl.kernels.triton import packed as implementation  # imports Triton
+    else:
+        from megatron_fp8rl.kernels import fused_moe_torch as implementation
+    return Packed(implementation.pack(x_TH, Packed.width(num_features)), num_features)
+
+
+@dataclass(frozen=True, slots=True)
 class Quantized:
     """A matrix [P, K] in the requested orientations; layouts are in the module docstring."""
 
@@ -93,7 +117,7 @@ class Quantized:
 
 
 def permute_quantize(
-    x_TK: Tensor,
+    x_TK: Tensor | Packed,
     layout: ExpertPermutation,
     scales: Scales,
     *,
@@ -105,8 +129,16 @@ def permute_quantize(
     """Pad and quantize BF16 tokens, after multiplying them by ``probs`` (float32 [T]) and rounding to BF16.
 
     With ``layout.sources`` the rows of ``x_TK`` are those, of which several experts may read one; ``probs`` are not for them.
+    Rows of packed ones have their values again; if a block's largest is 224 times its scale, 448 times half of it.
     """
-    _require_matrix("x_TK", x_TK, layout.num_tokens if layout.sources is None else layout.num_sources)
+    num_rows = layout.num_tokens if layout.sources is None else layout.num_sources
+    if isinstance(x_TK, Packed):
+        wanted = torch.Size((num_rows, Packed.width(x_TK.num_features)))
+        if x_TK.data.shape != wanted or x_TK.data.dtype != torch.uint8 or probs is not None:
+            raise ValueError(f"packed rows must be uint8 {list(wanted)} without probs, not {_described(x_TK.data)}")
+        implementation = _implementation(x_TK.data)
+        return implementation.permute_quantize(x_TK, layout, scales, rows=rows, columns=columns, bf16=bf16, probs=None)
+    _require_matrix("x_TK", x_TK, num_rows)
     if probs is not None and layout.sources is not None:
         raise ValueError("probs are of routed tokens, but the layout reads its sources")
     if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_fp8rl.kernels.blockwise import BLOCK, Scales, quantize_activation
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized, SwigluGradients
+from megatron_fp8rl.kernels.blockwise import BLOCK, Scales, dequantize_activation, quantize_activation
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Packed, Quantized, SwigluGradients
 
 
 def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) -> tuple[Tensor, ...]:
@@ -64,8 +64,24 @@ def swizzled(lines: Tensor) -> Tensor:
     return pieces.gather(-2, piece[..., None].expand(pieces.shape)).flatten(-2).view(lines.dtype)
 
 
+def pack(x_TH: Tensor, width: int) -> Tensor:
+    data, scale = quantize_activation(x_TH, "pow2")
+    out = torch.zeros(len(x_TH), width, dtype=torch.uint8, device=x_TH.device)
+    out[:, : x_TH.shape[1]] = data.view(torch.uint8)
+    out[:, x_TH.shape[1] : x_TH.shape[1] + scale.shape[1]] = (scale.contiguous().view(torch.int32) >> 23 & 0xFF).to(torch.uint8)
+    return out
+
+
+def unpacked(x: Packed) -> Tensor:
+    """BF16 [T, H], exactly the values."""
+    num_blocks = x.num_features // BLOCK
+    data, exponents = x.data[:, : x.num_features], x.data[:, x.num_features : x.num_features + num_blocks]
+    scale = (exponents.int() << 23).view(torch.float32)
+    return dequantize_activation(data.contiguous().view(torch.float8_e4m3fn), scale).bfloat16()
+
+
 def permute_quantize(
-    x_TK: Tensor,
+    x_TK: Tensor | Packed,
     layout: ExpertPermutation,
     scales: Scales,
     *,
@@ -74,6 +90,7 @@ def permute_quantize(
     bf16: bool,
     probs: Tensor | None,
 ) -> Quantized:
+    x_TK = unpacked(x_TK) if isinstance(x_TK, Packed) else x_TK
     x = x_TK if probs is None else (x_TK.float() * probs[:, None]).bfloat16()
     x_PK = x.new_zeros(layout.num_rows, x.shape[1])
     sources = layout.rows if layout.sources is None else layout.sources

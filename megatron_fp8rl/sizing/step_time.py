@@ -183,12 +183,14 @@ def _update_s(
     if model.is_moe and parallel.expert > 1:
         others = parallel.expert - 1
         copies = model.experts_per_token * others / parallel.expert  # of a token for other ranks, by an all-to-all
-        if may_gather(cfg):
-            copies = min(copies, others)
+        there = 2  # bytes of a number on its way to experts, and of its gradient
+        if may_gather(cfg) and others <= copies:
+            copies = others
+            there -= cfg.precision.trainer == "blockwise" and cfg.precision.scales == "pow2"
         link = network.nvlink_bytes_per_s if parallel.expert <= node else network.nic_bytes_per_s
-        moved = own / parallel.tensor * copies * model.hidden_size * 2
+        moved = own / parallel.tensor * copies * model.hidden_size * (there + 2)  # dispatch and combine
         moe_layers = layers * (model.num_layers - model.first_dense_layers) / model.num_layers
-        experts = rounds * 2 * moe_layers * moved / link  # dispatch and combine
+        experts = rounds * moe_layers * moved / link
     if parallel.tensor > 1:
         link = network.nvlink_bytes_per_s if parallel.tensor <= node else network.nic_bytes_per_s
         moved = own * model.hidden_size * 2 * (parallel.tensor - 1) / parallel.tensor

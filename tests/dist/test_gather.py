@@ -63,21 +63,20 @@ def test_updates_are_those_of_the_all_to_all(layout, precision):
 
 
 def _exchanges(world: int, num_tokens: int, num_experts: int):
-    """Runs on a rank: what the exchanges and their gradients make of numbers that tell rank, token and expert apart."""
+    """Runs on a rank: what the exchanges make of numbers that tell rank, token and expert apart."""
     import torch.distributed as dist
 
-    from megatron_fp8rl.trainer.model.dispatcher import all_tokens, own_experts, own_tokens
+    from megatron_fp8rl.trainer.model.dispatcher import Exchange, own_experts
     from megatron_fp8rl.trainer.parallel import Parallel
 
     Parallel.init(ParallelConfig(world_size=world), deadline_s=60)
-    group, rank = dist.group.WORLD, dist.get_rank()
-    tokens = (100.0 * rank + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3)).requires_grad_()
+    exchange, rank = Exchange(dist.group.WORLD, in_fp8=False), dist.get_rank()
+    tokens = 100.0 * rank + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3)
     scores = (100.0 * rank + 10.0 * torch.arange(num_tokens)[:, None] + torch.arange(num_experts * world)).requires_grad_()
-    everyone, own = all_tokens(tokens, group), own_experts(scores, group)
-    sums = own_tokens(everyone * (rank + 1), group)
-    (sums * tokens.detach()).sum().backward()
+    everyone, own = exchange.gathered(tokens), own_experts(scores, exchange.group)
+    sums = exchange.added(everyone * (rank + 1))
     (own * (rank + 1)).sum().backward()
-    return everyone.detach(), own.detach(), sums.detach(), tokens.grad, scores.grad
+    return everyone, own.detach(), sums, scores.grad
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -85,13 +84,42 @@ def test_tokens_scores_and_gradients_reach_their_ranks(world):
     num_tokens, num_experts = 4, 2
     everyone = torch.cat([100.0 * r + torch.arange(num_tokens)[:, None] + torch.zeros(1, 3) for r in range(world)])
     total = sum(range(1, world + 1))
-    for rank, (tokens, own, sums, grad, scores_grad) in enumerate(run_ranks(world, _exchanges, world, num_tokens, num_experts)):
+    for rank, (tokens, own, sums, scores_grad) in enumerate(run_ranks(world, _exchanges, world, num_tokens, num_experts)):
         mine = everyone[num_tokens * rank : num_tokens * (rank + 1)]
-        assert torch.equal(tokens, everyone) and torch.equal(sums, total * mine) and torch.equal(grad, total * mine)
+        assert torch.equal(tokens, everyone) and torch.equal(sums, total * mine)
         experts = torch.arange(num_experts) + num_experts * rank
         expected = [100.0 * r + 10.0 * torch.arange(num_tokens)[:, None] + experts for r in range(world)]
         assert torch.equal(own, torch.cat(expected))
         assert torch.equal(scores_grad, (torch.arange(num_experts * world) // num_experts + 1.0).expand(num_tokens, -1))
+
+
+def _travelling(cfg, num_updates, in_fp8):
+    """Runs on a rank: ``train``, with tokens that travel in FP8 or in BF16, and in what they came."""
+    from megatron_fp8rl.trainer.model.dispatcher import Exchange
+
+    came, inner = set(), Exchange.gathered
+
+    def gathered(self, x):
+        out = inner(replace(self, in_fp8=in_fp8), x)
+        came.add(type(out).__name__)
+        return out
+
+    Exchange.gathered = gathered
+    return train(cfg, num_updates), came
+
+
+def test_tokens_that_travel_in_fp8_are_the_same_operands():
+    """Log-probabilities to the bit, and weight gradients but for subnormal numbers: rounding to four significant bits does not
+    depend on a scale that is a power of two."""
+    cfg = config("ep2", "blockwise", "gather")
+    found, expected = run_ranks(2, _travelling, cfg, 1, True), run_ranks(2, _travelling, cfg, 1, False)
+    for (got, in_fp8), (want, in_bf16) in zip(found, expected, strict=True):
+        assert (in_fp8, in_bf16) == ({"Packed"}, {"Tensor"})
+        assert {name: tensor.tolist() for name, tensor in got.old_logprobs.items()} == {
+            name: tensor.tolist() for name, tensor in want.old_logprobs.items()
+        }
+        norms = [run.metrics[0]["train/grad_norm/max"] for run in (got, want)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 def test_layers_that_are_recomputed_gather_again():

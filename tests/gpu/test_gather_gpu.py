@@ -10,6 +10,7 @@ import torch
 from megatron_fp8rl.config import PrecisionConfig, RouterConfig
 from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
+from megatron_fp8rl.kernels.fused_moe import pack, permute_quantize
 from megatron_fp8rl.kernels.routing import routed_scores
 from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import MOE, alone, continue_training, run_config
@@ -55,6 +56,24 @@ def test_scores_of_a_router_are_those_of_a_cpu(tokens, experts, top_k, normalize
         found.append((scores.detach().cpu(), own.grad.cpu()))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_packed_rows_and_their_operands_are_those_of_a_cpu(columns):
+    draw = torch.Generator().manual_seed(2)
+    x = (torch.randn(1000, 2048, generator=draw) * torch.exp(4 * torch.randn(1000, 1, generator=draw))).bfloat16()
+    scores = torch.rand(1000, 16, generator=draw)
+    scores = torch.where(scores < 0.3, scores, -1.0)
+    found = []
+    for device in ("cuda", "cpu"):
+        packed = pack(x.to(device))
+        layout = Choice.of(scores.to(device)).slots(16).layout
+        made = permute_quantize(packed, layout, "pow2", columns=columns)
+        parts = [packed.data[:, :2064], made.rows.view(torch.uint8), made.row_scales]
+        parts += [made.columns.view(torch.uint8), made.column_scales] if columns else []
+        real = (layout.rows >= 0).cpu()
+        found.append([part.cpu() if len(part) != len(real) else part.cpu()[real] for part in parts])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "blockwise"])

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
 from megatron_fp8rl.kernels.cuda import launch
-from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Quantized, SwigluGradients
+from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Packed, Quantized, SwigluGradients
 from megatron_fp8rl.kernels.triton.bits import HARDWARE
+from megatron_fp8rl.kernels.triton.packed import packed_pair
 from megatron_fp8rl.kernels.triton.tiles import (
     SIDE,
     activations,
@@ -109,9 +110,9 @@ def _store_tile(
 
 @triton.jit
 def _quantize(
-    x, probs, rows, experts, data, row_scales, columns_data, column_scales, bf16, num_rows, num_columns,
-    Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    x, probs, rows, experts, data, row_scales, columns_data, column_scales, bf16, num_rows, num_columns, width,
+    Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     # A single grid axis, because there may be more programs than the 65,535 of the other axes.
     row = (tl.program_id(0) // (num_columns // SIDE)).to(tl.int64) * (4 * Q)
@@ -121,13 +122,17 @@ def _quantize(
     t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
     t2, t3 = tl.load(rows + place + 2), tl.load(rows + place + 3)
     if expert >= 0:
-        feature = x + column + tl.arange(0, SIDE)[None, :]
-        s0 = (t0 if GATHER else place).to(tl.int64)[:, None] * num_columns
-        s1 = (t1 if GATHER else place + 1).to(tl.int64)[:, None] * num_columns
-        s2 = (t2 if GATHER else place + 2).to(tl.int64)[:, None] * num_columns
-        s3 = (t3 if GATHER else place + 3).to(tl.int64)[:, None] * num_columns
-        a = load_pair(feature + s0, feature + s1, (t0 >= 0)[:, None], (t1 >= 0)[:, None])
-        b = load_pair(feature + s2, feature + s3, (t2 >= 0)[:, None], (t3 >= 0)[:, None])
+        if PACKED:
+            a = packed_pair(x, t0, t1, column, num_columns, width, HARDWARE)
+            b = packed_pair(x, t2, t3, column, num_columns, width, HARDWARE)
+        else:
+            feature = x + column + tl.arange(0, SIDE)[None, :]
+            s0 = (t0 if GATHER else place).to(tl.int64)[:, None] * num_columns
+            s1 = (t1 if GATHER else place + 1).to(tl.int64)[:, None] * num_columns
+            s2 = (t2 if GATHER else place + 2).to(tl.int64)[:, None] * num_columns
+            s3 = (t3 if GATHER else place + 3).to(tl.int64)[:, None] * num_columns
+            a = load_pair(feature + s0, feature + s1, (t0 >= 0)[:, None], (t1 >= 0)[:, None])
+            b = load_pair(feature + s2, feature + s3, (t2 >= 0)[:, None], (t3 >= 0)[:, None])
         if WEIGHTED:
             p0 = tl.load(probs + t0, mask=t0 >= 0, other=0.0)[:, None]
             p1 = tl.load(probs + t1, mask=t1 >= 0, other=0.0)[:, None]
@@ -293,24 +298,26 @@ def _pointers(out: Quantized, unused: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run_quantize(
-    x: Tensor, layout: ExpertPermutation, scales: Scales, rows: bool, columns: bool, bf16: bool, probs: Tensor | None,
-    gather: bool,
+    x: Tensor | Packed, layout: ExpertPermutation, scales: Scales, rows: bool, columns: bool, bf16: bool,
+    probs: Tensor | None, gather: bool,
 ) -> Quantized:  # fmt: skip
-    out = _outputs(layout, x.shape[1], x.device, rows, columns, bf16)
+    is_packed = isinstance(x, Packed)
+    num_columns, x = (x.num_features, x.data) if is_packed else (x.shape[1], x)
+    out = _outputs(layout, num_columns, x.device, rows, columns, bf16)
     how = _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
     if layout.num_rows:
         with torch.cuda.device_of(x):
-            _quantize[(x.shape[1] // BLOCK * (layout.num_rows // (4 * how.quads)),)](
+            _quantize[(num_columns // BLOCK * (layout.num_rows // (4 * how.quads)),)](
                 x, x if probs is None else probs, layout.rows if layout.sources is None else layout.sources,
-                layout.experts, *_pointers(out, x), layout.num_rows, x.shape[1], GATHER=gather, WEIGHTED=probs is not None,
-                ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16, POW2=scales == "pow2", HARDWARE=HARDWARE,
-                **how.options(columns),
+                layout.experts, *_pointers(out, x), layout.num_rows, num_columns, x.shape[1], GATHER=gather,
+                WEIGHTED=probs is not None, PACKED=is_packed, ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16,
+                POW2=scales == "pow2", HARDWARE=HARDWARE, **how.options(columns),
             )  # fmt: skip
     return out
 
 
 def permute_quantize(
-    x_TK: Tensor, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
+    x_TK: Tensor | Packed, layout: ExpertPermutation, scales: Scales, *, rows: bool, columns: bool, bf16: bool,
     probs: Tensor | None,
 ) -> Quantized:  # fmt: skip
     return _run_quantize(x_TK, layout, scales, rows, columns, bf16, probs, gather=True)

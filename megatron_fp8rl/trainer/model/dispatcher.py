@@ -17,7 +17,10 @@ rank adds in FP32. That moves fewer bytes if the group has fewer ranks than a to
     forward   tokens -> all-gather -> experts, sums over own experts -> exchange, added
     backward  gradients of sums -> all-gather -> experts, sums over own experts -> exchange, added
 
-Router weights go to the ranks of their experts, and their gradients come back. Ranks have equally many tokens: packing
+FP8 experts with scales of powers of two quantize along rows before the all-gather, which then moves half the bytes: the operands
+of their forward pass and of the gradients of their inputs have the same values. So have those of weight gradients, quantized
+along tokens, but where a number is subnormal beside one of its scales: rounding to four significant bits does not depend on a
+scale that is a power of two. Router weights go to the ranks of their experts, and their gradients come back. Ranks have equally many tokens: packing
 pads their microbatches alike.
 
 **DeepEP and HybridEP** send a token once to each rank that has some of its experts and add its experts' outputs rank by
@@ -28,7 +31,7 @@ Shapes of gather: T = tokens of this rank, G = ranks, N = T * G, E = experts of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +45,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.combine import combine_experts
 from megatron_fp8rl.kernels.expert_slots import Choice, Slots
+from megatron_fp8rl.kernels.fused_moe import Packed, pack
 from megatron_fp8rl.trainer.compat.megatron import counts_on_host
 from megatron_fp8rl.upstream import patches
 
@@ -96,13 +100,28 @@ class OneRankDispatcher(Dispatcher):
         return outputs
 
 
-_Way = Callable[[Tensor, dist.ProcessGroup], Tensor]  # a collective
+@dataclass(frozen=True)
+class Exchange:
+    """What the ranks of a group send each other about their tokens. Collective; autograd sees none of it."""
 
+    group: dist.ProcessGroup
+    in_fp8: bool
 
-def _gathered(x_TH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    out = x_TH.new_empty(len(x_TH) * group.size(), x_TH.shape[1])
-    dist.all_gather_into_tensor(out, x_TH.contiguous(), group=group)
-    return out
+    def gathered(self, x_TH: Tensor) -> Tensor | Packed:
+        """The rows of all ranks [N, H], in the order of ranks."""
+        if not self.in_fp8:
+            return self._gathered(x_TH.contiguous())
+        packed = pack(x_TH.contiguous())
+        return replace(packed, data=self._gathered(packed.data))
+
+    def _gathered(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x) * self.group.size(), x.shape[1])
+        dist.all_gather_into_tensor(out, x, group=self.group)
+        return out
+
+    def added(self, parts_NH: Tensor) -> Tensor:
+        """[T, H]: what all ranks have for this rank's tokens, added in FP32 in the order of ranks and rounded once."""
+        return _exchanged(parts_NH, self.group).view(self.group.size(), -1, parts_NH.shape[1]).sum(0)
 
 
 def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -113,48 +132,21 @@ def _exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return out
 
 
-def _added(parts_NH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T, H]: what all ranks have for this rank's tokens, added in FP32 in the order of ranks and rounded once."""
-    return _exchanged(parts_NH, group).view(group.size(), -1, parts_NH.shape[1]).sum(0)
-
-
-def _to_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T, E * G] of this rank's tokens -> [N, E] of this rank's experts."""
-    return _exchanged(scores.view(len(scores), group.size(), -1).transpose(0, 1), group).flatten(0, 1)
-
-
-def _to_tokens(scores_NE: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back: [N, E] -> [T, E * G]."""
-    parts = _exchanged(scores_NE, group).view(group.size(), -1, scores_NE.shape[1])
-    return parts.transpose(0, 1).flatten(1)
-
-
-class _Travel(torch.autograd.Function):
-    """``there(x)``, whose gradient takes the way ``back``."""
+class _OwnExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(scores.view(len(scores), group.size(), -1).transpose(0, 1), group).flatten(0, 1)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, there: _Way, back: _Way) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad, ctx.group), None, None, None
-
-
-def all_tokens(x_TH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[T, H] of each rank -> [N, H]. Differentiable, as the next two."""
-    return _Travel.apply(x_TH, group, _gathered, _added)
-
-
-def own_tokens(parts_NH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Parts of sums [N, H] on each rank -> sums [T, H]."""
-    return _Travel.apply(parts_NH, group, _added, _gathered)
+    def backward(ctx: Any, grad_NE: Tensor) -> tuple[Tensor, None]:
+        parts = _exchanged(grad_NE, ctx.group).view(ctx.group.size(), -1, grad_NE.shape[1])
+        return parts.transpose(0, 1).flatten(1), None
 
 
 def own_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Scores [T, E * G] of this rank's tokens -> [N, E] of this rank's experts."""
-    return _Travel.apply(scores, group, _to_experts, _to_tokens)
+    """Scores [T, E * G] of this rank's tokens -> [N, E] of this rank's experts. Differentiable."""
+    return _OwnExperts.apply(scores, group)
 
 
 @patches(
@@ -165,11 +157,14 @@ def own_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
     remove_when="an all-gather dispatcher hands indices to the experts",
 )
 class GatherDispatcher(MoETokenDispatcher):
-    """Megatron-Core's steps of a dispatcher. Experts get :class:`Slots` and return sums of tokens."""
+    """Megatron-Core's steps of a dispatcher. Experts get :class:`Slots` and return sums of tokens; they do the exchanges of
+    tokens and gradients, but for the first, which hides how the choice is counted. ``in_fp8``: what they quantize."""
 
-    def __init__(self, config: Any, pg_collection: Any):
+    def __init__(self, config: Any, pg_collection: Any, *, in_fp8: bool):
         super().__init__(config, pg_collection=pg_collection)
+        self._exchange = Exchange(self.ep_group, in_fp8) if self.ep_size > 1 else None
         self._choice: Choice | None = None  # of the microbatch between two steps
+        self._everyone: Tensor | Packed | None = None  # its tokens of all ranks
         self._shape: torch.Size | None = None
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor | None, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,27 +175,27 @@ class GatherDispatcher(MoETokenDispatcher):
         return tokens.view(-1, tokens.shape[-1]), scores
 
     def token_dispatch(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """-> tokens of all ranks [N, H], their scores for own experts [N, E]."""
-        if self.ep_size == 1:
-            self._choice = Choice.of(scores)
-            return tokens, scores
-        scores = own_experts(scores, self.ep_group)
+        """-> the same tokens [T, H]; scores of all ranks' tokens for own experts [N, E]."""
+        scores = scores if self._exchange is None else own_experts(scores, self.ep_group)
         self._choice = Choice.of(scores)  # counts travel to the host while tokens travel between ranks
-        return all_tokens(tokens, self.ep_group), scores
+        self._everyone = None if self._exchange is None else self._exchange.gathered(tokens.detach())
+        return tokens, scores
 
     def dispatch_postprocess(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Slots, Tensor]:
-        """-> tokens, where they go, and router weights of the routed tokens."""
+        """-> tokens, where those of all ranks go, and router weights of the routed tokens."""
         assert self._choice is not None
-        slots, self._choice = self._choice.slots(self.config.moe_router_topk), None
+        slots = self._choice.slots(self.config.moe_router_topk)
+        slots = replace(slots, everyone=self._everyone, exchange=self._exchange)
+        self._choice = self._everyone = None
         return tokens, slots, slots.probs_R
 
     def combine_preprocess(self, sums: Tensor) -> Tensor:
-        """sums [N, H] over own experts, as they are."""
+        """sums [T, H] over all experts, as they are."""
         return sums
 
     def token_combine(self, sums: Tensor) -> Tensor:
-        """-> sums [T, H] over all experts."""
-        return sums if self.ep_size == 1 else own_tokens(sums, self.ep_group)
+        """sums [T, H], as they are."""
+        return sums
 
     def combine_postprocess(self, sums: Tensor) -> Tensor:
         """-> [s, b, H]."""
@@ -228,7 +223,7 @@ class ExpertLayer(MoELayer):
     ):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         if gathers:
-            self.token_dispatcher = GatherDispatcher(config, pg_collection)
+            self.token_dispatcher = GatherDispatcher(config, pg_collection, in_fp8=self.experts.scales == "pow2")
         elif config.moe_token_dispatcher_type == "alltoall":
             is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
             self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(

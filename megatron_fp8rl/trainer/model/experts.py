@@ -15,7 +15,7 @@ and p is applied to an expert's output. Backward does not need fc2's output for 
 input times that input is the same sum, so only h and columnwise FP8 x are kept from forward to backward.
 
 With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the
-gradients of its copies, are added here.
+gradients of its copies, are added here. Ranks that share experts exchange sums and gradients here, too.
 
 Tokens per expert are already on the host, where the dispatcher needed them; nothing here synchronizes with the GPU, and
 no kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block into NaN, and with it every
@@ -28,7 +28,7 @@ experts of this rank, H = hidden size, F = features between the two linears on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -41,6 +41,7 @@ from megatron_fp8rl.kernels.compat import add_together
 from megatron_fp8rl.kernels.expert_slots import Slots, sum_rows
 from megatron_fp8rl.kernels.fused_moe import (
     ExpertPermutation,
+    Packed,
     Quantized,
     permute_quantize,
     swiglu_backward_quantize,
@@ -91,8 +92,8 @@ class GroupedExperts(TEGroupedMLP):
         """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host to avoid a device sync; probs
         [T] -> [T, H]. Activations are BF16.
 
-        With :class:`Slots`: hidden [tokens, H] in any order; probs [T] of the routed tokens -> the sum of each token's
-        outputs [tokens, H]."""
+        With :class:`Slots`: hidden [tokens, H] of this rank in any order; probs [T] of the routed tokens of all ranks -> the
+        sum of each token's outputs [tokens, H]. Collective over the ranks that share experts."""
         slots = tokens_per_expert if isinstance(tokens_per_expert, Slots) else None
         if slots is None:
             on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
@@ -101,7 +102,7 @@ class GroupedExperts(TEGroupedMLP):
             layout = slots.layout
         call = _Call(
             layout=layout,
-            rows_TK=None if slots is None else slots.rows_TK,
+            slots=None if slots is None else replace(slots, everyone=None),  # which backward does not need
             scales=self.scales,
             wgrad_fp8=self.wgrad == "fp8",
             caches=(self.linear_fc1.cache, self.linear_fc2.cache),
@@ -109,7 +110,8 @@ class GroupedExperts(TEGroupedMLP):
             applies_router_weights=self.applies_router_weights,
         )
         halves = self.linear_fc1.weights, self.linear_fc2.weights
-        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, halves, *_edges(*halves)), None
+        everyone = None if slots is None else slots.everyone
+        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, halves, everyone, *_edges(*halves)), None
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class _Call:
     caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
     record: bool  # whether gradients are needed
     applies_router_weights: bool = True  # whether outputs are multiplied by p; backward is the same
-    rows_TK: Tensor | None = None  # the rows of each token, whose outputs are added here; None: combine adds them
+    slots: Slots | None = None  # with the rows of each token, whose outputs are added here; None: combine adds them
 
     def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
         """The formats of a matrix needed for wgrad alone, as arguments for fused_moe.py."""
@@ -142,6 +144,23 @@ class _Call:
     def kernel_scales(self) -> Scales:
         return self.scales or "pow2"
 
+    @property
+    def exchange(self) -> Any:
+        return None if self.slots is None else self.slots.exchange
+
+    def gathered(self, x_TH: Tensor) -> Tensor | Packed:
+        """The rows of all ranks that share experts."""
+        return x_TH.contiguous() if self.exchange is None else self.exchange.gathered(x_TH)
+
+    def added(self, sums: Tensor) -> Tensor:
+        """Own tokens' sums over the experts of all ranks."""
+        return sums if self.exchange is None else self.exchange.added(sums)
+
+    def nothing(self, like_TH: Tensor) -> Tensor:
+        """:meth:`added` of a rank that has no row."""
+        num_tokens = len(like_TH) if self.exchange is None else self.layout.num_sources
+        return self.added(like_TH.new_zeros(num_tokens, like_TH.shape[1]))
+
     def multiply(self, x: Quantized, weights: _Weights, *, transposed: bool = False) -> Tensor:
         """BF16 [P, N]: x times each expert's matrix or its transpose."""
         if self.scales is None:
@@ -151,29 +170,31 @@ class _Call:
     def multiply_to_tokens(
         self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        """BF16 [T, N]: the same without padding rows; with ``rows_TK`` [tokens, N], their sums. ``probs``, if given, are
+        """BF16 [T, N]: the same without padding rows; with ``slots`` [tokens, N], their sums. ``probs``, if given, are
         applied to rows or in sums; where neither is done here, combine has them."""
         of_rows, of_sums = (probs, None) if self.applies_router_weights else (None, probs)
         if self.scales is None:
             out = unpermute(self.multiply(x, weights, transposed=transposed), self.layout, of_rows)
         else:
             out = multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, of_rows)
-        return out if self.rows_TK is None else sum_rows(out, self.rows_TK, of_sums)
+        return out if self.slots is None else sum_rows(out, self.slots.rows_TK, of_sums)
 
 
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, halves: tuple[Sequence[Tensor], ...], *edges: Tensor
-    ) -> Tensor:
-        """``halves``: the weights of fc1 and of fc2. ``edges``: the weights autograd tracks, equally many of each."""
+        ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, halves: tuple[Sequence[Tensor], ...],
+        everyone: Tensor | Packed | None, *edges: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """``halves``: the weights of fc1 and of fc2. ``everyone``: x of all ranks that share experts, of several. ``edges``:
+        the weights autograd tracks, equally many of each."""
         layout, scales = call.layout, call.kernel_scales
-        needs_dw = call.record and any(ctx.needs_input_grad[4:])
+        needs_dw = call.record and any(ctx.needs_input_grad[5:])
         ctx.call, ctx.halves = call, halves
         if not layout.num_rows:
-            return torch.zeros_like(x_TH)
+            return call.nothing(x_TH)
         fc1, fc2 = (_weights(half, call, cache) for half, cache in zip(halves, call.caches))
-        x = permute_quantize(x_TH, layout, scales, **call.forms(wgrad=needs_dw))
+        x = permute_quantize(x_TH if everyone is None else everyone, layout, scales, **call.forms(wgrad=needs_dw))
         h_P2F = call.multiply(x, fc1)
         x = _kept(x, call) if needs_dw else None
         if call.record:
@@ -182,22 +203,25 @@ class _GroupedExperts(torch.autograd.Function):
             ctx.save_for_backward(probs_T)
         a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
         del x, h_P2F
-        return call.multiply_to_tokens(a, fc2, probs_T)
+        return call.added(call.multiply_to_tokens(a, fc2, probs_T))
 
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:
         call, layout, scales = ctx.call, ctx.call.layout, ctx.call.kernel_scales
-        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[4:])
-        num_edges = len(ctx.needs_input_grad[4:]) // 2
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
+        num_edges = len(ctx.needs_input_grad[5:]) // 2
         dw1 = dw2 = [None] * num_edges
+        everyone = call.gathered(dy_TH)
         if not layout.num_rows:
             if needs_dw:
                 dw1, dw2 = (_add_to_gradients(half, num_edges) for half in ctx.halves)
-            return torch.zeros_like(dy_TH), dy_TH.new_zeros(layout.num_tokens, dtype=torch.float32), None, None, *dw1, *dw2
+            dprobs = dy_TH.new_zeros(layout.num_tokens, dtype=torch.float32)
+            return call.nothing(dy_TH) if needs_dx else None, dprobs, None, None, None, *dw1, *dw2
         (probs_T,) = ctx.saved_tensors
         (fc1, fc2), x, h_P2F = ctx.linears, ctx.x, ctx.h
         ctx.linears = ctx.x = ctx.h = None
-        dy = permute_quantize(dy_TH.contiguous(), layout, scales, **call.forms(wgrad=needs_dw))
+        dy = permute_quantize(everyone, layout, scales, **call.forms(wgrad=needs_dw))
+        del everyone
         da_PF = call.multiply(dy, fc2, transposed=True)
         dy = _kept(dy, call) if needs_dw else None
         activation = call.operands(wgrad=needs_dw, columns="activation_columns", bf16="activation_bf16")
@@ -212,8 +236,8 @@ class _GroupedExperts(torch.autograd.Function):
             del dy, a
             dw1 = _add_to_gradients(ctx.halves[0], num_edges, lambda out: _add_products(dh, x, call, out))
             del x
-        dx_TH = call.multiply_to_tokens(dh, fc1, transposed=True) if needs_dx else None
-        return dx_TH, dprobs, None, None, *dw1, *dw2
+        dx_TH = call.added(call.multiply_to_tokens(dh, fc1, transposed=True)) if needs_dx else None
+        return dx_TH, dprobs, None, None, None, *dw1, *dw2
 
 
 def _kept(x: Quantized, call: _Call) -> Quantized:

@@ -28,7 +28,7 @@ _POINTERS = {
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 _FORMS = {"ROWS": True, "COLUMNS": False, "BF16": False, "POW2": True, "HARDWARE": True}
-_QUANTIZED = _FORMS | {"GATHER": True, "WEIGHTED": False}
+_QUANTIZED = _FORMS | {"GATHER": True, "WEIGHTED": False, "PACKED": False}
 _BACKWARD = _FORMS | {"WEIGHTED": True, "COLUMNS": True, "A_COLUMNS": True, "A_BF16": False}
 _IN_MATRIX = 2
 _DENSE = {"WEIGHTED": False, "COLUMNS": _IN_MATRIX, "A_COLUMNS": _IN_MATRIX}
@@ -39,9 +39,9 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_fp8rl.kernels.triton import permute, quantize_weights, route, slots, swiglu
+    from megatron_fp8rl.kernels.triton import packed, permute, quantize_weights, route, slots, swiglu
 
-    modules = permute, swiglu, quantize_weights, slots, route
+    modules = permute, swiglu, quantize_weights, slots, route, packed
     kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     constants = constants | {name: size for name, size in how.items() if name == "Q"}
     options = {name: size for name, size in how.items() if name != "Q" and size is not None}
@@ -121,6 +121,25 @@ def test_tokens_are_placed_by_small_kernels(name, tmp_path, monkeypatch):
     if name == "_scores_gradient":
         monkeypatch.setitem(TYPES, "out", "*fp32")
     _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
+    assert " 0 bytes spill stores" in said, said
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_packed_rows_are_read_in_vectors(columns, tmp_path, monkeypatch):
+    from megatron_fp8rl.kernels.triton import permute
+
+    monkeypatch.setitem(TYPES, "x", "*u8")
+    how = (permute._QUANTIZE_BOTH if columns else permute._QUANTIZE_ROWS).options(columns)
+    found, said = compiled("_quantize", _QUANTIZED | {"PACKED": True, "COLUMNS": columns}, how, tmp_path)
+    size = 4 * how["Q"] * 128 // (32 * how["num_warps"])  # numbers of a tile that a thread has
+    assert found["ld.global.v4.b32"] * 16 + found["ld.global.v2.b32"] * 8 == size, found
+    assert " 0 bytes spill stores" in said, said
+
+
+def test_rows_are_packed_in_vectors(tmp_path, monkeypatch):
+    monkeypatch.setitem(TYPES, "out", "*u8")
+    found, said = compiled("_pack", {"ROWS": 16, "HARDWARE": True}, {"num_warps": 4}, tmp_path)
+    assert found["ld.global.v4.b32"] == 2 and found["st.global.v4.b32"] + found["st.global.v2.b32"] >= 1, found
     assert " 0 bytes spill stores" in said, said
 
 

@@ -1,0 +1,72 @@
+"""Rows in FP8 with their scales behind them, in Triton: ``fused_moe.pack`` in one launch, and reading them in a tile.
+
+Bytes and scales are those of ``blockwise.quantize_activation`` with powers of two, of which a byte holds the exponent.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_fp8rl.kernels.triton.bits import HARDWARE, INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes
+from megatron_fp8rl.kernels.triton.tiles import SIDE, pair
+
+_ROWS = 16  # of a program
+
+
+@triton.jit
+def _pack(x, out, num_rows, num_columns, width, ROWS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Program (i, j) quantizes 128 features of some rows."""
+    blocks = num_columns // SIDE
+    row = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    block = tl.program_id(0) % blocks
+    inside = row < num_rows
+    feature = block * SIDE + tl.arange(0, SIDE)[None, :]
+    numbers = tl.load(x + row[:, None] * num_columns + feature, mask=inside[:, None], other=0.0).to(tl.float32)
+    amax_bits = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    scale_bits = bits_of_scale(amax_bits, True)
+    # The reciprocal of a power of two is exact, and the product with it equals the quotient.
+    inverse = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits).to(tl.float32, bitcast=True)
+    place = out + row * width
+    tl.store(place[:, None] + feature, e4m3_bytes(numbers * inverse[:, None], HARDWARE), mask=inside[:, None])
+    tl.store(place + num_columns + block, ((scale_bits >> 23) & 0xFF).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _values(x, row, column, num_columns, width, HARDWARE: tl.constexpr):
+    """float32 [rows, 128]: 128 features of packed rows, zeros where ``row`` is negative."""
+    place = x + row.to(tl.int64)[:, None] * width
+    is_row = (row >= 0)[:, None]
+    byte = tl.load(place + column + tl.arange(0, SIDE)[None, :], mask=is_row, other=0)
+    exponent = tl.load(place + num_columns + column // SIDE, mask=is_row, other=1).to(tl.int32)
+    if HARDWARE:
+        number = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = byte.to(tl.int32)
+        magnitude = bits & 0x7F
+        normal = ((magnitude << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
+        number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+        number = tl.where(magnitude == 0x7F, float("nan"), number)
+        number = tl.where(bits >= 0x80, -number, number)
+    return number * (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def packed_pair(x, a, b, column, num_columns, width, HARDWARE: tl.constexpr):
+    """:func:`tiles.load_pair` of packed rows ``a`` and ``b``: their values are BF16 exactly."""
+    first = _values(x, a, column, num_columns, width, HARDWARE)
+    return pair(first, _values(x, b, column, num_columns, width, HARDWARE), HARDWARE)
+
+
+def pack(x_TH: Tensor, width: int) -> Tensor:
+    """See ``fused_moe.pack``: uint8 [T, width]."""
+    num_rows, num_columns = x_TH.shape
+    out = torch.empty(num_rows, width, dtype=torch.uint8, device=x_TH.device)
+    if num_rows:
+        with torch.cuda.device_of(x_TH):
+            _pack[(triton.cdiv(num_rows, _ROWS) * (num_columns // SIDE.value),)](
+                x_TH, out, num_rows, num_columns, width, ROWS=_ROWS, HARDWARE=HARDWARE, num_warps=4
+            )
+    return out
