@@ -118,8 +118,8 @@ class Curves(runner.Benchmark):
     def notes(self, rows: Sequence[Row]) -> str:
         return (
             "All runs of a letter start from the same weights and see the same prompts. d: |log-probability of the trainer - "
-            "of the engine| of a sampled token, in nats, over all steps. Seconds: medians over the steps after the first; of runs "
-            "side by side they say little."
+            "of the engine| of a sampled token, in nats, over all steps. Seconds: medians over the steps after the first; of "
+            "runs side by side they say little."
         )
 
 

@@ -17,10 +17,12 @@ rank adds in FP32. That moves fewer bytes if the group has fewer ranks than a to
     forward   tokens -> all-gather -> experts, sums over own experts -> exchange, added
     backward  gradients of sums -> all-gather -> experts, sums over own experts -> exchange, added
 
-FP8 experts with scales of powers of two quantize along rows before the all-gather, which then moves half the bytes: the operands
-of their forward pass and of the gradients of their inputs have the same values. So have those of weight gradients, quantized
-along tokens, but where a number is subnormal beside one of its scales: rounding to four significant bits does not depend on a
-scale that is a power of two. Router weights go to the ranks of their experts, and their gradients come back. Ranks have equally many tokens: packing
+FP8 experts with scales of powers of two quantize along rows before the all-gather, which then moves half the bytes: the
+operands of their forward pass and of the gradients of their inputs have the same values. So have those of weight gradients,
+quantized along tokens, but where a number is subnormal beside one of its scales: rounding to four significant bits does not
+depend on a scale that is a power of two.
+
+Router weights go to the ranks of their experts, and their gradients come back. Ranks have equally many tokens: packing
 pads their microbatches alike.
 
 **DeepEP and HybridEP** send a token once to each rank that has some of its experts and add its experts' outputs rank by

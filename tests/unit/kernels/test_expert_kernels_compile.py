@@ -148,7 +148,8 @@ def test_rows_are_packed_in_vectors(tmp_path, monkeypatch):
 def test_experts_are_chosen_by_one_small_kernel(name, normalize, tmp_path, monkeypatch):
     for argument, kind in (("logits", "*fp32"), ("factor", "fp32"), ("out", "*fp32")):
         monkeypatch.setitem(TYPES, argument, kind)
-    constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 16, "NORMALIZE": normalize} | ({"MOST": 8} if name == "_route" else {})
+    constants = {"NUM_EXPERTS": 128, "EXPERTS": 128, "TOKENS": 16, "NORMALIZE": normalize}
+    constants |= {"MOST": 8} if name == "_route" else {}
     _, said = compiled(name, constants, {"num_warps": 4}, tmp_path)
     assert " 0 bytes spill stores" in said, said
 

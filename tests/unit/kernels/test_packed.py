@@ -65,10 +65,10 @@ def test_operands_have_the_values_of_rows_that_did_not_travel(columns):
         assert torch.equal(ours.rows.view(torch.uint8)[real], reference.rows.view(torch.uint8)[real])
 
 
-@pytest.mark.parametrize(("data", "said"), [(torch.zeros(5, 272, dtype=torch.uint8), r"\[150, 272\]"), (torch.zeros(150, 272), "uint8")])
-def test_other_rows_are_refused(data, said):
-    with pytest.raises(ValueError, match=f"packed rows must be .*{said}"):
-        permute_quantize(Packed(data, 256), layout_of(150), "pow2")
+@pytest.mark.parametrize(("num_tokens", "dtype"), [(5, torch.uint8), (150, torch.float32)])
+def test_other_rows_are_refused(num_tokens, dtype):
+    with pytest.raises(ValueError, match=r"packed rows must be uint8 \[150, 272\] without probs, not .* \[\d+, 272\]"):
+        permute_quantize(Packed(torch.zeros(num_tokens, 272, dtype=dtype), 256), layout_of(150), "pow2")
 
 
 @starts_interpreter

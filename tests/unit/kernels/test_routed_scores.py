@@ -20,7 +20,8 @@ def test_scores_and_gradients_are_those_of_the_chosen_experts(tokens, experts, t
     (weights * weight_of[chosen]).sum().backward()
     own = logits.detach().clone().requires_grad_()
     scores = routed_scores(own, top_k, router)
-    assert scores.dtype == torch.float32 and torch.equal(scores.detach() >= 0, torch.zeros_like(scores).scatter(1, chosen, 1) > 0)
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores.detach() >= 0, torch.zeros_like(scores).scatter(1, chosen, 1) > 0)
     torch.testing.assert_close(scores.gather(1, chosen), weights)
     (torch.where(scores >= 0, scores, 0.0) * weight_of).sum().backward()
     torch.testing.assert_close(own.grad, logits.grad, rtol=1e-5, atol=1e-6)
