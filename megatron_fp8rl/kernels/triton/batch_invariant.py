@@ -47,7 +47,7 @@ def _rms_norm(x, weight, out, scales, num_columns, eps, BLOCK: tl.constexpr):
         tl.store(out + row * num_columns + column, result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _product(x, weight, out, num_rows, num_outputs, num_terms, TILE: tl.constexpr, TERMS: tl.constexpr):
     """Program (t, n) computes a tile of x [T, K] times weight [N, K] transposed."""
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)

@@ -20,7 +20,7 @@ from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
 _BLOCK = 4096  # logits of a token that are read at a time
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _sum_rows(
     logits, max_n, targets, exp_sums, others, num_tokens, num_columns, stride, first_token, temperature,
     DIVIDE: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,

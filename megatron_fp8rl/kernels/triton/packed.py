@@ -16,7 +16,7 @@ from megatron_fp8rl.kernels.triton.tiles import SIDE, pair
 _ROWS = 16  # of a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _pack(x, out, num_rows, num_columns, width, ROWS: tl.constexpr, HARDWARE: tl.constexpr):
     """Program (i, j) quantizes 128 features of some rows."""
     blocks = num_columns // SIDE

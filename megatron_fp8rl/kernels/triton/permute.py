@@ -61,7 +61,7 @@ _BACKWARD = _Launch(32, 4, 255)  # some registers spill, yet it is fastest
 _UNPERMUTE_ROWS, _UNPERMUTE_COLUMNS, _UNPERMUTE_WARPS = 8, 512, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _build_layout(
     tokens_per_expert, offsets, padded_counts, experts, rows, positions, num_tokens, num_rows,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
@@ -210,7 +210,7 @@ def _swiglu_backward_quantize(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _sum_for_tokens(sums, positions, out, num_tokens, num_rows, num_parts, SIZE: tl.constexpr):
     token = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     row = tl.load(positions + token, mask=token < num_tokens, other=-1)
@@ -221,7 +221,7 @@ def _sum_for_tokens(sums, positions, out, num_tokens, num_rows, num_parts, SIZE:
     tl.store(out + token, total, mask=token < num_tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _unpermute(
     y, probs, positions, out, num_tokens, num_columns,
     WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr,

@@ -26,7 +26,7 @@ def _numerators(logits, inside, exists):
     return tl.exp(x - tl.max(x, axis=1)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route(
     logits, scores, num_tokens, factor,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, MOST: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
@@ -46,7 +46,7 @@ def _route(
     tl.store(scores + place, tl.where(chosen, share / total * factor, -1.0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_backward(
     grad, scores, logits, out, num_tokens, factor,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,

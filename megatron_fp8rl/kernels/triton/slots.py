@@ -35,7 +35,7 @@ def _tile(scores, ends, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: 
     return token, expert, score, chosen, rank, count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _count(scores, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
     """The tokens of a tile that go to each expert."""
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
@@ -47,7 +47,7 @@ def _count(scores, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.co
     tl.store(place, tl.sum(taken.to(tl.int32), axis=0), mask=expert < NUM_EXPERTS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _place(
     scores, ends, counts, sources, slots, probs, num_tokens,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, MOST: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
@@ -64,7 +64,7 @@ def _place(
     tl.store(slots + token * MOST + slot, tl.zeros_like(slot + token) - 1, mask=is_free)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _scores_gradient(
     grad, scores, ends, counts, out, num_tokens,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
@@ -75,7 +75,7 @@ def _scores_gradient(
     tl.store(out + token * NUM_EXPERTS + expert, number, mask=(token < num_tokens) & (expert < NUM_EXPERTS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _sum_rows(
     y, probs, slots, out, num_tokens, width,
     MOST: tl.constexpr, WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr,

@@ -35,7 +35,7 @@ def _one_and_exp_of_negative(x, HARDWARE: tl.constexpr):
     return 1.0 + (libdevice.exp(-x) if HARDWARE else tl.exp(-x))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _swiglu(
     h, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _swiglu(
     tl.store(out + row * width + column, rounded_to_bf16(silu.to(tl.float32) * up, HARDWARE), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _swiglu_backward(
     dy, h, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
 ):  # fmt: skip
@@ -67,7 +67,7 @@ def _swiglu_backward(
     tl.store(out + place + width, rounded_to_bf16(grad * (gate * sigmoid), HARDWARE), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _weigh(
     y, probs, out, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _weigh(
     tl.store(out + place, rounded_to_bf16(number * prob, HARDWARE), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _weigh_backward(
     dy, y, probs, out, dprobs, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
 ):  # fmt: skip

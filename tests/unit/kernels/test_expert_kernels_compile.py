@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import os
 import re
@@ -46,7 +47,8 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
     constants = constants | {name: size for name, size in how.items() if name == "Q"}
     options = {name: size for name, size in how.items() if name != "Q" and size is not None}
     signature = {arg: "constexpr" if arg in constants else TYPES[arg] for arg in kernel.arg_names}
-    hints = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind != "constexpr"}
+    hinted = [signature[one.name] != "constexpr" and not one.do_not_specialize for one in kernel.params]
+    hints = {(i,): [["tt.divisibility", 16]] for i, is_hinted in enumerate(hinted) if is_hinted}
     source = ASTSource(kernel, signature, constants, hints)
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     path = tmp_path / "kernel.ptx"
@@ -235,6 +237,32 @@ def test_the_forms_that_linears_ask_for_compile_as_they_are_called(scales, launc
         )
     permute.swiglu_quantize(h, layout, scales, rows=True, columns=False, bf16=False)
     assert len(launches) == 8 and all(num_bytes <= 227 << 10 for _, _, num_bytes in launches)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
+def test_other_numbers_of_tokens_compile_nothing(launches):
+    from megatron_fp8rl.kernels.triton import permute
+
+    for num_tokens in (1, 320, 333):
+        permute.unpermute(torch.zeros(384, 264).bfloat16(), _layout(num_tokens, 384), None)
+    assert [name for name, _, _ in launches].count("_unpermute") == 3
+    assert [len(kernel.device_caches[0][0]) for kernel in (permute._unpermute, permute._build_layout)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("module", "argument", "number"),
+    [("permute", "num_tokens", 3), ("slots", "num_tokens", 4), ("route", "num_tokens", 2), ("log_softmax", "num_tokens", 1),
+     ("packed", "num_rows", 1), ("swiglu", "num_rows", 4), ("batch_invariant", "num_rows", 1)],
+)  # fmt: skip
+def test_numbers_of_tokens_are_not_specialized(module, argument, number):
+    """A run would compile in the middle of a step, for numbers that are divisible by 16 or 1."""
+    from triton.runtime.jit import JITFunction
+
+    found = vars(importlib.import_module(f"megatron_fp8rl.kernels.triton.{module}")).values()
+    kernels = [x for x in found if isinstance(x, JITFunction)]
+    launched = [kernel for kernel in kernels if kernel.__module__.endswith(module) and "tl.store" in kernel.src]
+    params = [param for kernel in launched for param in kernel.params if param.name == argument]
+    assert len(params) == number and all(param.do_not_specialize for param in params)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs them")
