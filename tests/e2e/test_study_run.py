@@ -18,7 +18,7 @@ def test_a_study_runs_from_its_warm_start_to_its_plot(tmp_path):
     environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MEGATRON_FP8RL_CACHE": str(tmp_path / "c")}
 
     def study() -> str:
-        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 

@@ -37,7 +37,7 @@ def test_what_shares_a_gpu_moves_as_little_as_fits(gib, sleeps, moves):
 
 @pytest.mark.parametrize(
     ("gib", "sequences", "size"),
-    [(140, 2048, 32768), (100, 2048, 16384), (60, 2048, 8192), (140, 64, 16384), (140, 16, 8192)],
+    [(140, 2048, 32768), (100, 2048, 16384), (68, 2048, 12288), (60, 2048, 8192), (140, 64, 16384), (140, 16, 8192)],
 )
 def test_microbatches_are_as_long_as_memory_and_their_number_allow(gib, sequences, size):
     cfg = change(
