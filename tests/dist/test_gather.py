@@ -122,6 +122,31 @@ def test_tokens_that_travel_in_fp8_are_the_same_operands():
         assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
+def _to_the_first_experts(cfg, num_updates):
+    """Runs on a rank: ``train``, where all tokens go to the same experts, so that the second rank has none."""
+    from megatron_fp8rl.trainer.model import router
+
+    inner = router.choose_experts
+
+    def choose(logits, top_k, *args):
+        weights, experts = inner(logits, top_k, *args)
+        return weights, torch.arange(top_k).expand_as(experts).contiguous()
+
+    router.choose_experts = choose
+    return train(cfg, num_updates)
+
+
+@pytest.mark.parametrize("precision", ["blockwise", "bf16"])
+def test_a_rank_whose_experts_get_no_token_takes_part(precision):
+    expected, found = (
+        run_ranks(2, _to_the_first_experts, config("ep2", precision, dispatch), 2) for dispatch in ("alltoall", "gather")
+    )
+    for got, want in zip(found, expected, strict=True):
+        for ours, theirs in zip(got.metrics, want.metrics, strict=True):
+            norms = ours["train/grad_norm/max"], theirs["train/grad_norm/max"]
+            assert norms[0] == pytest.approx(norms[1], rel=GATHERED_GRADIENT[precision])
+
+
 def test_layers_that_are_recomputed_gather_again():
     cfg = config("ep2", "blockwise", "gather")
     expected = run_ranks(2, train, cfg, 1)
