@@ -98,11 +98,7 @@ def pack(x_TH: Tensor) -> Packed:
     """Quantize BF16 [T, H] along rows, in blocks of 128 features with scales of powers of two."""
     _require_matrix("x_TH", x_TH, len(x_TH))
     num_features = x_TH.shape[1]
-    if runs_triton(x_TH):
-        from megatron_fp8rl.kernels.triton import packed as implementation  # imports Triton
-    else:
-        from megatron_fp8rl.kernels import fused_moe_torch as implementation
-    return Packed(implementation.pack(x_TH, Packed.width(num_features)), num_features)
+    return Packed(_implementation(x_TH).pack(x_TH, Packed.width(num_features)), num_features)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +132,13 @@ def permute_quantize(
         wanted = torch.Size((num_rows, Packed.width(x_TK.num_features)))
         if x_TK.data.shape != wanted or x_TK.data.dtype != torch.uint8 or probs is not None:
             raise ValueError(f"packed rows must be uint8 {list(wanted)} without probs, not {_described(x_TK.data)}")
-        implementation = _implementation(x_TK.data)
-        return implementation.permute_quantize(x_TK, layout, scales, rows=rows, columns=columns, bf16=bf16, probs=None)
-    _require_matrix("x_TK", x_TK, num_rows)
+    else:
+        _require_matrix("x_TK", x_TK, num_rows)
     if probs is not None and layout.sources is not None:
         raise ValueError("probs are of routed tokens, but the layout reads its sources")
     if probs is not None and (probs.dtype != torch.float32 or probs.shape != (layout.num_tokens,)):
         raise ValueError(f"probs must be float32 [{layout.num_tokens}], not {_described(probs)}")
-    implementation = _implementation(x_TK)
+    implementation = _implementation(x_TK.data if isinstance(x_TK, Packed) else x_TK)
     return implementation.permute_quantize(x_TK, layout, scales, rows=rows, columns=columns, bf16=bf16, probs=probs)
 
 

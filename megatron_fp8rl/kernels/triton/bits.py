@@ -34,6 +34,23 @@ def bits_of_scale(amax_bits, POW2: tl.constexpr):
 
 
 @triton.jit
+def factor_of(amax_bits, scale_bits, POW2: tl.constexpr):
+    """The factor that :func:`quotient` needs for a block: the inverse of its scale, or the scale."""
+    if POW2:
+        # The reciprocal of a power of two is exact, and the product with it equals the quotient.
+        scale_bits = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits)
+    return scale_bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quotient(x, factor, POW2: tl.constexpr):
+    """float32 ``x`` divided by its block's scale."""
+    if POW2:
+        return x * factor
+    return tl.div_rn(x, tl.zeros_like(x) + factor)
+
+
+@triton.jit
 def e4m3_bytes(x, HARDWARE: tl.constexpr):
     """Bytes (uint8) of the E4M3 values nearest to float32 ``x``, ties to even; no magnitude may round above 448.
 
@@ -54,6 +71,19 @@ def e4m3_bytes(x, HARDWARE: tl.constexpr):
     byte = tl.where(rounded >= 0.015625, normal, subnormal)
     byte = tl.where(magnitude_bits > INFINITY_BITS, 0x7F, byte)
     return (sign | byte).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_values(byte, HARDWARE: tl.constexpr):
+    """float32 values of E4M3 bytes (uint8)."""
+    if HARDWARE:
+        return byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    bits = byte.to(tl.int32)
+    magnitude = bits & 0x7F
+    normal = ((magnitude << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
+    number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+    number = tl.where(magnitude == 0x7F, float("nan"), number)
+    return tl.where(bits >= 0x80, -number, number)
 
 
 @triton.jit

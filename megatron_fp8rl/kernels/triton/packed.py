@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.triton.bits import HARDWARE, INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes
+from megatron_fp8rl.kernels.triton.bits import HARDWARE, bits_of_scale, e4m3_bytes, e4m3_values, factor_of, quotient
 from megatron_fp8rl.kernels.triton.tiles import SIDE, pair
 
 _ROWS = 16  # of a program
@@ -27,10 +27,9 @@ def _pack(x, out, num_rows, num_columns, width, ROWS: tl.constexpr, HARDWARE: tl
     numbers = tl.load(x + row[:, None] * num_columns + feature, mask=inside[:, None], other=0.0).to(tl.float32)
     amax_bits = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
     scale_bits = bits_of_scale(amax_bits, True)
-    # The reciprocal of a power of two is exact, and the product with it equals the quotient.
-    inverse = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits).to(tl.float32, bitcast=True)
+    factor = factor_of(amax_bits, scale_bits, True)[:, None]
     place = out + row * width
-    tl.store(place[:, None] + feature, e4m3_bytes(numbers * inverse[:, None], HARDWARE), mask=inside[:, None])
+    tl.store(place[:, None] + feature, e4m3_bytes(quotient(numbers, factor, True), HARDWARE), mask=inside[:, None])
     tl.store(place + num_columns + block, ((scale_bits >> 23) & 0xFF).to(tl.uint8), mask=inside)
 
 
@@ -41,16 +40,7 @@ def _values(x, row, column, num_columns, width, HARDWARE: tl.constexpr):
     is_row = (row >= 0)[:, None]
     byte = tl.load(place + column + tl.arange(0, SIDE)[None, :], mask=is_row, other=0)
     exponent = tl.load(place + num_columns + column // SIDE, mask=is_row, other=1).to(tl.int32)
-    if HARDWARE:
-        number = byte.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    else:
-        bits = byte.to(tl.int32)
-        magnitude = bits & 0x7F
-        normal = ((magnitude << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
-        number = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
-        number = tl.where(magnitude == 0x7F, float("nan"), number)
-        number = tl.where(bits >= 0x80, -number, number)
-    return number * (exponent << 23).to(tl.float32, bitcast=True)
+    return e4m3_values(byte, HARDWARE) * (exponent << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

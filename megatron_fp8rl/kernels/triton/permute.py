@@ -20,7 +20,7 @@ from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
 from megatron_fp8rl.kernels.cuda import launch
 from megatron_fp8rl.kernels.fused_moe import ExpertPermutation, Packed, Quantized, SwigluGradients
 from megatron_fp8rl.kernels.triton.bits import HARDWARE
-from megatron_fp8rl.kernels.triton.packed import packed_pair
+from megatron_fp8rl.kernels.triton.packed import pack, packed_pair  # noqa: F401  pack is a function of fused_moe.py
 from megatron_fp8rl.kernels.triton.tiles import (
     SIDE,
     activations,

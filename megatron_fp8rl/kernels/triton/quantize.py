@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
-from megatron_fp8rl.kernels.triton.bits import HARDWARE, INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes
+from megatron_fp8rl.kernels.triton.bits import HARDWARE, bits_of_scale, e4m3_bytes, factor_of, quotient
 
 _VECTOR_BYTES = 16  # of the widest load and store
 _SOURCES = {torch.bfloat16: tl.uint16, torch.float32: tl.uint32}  # dtype used to read the bits
@@ -66,13 +66,8 @@ def _quantize_blocks(
     amax_bits = tl.max(tl.max((bits & 0x7FFFFFFF).to(tl.int32, bitcast=True), axis=1), axis=0)
     scale_bits = bits_of_scale(amax_bits, POW2)
     tl.store(scales + local, scale_bits)
-    if POW2:
-        # The reciprocal of a power of two is exact, and the product with it equals the quotient.
-        inverse_bits = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits)
-        quotient = x * inverse_bits.to(tl.float32, bitcast=True)
-    else:
-        quotient = tl.div_rn(x, tl.zeros_like(x) + scale_bits.to(tl.float32, bitcast=True))
-    tl.store(data + rows[:, None] * num_columns + columns[None, :], e4m3_bytes(quotient, HARDWARE), mask=inside)
+    number = quotient(x, factor_of(amax_bits, scale_bits, POW2), POW2)
+    tl.store(data + rows[:, None] * num_columns + columns[None, :], e4m3_bytes(number, HARDWARE), mask=inside)
 
 
 def quantize_weight(weight_NK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:

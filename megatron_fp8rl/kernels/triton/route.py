@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_fp8rl.kernels.triton.slots import sizes, tokens_and_experts
+
 _TOKENS = 16  # of a program
 
 
@@ -31,11 +33,8 @@ def _route(
     logits, scores, num_tokens, factor,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, MOST: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    expert = tl.arange(0, EXPERTS)[None, :]
-    place = token * NUM_EXPERTS + expert
-    exists = expert < NUM_EXPERTS
-    inside = (token < num_tokens) & exists
+    token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
+    place, exists = token * NUM_EXPERTS + expert, expert < NUM_EXPERTS
     share = _numerators(logits + place, inside, exists)
     left = tl.where(exists, share, -1.0)
     for _ in tl.static_range(MOST):
@@ -52,11 +51,8 @@ def _route_backward(
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NORMALIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """d logit = p (g - sum(p g)) for the softmax p times ``factor`` over what it was normalized over."""
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    expert = tl.arange(0, EXPERTS)[None, :]
-    place = token * NUM_EXPERTS + expert
-    exists = expert < NUM_EXPERTS
-    inside = (token < num_tokens) & exists
+    token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
+    place, exists = token * NUM_EXPERTS + expert, expert < NUM_EXPERTS
     score = tl.load(scores + place, mask=inside, other=-1.0)
     chosen = score >= 0
     g = tl.where(chosen, tl.load(grad + place, mask=inside, other=0.0), 0.0)
@@ -77,13 +73,11 @@ def routed_scores(logits_TE: Tensor, top_k: int, normalize: bool, factor: float)
 class _Routed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, top_k: int, normalize: bool, factor: float) -> Tensor:
-        num_tokens, num_experts = logits_TE.shape
         scores_TE = torch.empty(logits_TE.shape, dtype=torch.float32, device=logits_TE.device)
-        ctx.how = {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "NORMALIZE": normalize}
-        ctx.factor = factor
+        ctx.factor, ctx.how = factor, sizes(logits_TE, _TOKENS) | {"NORMALIZE": normalize}
         with torch.cuda.device_of(logits_TE):
-            _route[(triton.cdiv(num_tokens, _TOKENS),)](
-                logits_TE, scores_TE, num_tokens, factor, MOST=top_k, TOKENS=_TOKENS, **ctx.how, num_warps=4
+            _route[(triton.cdiv(len(scores_TE), _TOKENS),)](
+                logits_TE, scores_TE, len(scores_TE), factor, MOST=top_k, **ctx.how, num_warps=4
             )
         ctx.save_for_backward(logits_TE, scores_TE)
         return scores_TE
@@ -94,6 +88,6 @@ class _Routed(torch.autograd.Function):
         out = torch.empty_like(logits_TE)
         with torch.cuda.device_of(grad_TE):
             _route_backward[(triton.cdiv(len(out), _TOKENS),)](
-                grad_TE.contiguous(), scores_TE, logits_TE, out, len(out), ctx.factor, TOKENS=_TOKENS, **ctx.how, num_warps=4
+                grad_TE.contiguous(), scores_TE, logits_TE, out, len(out), ctx.factor, **ctx.how, num_warps=4
             )
         return out, None, None, None

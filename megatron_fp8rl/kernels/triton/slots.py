@@ -20,17 +20,23 @@ _ROWS, _COLUMNS = 4, 512  # of one that sums
 
 
 @triton.jit
+def tokens_and_experts(num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Of a program that has some tokens and all experts: (token [TOKENS, 1], expert [1, EXPERTS], whether there are such)."""
+    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
+    expert = tl.arange(0, EXPERTS)[None, :]
+    return token, expert, (token < num_tokens) & (expert < NUM_EXPERTS)
+
+
+@triton.jit
 def _tile(scores, ends, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
     """(token [TOKENS, 1], expert [1, EXPERTS], score, whether it is chosen, rank among an expert's tokens, counts)."""
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    expert = tl.arange(0, EXPERTS)
-    count = tl.load(counts + expert, mask=expert < NUM_EXPERTS, other=0)
-    end = tl.load(ends + tl.program_id(0) * NUM_EXPERTS + expert, mask=expert < NUM_EXPERTS, other=0)
-    expert = expert[None, :]
-    inside = (token < num_tokens) & (expert < NUM_EXPERTS)
+    token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
     score = tl.load(scores + token * NUM_EXPERTS + expert, mask=inside, other=-1.0)
     chosen = inside & (score >= 0)
     taken = chosen.to(tl.int32)
+    one = tl.arange(0, EXPERTS)
+    count = tl.load(counts + one, mask=one < NUM_EXPERTS, other=0)
+    end = tl.load(ends + tl.program_id(0) * NUM_EXPERTS + one, mask=one < NUM_EXPERTS, other=0)
     rank = (end - tl.sum(taken, axis=0))[None, :] + tl.cumsum(taken, 0) - 1
     return token, expert, score, chosen, rank, count
 
@@ -38,13 +44,10 @@ def _tile(scores, ends, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _count(scores, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
     """The tokens of a tile that go to each expert."""
-    token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None]
-    expert = tl.arange(0, EXPERTS)[None, :]
-    inside = (token < num_tokens) & (expert < NUM_EXPERTS)
+    token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
     taken = inside & (tl.load(scores + token * NUM_EXPERTS + expert, mask=inside, other=-1.0) >= 0)
-    expert = tl.arange(0, EXPERTS)
-    place = counts + tl.program_id(0) * NUM_EXPERTS + expert
-    tl.store(place, tl.sum(taken.to(tl.int32), axis=0), mask=expert < NUM_EXPERTS)
+    one = tl.arange(0, EXPERTS)
+    tl.store(counts + tl.program_id(0) * NUM_EXPERTS + one, tl.sum(taken.to(tl.int32), axis=0), mask=one < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -96,16 +99,17 @@ def _sum_rows(
     tl.store(place, rounded_to_bf16(total, HARDWARE), mask=(token < num_tokens)[:, None] & (column < width))
 
 
-def _sizes(scores_TE: Tensor) -> dict[str, int]:
+def sizes(scores_TE: Tensor, tokens: int = _TOKENS) -> dict[str, int]:
+    """The constants of :func:`tokens_and_experts`, for programs of so many tokens."""
     num_experts = scores_TE.shape[1]
-    return {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "TOKENS": _TOKENS}
+    return {"NUM_EXPERTS": num_experts, "EXPERTS": triton.next_power_of_2(num_experts), "TOKENS": tokens}
 
 
 def count(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
     """(int32 [tiles, E], tokens up to the end of a tile that go to an expert; its last row)."""
     counts = torch.empty(triton.cdiv(len(scores_TE), _TOKENS), scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device)
     with torch.cuda.device_of(scores_TE):
-        _count[(len(counts),)](scores_TE.contiguous(), counts, len(scores_TE), **_sizes(scores_TE), num_warps=4)
+        _count[(len(counts),)](scores_TE.contiguous(), counts, len(scores_TE), **sizes(scores_TE), num_warps=4)
     ends = counts.cumsum(0, dtype=torch.int32)
     return ends, ends[-1]
 
@@ -121,7 +125,7 @@ def place(
     with torch.cuda.device_of(scores_TE):
         _place[(triton.cdiv(num_tokens, _TOKENS),)](
             scores_TE.contiguous(), ends, counts_E, sources, slots, probs, num_tokens,
-            MOST=most, SLOTS=triton.next_power_of_2(most), **_sizes(scores_TE), num_warps=4,
+            MOST=most, SLOTS=triton.next_power_of_2(most), **sizes(scores_TE), num_warps=4,
         )  # fmt: skip
     return sources, slots, probs
 
@@ -131,7 +135,7 @@ def scores_gradient(grad_R: Tensor, scores_TE: Tensor, ends: Tensor, counts_E: T
     out = torch.empty(scores_TE.shape, dtype=torch.float32, device=scores_TE.device)
     with torch.cuda.device_of(grad_R):
         _scores_gradient[(triton.cdiv(len(scores_TE), _TOKENS),)](
-            grad_R, scores_TE.contiguous(), ends, counts_E, out, len(scores_TE), **_sizes(scores_TE), num_warps=4
+            grad_R, scores_TE.contiguous(), ends, counts_E, out, len(scores_TE), **sizes(scores_TE), num_warps=4
         )
     return out
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from megatron_fp8rl.kernels.blockwise import BLOCK
-from megatron_fp8rl.kernels.triton.bits import INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes
+from megatron_fp8rl.kernels.triton.bits import INFINITY_BITS, NAN_BITS, bits_of_scale, e4m3_bytes, factor_of, quotient
 
 SIDE: tl.constexpr = tl.constexpr(BLOCK)
 _MAGNITUDES: tl.constexpr = tl.constexpr(0x7FFF7FFF)
@@ -166,22 +166,6 @@ def _largest(words, AXIS: tl.constexpr, HARDWARE: tl.constexpr):
 
 
 @triton.jit
-def _factor(amax_bits, scale_bits, POW2: tl.constexpr):
-    """The factor that :func:`_quotient` needs for a block: the inverse of its scale, or the scale."""
-    if POW2:
-        # The reciprocal of a power of two is exact, and the product with it equals the quotient.
-        scale_bits = tl.where(amax_bits >= INFINITY_BITS, NAN_BITS, (254 << 23) - scale_bits)
-    return scale_bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _quotient(x, factor, POW2: tl.constexpr):
-    if POW2:
-        return x * factor
-    return tl.div_rn(x, tl.zeros_like(x) + factor)
-
-
-@triton.jit
 def _bytes_of_four(a, b, c, d, HARDWARE: tl.constexpr):
     """Words of the E4M3 values nearest to four float32 ones, the first in the lowest byte."""
     if HARDWARE:
@@ -194,8 +178,8 @@ def _bytes_of_four(a, b, c, d, HARDWARE: tl.constexpr):
 def _store_row(x, amax_bits, place, POW2: tl.constexpr, HARDWARE: tl.constexpr):
     """Quantize each row of float32 ``x`` [Q, 128]; return the bits of the row scales."""
     scale_bits = bits_of_scale(amax_bits, POW2)
-    factor = _factor(amax_bits, scale_bits, POW2)
-    tl.store(place, e4m3_bytes(_quotient(x, factor[:, None], POW2), HARDWARE))
+    factor = factor_of(amax_bits, scale_bits, POW2)
+    tl.store(place, e4m3_bytes(quotient(x, factor[:, None], POW2), HARDWARE))
     return scale_bits
 
 
@@ -235,10 +219,10 @@ def store_columns(
     scale_bits = bits_of_scale(amax_bits, POW2)
     line = row // SIDE * num_columns + feature
     tl.store(scales + line, scale_bits)
-    factor = _factor(amax_bits, scale_bits, POW2)[None, :]
+    factor = factor_of(amax_bits, scale_bits, POW2)[None, :]
     words = _bytes_of_four(
-        _quotient(low(x), factor, POW2), _quotient(high(x), factor, POW2),
-        _quotient(low(y), factor, POW2), _quotient(high(y), factor, POW2), HARDWARE,
+        quotient(low(x), factor, POW2), quotient(high(x), factor, POW2),
+        quotient(low(y), factor, POW2), quotient(high(y), factor, POW2), HARDWARE,
     )  # fmt: skip
     if IN_MATRIX:
         place = feature[:, None].to(tl.int64) * (num_rows // 4) + tl.arange(0, SIDE // 4)[None, :]
@@ -268,8 +252,8 @@ def store_block(x, y, place, num_columns, scale, POW2: tl.constexpr, HARDWARE: t
     amax_bits = tl.max(tl.maximum(m << 16, m & _UPPER), axis=0)
     scale_bits = bits_of_scale(amax_bits, POW2)
     tl.store(scale, scale_bits)
-    factor = _factor(amax_bits, scale_bits, POW2)
-    tl.store(place, e4m3_bytes(_quotient(low(x), factor, POW2), HARDWARE))
-    tl.store(place + num_columns, e4m3_bytes(_quotient(high(x), factor, POW2), HARDWARE))
-    tl.store(place + 2 * num_columns, e4m3_bytes(_quotient(low(y), factor, POW2), HARDWARE))
-    tl.store(place + 3 * num_columns, e4m3_bytes(_quotient(high(y), factor, POW2), HARDWARE))
+    factor = factor_of(amax_bits, scale_bits, POW2)
+    tl.store(place, e4m3_bytes(quotient(low(x), factor, POW2), HARDWARE))
+    tl.store(place + num_columns, e4m3_bytes(quotient(high(x), factor, POW2), HARDWARE))
+    tl.store(place + 2 * num_columns, e4m3_bytes(quotient(low(y), factor, POW2), HARDWARE))
+    tl.store(place + 3 * num_columns, e4m3_bytes(quotient(high(y), factor, POW2), HARDWARE))

@@ -131,7 +131,7 @@ class Router(ConstantBiasRouter):
             return _Replaced.apply(logits, value.to(logits.dtype))
         if not self.rounds:
             return logits
-        if self.match_engine and hidden.is_cuda and hidden.dtype == torch.bfloat16:
+        if hidden.dtype == torch.bfloat16:
             from megatron_fp8rl.kernels.triton import batch_invariant
 
             rows = hidden.detach().reshape(-1, hidden.shape[-1]).contiguous()
