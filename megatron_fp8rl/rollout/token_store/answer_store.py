@@ -25,7 +25,7 @@ from megatron_fp8rl.net.address import LOOPBACK, own_address
 from megatron_fp8rl.rollout.client import EngineError
 from megatron_fp8rl.rollout.completions import Answer, read_answer
 from megatron_fp8rl.rollout.server_process import inherited, kill_group
-from megatron_fp8rl.rollout.token_store.store_server import KEEP_PATH
+from megatron_fp8rl.rollout.token_store.store_server import ENGINE_FAILED, KEEP_PATH
 from megatron_fp8rl.stored_numbers import Entry, Store
 from megatron_fp8rl.token_rows import Row
 
@@ -65,8 +65,10 @@ class AnswerStore:
                 content = await response.read()
         except (aiohttp.ClientError, OSError) as error:
             raise self._store.error(f"{type(error).__name__}: {error}") from error
-        if response.status != 200:
-            raise EngineError(f"status {response.status}: {content.decode(errors='replace')[:1000]}")
+        if response.status == ENGINE_FAILED:
+            raise EngineError(content.decode(errors="replace"))
+        if response.status != 200:  # as another server says that has the port of a store that ended
+            raise self._store.error(f"status {response.status}: {content.decode(errors='replace')[:1000]}")
         return read_answer(content, self._entry)
 
     def _entry(self, key: int) -> Entry:

@@ -6,7 +6,7 @@ In: sampling requests of trainer rank 0. Out: the answers without their numbers,
 them. Every request needs the token of the store, which stands in the environment:
 
     POST /fp8rl/keep  {"engine": url, "token": the engine's, "body": request, "before": [[key, first byte, bytes], ...],
-                       "released": [key, ...]}
+                       "released": [key, ...]}  ->  the answer without its numbers; 424 if the engine fails
     POST /fp8rl/rows  [[key, first byte, bytes], ...]  ->  those bytes; 410 if one is not here
 
 ``before`` are ids that the store appends to the request's: what a completion has that goes on after a publication. The
@@ -33,6 +33,7 @@ from megatron_fp8rl.rollout.completions import GENERATE_PATH, without_numbers
 from megatron_fp8rl.stored_numbers import ROWS_PATH
 
 KEEP_PATH = "/fp8rl/keep"
+ENGINE_FAILED = 424  # the engine's failure: no other server that may have got a dead store's port answers so
 _MAX_REQUEST_BYTES = 1 << 30
 
 
@@ -60,14 +61,14 @@ class _Keeper:
             async with self._session.post(url, json=body, headers=headers) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, OSError) as error:
-            return web.Response(status=502, text=f"{type(error).__name__}: {error}")
+            return web.Response(status=ENGINE_FAILED, text=f"{type(error).__name__}: {error}")
         if answer.status != 200:
-            return web.Response(status=answer.status, body=content)
+            return web.Response(status=ENGINE_FAILED, text=f"status {answer.status}: {content.decode(errors='replace')[:1000]}")
         self._num_answers, key = self._num_answers + 1, self._num_answers
         try:
             content, self._numbers[key] = without_numbers(content, key)
         except ValueError as error:
-            return web.Response(status=422, text=str(error))
+            return web.Response(status=ENGINE_FAILED, text=str(error))
         response = web.StreamResponse(headers={"Content-Length": str(len(content))})
         try:
             await response.prepare(request)

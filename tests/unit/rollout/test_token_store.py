@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import pickle
+import threading
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +92,7 @@ class Engine:
         return web.Response(body=b"")
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def client_of(engine: Engine, tmp_path: Path) -> Any:
     app = web.Application()
     app.add_routes([web.post(GENERATE_PATH, engine.generate)])
@@ -294,6 +296,20 @@ def test_records_are_the_same_and_hold_nothing_afterwards(store, tmp_path):
     assert len(read_step(files[1])) == 2
 
 
+@contextlib.contextmanager
+def another_server_at(url: str) -> Iterator[None]:
+    """A server that knows none of a store's requests, at its port."""
+    host, port = url.removeprefix("http://").split(":")
+    with ThreadingHTTPServer((host, int(port)), BaseHTTPRequestHandler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join(60)
+
+
 def test_a_store_that_has_ended_is_named(tmp_path):
     cfg = tiny_qwen3()
     cfg = replace(cfg, rollout=replace(cfg.rollout, token_stores=1), output_dir=str(tmp_path))
@@ -306,4 +322,8 @@ def test_a_store_that_has_ended_is_named(tmp_path):
         for call in (lambda: list(rows), lambda: sampled(tmp_path, store)):
             with pytest.raises(StoreError, match=rf"the token store at {store.url} failed: .*look into .*token-store-0.log"):
                 call()
+        with another_server_at(store.url):
+            for call in (lambda: list(rows), lambda: sampled(tmp_path, store)):
+                with pytest.raises(StoreError, match=rf"(?s){store.url} failed: status 501: .*look into .*token-store-0.log"):
+                    call()
     assert set(psutil.Process().children()) <= set(others), "it leaves nothing behind"
