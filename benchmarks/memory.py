@@ -11,7 +11,7 @@ second microbatch finds both FP8 copies of every weight. Predictions are ``docto
 
 What is measured, and what it is compared with:
 
-    weights, gradients     Megatron-Core's buffers
+    weights, gradients     Megatron-Core's buffers, and those that experts have for both
     optimizer states       what else stays allocated after an update
     FP8 copies             what dropping the copies frees, between the backward pass and the optimizer
     activations            allocated when the loss is computed, less all of the above
@@ -35,7 +35,7 @@ from benchmarks.runner import device_name, num_gpus
 from benchmarks.training import MODELS, model_of, random_batch, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu
+from megatron_fp8rl.preflight.memory import EXPERTS, GIB, GPUS, TIGHT, Estimate, Gpu
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.types import TrainBatch
 
 PARTS = (
-    *("weights", "gradients", "optimizer states", "FP8 copies"),
+    *("weights", "gradients", EXPERTS, "optimizer states", "FP8 copies"),
     *("activations", "temporaries", "communication, CUDA"),
 )
 _SHAPES = {"qwen3_8b": (8, 16384), "qwen3_30b_a3b": (3, 8192)}  # (layers, tokens of a microbatch)
@@ -63,7 +63,7 @@ class Cell:
     def run_config(self) -> RunConfig:
         """The run of this cell on one rank. Selective recompute is of the feed-forward part, which keeps the most."""
         model = model_of(self.model, self.layers)
-        precision = PrecisionConfig(trainer=self.precision, rollout="bf16", linears="te", experts="te")
+        precision = PrecisionConfig(trainer=self.precision, rollout="bf16")
         modules = ("moe",) if model.is_moe else ("mlp",)
         return RunConfig(
             name="memory",
@@ -147,6 +147,8 @@ def full_batch(cfg: RunConfig, cell: Cell) -> TrainBatch:
 
 def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row:
     """Bytes by part, and of the phases that doctor has no part for."""
+    from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
+
     before = meter.allocated()
     batch = full_batch(cfg, cell)
     policy = build(cfg, parallel)
@@ -160,14 +162,18 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
     watch.update(batch)
 
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
+    shared = bytes_of_weights(buffers)
+    apart = [buffer for buffer in buffers if buffer.grad_data.untyped_storage().data_ptr() not in shared]
+    gradients = sum(buffer.grad_data.nbytes for buffer in apart)
     # FP32 parameters have no buffer of their own where Megatron-Core leaves them in place.
-    weights = sum(b.param_data.nbytes for b in buffers if b.param_data is not None)
+    weights = sum(b.param_data.nbytes for b in apart if b.param_data is not None)
+    experts = sum(buffer.grad_data.nbytes for buffer in buffers) - gradients
     activations = watch.at_loss - watch.before_step
     return {
         "weights": weights,
         "gradients": gradients,
-        "optimizer states": states - weights - gradients,
+        EXPERTS: experts,
+        "optimizer states": states - weights - gradients - experts,
         "FP8 copies": watch.fp8_copies,
         "activations": activations,
         "temporaries": watch.peak - watch.before_step - activations,

@@ -76,16 +76,15 @@ def grpo_qwen3_30b_a3b() -> RunConfig:
         qwen3_30b_a3b(),
         parallel=ParallelConfig(world_size=6, pipeline=3, virtual_stages=2, expert=2),
         rollout=base.rollout(replicas=2),
-        optim=base.optim("full"),
+        optim=base.optim(),
     )
 
 
 def grpo_qwen3_30b_a3b_colocated() -> RunConfig:
     """Qwen3-30B-A3B on 8 H200, which train (EP8) and sample (one engine on each) in turns; 440 GiB of host memory."""
-    cfg = base.colocated(
+    return base.colocated(
         grpo_qwen3_30b_a3b(), "grpo_qwen3_30b_a3b_colocated", parallel=ParallelConfig(world_size=8, expert=8)
     )
-    return replace(cfg, optim=replace(cfg.optim, recompute="selective"))
 
 
 def grpo_qwen3_30b_a3b_16gpu() -> RunConfig:

@@ -95,6 +95,7 @@ class RankWeights:
     dense: int  # outside routed experts, with gradients
     expert: int
     fp8: int  # of both, those that the trainer multiplies in FP8
+    fp8_expert: int  # of these, experts
     buffers: int  # FP32, without gradients
 
     @property
@@ -113,25 +114,27 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
         for entry, numbers in _rank_elements(model, table, *degrees)
         if _is_on_stage(entry, model, layout, stage)
     ]
-    dense, expert, fp8, buffers = map(sum, zip(*held, strict=True))
-    return RankWeights(dense=dense, expert=expert, fp8=fp8, buffers=buffers)
+    dense, expert, fp8, buffers, fp8_expert = map(sum, zip(*held, strict=True))
+    return RankWeights(dense=dense, expert=expert, fp8=fp8, fp8_expert=fp8_expert, buffers=buffers)
 
 
 @functools.lru_cache(maxsize=256)
 def _rank_elements(
     model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
-) -> list[tuple[Entry, tuple[int, int, int, int]]]:
-    """(entry, elements on a rank: dense, expert, fp8, buffers); a layer's weights together, under the first of them."""
+) -> list[tuple[Entry, tuple[int, ...]]]:
+    """(entry, elements on a rank: dense, expert, fp8, buffers, fp8 experts); a layer's weights together, under the first
+    of them."""
     found: dict[int | Entry, tuple[Entry, list[int]]] = {}
     for entry in entries(model):
         weight = entry.weight
         ranks = expert_tensor if weight.is_expert else tensor
         numel = math.prod(slicing.shard_shape(weight, model, ranks)) * entry.num_experts
         numel //= expert if weight.is_expert else 1
-        _, sums = found.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0, 0, 0, 0]))
+        _, sums = found.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0, 0, 0, 0, 0]))
         sums[1 if weight.is_expert else 3 if entry.is_buffer else 0] += numel
         if table.trainer_fp8(weight.parts[0][0]):
             sums[2] += numel
+            sums[4] += numel if weight.is_expert else 0
     return [(entry, (*sums,)) for entry, sums in found.values()]
 
 

@@ -309,7 +309,7 @@ def _layouts(cfg: RunConfig, gpu: Gpu, ranks: int, is_bounded: bool, node: int) 
     experts = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0] if model.is_moe else [1]
     stages = sorted({n for n in (*_STAGES, parallel.pipeline) if n <= model.num_layers})
     contexts = sorted({1, parallel.context, 2 * parallel.context, 4 * parallel.context})
-    count = parameters.count(model)
+    count, shares = parameters.count(model), trainer_memory.shares_memory(cfg, gpu)
     found: list[Option] = []
     for world in _worlds(parallel.world_size, ranks, node):
         of_world = _distance(world, parallel.world_size, 0.7 if is_bounded else 1.5)
@@ -329,7 +329,7 @@ def _layouts(cfg: RunConfig, gpu: Gpu, ranks: int, is_bounded: bool, node: int) 
                     "parallel.expert": expert,
                     "parallel.expert_tensor": expert_tensor,
                 }
-                if _state_bytes(cfg, gpu, count, fields) <= gpu.memory_bytes:
+                if _state_bytes(cfg, gpu, count, shares, fields) <= gpu.memory_bytes:
                     more = _distance(expert, parallel.expert, 0.8)
                     more += _distance(expert_tensor, parallel.expert_tensor, 1.5)
                     found.append((cost + more, fields))
@@ -343,16 +343,20 @@ def _worlds(now: int, ranks: int, node: int) -> list[int]:
     return sorted({n for n in (now, *powers, *nodes) if 1 <= n <= ranks})
 
 
-def _state_bytes(cfg: RunConfig, gpu: Gpu, count: parameters.ParameterCount, fields: dict[str, Any]) -> float:
-    """A lower bound for an average rank: weights, gradients, optimizer states, most of the FP8 copies, CUDA."""
+def _state_bytes(
+    cfg: RunConfig, gpu: Gpu, count: parameters.ParameterCount, shares: bool, fields: dict[str, Any]
+) -> float:
+    """A lower bound for an average rank: weights, gradients, optimizer states, most of the FP8 copies, CUDA. ``shares``:
+    weights of experts lie in the memory of their gradients."""
     world, tensor, pipeline = (fields[f"parallel.{name}"] for name in ("world_size", "tensor", "pipeline"))
     per = trainer_memory.Bytes.of(cfg)
     copies = 0.9 * trainer_memory.fp8_copy_bytes(cfg, gpu)
     held = per.gradient + (0.9 if cfg.precision.params == "fp8" else per.weight)
+    of_expert = per.gradient if shares else held
     dense = (count.total - count.expert) / (tensor * pipeline)
     expert = count.expert / (pipeline * fields["parallel.expert"] * fields["parallel.expert_tensor"])
     linears = max(0.0, dense - count.embedding / (tensor * pipeline)) + expert
-    return (dense + expert) * held + copies * linears + per.optimizer * count.total / world + _CUDA_BYTES
+    return dense * held + expert * of_expert + copies * linears + per.optimizer * count.total / world + _CUDA_BYTES
 
 
 def _steps(cfg: RunConfig) -> Iterator[Option]:

@@ -9,6 +9,9 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
                   world / (pipeline x expert x expert tensor) ranks
     FP8 copies    1 byte and scales, rowwise and columnwise               Transformer Engine keeps both for a whole
                                                                           update (is_first_microbatch)
+    experts       4 bytes instead of weights and gradients, if the        ``trainer/optimizer/shared_memory.py``
+                  grouped kernels read FP8 copies; where some layers are
+                  in BF16, the copies of those are, too
     activations   see ``activations.py``, times the microbatches in       Narayanan et al., arXiv:2104.04473, 2.2
                   flight: 1F1B: this stage and those after it;
                   interleaved: 2 (stages after) + (v - 1) p + 1 chunks;
@@ -36,7 +39,7 @@ from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.parameters import RankWeights, on_trainer_rank
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
-from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
+from megatron_fp8rl.preflight.memory import EXPERTS, GIB, Estimate, Gpu, Part
 
 # Allowances: a CUDA context with its modules and cuBLAS workspaces (measured on one H200: 1.7 GiB for a dense model,
 # 2.1 for an MoE model), and NCCL's buffers for each process group with more than one rank.
@@ -97,6 +100,13 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
     return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)
 
 
+def shares_memory(cfg: RunConfig, gpu: Gpu) -> bool:
+    """Whether BF16 weights of FP8 experts lie in the memory of their gradients."""
+    if cfg.precision.trainer != "blockwise" or cfg.precision.params != "bf16":
+        return False
+    return KernelChoice.of(cfg, Hardware(gpu.generation)).trainer.experts == "deep_gemm"
+
+
 def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float, stage: int) -> Estimate:
     """Peak memory of a rank of one pipeline stage; all ranks of the stage need the same if routing is balanced."""
     tokens = Tokens.of(cfg, routing_imbalance)
@@ -124,11 +134,14 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
     optimizer = per.optimizer * (weights.dense / dense_ranks + weights.expert / expert_ranks)
     copies = fp8_copy_bytes(cfg, gpu)
     weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
-    held_bytes, held = weight_bytes, f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B"
+    shared = weights.expert if weights.fp8_expert and shares_memory(cfg, gpu) else 0
+    apart = weights.trained - shared
+    held_bytes, held = weight_bytes - per.weight * shared, f"{apart / 1e9:.2f} G parameters x {per.weight} B"
     if cfg.precision.params == "fp8":  # rowwise bytes are the weights themselves, columnwise bytes their copy
         copies, how = copies / 2, "in columns"
         held_bytes += int((copies - per.weight) * weights.fp8)
         held += f", of which {weights.fp8 / 1e9:.2f} G in FP8 x {copies:.3g} B"
+    in_bf16 = shared - weights.fp8_expert if shared else 0
     shards = f"{weights.dense / 1e9:.2f} G over {dense_ranks}"
     if weights.expert:
         shards += f", experts {weights.expert / 1e9:.2f} G over {expert_ranks}"
@@ -138,7 +151,12 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
             num_bytes=held_bytes,
             formula=held,
         ),
-        Part(name="gradients", num_bytes=per.gradient * weights.trained, formula=f"FP32, x {per.gradient} B"),
+        Part(name="gradients", num_bytes=per.gradient * apart, formula=f"FP32, x {per.gradient} B"),
+        Part(
+            name=EXPERTS,
+            num_bytes=per.gradient * shared,
+            formula=f"{shared / 1e9:.2f} G in one memory, FP32, x {per.gradient} B",
+        ),
         Part(
             name="optimizer states",
             num_bytes=int(optimizer),
@@ -146,8 +164,9 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
         ),
         Part(
             name="FP8 copies",
-            num_bytes=int(copies * weights.fp8),
-            formula=f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({how})",
+            num_bytes=int(copies * weights.fp8) + per.weight * in_bf16,
+            formula=f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({how})"
+            + (f", {in_bf16 / 1e9:.2f} G of BF16 experts x {per.weight} B" if in_bf16 else ""),
         ),
     ]
     if cfg.algo.kl_coef > 0:

@@ -93,7 +93,10 @@ class Policy:
         return named_global_parameters(self.models, self.parallel)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters and router biases under their global names: everything published and saved."""
+        """This rank's parameters and router biases under their global names: everything published and saved. Raises
+        RuntimeError between :meth:`accumulate_gradients` and the end of an update."""
+        if not self.optimizer.has_weights:
+            raise RuntimeError("gradients are in the memory of weights; call policy.optimizer.rebuild_parameters() first")
         return named_global_tensors(self.models, self.parallel)
 
     def with_old_logprobs(
@@ -211,6 +214,16 @@ class Policy:
         Raises NonFiniteError on all ranks, leaving the weights unchanged, if the loss or a gradient is not finite.
         """
         self.offload.require("params", "gradients", "optimizer")
+        try:
+            return self._update(batch, loss_fn, inspect)
+        except NonFiniteError:
+            if not self.optimizer.has_weights:
+                self.optimizer.rebuild_parameters()
+            raise
+
+    def _update(
+        self, batch: TrainBatch, loss_fn: LossFn, inspect: Callable[[TrainBatch], None] | None
+    ) -> dict[str, float]:
         with nullcontext() if inspect is None else self._kv_measured():  # no pass for old log-probabilities
             results = self.accumulate_gradients(batch, loss_fn)
         if inspect is not None:
@@ -227,7 +240,8 @@ class Policy:
         return metrics
 
     def accumulate_gradients(self, batch: TrainBatch, loss_fn: LossFn) -> list[MicrobatchResult]:
-        """Collective: the gradients of a batch alone in the buffers of all chunks; results as of ``Forward.gradients``."""
+        """Collective: the gradients of a batch alone in the buffers of all chunks; results as of ``Forward.gradients``.
+        Without a step, ``optimizer.rebuild_parameters`` is needed before weights are read."""
         for chunk in self.chunks:
             chunk.train()
         self.optimizer.zero_gradients()

@@ -14,7 +14,6 @@ from megatron_fp8rl.algo.losses import sft
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.data.packing import Alignment, pack_for
 from megatron_fp8rl.token_rows import Row
-from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.policy import Policy
 from megatron_fp8rl.types import Prompt, Sample, Stretch, TrainBatch
 
@@ -26,7 +25,7 @@ def pays(cfg: RunConfig, device_type: str) -> bool:
 
 
 def warm_up(policy: Policy, prompts: Sequence[Prompt]) -> None:
-    """Collective: gradients of one full microbatch of the prompts' tokens on each rank, which are then set to zero."""
+    """Collective: gradients of one full microbatch of the prompts' tokens on each rank, which nothing reads."""
     cfg, parallel = policy.cfg, policy.parallel
     room = cfg.rollout.max_tokens_per_microbatch
     room -= room % Alignment.of(cfg.parallel).microbatch
@@ -35,8 +34,7 @@ def warm_up(policy: Policy, prompts: Sequence[Prompt]) -> None:
     text = np.array([token for prompt in prompts for token in prompt.token_ids], np.int32)
     batch = batch_of(cfg, text, cfg.parallel.data * rounds * (room // length), length, data_rank=parallel.dp_rank)
     policy.accumulate_gradients(batch, sft)
-    policy.optimizer.zero_gradients()
-    forget_quantized_weights()
+    policy.optimizer.rebuild_parameters()
 
 
 def batch_of(cfg: RunConfig, text: np.ndarray, num_sequences: int, length: int, data_rank: int = 0) -> TrainBatch:

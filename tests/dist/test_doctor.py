@@ -8,19 +8,26 @@ import pytest
 import torch
 
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import GPUS
+from megatron_fp8rl.preflight.memory import EXPERTS, GPUS
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config
 
+GROUPED = replace(MOE, hidden_size=128, moe_ffn_hidden_size=256)
+FP8 = {"trainer": "blockwise", "experts": "deep_gemm"}
+
 
 def _measure(cfg):
-    """On a rank: (pipeline rank, bytes of weights, of main gradients, of master weights and moments)."""
+    """On a rank: (pipeline rank, bytes of weights, of main gradients, of memory for both, of master weights and moments)."""
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
     policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
     continue_training(policy, 1)
     parameters = [parameter for model in policy.models for parameter in model.parameters()]
+
+    def is_shared(p) -> bool:
+        return p.untyped_storage().data_ptr() == p.main_grad.untyped_storage().data_ptr()
+
     optimizer = policy.optimizer.megatron
     states = 0
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -30,30 +37,34 @@ def _measure(cfg):
                 states += sum(t.numel() * t.element_size() for t in (master, *moments))
     return (
         policy.parallel.pp_rank,
-        sum(p.numel() * p.element_size() for p in parameters),
-        sum(p.main_grad.numel() * p.main_grad.element_size() for p in parameters),
+        sum(p.nbytes for p in parameters if not is_shared(p)),
+        sum(p.main_grad.nbytes for p in parameters if not is_shared(p)),
+        sum(p.main_grad.nbytes for p in parameters if is_shared(p)),
         states,
     )
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
+    ("model", "layout", "precision"),
     [
-        pytest.param(MOE, {"tensor": 2, "pipeline": 2}, id="tp2-pp2"),
-        pytest.param(MOE, {"tensor": 2, "expert": 2, "expert_tensor": 2}, id="tp2-ep2-etp2"),
-        pytest.param(replace(DENSE, tie_embeddings=True), {"pipeline": 2}, id="tied-pp2-dp2"),
+        pytest.param(MOE, {"tensor": 2, "pipeline": 2}, {}, id="tp2-pp2"),
+        pytest.param(MOE, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}, id="tp2-ep2-etp2"),
+        pytest.param(GROUPED, {"expert": 2, "pipeline": 2}, FP8, id="ep2-pp2-fp8"),
+        pytest.param(replace(DENSE, tie_embeddings=True), {"pipeline": 2}, {}, id="tied-pp2-dp2"),
     ],
 )
-def test_states_are_those_that_megatron_allocates(model, layout):
+def test_states_are_those_that_megatron_allocates(model, layout, precision):
     cfg = run_config(model=model, params="bf16", world_size=4, **layout)
+    cfg = replace(cfg, precision=replace(cfg.precision, **precision))
     gpu = GPUS["h200"]
     ranks = run_ranks(4, _measure, cfg)
     for stage in range(cfg.parallel.pipeline):
         expected = trainer_memory.estimate_stage(cfg, gpu, gpu.memory_bytes, 1.0, stage)
         on_stage = [rank for rank in ranks if rank[0] == stage]
-        for _, weights, gradients, _ in on_stage:
+        for _, weights, gradients, both, _ in on_stage:
             assert weights == expected.part("weights").num_bytes
             assert gradients == expected.part("gradients").num_bytes
+            assert both == expected.part(EXPERTS).num_bytes and bool(both) == bool(precision)
         # Shards are cut where the buffer says, not where tensors end, so that ranks differ; the mean is exact.
-        states = sum(rank[3] for rank in on_stage) / len(on_stage)
+        states = sum(rank[4] for rank in on_stage) / len(on_stage)
         assert states == pytest.approx(expected.part("optimizer states").num_bytes, abs=1)

@@ -169,6 +169,18 @@ def parameters_from_masters(optimizer: Any) -> None:
 @patches(
     "megatron-core",
     ">=0.19.2,<0.20",
+    why="every optimizer of a chain gathers the parameters of all of them after its own step: twice the traffic, and the first "
+    "would do so before the second has read the gradients that share their memory (_defer_param_sync)",
+    remove_when="an optimizer gathers its own parameters alone",
+)
+def leave_gathering(optimizer: Any) -> None:
+    """Let the caller gather parameters after the steps of ``optimizer``, one of a chain."""
+    optimizer._defer_param_sync = True
+
+
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
     why="passes all master weights to Transformer Engine at once (distrib_optimizer.quantize_param_shard), which "
     "copies them to BF16, taking as much memory as FP8 parameters save on one rank",
     remove_when="Transformer Engine's quantize_master_weights no longer copies all masters to BF16",

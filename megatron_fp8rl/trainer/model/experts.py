@@ -113,6 +113,24 @@ class GroupedExperts(TEGroupedMLP):
         everyone = None if slots is None else slots.everyone
         return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, halves, everyone, *_edges(*halves)), None
 
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Of all experts, of fc1 and then of fc2."""
+        return *self.linear_fc1.weights, *self.linear_fc2.weights
+
+    def keep_copies(self) -> None:
+        """Copy what the GEMMs read: the weights leave their memory, until :meth:`drop_copies`."""
+        for linear in (self.linear_fc1, self.linear_fc2):
+            if self.scales is None:  # what is cached may be the weights themselves
+                linear.cache.clear()
+            linear.cache.get(linear.weights, lambda: _Weights(linear.weights, self.scales, is_apart=True))
+            linear.cache.hold()
+
+    def drop_copies(self) -> None:
+        """There are new weights."""
+        for linear in (self.linear_fc1, self.linear_fc2):
+            linear.cache.renew()
+
 
 @dataclass(frozen=True)
 class _Call:
@@ -255,11 +273,12 @@ def _add_products(grad: Quantized, x: Quantized, call: _Call, out_ENK: Tensor) -
 
 
 class _Weights:
-    """The matrices of one linear's experts as one tensor, in the GEMM's dtype."""
+    """The matrices of one linear's experts as one tensor, in the GEMM's dtype; with ``is_apart`` never the weights' own
+    memory."""
 
-    def __init__(self, weights: Sequence[Tensor], scales: Scales | None):
+    def __init__(self, weights: Sequence[Tensor], scales: Scales | None, is_apart: bool = False):
         matrices_ENK = stacked(weights)
-        if matrices_ENK is None:
+        if matrices_ENK is None or (is_apart and scales is None):
             matrices_ENK = torch.stack([weight.detach() for weight in weights])
         self._bf16_ENK = matrices_ENK if scales is None else None
         self._fp8 = None if scales is None else quantized(matrices_ENK, scales)

@@ -2,7 +2,8 @@
 
 A copy is valid while the parameters are the same objects at the same tensor versions. Megatron-Core's distributed
 optimizer writes new weights through the flat parameter buffer, which does not change their versions: code that updates
-weights that way must call :func:`forget_quantized_weights`.
+weights that way must call :func:`forget_quantized_weights`. A cache whose weights have left their memory (:meth:`hold`)
+has the only copy.
 """
 
 from __future__ import annotations
@@ -24,15 +25,31 @@ class WeightCache:
     def __init__(self) -> None:
         self._key: tuple = ()
         self._made: Any = None
+        self._is_held = False
         _caches.add(self)
 
     def get(self, weights: Sequence[Tensor], quantize: Callable[[], Any]) -> Any:
-        """Return the cached result of ``quantize``; calls it if the weights have changed."""
+        """Return the cached result of ``quantize``; calls it if the weights have changed. Raises RuntimeError if they have
+        left their memory and so has the copy."""
         key = *map(id, weights), *num_writes(weights)
         if self._made is None or key != self._key:
+            if self._is_held:
+                raise RuntimeError(
+                    "weights of experts were changed or their copies dropped while gradients are in their memory; call "
+                    "Optimizer.rebuild_parameters() first"
+                )
             self._made = None  # free the old copy before making the new one
             self._made, self._key = quantize(), key
         return self._made
+
+    def hold(self) -> None:
+        """The weights leave their memory, until :meth:`renew`."""
+        self._is_held = True
+
+    def renew(self) -> None:
+        """There are new weights."""
+        self.clear()
+        self._is_held = False
 
     def clear(self) -> None:
         self._made, self._key = None, ()

@@ -9,7 +9,8 @@ they are views of.
 
     params      parameter buffers and the reference model    copied to host memory; for FP8 parameters the rowwise data
                                                              (columnwise is made again, scales stay on the GPU)
-    gradients   gradient buffers                             discarded; restored as zeros
+    gradients   gradient buffers, but for those that hold    discarded; restored as zeros
+                weights, too (shared_memory.py)
     optimizer   FP32 master weights and Adam's moments       copied to host memory
 """
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
@@ -37,7 +39,7 @@ class _Storages:
     """Storages that are offloaded together, and the reusable host buffer that holds their data."""
 
     def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, int]] = []  # with its size
+        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # with its size, and its bytes on the host
         self._device = torch.device("cpu")
         self._host = torch.empty(0, dtype=torch.uint8)
 
@@ -48,39 +50,34 @@ class _Storages:
         with contextlib.suppress(Exception):  # the process may be ending
             self._unpin()
 
-    def release(self, storages: list[torch.UntypedStorage], device: torch.device, *, keep: bool) -> None:
-        """Free ``storages``; with ``keep``, copy their data to host memory first."""
-        sizes = [storage.nbytes() for storage in storages]
+    def release(self, storages: dict[torch.UntypedStorage, int], device: torch.device) -> None:
+        """Free ``storages`` after their first bytes, as many as named, have been copied to host memory."""
         self._device = device
-        if keep:
-            self._reserve(sum(_aligned(size) for size in sizes))
-            for storage, host in zip(storages, self._slots(sizes), strict=True):
-                host.copy_(_bytes_of(storage, device), non_blocking=True)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+        self._reserve(sum(map(_aligned, storages.values())))
+        self._away = [(storage, storage.nbytes(), kept) for storage, kept in storages.items()]
+        for (storage, _, kept), host in zip(self._away, self._slots(), strict=True):
+            host.copy_(_bytes_of(storage, device)[:kept], non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         for storage in storages:
             storage.resize_(0)
-        self._away = list(zip(storages, sizes, strict=True))
 
-    def restore(self, *, keep: bool) -> None:
-        """Reallocate every storage; with ``keep`` restore its data, otherwise fill it with zeros."""
-        hosts = self._slots([size for _, size in self._away]) if keep else iter(())
-        for storage, size in self._away:
+    def restore(self) -> None:
+        """Reallocate every storage, with its data and zeros behind."""
+        for (storage, size, kept), host in zip(self._away, self._slots(), strict=True):
             storage.resize_(size)
             tensor = _bytes_of(storage, self._device)
-            if keep:
-                tensor.copy_(next(hosts), non_blocking=True)
-            else:
-                tensor.zero_()
+            tensor[:kept].copy_(host, non_blocking=True)
+            tensor[kept:].zero_()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the host buffer may be reused after this
         self._away = []
 
-    def _slots(self, sizes: list[int]) -> Iterator[Tensor]:
+    def _slots(self) -> Iterator[Tensor]:
         offset = 0
-        for size in sizes:
-            yield self._host[offset : offset + size]
-            offset += _aligned(size)
+        for _, _, kept in self._away:
+            yield self._host[offset : offset + kept]
+            offset += _aligned(kept)
 
     def _reserve(self, num_bytes: int) -> None:
         """Ensure a host buffer of ``num_bytes``, page-locked for a GPU.
@@ -117,7 +114,7 @@ class Offload:
         for part in parts:
             held = self._parts.get(part)
             if held is not None and not held:
-                held.release(self._storages_of(part), device, keep=part != "gradients")
+                held.release(self._storages_of(part), device)
                 if part == "params":
                     self._forget_copies()
         if device.type == "cuda":
@@ -127,7 +124,7 @@ class Offload:
         """Restore ``parts``, or everything that is offloaded if none are given."""
         for part in parts or self.away:
             if held := self._parts.get(part):
-                held.restore(keep=part != "gradients")
+                held.restore()
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
@@ -142,15 +139,18 @@ class Offload:
         if missing := [part for part in parts if part in self.away]:
             raise RuntimeError(f"{', '.join(missing)} of the policy are offloaded; call policy.offload.restore() first")
 
-    def _storages_of(self, part: Part) -> list[torch.UntypedStorage]:
-        """Unique storages of a part, in an order that is stable as long as the tensors are the same."""
+    def _storages_of(self, part: Part) -> dict[torch.UntypedStorage, int]:
+        """Unique storages of a part, in an order that is stable as long as the tensors are the same, and how many of their
+        bytes are kept."""
+        params, gradients = _unique(self._params()), _unique(buffer.grad_data for buffer in self._buffers())
         if part == "params":
-            return list(_unique(self._params()).values())
+            shared = bytes_of_weights(list(self._buffers()))
+            return {storage: shared.get(key, storage.nbytes()) for key, storage in params.items()}
         if part == "gradients":
-            return list(_unique(buffer.grad_data for buffer in self._buffers()).values())
+            return {storage: 0 for key, storage in gradients.items() if key not in params}
         # FP32 parameters are their own master weights, and the optimizer's gradients are views of the buffers.
-        others = _unique(self._params()) | _unique(buffer.grad_data for buffer in self._buffers())
-        return [storage for key, storage in _unique(self._optimizer()).items() if key not in others]
+        others = params | gradients
+        return {storage: storage.nbytes() for key, storage in _unique(self._optimizer()).items() if key not in others}
 
     def _forget_copies(self) -> None:
         """Free cached FP8 copies and columnwise data, as large as the rowwise data; the next pass makes them again."""

@@ -21,11 +21,12 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.utils import get_model_config
 
 from megatron_fp8rl.config import OptimConfig, RunConfig
-from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, parameters_from_masters
+from megatron_fp8rl.trainer.compat.megatron import GradientBuffers, leave_gathering, parameters_from_masters
 from megatron_fp8rl.trainer.model.build import named_global_parameters
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.optimizer.fast_lists import ListedOptimizer
 from megatron_fp8rl.trainer.optimizer.fp8_params import few_masters_at_a_time
+from megatron_fp8rl.trainer.optimizer.shared_memory import SharedMemory
 from megatron_fp8rl.trainer.parallel import Parallel
 
 _MAX_NAMES = 20  # offending tensors listed in an error
@@ -96,6 +97,7 @@ class Optimizer:
         self._parallel = parallel
         self._clip = optim.clip_grad_norm
         self._weight_decay = optim.weight_decay
+        self._memory = SharedMemory(chunks)
         is_bf16 = cfg.precision.params != "fp32"  # FP8 parameters also report BF16 as their dtype
         self.megatron = get_megatron_optimizer(
             OptimizerConfig(
@@ -116,6 +118,7 @@ class Optimizer:
         )
         for part in self._parts:
             ListedOptimizer.adopt(part)
+            leave_gathering(part)
 
     @property
     def _parts(self) -> list:
@@ -123,6 +126,8 @@ class Optimizer:
         return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def zero_gradients(self) -> None:
+        """Begin an update. Weights of FP8 experts may be gone until it ends: ``shared_memory.py``."""
+        self._memory.take_gradients()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self.megatron.zero_grad()
@@ -146,7 +151,7 @@ class Optimizer:
             group["weight_decay"] = self._weight_decay * group["wd_mult"]
         with few_masters_at_a_time():
             self.megatron.step_with_ready_grads()
-        forget_quantized_weights()
+        self._gather_parameters()
         return norm
 
     @torch.no_grad()
@@ -155,9 +160,19 @@ class Optimizer:
         with few_masters_at_a_time():
             for part in self._parts:
                 parameters_from_masters(part)
+        self._gather_parameters()
+
+    def _gather_parameters(self) -> None:
+        """Collective: gather the new parameters that each rank has written."""
         for chunk in self._chunks:
             chunk.start_param_sync()
+        self._memory.take_weights()
         forget_quantized_weights()
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether all parameters are in memory."""
+        return not self._memory.holds_gradients
 
     def set_num_updates(self, num_updates: int) -> None:
         """Set Adam's update count before a checkpoint is written.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from benchmarks import memory
 from benchmarks.runner import main, num_gpus, parse
 from benchmarks.training import single_rank
 from megatron_fp8rl.preflight import rules
-from megatron_fp8rl.preflight.memory import GIB, GPUS
+from megatron_fp8rl.preflight.memory import EXPERTS, GIB, GPUS
 
 H200, MEMORY = GPUS["h200"], memory.Memory()
 
@@ -65,7 +66,8 @@ def test_totals_are_the_peak_and_what_lies_outside_of_the_allocator():
     assert line["weights"] == f"{row['weights'][0]:.2f} / 2.00"
 
 
-def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch):
+@pytest.mark.parametrize("experts", ["te", "deep_gemm"])
+def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch, experts):
     policies = []
     build = memory.build
     monkeypatch.setattr(
@@ -73,6 +75,7 @@ def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch):
     )
     cell = memory.Cell("tiny_moe", 1, 64, "blockwise", "none")
     cfg, meter = cell.run_config(), ScriptedMeter()
+    cfg = replace(cfg, precision=replace(cfg.precision, experts=experts))
     with single_rank(cfg) as parallel:
         row = memory.measure(cell, cfg, parallel, meter)
     update = ["reset", "allocated", "allocated", "peak", "allocated", "allocated", "reset", "peak"]
@@ -82,6 +85,8 @@ def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch):
     # Buffers are filled up to multiples of 64 elements for each parameter, and more at their ends.
     assert row["weights"] == pytest.approx(estimate.part("weights").num_bytes, rel=0.02)
     assert row["gradients"] == pytest.approx(estimate.part("gradients").num_bytes, rel=0.02)
+    assert row[EXPERTS] == pytest.approx(estimate.part(EXPERTS).num_bytes, rel=0.02)
+    assert bool(row[EXPERTS]) == (experts == "deep_gemm")
     # Readings of the second update, which follow one another: loss of the second microbatch, peak, before the step.
     assert (row["activations"], row["temporaries"], row["FP8 copies"]) == (-2 * GIB, GIB, -GIB)
     gc.collect()

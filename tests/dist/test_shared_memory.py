@@ -1,0 +1,153 @@
+"""FP8 experts whose BF16 weights lie in the memory of their gradients: no bit of training changes, and nothing reads the
+one for the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_fp8rl.config import OptimConfig, PrecisionConfig
+from tests.helpers.dist import run_ranks
+from tests.helpers.training import MOE, continue_training, make_batch, make_loss, run_config, weight_pieces
+
+MODEL = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256)
+FP8 = PrecisionConfig(experts="deep_gemm")
+LAYOUTS = {
+    "alone": ({}, FP8, {"recompute": "full"}),
+    "dp2_mixed": (dict(world_size=2), replace(FP8, bf16_last_layers=1), {"overlap_grad_reduce": True}),
+    "ep2_gather": (dict(world_size=2, expert=2, dispatch="gather"), FP8, {}),
+    "tp2_etp2": (dict(world_size=2, tensor=2, expert_tensor=2), FP8, {"overlap_grad_reduce": True}),
+    "pp2_vp2": (dict(world_size=2, pipeline=2, virtual_stages=2), FP8, {}),
+    "tp2_ep2_dp2": (dict(world_size=4, tensor=2, expert=2), FP8, {}),
+}
+PARTS = ("params", "gradients", "optimizer")
+
+
+def _config(layout: str, **optim):
+    parallel, precision, settings = LAYOUTS[layout]
+    model = replace(MODEL, num_layers=4) if parallel.get("virtual_stages") else MODEL
+    settings = OptimConfig(**{"lr": 2e-3, "eps": 1e-2, "weight_decay": 0.1} | settings | optim)
+    return replace(run_config(model=model, optim=settings, max_tokens=96, **parallel), precision=precision)
+
+
+def _policy(cfg):
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    return Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
+
+
+def _buffers(policy) -> list:
+    return [buffer for chunk in policy.chunks for buffer in chunk.expert_parallel_buffers]
+
+
+def _is_shared(policy) -> bool:
+    (answer,) = {b.param_data.data_ptr() == b.grad_data.data_ptr() for b in _buffers(policy)}
+    return answer
+
+
+def _train(cfg, folder, shares: bool):
+    """Metrics and weights of four updates; after the second a checkpoint is saved."""
+    from megatron_fp8rl.trainer import checkpoint
+    from megatron_fp8rl.trainer.optimizer import shared_memory
+
+    with pytest.MonkeyPatch.context() as patch:
+        if not shares:
+            patch.setattr(shared_memory, "_may_share", lambda *unused: False)
+        policy = _policy(cfg)
+    assert _is_shared(policy) == shares
+    metrics = []
+    for step in range(4):
+        metrics += continue_training(policy, 1)[0]
+        if cfg.optim.offload:
+            policy.offload.release(*PARTS)
+            assert not any(buffer.grad_data.untyped_storage().nbytes() for buffer in _buffers(policy))
+        if step == 1:
+            checkpoint.save(folder, step, policy, {})
+        policy.offload.restore()
+    return metrics, weight_pieces(policy), {name: tensor.clone() for name, tensor in policy.named_tensors()}
+
+
+def _resume(cfg, folder):
+    from megatron_fp8rl.trainer import checkpoint
+
+    policy = _policy(cfg)
+    checkpoint.restore(checkpoint.latest(folder), policy)
+    return continue_training(policy, 2)[0], weight_pieces(policy)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_is_the_same_to_the_bit(layout, tmp_path):
+    cfg, world = _config(layout), LAYOUTS[layout][0].get("world_size", 1)
+    apart = run_ranks(world, _train, cfg, tmp_path / "apart", False)
+    shared = run_ranks(world, _train, _config(layout, offload=PARTS), tmp_path / "shared", True)
+    resumed = run_ranks(world, _resume, cfg, tmp_path / "shared")
+    for (metrics, weights, published), (same_metrics, same_weights, same_published), (rest, end) in zip(
+        apart, shared, resumed, strict=True
+    ):
+        assert metrics == same_metrics and metrics[2:] == rest
+        for name, (_, weight) in weights.items():
+            assert torch.equal(weight, same_weights[name][1]) and torch.equal(weight, end[name][1]), name
+        assert all(torch.equal(tensor, same_published[name]) for name, tensor in published.items())
+
+
+def _without_a_step(cfg):
+    from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
+    from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError
+
+    policy, loss = _policy(cfg), make_loss(cfg)
+    assert _is_shared(policy)
+    before = weight_pieces(policy)
+    batch = policy.with_old_logprobs(make_batch(cfg, policy.parallel.dp_rank))
+    old = [mb.old_logprobs_T for mb in batch.microbatches]
+
+    policy.accumulate_gradients(batch, loss)
+    again = policy.with_old_logprobs(batch)  # of the copies
+    assert all(map(torch.equal, old, [mb.old_logprobs_T for mb in again.microbatches]))
+    with pytest.raises(RuntimeError, match="gradients are in the memory of weights"):
+        policy.named_tensors()
+    forget_quantized_weights()
+    with pytest.raises(RuntimeError, match=r"weights of experts .*rebuild_parameters"):
+        policy.with_old_logprobs(batch)
+    policy.optimizer.rebuild_parameters()
+    again = policy.with_old_logprobs(batch)
+    assert all(map(torch.equal, old, [mb.old_logprobs_T for mb in again.microbatches]))
+
+    def broken(*arguments):
+        value, metrics = loss(*arguments)
+        return value * float("nan"), metrics
+
+    with pytest.raises(NonFiniteError):
+        policy.update(batch, broken)
+    assert all(torch.equal(piece, before[name][1]) for name, (_, piece) in weight_pieces(policy).items())
+    policy.parallel.barrier("done")
+
+
+@pytest.mark.parametrize("layout", ["dp2_mixed", "ep2_gather"])
+def test_weights_are_never_read_from_gradients(layout):
+    run_ranks(2, _without_a_step, _config(layout))
+
+
+def _gradients_alone_leave(cfg):
+    policy = _policy(cfg)
+    before = weight_pieces(policy)
+    policy.offload.release("gradients")
+    assert not any(buffer.grad_data.untyped_storage().nbytes() for chunk in policy.chunks for buffer in chunk.buffers)
+    assert all(torch.equal(piece, before[name][1]) for name, (_, piece) in weight_pieces(policy).items())
+
+
+def test_offloaded_gradients_do_not_take_weights_along():
+    run_ranks(1, _gradients_alone_leave, _config("alone", offload=("gradients",)))
+
+
+def _shares(cfg) -> bool:
+    return _is_shared(_policy(cfg))
+
+
+@pytest.mark.parametrize(
+    "precision", [PrecisionConfig(trainer="bf16", rollout="bf16", experts="deep_gemm"), PrecisionConfig(experts="te")]
+)
+def test_weights_that_are_multiplied_in_bf16_or_elsewhere_stay(precision):
+    assert run_ranks(1, _shares, replace(_config("alone"), precision=precision)) == [False]
