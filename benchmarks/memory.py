@@ -11,7 +11,7 @@ second microbatch finds both FP8 copies of every weight. Predictions are ``docto
 
 What is measured, and what it is compared with:
 
-    weights, gradients     Megatron-Core's buffers, and those that experts have for both
+    weights, gradients     Megatron-Core's buffers, some of which are both, and weights apart from them
     optimizer states       what else stays allocated after an update
     FP8 copies             what dropping the copies frees, between the backward pass and the optimizer
     activations            allocated when the loss is computed, less all of the above
@@ -25,7 +25,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -35,15 +35,17 @@ from benchmarks.runner import device_name, num_gpus
 from benchmarks.training import MODELS, model_of, random_batch, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import EXPERTS, GIB, GPUS, TIGHT, Estimate, Gpu
+from megatron_fp8rl.preflight.memory import BOTH, GIB, GPUS, TIGHT, Estimate, Gpu
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.types import TrainBatch
 
 PARTS = (
-    *("weights", "gradients", EXPERTS, "optimizer states", "FP8 copies"),
+    *("weights", "gradients", BOTH, "optimizer states", "FP8 copies"),
     *("activations", "temporaries", "communication, CUDA"),
 )
 _SHAPES = {"qwen3_8b": (8, 16384), "qwen3_30b_a3b": (3, 8192)}  # (layers, tokens of a microbatch)
@@ -147,8 +149,6 @@ def full_batch(cfg: RunConfig, cell: Cell) -> TrainBatch:
 
 def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row:
     """Bytes by part, and of the phases that doctor has no part for."""
-    from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
-
     before = meter.allocated()
     batch = full_batch(cfg, cell)
     policy = build(cfg, parallel)
@@ -162,18 +162,16 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
     watch.update(batch)
 
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    shared = bytes_of_weights(buffers)
-    apart = [buffer for buffer in buffers if buffer.grad_data.untyped_storage().data_ptr() not in shared]
-    gradients = sum(buffer.grad_data.nbytes for buffer in apart)
-    # FP32 parameters have no buffer of their own where Megatron-Core leaves them in place.
-    weights = sum(b.param_data.nbytes for b in apart if b.param_data is not None)
-    experts = sum(buffer.grad_data.nbytes for buffer in buffers) - gradients
+    of_weights = _storages(parameter for buffer in buffers for parameter in buffer.params)
+    of_gradients = _storages(buffer.grad_data for buffer in buffers)
+    both = sum(of_gradients[address] for address in of_weights.keys() & of_gradients.keys())
+    weights, gradients = (sum(found.values()) - both for found in (of_weights, of_gradients))
     activations = watch.at_loss - watch.before_step
     return {
         "weights": weights,
         "gradients": gradients,
-        EXPERTS: experts,
-        "optimizer states": states - weights - gradients - experts,
+        BOTH: both,
+        "optimizer states": states - weights - gradients - both,
         "FP8 copies": watch.fp8_copies,
         "activations": activations,
         "temporaries": watch.peak - watch.before_step - activations,
@@ -184,6 +182,12 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
         "update_peak": watch.peak - before,
         "step_peak": watch.step_peak - before,
     }
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the tensors' memory, by address."""
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 class _Watch:

@@ -96,6 +96,7 @@ class RankWeights:
     expert: int
     fp8: int  # of both, those that the trainer multiplies in FP8
     fp8_expert: int  # of these, experts
+    fp8_whole: int  # and others, in matrices of whole blocks
     buffers: int  # FP32, without gradients
 
     @property
@@ -114,27 +115,31 @@ def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:
         for entry, numbers in _rank_elements(model, table, *degrees)
         if _is_on_stage(entry, model, layout, stage)
     ]
-    dense, expert, fp8, buffers, fp8_expert = map(sum, zip(*held, strict=True))
-    return RankWeights(dense=dense, expert=expert, fp8=fp8, fp8_expert=fp8_expert, buffers=buffers)
+    dense, expert, fp8, buffers, *of_fp8 = map(sum, zip(*held, strict=True))
+    return RankWeights(
+        dense=dense, expert=expert, fp8=fp8, fp8_expert=of_fp8[0], fp8_whole=of_fp8[1], buffers=buffers
+    )
 
 
 @functools.lru_cache(maxsize=256)
 def _rank_elements(
     model: ModelConfig, table: LayerTable, tensor: int, expert: int, expert_tensor: int
 ) -> list[tuple[Entry, tuple[int, ...]]]:
-    """(entry, elements on a rank: dense, expert, fp8, buffers, fp8 experts); a layer's weights together, under the first
-    of them."""
+    """(entry, elements on a rank: dense, expert, fp8, buffers, FP8 experts, other FP8 matrices of whole blocks); a layer's
+    weights together, under the first of them."""
     found: dict[int | Entry, tuple[Entry, list[int]]] = {}
     for entry in entries(model):
         weight = entry.weight
         ranks = expert_tensor if weight.is_expert else tensor
-        numel = math.prod(slicing.shard_shape(weight, model, ranks)) * entry.num_experts
+        shape = slicing.shard_shape(weight, model, ranks)
+        numel = math.prod(shape) * entry.num_experts
         numel //= expert if weight.is_expert else 1
-        _, sums = found.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0, 0, 0, 0, 0]))
+        _, sums = found.setdefault(entry.layer if entry.layer >= 0 else entry, (entry, [0] * 6))
         sums[1 if weight.is_expert else 3 if entry.is_buffer else 0] += numel
         if table.trainer_fp8(weight.parts[0][0]):
             sums[2] += numel
             sums[4] += numel if weight.is_expert else 0
+            sums[5] += numel if not weight.is_expert and all(size % FP8_BLOCK == 0 for size in shape) else 0
     return [(entry, (*sums,)) for entry, sums in found.values()]
 
 

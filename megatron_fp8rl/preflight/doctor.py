@@ -145,7 +145,7 @@ def _short(number: int) -> str:
 
 
 def _memory(estimate: Estimate, *notes: str) -> Table:
-    rows = [(part.name, f"{part.num_bytes / GIB:.2f}", part.formula) for part in estimate.parts]
+    rows = [(part.name, f"{part.num_bytes / GIB:.2f}", part.formula) for part in estimate.parts if part.num_bytes]
     total = f"{estimate.share:.0%} of {estimate.capacity_bytes / GIB:.1f} GiB"
     rows.append(("total", f"{estimate.total_bytes / GIB:.2f}", total))
     return Table(

@@ -344,19 +344,19 @@ def _worlds(now: int, ranks: int, node: int) -> list[int]:
 
 
 def _state_bytes(
-    cfg: RunConfig, gpu: Gpu, count: parameters.ParameterCount, shares: bool, fields: dict[str, Any]
+    cfg: RunConfig, gpu: Gpu, count: parameters.ParameterCount, shares: tuple[bool, bool], fields: dict[str, Any]
 ) -> float:
-    """A lower bound for an average rank: weights, gradients, optimizer states, most of the FP8 copies, CUDA. ``shares``:
-    weights of experts lie in the memory of their gradients."""
+    """A lower bound for an average rank: weights, gradients, optimizer states, most of the FP8 copies, CUDA. ``shares``
+    of ``trainer_memory.shares_memory``."""
     world, tensor, pipeline = (fields[f"parallel.{name}"] for name in ("world_size", "tensor", "pipeline"))
     per = trainer_memory.Bytes.of(cfg)
     copies = 0.9 * trainer_memory.fp8_copy_bytes(cfg, gpu)
     held = per.gradient + (0.9 if cfg.precision.params == "fp8" else per.weight)
-    of_expert = per.gradient if shares else held
+    of_dense, of_expert = (per.gradient if is_shared else held for is_shared in shares)
     dense = (count.total - count.expert) / (tensor * pipeline)
     expert = count.expert / (pipeline * fields["parallel.expert"] * fields["parallel.expert_tensor"])
     linears = max(0.0, dense - count.embedding / (tensor * pipeline)) + expert
-    return dense * held + expert * of_expert + copies * linears + per.optimizer * count.total / world + _CUDA_BYTES
+    return dense * of_dense + expert * of_expert + copies * linears + per.optimizer * count.total / world + _CUDA_BYTES
 
 
 def _steps(cfg: RunConfig) -> Iterator[Option]:

@@ -9,9 +9,9 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
                   world / (pipeline x expert x expert tensor) ranks
     FP8 copies    1 byte and scales, rowwise and columnwise               Transformer Engine keeps both for a whole
                                                                           update (is_first_microbatch)
-    experts       4 bytes instead of weights and gradients, if the        ``trainer/optimizer/shared_memory.py``
-                  grouped kernels read FP8 copies; where some layers are
-                  in BF16, the copies of those are, too
+    both          4 bytes for weights and gradients of linears whose      ``trainer/optimizer/shared_memory.py``
+                  kernels read FP8 copies; other weights have 2 of their
+                  own
     activations   see ``activations.py``, times the microbatches in       Narayanan et al., arXiv:2104.04473, 2.2
                   flight: 1F1B: this stage and those after it;
                   interleaved: 2 (stages after) + (v - 1) p + 1 chunks;
@@ -39,7 +39,7 @@ from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.parameters import RankWeights, on_trainer_rank
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
-from megatron_fp8rl.preflight.memory import EXPERTS, GIB, Estimate, Gpu, Part
+from megatron_fp8rl.preflight.memory import BOTH, GIB, Estimate, Gpu, Part
 
 # Allowances: a CUDA context with its modules and cuBLAS workspaces (measured on one H200: 1.7 GiB for a dense model,
 # 2.1 for an MoE model), and NCCL's buffers for each process group with more than one rank.
@@ -100,11 +100,12 @@ def fp8_copy_bytes(cfg: RunConfig, gpu: Gpu) -> float:
     return per_copy * (gpu.fp8_weight_copies if is_per_tensor else 2)
 
 
-def shares_memory(cfg: RunConfig, gpu: Gpu) -> bool:
-    """Whether BF16 weights of FP8 experts lie in the memory of their gradients."""
+def shares_memory(cfg: RunConfig, gpu: Gpu) -> tuple[bool, bool]:
+    """Whether BF16 weights lie in the memory of their gradients: of FP8 linears, and of FP8 experts."""
     if cfg.precision.trainer != "blockwise" or cfg.precision.params != "bf16":
-        return False
-    return KernelChoice.of(cfg, Hardware(gpu.generation)).trainer.experts == "deep_gemm"
+        return False, False
+    kernels = KernelChoice.of(cfg, Hardware(gpu.generation)).trainer
+    return kernels.linears == "deep_gemm", kernels.experts == "deep_gemm"
 
 
 def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbalance: float, stage: int) -> Estimate:
@@ -134,14 +135,16 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
     optimizer = per.optimizer * (weights.dense / dense_ranks + weights.expert / expert_ranks)
     copies = fp8_copy_bytes(cfg, gpu)
     weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
-    shared = weights.expert if weights.fp8_expert and shares_memory(cfg, gpu) else 0
-    apart = weights.trained - shared
-    held_bytes, held = weight_bytes - per.weight * shared, f"{apart / 1e9:.2f} G parameters x {per.weight} B"
+    linears, experts = shares_memory(cfg, gpu)
+    dense_shared, expert_shared = linears * weights.fp8_whole, experts * weights.fp8_expert
+    both = bool(dense_shared) * weights.dense + bool(expert_shared) * weights.expert
+    apart = weights.trained - dense_shared - expert_shared
+    held_bytes = weight_bytes - per.weight * (dense_shared + expert_shared)
+    held = f"{apart / 1e9:.2f} G parameters x {per.weight} B"
     if cfg.precision.params == "fp8":  # rowwise bytes are the weights themselves, columnwise bytes their copy
         copies, how = copies / 2, "in columns"
         held_bytes += int((copies - per.weight) * weights.fp8)
         held += f", of which {weights.fp8 / 1e9:.2f} G in FP8 x {copies:.3g} B"
-    in_bf16 = shared - weights.fp8_expert if shared else 0
     shards = f"{weights.dense / 1e9:.2f} G over {dense_ranks}"
     if weights.expert:
         shards += f", experts {weights.expert / 1e9:.2f} G over {expert_ranks}"
@@ -151,11 +154,15 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
             num_bytes=held_bytes,
             formula=held,
         ),
-        Part(name="gradients", num_bytes=per.gradient * apart, formula=f"FP32, x {per.gradient} B"),
         Part(
-            name=EXPERTS,
-            num_bytes=per.gradient * shared,
-            formula=f"{shared / 1e9:.2f} G in one memory, FP32, x {per.gradient} B",
+            name="gradients",
+            num_bytes=per.gradient * (weights.trained - both),
+            formula=f"FP32, x {per.gradient} B",
+        ),
+        Part(
+            name=BOTH,
+            num_bytes=per.gradient * both,
+            formula=f"FP32, {both / 1e9:.2f} G x {per.gradient} B; {(weights.trained - apart) / 1e9:.2f} G have no other weights",
         ),
         Part(
             name="optimizer states",
@@ -164,9 +171,8 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
         ),
         Part(
             name="FP8 copies",
-            num_bytes=int(copies * weights.fp8) + per.weight * in_bf16,
-            formula=f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({how})"
-            + (f", {in_bf16 / 1e9:.2f} G of BF16 experts x {per.weight} B" if in_bf16 else ""),
+            num_bytes=int(copies * weights.fp8),
+            formula=f"{weights.fp8 / 1e9:.2f} G FP8 weights x {copies:.3g} B ({how})",
         ),
     ]
     if cfg.algo.kl_coef > 0:

@@ -51,7 +51,6 @@ from megatron_fp8rl.data.checkpoint_pickle import require_only_data
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8, plain
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.trainer.compat.megatron_saving import StagedShards, gathered_on_device, live_storages, padded_buckets
-from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.policy import Policy
 
 _FORMAT = 1
@@ -248,9 +247,7 @@ def restore(path: str | Path, policy: Policy) -> tuple[int, dict[str, Any]]:
         if _keeps_reference(policy):
             model.load_state_dict(loaded[f"reference{index}"])
     policy.optimizer.megatron.load_state_dict(loaded["optimizer"])
-    forget_quantized_weights()
-    if "fp8" in (policy.cfg.precision.params, state["config"]["precision"]["params"]):
-        policy.optimizer.rebuild_parameters()
+    policy.optimizer.rebuild_parameters()  # the two may have had different kinds of parameters
     if same_layout:
         _set_random_state(loaded["rng"])
     policy.step = state["updates"]

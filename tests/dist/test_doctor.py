@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import EXPERTS, GPUS
+from megatron_fp8rl.preflight.memory import BOTH, GPUS
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config
 
 GROUPED = replace(MOE, hidden_size=128, moe_ffn_hidden_size=256)
+NO_EXPERTS = {"family": "qwen3", "num_experts": 0, "experts_per_token": 0, "moe_ffn_hidden_size": 0, "ffn_hidden_size": 256}
 FP8 = {"trainer": "blockwise", "experts": "deep_gemm"}
+ALL = {"linears": "deep_gemm", "bf16_last_layers": 1}
 
 
 def _measure(cfg):
@@ -25,8 +27,12 @@ def _measure(cfg):
     continue_training(policy, 1)
     parameters = [parameter for model in policy.models for parameter in model.parameters()]
 
-    def is_shared(p) -> bool:
-        return p.untyped_storage().data_ptr() == p.main_grad.untyped_storage().data_ptr()
+    of_weights, of_gradients = (
+        {t.untyped_storage().data_ptr() for t in tensors} for tensors in (parameters, [p.main_grad for p in parameters])
+    )
+
+    def is_in_both(t) -> bool:
+        return t.untyped_storage().data_ptr() in of_weights & of_gradients
 
     optimizer = policy.optimizer.megatron
     states = 0
@@ -37,9 +43,9 @@ def _measure(cfg):
                 states += sum(t.numel() * t.element_size() for t in (master, *moments))
     return (
         policy.parallel.pp_rank,
-        sum(p.nbytes for p in parameters if not is_shared(p)),
-        sum(p.main_grad.nbytes for p in parameters if not is_shared(p)),
-        sum(p.main_grad.nbytes for p in parameters if is_shared(p)),
+        sum(p.nbytes for p in parameters if not is_in_both(p)),
+        sum(p.main_grad.nbytes for p in parameters if not is_in_both(p.main_grad)),
+        sum(p.main_grad.nbytes for p in parameters if is_in_both(p.main_grad)),
         states,
     )
 
@@ -50,6 +56,8 @@ def _measure(cfg):
         pytest.param(MOE, {"tensor": 2, "pipeline": 2}, {}, id="tp2-pp2"),
         pytest.param(MOE, {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}, id="tp2-ep2-etp2"),
         pytest.param(GROUPED, {"expert": 2, "pipeline": 2}, FP8, id="ep2-pp2-fp8"),
+        pytest.param(GROUPED, {"expert": 2, "tensor": 2}, FP8 | ALL, id="tp2-ep2-fp8"),
+        pytest.param(replace(GROUPED, **NO_EXPERTS), {"pipeline": 2}, FP8 | ALL, id="pp2-dp2-fp8"),
         pytest.param(replace(DENSE, tie_embeddings=True), {"pipeline": 2}, {}, id="tied-pp2-dp2"),
     ],
 )
@@ -64,7 +72,7 @@ def test_states_are_those_that_megatron_allocates(model, layout, precision):
         for _, weights, gradients, both, _ in on_stage:
             assert weights == expected.part("weights").num_bytes
             assert gradients == expected.part("gradients").num_bytes
-            assert both == expected.part(EXPERTS).num_bytes and bool(both) == bool(precision)
+            assert both == expected.part(BOTH).num_bytes and bool(both) == bool(precision)
         # Shards are cut where the buffer says, not where tensors end, so that ranks differ; the mean is exact.
         states = sum(rank[4] for rank in on_stage) / len(on_stage)
         assert states == pytest.approx(expected.part("optimizer states").num_bytes, abs=1)

@@ -1,4 +1,4 @@
-"""FP8 experts whose BF16 weights lie in the memory of their gradients: no bit of training changes, and nothing reads the
+"""FP8 linears whose BF16 weights lie in the memory of their gradients: no bit of training changes, and nothing reads the
 one for the other."""
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ import torch
 
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import MOE, continue_training, make_batch, make_loss, run_config, weight_pieces
+from tests.helpers.training import DENSE, MOE, continue_training, make_batch, make_loss, run_config, weight_pieces
 
 MODEL = replace(MOE, num_layers=2, hidden_size=128, moe_ffn_hidden_size=256)
-FP8 = PrecisionConfig(experts="deep_gemm")
+TIED = replace(DENSE, hidden_size=128, ffn_hidden_size=256, head_dim=32, tie_embeddings=True)
+EXPERTS, ALL = PrecisionConfig(experts="deep_gemm"), PrecisionConfig(experts="deep_gemm", linears="deep_gemm")
+EDGE = {"bf16_last_layers": 1}
 LAYOUTS = {
-    "alone": ({}, FP8, {"recompute": "full"}),
-    "dp2_mixed": (dict(world_size=2), replace(FP8, bf16_last_layers=1), {"overlap_grad_reduce": True}),
-    "ep2_gather": (dict(world_size=2, expert=2, dispatch="gather"), FP8, {}),
-    "tp2_etp2": (dict(world_size=2, tensor=2, expert_tensor=2), FP8, {"overlap_grad_reduce": True}),
-    "pp2_vp2": (dict(world_size=2, pipeline=2, virtual_stages=2), FP8, {}),
-    "tp2_ep2_dp2": (dict(world_size=4, tensor=2, expert=2), FP8, {}),
+    "alone": (MODEL, {}, EXPERTS, {"recompute": "full"}),
+    "dp2_mixed": (MODEL, dict(world_size=2), replace(ALL, **EDGE), {"overlap_grad_reduce": True}),
+    "ep2_gather": (MODEL, dict(world_size=2, expert=2, dispatch="gather"), EXPERTS, {}),
+    "tp2_etp2": (MODEL, dict(world_size=2, tensor=2, expert_tensor=2), EXPERTS, {"overlap_grad_reduce": True}),
+    "pp2_vp2": (replace(MODEL, num_layers=4), dict(world_size=2, pipeline=2, virtual_stages=2), ALL, {}),
+    "tp2_ep2_dp2": (MODEL, dict(world_size=4, tensor=2, expert=2), replace(EXPERTS, **EDGE), {}),
+    "dense_tp2": (replace(TIED, tie_embeddings=False), dict(world_size=2, tensor=2), ALL, {"recompute": "selective"}),
+    "dense_pp2_dp2": (TIED, dict(world_size=4, pipeline=2), replace(ALL, **EDGE), {}),
 }
 PARTS = ("params", "gradients", "optimizer")
 
 
 def _config(layout: str, **optim):
-    parallel, precision, settings = LAYOUTS[layout]
-    model = replace(MODEL, num_layers=4) if parallel.get("virtual_stages") else MODEL
+    model, parallel, precision, settings = LAYOUTS[layout]
     settings = OptimConfig(**{"lr": 2e-3, "eps": 1e-2, "weight_decay": 0.1} | settings | optim)
     return replace(run_config(model=model, optim=settings, max_tokens=96, **parallel), precision=precision)
 
@@ -40,12 +43,30 @@ def _policy(cfg):
 
 
 def _buffers(policy) -> list:
-    return [buffer for chunk in policy.chunks for buffer in chunk.expert_parallel_buffers]
+    return [buffer for chunk in policy.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
-def _is_shared(policy) -> bool:
-    (answer,) = {b.param_data.data_ptr() == b.grad_data.data_ptr() for b in _buffers(policy)}
-    return answer
+def _shared(policy) -> set[str]:
+    """Names of the weights that lie in the memory of their gradients."""
+    return {
+        name
+        for name, parameter in policy.named_parameters()
+        if parameter.untyped_storage().data_ptr() == parameter.main_grad.untyped_storage().data_ptr()
+    }
+
+
+def _require_all_that_are_copied(policy) -> None:
+    """The weights that share memory are those of FP8 linears on DeepGEMM, and no others."""
+    from megatron_fp8rl.names import registry
+    from megatron_fp8rl.precision.layer_table import LayerTable
+
+    cfg, shared = policy.cfg, _shared(policy)
+    table = LayerTable.build(cfg.model, cfg.precision)
+    for name, parameter in policy.named_parameters():
+        is_fp8 = table.trainer_fp8(registry.weight(name, cfg.model).parts[0][0])
+        is_on_deep_gemm = ".experts." in name or cfg.precision.linears == "deep_gemm"
+        is_whole = all(size % 128 == 0 for size in parameter.shape)
+        assert (name in shared) == (is_fp8 and is_on_deep_gemm and is_whole), name
 
 
 def _train(cfg, folder, shares: bool):
@@ -55,9 +76,11 @@ def _train(cfg, folder, shares: bool):
 
     with pytest.MonkeyPatch.context() as patch:
         if not shares:
-            patch.setattr(shared_memory, "_may_share", lambda *unused: False)
+            patch.setattr(shared_memory.SharedMemory, "_share", lambda *unused: None)
         policy = _policy(cfg)
-    assert _is_shared(policy) == shares
+    assert bool(_shared(policy)) == shares
+    if shares:
+        _require_all_that_are_copied(policy)
     metrics = []
     for step in range(4):
         metrics += continue_training(policy, 1)[0]
@@ -80,7 +103,7 @@ def _resume(cfg, folder):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_is_the_same_to_the_bit(layout, tmp_path):
-    cfg, world = _config(layout), LAYOUTS[layout][0].get("world_size", 1)
+    cfg, world = _config(layout), LAYOUTS[layout][1].get("world_size", 1)
     apart = run_ranks(world, _train, cfg, tmp_path / "apart", False)
     shared = run_ranks(world, _train, _config(layout, offload=PARTS), tmp_path / "shared", True)
     resumed = run_ranks(world, _resume, cfg, tmp_path / "shared")
@@ -98,7 +121,7 @@ def _without_a_step(cfg):
     from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError
 
     policy, loss = _policy(cfg), make_loss(cfg)
-    assert _is_shared(policy)
+    assert _shared(policy)
     before = weight_pieces(policy)
     batch = policy.with_old_logprobs(make_batch(cfg, policy.parallel.dp_rank))
     old = [mb.old_logprobs_T for mb in batch.microbatches]
@@ -109,7 +132,7 @@ def _without_a_step(cfg):
     with pytest.raises(RuntimeError, match="gradients are in the memory of weights"):
         policy.named_tensors()
     forget_quantized_weights()
-    with pytest.raises(RuntimeError, match=r"weights of experts .*rebuild_parameters"):
+    with pytest.raises(RuntimeError, match=r"weights were changed .*rebuild_parameters"):
         policy.with_old_logprobs(batch)
     policy.optimizer.rebuild_parameters()
     again = policy.with_old_logprobs(batch)
@@ -134,7 +157,8 @@ def _gradients_alone_leave(cfg):
     policy = _policy(cfg)
     before = weight_pieces(policy)
     policy.offload.release("gradients")
-    assert not any(buffer.grad_data.untyped_storage().nbytes() for chunk in policy.chunks for buffer in chunk.buffers)
+    (dense,), (experts,) = policy.chunks[0].buffers, policy.chunks[0].expert_parallel_buffers
+    assert not dense.grad_data.untyped_storage().nbytes() and experts.grad_data.untyped_storage().nbytes()
     assert all(torch.equal(piece, before[name][1]) for name, (_, piece) in weight_pieces(policy).items())
 
 
@@ -143,7 +167,7 @@ def test_offloaded_gradients_do_not_take_weights_along():
 
 
 def _shares(cfg) -> bool:
-    return _is_shared(_policy(cfg))
+    return bool(_shared(_policy(cfg)))
 
 
 @pytest.mark.parametrize(

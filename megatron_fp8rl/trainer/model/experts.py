@@ -118,13 +118,15 @@ class GroupedExperts(TEGroupedMLP):
         """Of all experts, of fc1 and then of fc2."""
         return *self.linear_fc1.weights, *self.linear_fc2.weights
 
+    @property
+    def reads_copies(self) -> bool:
+        """Whether GEMMs never read the weights themselves."""
+        return self.scales is not None
+
     def keep_copies(self) -> None:
-        """Copy what the GEMMs read: the weights leave their memory, until :meth:`drop_copies`."""
+        """Copy the weights, which leave their memory, until :meth:`drop_copies`."""
         for linear in (self.linear_fc1, self.linear_fc2):
-            if self.scales is None:  # what is cached may be the weights themselves
-                linear.cache.clear()
-            linear.cache.get(linear.weights, lambda: _Weights(linear.weights, self.scales, is_apart=True))
-            linear.cache.hold()
+            linear.cache.hold(linear.weights, lambda: _Weights(linear.weights, self.scales))
 
     def drop_copies(self) -> None:
         """There are new weights."""
@@ -273,12 +275,11 @@ def _add_products(grad: Quantized, x: Quantized, call: _Call, out_ENK: Tensor) -
 
 
 class _Weights:
-    """The matrices of one linear's experts as one tensor, in the GEMM's dtype; with ``is_apart`` never the weights' own
-    memory."""
+    """The matrices of one linear's experts as one tensor, in the GEMM's dtype."""
 
-    def __init__(self, weights: Sequence[Tensor], scales: Scales | None, is_apart: bool = False):
+    def __init__(self, weights: Sequence[Tensor], scales: Scales | None):
         matrices_ENK = stacked(weights)
-        if matrices_ENK is None or (is_apart and scales is None):
+        if matrices_ENK is None:
             matrices_ENK = torch.stack([weight.detach() for weight in weights])
         self._bf16_ENK = matrices_ENK if scales is None else None
         self._fp8 = None if scales is None else quantized(matrices_ENK, scales)

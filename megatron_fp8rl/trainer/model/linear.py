@@ -87,6 +87,23 @@ class QuantizableLinear:
     def history(self) -> AmaxHistory | None:
         return self._modules.get("fp8")
 
+    @property
+    def weights(self) -> tuple[nn.Parameter, ...]:
+        return (self.weight,)
+
+    @property
+    def reads_copies(self) -> bool:
+        """Whether the GEMM never reads the weight itself."""
+        return self.gemm is on_deep_gemm
+
+    def keep_copies(self) -> None:
+        """Copy the weight, which leaves its memory, until :meth:`drop_copies`."""
+        matrix_of(self, self.weight).hold()
+
+    def drop_copies(self) -> None:
+        """There is a new weight."""
+        self.cache.renew()
+
 
 class ColumnLinear(QuantizableLinear, ColumnLinearBase):
     """Output features sharded over tensor-parallel ranks."""

@@ -35,15 +35,16 @@ class WeightCache:
         if self._made is None or key != self._key:
             if self._is_held:
                 raise RuntimeError(
-                    "weights of experts were changed or their copies dropped while gradients are in their memory; call "
+                    "weights were changed or their FP8 copies dropped while gradients are in their memory; call "
                     "Optimizer.rebuild_parameters() first"
                 )
             self._made = None  # free the old copy before making the new one
             self._made, self._key = quantize(), key
         return self._made
 
-    def hold(self) -> None:
-        """The weights leave their memory, until :meth:`renew`."""
+    def hold(self, weights: Sequence[Tensor], quantize: Callable[[], Any]) -> None:
+        """Make the copy now: the weights leave their memory, until :meth:`renew`."""
+        self.get(weights, quantize)
         self._is_held = True
 
     def renew(self) -> None:

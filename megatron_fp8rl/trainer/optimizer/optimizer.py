@@ -126,7 +126,7 @@ class Optimizer:
         return getattr(self.megatron, "chained_optimizers", [self.megatron])
 
     def zero_gradients(self) -> None:
-        """Begin an update. Weights of FP8 experts may be gone until it ends: ``shared_memory.py``."""
+        """Begin an update. Weights of FP8 linears may be gone until it ends: ``shared_memory.py``."""
         self._memory.take_gradients()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()

@@ -24,7 +24,7 @@ def test_what_shares_a_gpu_moves_as_little_as_fits(gib, sleeps, moves):
         model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
         model__num_key_value_heads=8, model__head_dim=128, model__max_position_embeddings=8192,
         rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, optim__offload=(),
-        rollout__max_tokens_per_microbatch=2048, rollout__max_num_sequences=64,
+        rollout__max_tokens_per_microbatch=2048, rollout__max_num_sequences=64, precision__linears="te",
     )  # fmt: skip
     options = DoctorOptions(num_gpus=1, memory_gib=gib)
     found = own_job.in_place(cfg, partial(judge, options=options))
