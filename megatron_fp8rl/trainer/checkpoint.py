@@ -98,6 +98,7 @@ class Saver:
         """
         self.finish()
         policy = self._policy
+        policy.require_weights()
         state = _describe(policy, step, extra)
         partial = self._folder / f"{PARTIAL_PREFIX}{step:08d}"
         if policy.parallel.rank == 0:

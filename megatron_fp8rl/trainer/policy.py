@@ -93,11 +93,14 @@ class Policy:
         return named_global_parameters(self.models, self.parallel)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's parameters and router biases under their global names: everything published and saved. Raises
-        RuntimeError between :meth:`accumulate_gradients` and the end of an update."""
+        """This rank's parameters and router biases under their global names: everything published and saved."""
+        self.require_weights()
+        return named_global_tensors(self.models, self.parallel)
+
+    def require_weights(self) -> None:
+        """Raise RuntimeError between :meth:`accumulate_gradients` and the end of an update, when weights are not in memory."""
         if not self.optimizer.has_weights:
             raise RuntimeError("gradients are in the memory of weights; call policy.optimizer.rebuild_parameters() first")
-        return named_global_tensors(self.models, self.parallel)
 
     def with_old_logprobs(
         self, batch: TrainBatch, *, are_rollout: bool = False, are_of_update: bool = False

@@ -4,6 +4,7 @@ one for the other."""
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -114,21 +115,35 @@ def test_training_is_the_same_to_the_bit(layout, tmp_path):
         assert all(torch.equal(tensor, same_published[name]) for name, tensor in published.items())
 
 
+def _num_gathers(policy, update) -> set[int]:
+    """How often the parameters of a bucket are gathered in an update."""
+    counts = []
+    for chunk in policy.chunks:
+        for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+            counts.append(Mock(side_effect=group.start_param_sync))
+            group.start_param_sync = counts[-1]
+    update()
+    return {count.call_count for count in counts}
+
+
 def _without_a_step(cfg):
+    from megatron_fp8rl.trainer import checkpoint
     from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
     from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError
 
     policy, loss = _policy(cfg), make_loss(cfg)
     assert _shared(policy)
-    before = weight_pieces(policy)
     batch = policy.with_old_logprobs(make_batch(cfg, policy.parallel.dp_rank))
+    assert _num_gathers(policy, lambda: policy.update(batch, loss)) == {1}, "parameters are gathered more than once"
+    before = weight_pieces(policy)
+    batch = policy.with_old_logprobs(batch)
     old = [mb.old_logprobs_T for mb in batch.microbatches]
-
     policy.accumulate_gradients(batch, loss)
     again = policy.with_old_logprobs(batch)  # of the copies
     assert all(map(torch.equal, old, [mb.old_logprobs_T for mb in again.microbatches]))
-    with pytest.raises(RuntimeError, match="gradients are in the memory of weights"):
-        policy.named_tensors()
+    for reads in (policy.named_tensors, lambda: checkpoint.save("unused", 1, policy, {})):
+        with pytest.raises(RuntimeError, match="gradients are in the memory of weights"):
+            reads()
     forget_quantized_weights()
     with pytest.raises(RuntimeError, match=r"weights were changed .*rebuild_parameters"):
         policy.with_old_logprobs(batch)

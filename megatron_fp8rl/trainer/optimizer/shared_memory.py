@@ -71,15 +71,17 @@ class SharedMemory:
         for bucket in buffer.buckets:
             bucket.param_data = weights[bucket.offset : bucket.offset + bucket.param_data.numel()]
         buffer.param_data = weights
-        others = sorted((p for p in buffer.params if p not in copied), key=lambda p: buffer.param_index_map[p][0])
-        apart = iter(weights.new_empty(sum(_aligned(p.numel()) for p in others)).split([_aligned(p.numel()) for p in others]))
-        for parameter in (*others, *(p for p in buffer.params if p in copied)):
-            start, end, _ = buffer.param_index_map[parameter]
-            place = weights[start:end].view(parameter.shape)
-            if parameter not in copied:
-                self._written.append(place)
-                place = next(apart)[: parameter.numel()].view(parameter.shape).copy_(place)
-                self._read.append(place)
+        starts = {parameter: buffer.param_index_map[parameter][0] for parameter in buffer.params}
+        places = {p: weights[start : start + p.numel()].view(p.shape) for p, start in starts.items()}
+        others = sorted((p for p in buffer.params if p not in copied), key=starts.__getitem__)
+        sizes = [-(-p.numel() // _ALIGNMENT) * _ALIGNMENT for p in others]
+        own = weights.new_empty(sum(sizes)).split(sizes)
+        for parameter, memory in zip(others, own, strict=True):
+            place = memory[: parameter.numel()].view(parameter.shape).copy_(places[parameter])
+            self._written.append(places[parameter])
+            self._read.append(place)
+            places[parameter] = place
+        for parameter, place in places.items():
             parameter.data = place
 
 
@@ -92,7 +94,3 @@ def bytes_of_weights(buffers: Sequence[Any]) -> dict[int, int]:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _aligned(num_elements: int) -> int:
-    return -(-num_elements // _ALIGNMENT) * _ALIGNMENT
