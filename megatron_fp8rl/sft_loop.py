@@ -135,11 +135,14 @@ def expected_pass_rate(policy: Policy, samples: Sequence[Sample]) -> float:
 
 
 def _supervised(cfg: RunConfig) -> RunConfig:
-    """The run's configuration with the optimizer, precision and number of steps of the warm start."""
+    """The run's configuration with the optimizer, precision and number of steps of the warm start: in BF16, where nothing is
+    left of what a run says of FP8 parameters and linears, and without an engine to agree with."""
+    precision = cfg.precision
+    params = "bf16" if precision.params == "fp8" else precision.params
     return replace(
         cfg,
         num_steps=cfg.data.sft_steps,
         optim=replace(cfg.optim, lr=cfg.data.sft_lr, warmup_steps=min(20, cfg.data.sft_steps // 10), decay="linear"),
-        precision=replace(cfg.precision, trainer="bf16", exact=False),  # it has no engine to agree with
+        precision=replace(precision, trainer="bf16", params=params, linears="auto", exact=False),
         algo=replace(cfg.algo, updates_per_step=1, kl_coef=0.0),
     )

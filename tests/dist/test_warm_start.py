@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_fp8rl.config import CheckpointConfig, ObserveConfig, ParallelConfig, RunConfig
-from model_configs import tiny_qwen3_moe
+from megatron_fp8rl.config import CheckpointConfig, ObserveConfig, ParallelConfig, PrecisionConfig, RunConfig
+from megatron_fp8rl.precision.hardware import Hardware
+from megatron_fp8rl.precision.kernel_choice import refusals
+from model_configs import grpo_qwen3_30b_a3b, tiny_qwen3_moe
 from tests.helpers.dist import RankError, run_ranks
 
 KILLED_IN = 3  # the step that a killed warm start does not finish
@@ -51,6 +53,25 @@ def _warm_start(cfg: RunConfig, dies: bool) -> str:
         Policy.update = update_or_die
         sft_loop.SAVE_EVERY_S, sft_loop.SAVE_SHARE = 0.0, float("inf")
     return str(sft_loop.run(cfg, parallel, model_dir(cfg)))
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [
+        PrecisionConfig(linears="deep_gemm", experts="deep_gemm"),
+        PrecisionConfig(params="fp8", linears="te", experts="te"),
+        PrecisionConfig(trainer="tensorwise", gradients="e5m2"),
+        PrecisionConfig(exact=True),
+    ],
+)
+def test_a_run_that_can_work_has_a_warm_start_that_can(precision):
+    """Kernels that a run names for FP8 are none for its warm start, which is in BF16."""
+    from megatron_fp8rl import sft_loop
+
+    hopper = Hardware("hopper")
+    cfg = replace(grpo_qwen3_30b_a3b(), precision=precision)
+    assert not refusals(cfg, hopper, "trainer")
+    assert not refusals(sft_loop._supervised(cfg), hopper, "trainer")
 
 
 def _files(folder: str) -> dict[str, bytes]:
