@@ -75,7 +75,7 @@ def run_config(cell: Cell, shapes: Sequence[Shape]) -> RunConfig:
         batch_invariant=cell.batch_invariant,
         gpu_memory_utilization=0.9,
         request_deadline_s=1200.0,
-        max_tokens_per_microbatch=8192,  # no trainer runs, but a run has to hold its sequences
+        max_tokens_per_microbatch=16384,  # no trainer runs, but a run has to hold its sequences
     )
     rollout_precision = "bf16" if cell.precision == "bf16" else "blockwise"
     # Only DeepGEMM rounds the scales of activations to powers of two.

@@ -20,7 +20,12 @@ class Shape:
     num_sequences: int
 
 
-SHAPES = {"short": Shape(512, 1024, 256), "long": Shape(2048, 3072, 128), "tiny": Shape(16, 8, 8)}
+SHAPES = {
+    "short": Shape(512, 1024, 256),
+    "long": Shape(2048, 3072, 128),
+    "8k": Shape(512, 8192, 64),
+    "tiny": Shape(16, 8, 8),
+}
 
 
 @dataclass(frozen=True)
