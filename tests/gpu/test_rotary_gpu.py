@@ -36,3 +36,43 @@ def test_speed():
     num_bytes = 2 * x.numel() * 2 + 2 * cos.numel() * 4
     share = num_bytes / ms * 1e3 / copy_bandwidth()
     print(f"\nrotation of 16,384 x 32 x 128: {ms:.3f} ms, {share:.0%} of a copy's speed")
+
+
+def separately(mixed, groups, norms, eps, rotary, cos, sin):
+    """What ``split_heads`` does in one piece."""
+    from megatron_fp8rl.trainer.model.norm import te_rms_norm
+
+    width = 2 * cos.shape[-1]
+    heads = mixed.unflatten(1, (groups, -1, width))
+    query, key, value = (part.flatten(1, 2) for part in heads.split([heads.shape[2] - 2, 1, 1], dim=2))
+    query, key = (te_rms_norm(x.contiguous(), weight, eps) for x, weight in zip((query, key), norms))
+    return rotary.rotate(query, cos, sin), rotary.rotate(key, cos, sin), value.contiguous()
+
+
+def test_heads_in_one_piece_are_those_of_one_after_the_other():
+    """Heads and gradients by one kernel and by Transformer Engine's norms and the rotation; prints what each takes."""
+    from benchmarks.timing import milliseconds
+    from megatron_fp8rl.kernels.triton.rotate import split_heads
+
+    tokens, groups, queries, width, eps = 16_384, 4, 8, 128, 1e-6
+    rotary = Rotary(num_features=width, first_feature=0, theta=1e4, scaling=None, interleaved=False)
+    mixed = torch.randn(tokens, groups * (queries + 2) * width, device="cuda").bfloat16().requires_grad_()
+    norms = tuple((1 + torch.randn(width, device="cuda")).bfloat16().requires_grad_() for _ in range(2))
+    angles = torch.randn(tokens, 1, width // 2, device="cuda") * 9
+    cos, sin = (table.bfloat16().float() for table in (angles.cos(), angles.sin()))
+    grads = [torch.randn(tokens, n, width, device="cuda").bfloat16() for n in (groups * queries, groups, groups)]
+    ways = {
+        "one piece": lambda: split_heads(mixed, groups, norms, eps, cos, sin),
+        "one by one": lambda: separately(mixed, groups, norms, eps, rotary, cos, sin),
+    }
+    found = []
+    for name, way in ways.items():
+        out = way()
+        found.append([*out, *torch.autograd.grad(out, (mixed, *norms), grads, retain_graph=True)])
+        forward = milliseconds(way, 20)
+        both = milliseconds(lambda: torch.autograd.grad(way(), (mixed, *norms), grads), 20)  # noqa: B023
+        print(f"\n{name}: forward {forward:.3f} ms, with backward {both:.3f} ms", end="")
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        away = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert away < 2e-3, away

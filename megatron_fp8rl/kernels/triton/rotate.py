@@ -3,11 +3,16 @@
 The bits are torch's: products and sums are rounded to float32 one by one, and the result is rounded once. Backward
 rotates by -angle and swaps the half-split and interleaved layouts.
 
-Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features, r = R / 2.
+:func:`split_heads` also divides the output of a fused projection into queries, keys and values, and computes the RMSNorm of
+query and key heads, where whole heads are rotated: one launch each way instead of fifteen or so.
+
+Shapes: T = packed tokens, H = heads, D = features of a head, R = rotated features, r = R / 2; of a projection G = key heads,
+each with Q query heads before it and a value head behind it, W = G (Q + 2) D.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,3 +97,163 @@ def _launch(
             BACKWARD=backward, HEADS=heads, HARDWARE=HARDWARE, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+@triton.jit
+def _inverse_rms(left, right, eps, HALF: tl.constexpr):
+    """float32 [tokens, 1]: one over the root mean square of each row of the two halves."""
+    return tl.rsqrt(tl.sum(left * left + right * right, axis=1) / (2 * HALF) + eps)[:, None]
+
+
+@triton.jit
+def _write_head(source, target, weight, c, s, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr, HARDWARE: tl.constexpr):
+    """One head of some tokens: normed, rounded, rotated and rounded again."""
+    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        pair = tl.arange(0, HALF)[None, :]
+        inverse = _inverse_rms(left, right, eps, HALF)
+        left = rounded_to_bf16(left * inverse * tl.load(weight + pair).to(tl.float32), HARDWARE).to(tl.float32)
+        right = rounded_to_bf16(right * inverse * tl.load(weight + HALF + pair).to(tl.float32), HARDWARE).to(tl.float32)
+    tl.store(target, rounded_to_bf16(left * c - right * s, HARDWARE), mask=inside)
+    tl.store(target + HALF, rounded_to_bf16(right * c + left * s, HARDWARE), mask=inside)
+
+
+@triton.jit
+def _write_gradient(
+    source, grad, target, weight, c, s, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """The gradient of one head of some tokens; returns that of the weight's halves, summed over them, float32 [r] each."""
+    left = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(grad + HALF, mask=inside, other=0.0).to(tl.float32)
+    turned = rounded_to_bf16(left * c + right * s, HARDWARE).to(tl.float32)
+    right = rounded_to_bf16(right * c - left * s, HARDWARE).to(tl.float32)
+    left = turned
+    of_left, of_right = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    if NORM:
+        pair = tl.arange(0, HALF)[None, :]
+        x_left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        x_right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+        inverse = _inverse_rms(x_left, x_right, eps, HALF)
+        x_left, x_right = x_left * inverse, x_right * inverse
+        of_left, of_right = tl.sum(left * x_left, axis=0), tl.sum(right * x_right, axis=0)
+        left, right = left * tl.load(weight + pair).to(tl.float32), right * tl.load(weight + HALF + pair).to(tl.float32)
+        along = (tl.sum(left * x_left + right * x_right, axis=1) / (2 * HALF))[:, None]
+        left, right = (left - x_left * along) * inverse, (right - x_right * along) * inverse
+    tl.store(target, rounded_to_bf16(left, HARDWARE), mask=inside)
+    tl.store(target + HALF, rounded_to_bf16(right, HARDWARE), mask=inside)
+    return of_left, of_right
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _split_heads(
+    mixed, query, key, value, query_weight, key_weight, cos, sin, dmixed, dweights, num_tokens, num_groups, eps,
+    QUERIES: tl.constexpr, HALF: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr, BACKWARD: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Program (b, g) has the heads of group g of some tokens. Backward reads gradients from ``query``, ``key`` and ``value``,
+    and ``dweights`` gets a row [2, D] of each program."""
+    WIDTH: tl.constexpr = 2 * HALF
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    group = tl.program_id(1)
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (token < num_tokens)[:, None] & (pair < HALF)
+    angle = token[:, None] * HALF + pair
+    c, s = tl.load(cos + angle, mask=inside, other=0.0), tl.load(sin + angle, mask=inside, other=0.0)
+    row = (token * num_groups + group)[:, None]
+    first = row * ((QUERIES + 2) * WIDTH) + pair
+    of_query = row * (QUERIES * WIDTH) + pair
+    of_key = row * WIDTH + pair
+    last = first + (QUERIES + 1) * WIDTH
+    if BACKWARD:
+        of_left, of_right = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+        for i in range(QUERIES):
+            added_left, added_right = _write_gradient(
+                mixed + first + i * WIDTH, query + of_query + i * WIDTH, dmixed + first + i * WIDTH, query_weight, c, s,
+                inside, eps, HALF, NORM, HARDWARE,
+            )  # fmt: skip
+            of_left += added_left
+            of_right += added_right
+        key_left, key_right = _write_gradient(
+            mixed + last - WIDTH, key + of_key, dmixed + last - WIDTH, key_weight, c, s, inside, eps, HALF, NORM, HARDWARE
+        )
+        tl.store(dmixed + last, tl.load(value + of_key, mask=inside), mask=inside)
+        tl.store(dmixed + last + HALF, tl.load(value + of_key + HALF, mask=inside), mask=inside)
+        if NORM:
+            half = tl.arange(0, HALF)
+            sums = dweights + (tl.program_id(0) * num_groups + group) * 2 * WIDTH + half
+            tl.store(sums, of_left)
+            tl.store(sums + HALF, of_right)
+            tl.store(sums + WIDTH, key_left)
+            tl.store(sums + WIDTH + HALF, key_right)
+    else:
+        for i in range(QUERIES):
+            _write_head(
+                mixed + first + i * WIDTH, query + of_query + i * WIDTH, query_weight, c, s, inside, eps, HALF, NORM, HARDWARE
+            )
+        _write_head(mixed + last - WIDTH, key + of_key, key_weight, c, s, inside, eps, HALF, NORM, HARDWARE)
+        tl.store(value + of_key, tl.load(mixed + last, mask=inside), mask=inside)
+        tl.store(value + of_key + HALF, tl.load(mixed + last + HALF, mask=inside), mask=inside)
+
+
+def split_heads(
+    mixed_TW: Tensor, num_groups: int, norms: tuple[Tensor, Tensor] | None, eps: float, cos_T1r: Tensor, sin_T1r: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries [T, G Q, D], rotated keys [T, G, D] and values [T, G, D], BF16 and contiguous, of BF16 [T, W].
+
+    ``norms``: BF16 weights [D] of the RMSNorm of query heads and of key heads; their gradients are summed in float32. Pairs
+    are halves of a head; ``cos_T1r`` and ``sin_T1r`` are float32, and r is half of D, a power of two.
+    """
+    return _SplitHeads.apply(mixed_TW.contiguous(), *(norms or (None, None)), num_groups, eps, cos_T1r, sin_T1r)
+
+
+class _SplitHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed_TW: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, num_groups: int, eps: float,
+        cos_T1r: Tensor, sin_T1r: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        num_tokens, width = mixed_TW.shape[0], 2 * cos_T1r.shape[-1]
+        queries = mixed_TW.shape[1] // (num_groups * width) - 2
+        heads = num_groups * queries, num_groups, num_groups
+        query, key, value = (mixed_TW.new_empty(num_tokens, number, width) for number in heads)
+        # Without norms, backward does not read what it rotates back.
+        ctx.save_for_backward(None if query_weight is None else mixed_TW, query_weight, key_weight, cos_T1r, sin_T1r)
+        ctx.shape = num_groups, queries, eps
+        _launch_split(mixed_TW, (query, key, value), (query_weight, key_weight), cos_T1r, sin_T1r, None, None, ctx.shape)
+        return query, key, value
+
+    @staticmethod
+    def backward(ctx: Any, *grads_THD: Tensor) -> tuple:
+        mixed_TW, *weights, cos_T1r, sin_T1r = ctx.saved_tensors
+        num_groups, queries, _ = ctx.shape
+        num_tokens, width = len(cos_T1r), 2 * cos_T1r.shape[-1]
+        grads = tuple(grad.contiguous() for grad in grads_THD)
+        dmixed_TW = grads[0].new_empty(num_tokens, num_groups * (queries + 2) * width)
+        sums = None
+        if weights[0] is not None:
+            rows = triton.cdiv(num_tokens, _TOKENS) * num_groups
+            sums = dmixed_TW.new_empty(rows, 2, width, dtype=torch.float32)
+        mixed_TW = dmixed_TW if mixed_TW is None else mixed_TW
+        _launch_split(mixed_TW, grads, weights, cos_T1r, sin_T1r, dmixed_TW, sums, ctx.shape)
+        of_weights = (None, None) if sums is None else sums.sum(0).to(weights[0].dtype).unbind()
+        return dmixed_TW, *of_weights, None, None, None, None
+
+
+_TOKENS = 16  # of a program
+
+
+def _launch_split(
+    mixed_TW: Tensor, heads: tuple[Tensor, ...], weights: Sequence[Tensor | None], cos_T1r: Tensor, sin_T1r: Tensor,
+    dmixed_TW: Tensor | None, sums: Tensor | None, shape: tuple[int, int, float],
+) -> None:  # fmt: skip
+    num_groups, queries, eps = shape
+    num_tokens = len(cos_T1r)
+    if not num_tokens:
+        return
+    with torch.cuda.device_of(cos_T1r):
+        _split_heads[(triton.cdiv(num_tokens, _TOKENS), num_groups)](
+            mixed_TW, *heads, *weights, cos_T1r.contiguous(), sin_T1r.contiguous(), dmixed_TW, sums, num_tokens,
+            num_groups, eps, QUERIES=queries, HALF=cos_T1r.shape[-1], TOKENS=_TOKENS, NORM=weights[0] is not None,
+            BACKWARD=dmixed_TW is not None, HARDWARE=HARDWARE, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip

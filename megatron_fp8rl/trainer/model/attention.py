@@ -1,7 +1,8 @@
 """Causal attention over packed sequences with rotary embedding and context parallelism.
 
-In: query, key and value of one packed microbatch from Megatron-Core's SelfAttention, before rotary embedding.
-Out: attention outputs in the same order. Runs on: every trainer rank. Supports grouped-query attention.
+In: query, key and value of one packed microbatch from Megatron-Core's SelfAttention, before rotary embedding, or after it
+where one kernel splits, norms and rotates heads. Out: attention outputs in the same order. Runs on: every trainer rank.
+Supports grouped-query attention.
 
 Queries and keys are rotated here because positions are known here: a packed token's position follows from the sequence
 lengths, and one table serves all layers. Everything that depends only on lengths is computed once per microbatch and
@@ -19,15 +20,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
+from megatron_fp8rl.kernels.backend import runs_triton
 from megatron_fp8rl.kernels.kv_rounding import as_cached
+from megatron_fp8rl.trainer.compat.megatron import is_watched
 from megatron_fp8rl.trainer.model import attention_te
 from megatron_fp8rl.trainer.model.packed_sequences import (
     Batch,
@@ -67,6 +72,7 @@ class PackedAttention(MegatronModule):
         self.layer = layer_number - 1  # index in the whole model, from 0
         self.amax: Tensor | None = None  # FP32 [3], running max of |q|, |k|, |v| while trainer/kv_scales measures
         self.cache_scales: Tensor | None = None  # FP32 [3] of the engines' FP8 KV cache; k, v are rounded as in it
+        self.takes_rotated = False  # queries and keys come rotated
 
     def forward(
         self,
@@ -82,8 +88,9 @@ class PackedAttention(MegatronModule):
         if packed_seq_params is None or attention_bias is not None:
             raise ValueError("attention takes packed sequences without bias; pass PackedSeqParams(qkv_format='thd')")
         plan = self._plan(packed_seq_params, query.device)
-        cos, sin = _cos_and_sin(plan, self.rotary, query.dtype)
-        query, key = self.rotary.rotate(query, cos, sin), self.rotary.rotate(key, cos, sin)
+        if not self.takes_rotated:
+            cos, sin = _cos_and_sin(plan, self.rotary, query.dtype)
+            query, key = self.rotary.rotate(query, cos, sin), self.rotary.rotate(key, cos, sin)
         if self.amax is not None:
             self._observe((query, key, value), packed_seq_params)
         if self.cache_scales is not None:
@@ -99,6 +106,15 @@ class PackedAttention(MegatronModule):
             )
         out = self._attend(query, key, value, plan)
         return out.to(dtype).reshape(num_tokens, -1)
+
+    def split(
+        self, mixed_TW: Tensor, num_groups: int, norms: tuple[Tensor, Tensor] | None, eps: float, packed: PackedSeqParams
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Heads as :meth:`forward` takes them rotated, of a fused projection: ``kernels/triton/rotate.split_heads``."""
+        from megatron_fp8rl.kernels.triton import rotate  # imports Triton
+
+        cos, sin = _cos_and_sin(self._plan(packed, mixed_TW.device), self.rotary, mixed_TW.dtype)
+        return rotate.split_heads(mixed_TW, num_groups, norms, eps, cos, sin)
 
     def _plan(self, packed: PackedSeqParams, device: torch.device) -> PackPlan:
         lengths = lengths_of(packed)
@@ -145,6 +161,46 @@ class PackedAttention(MegatronModule):
             q, k, v, attn_mask=batch.mask, is_causal=batch.mask is None, scale=self.softmax_scale, enable_gqa=True
         )
         return out.transpose(1, 2).flatten(0, 1)
+
+
+@patches(
+    "megatron-core",
+    ">=0.19.2,<0.20",
+    why="overrides get_query_key_value_tensors, which does not see the lengths of sequences, and forward, which does",
+    remove_when="SelfAttention passes packed_seq_params to get_query_key_value_tensors",
+)
+class PackedSelfAttention(SelfAttention):
+    """SelfAttention in which one kernel splits, norms and rotates heads, if ``splits_heads``, tensors are BF16 on a GPU, and
+    pairs are the halves of a head."""
+
+    def __init__(self, *args: Any, splits_heads: bool = False, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        rotary, width = self.core_attention.rotary, self.hidden_size_per_attention_head
+        is_halves = rotary.num_features == width and not rotary.interleaved and width.bit_count() == 1 and width >= 32
+        self.splits_heads = splits_heads and is_halves
+        self._packed: PackedSeqParams | None = None
+
+    def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedSeqParams | None = None, **kwargs: Any):
+        """Collective over tensor-parallel ranks: [T, 1, hidden] -> ([T, 1, hidden], None)."""
+        self._packed = packed_seq_params
+        self.core_attention.takes_rotated = self._may_split(hidden_states)
+        return super().forward(hidden_states, *args, packed_seq_params=packed_seq_params, **kwargs)
+
+    def _may_split(self, hidden_states: Tensor) -> bool:
+        norms = [] if self.q_layernorm is None else [self.q_layernorm, self.k_layernorm]
+        is_whole = self.config.num_query_groups >= self.world_size  # a rank has whole groups of heads
+        is_bf16 = runs_triton(hidden_states) and hidden_states.dtype == torch.bfloat16
+        return self.splits_heads and is_whole and is_bf16 and not any(map(is_watched, norms))  # a hook would see nothing
+
+    def get_query_key_value_tensors(self, hidden_states: Tensor, *args: Any, **kwargs: Any):
+        if not self.core_attention.takes_rotated:
+            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        mixed, _ = self.linear_qkv(hidden_states)
+        norms = None if self.q_layernorm is None else (self.q_layernorm.weight, self.k_layernorm.weight)
+        eps = 0.0 if self.q_layernorm is None else self.q_layernorm.eps
+        groups = self.num_query_groups_per_partition
+        heads = self.core_attention.split(mixed.flatten(0, 1), groups, norms, eps, self._packed)
+        return tuple(x.unsqueeze(1) for x in heads)
 
 
 @functools.lru_cache(maxsize=4)

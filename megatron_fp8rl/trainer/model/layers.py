@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
@@ -38,7 +38,7 @@ from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.recipes import Blockwise, Recipe, make_recipe
 from megatron_fp8rl.trainer.compat.megatron import is_watched
 from megatron_fp8rl.trainer.model import attention_te, linear_deep_gemm
-from megatron_fp8rl.trainer.model.attention import PackedAttention
+from megatron_fp8rl.trainer.model.attention import PackedAttention, PackedSelfAttention
 from megatron_fp8rl.trainer.model.dispatcher import ExpertLayer
 from megatron_fp8rl.trainer.model.experts import GroupedExperts
 from megatron_fp8rl.trainer.model.linear import (
@@ -191,8 +191,8 @@ class LayerFactory:
             return ModuleSpec(LatentAttention, params={"linear": linear, "norm": self.norm}, submodules=submodules)
         norm = self.norm if model.qk_norm else None
         return ModuleSpec(
-            SelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
+            PackedSelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "splits_heads": self._kernels.norms == "te"},
             submodules=SelfAttentionSubmodules(
                 linear_qkv=partial(ColumnLinear, spec=linear("linear_qkv")),
                 core_attention=partial(PackedAttention, **settings),
