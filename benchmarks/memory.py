@@ -11,7 +11,7 @@ second microbatch finds both FP8 copies of every weight. Predictions are ``docto
 
 What is measured, and what it is compared with:
 
-    weights, gradients     Megatron-Core's buffers, some of which are both, and weights apart from them
+    weights, gradients     Megatron-Core's buffers, some of which hold both, and weights apart from them
     optimizer states       what else stays allocated after an update
     FP8 copies             what dropping the copies frees, between the backward pass and the optimizer
     activations            allocated when the loss is computed, less all of the above
@@ -35,7 +35,7 @@ from benchmarks.runner import device_name, num_gpus
 from benchmarks.training import MODELS, model_of, random_batch, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import BOTH, GIB, GPUS, TIGHT, Estimate, Gpu
+from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.types import TrainBatch
 
 PARTS = (
-    *("weights", "gradients", BOTH, "optimizer states", "FP8 copies"),
+    *("weights", "gradients", "optimizer states", "FP8 copies"),
     *("activations", "temporaries", "communication, CUDA"),
 )
 _SHAPES = {"qwen3_8b": (8, 16384), "qwen3_30b_a3b": (3, 8192)}  # (layers, tokens of a microbatch)
@@ -149,6 +149,8 @@ def full_batch(cfg: RunConfig, cell: Cell) -> TrainBatch:
 
 def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row:
     """Bytes by part, and of the phases that doctor has no part for."""
+    from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
+
     before = meter.allocated()
     batch = full_batch(cfg, cell)
     policy = build(cfg, parallel)
@@ -162,16 +164,16 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
     watch.update(batch)
 
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-    of_weights = _storages(parameter for buffer in buffers for parameter in buffer.params)
+    # Where weights are in the memory of gradients, the latter have the rest of it.
+    shared = bytes_of_weights(buffers)
+    of_weights = _storages(parameter for buffer in buffers for parameter in buffer.params) | shared
     of_gradients = _storages(buffer.grad_data for buffer in buffers)
-    both = sum(of_gradients[address] for address in of_weights.keys() & of_gradients.keys())
-    weights, gradients = (sum(found.values()) - both for found in (of_weights, of_gradients))
+    weights, gradients = sum(of_weights.values()), sum(of_gradients.values()) - sum(shared.values())
     activations = watch.at_loss - watch.before_step
     return {
         "weights": weights,
         "gradients": gradients,
-        BOTH: both,
-        "optimizer states": states - weights - gradients - both,
+        "optimizer states": states - weights - gradients,
         "FP8 copies": watch.fp8_copies,
         "activations": activations,
         "temporaries": watch.peak - watch.before_step - activations,

@@ -83,8 +83,7 @@ class Estimate:
         raise KeyError(name)
 
 
-BOTH = "weights and gradients"  # in one memory: trainer/optimizer/shared_memory.py
-_WEIGHTS = ("weights", BOTH, "FP8 copies", "reference model")  # of the trainer
+_WEIGHTS = ("weights", "FP8 copies", "reference model")  # of the trainer
 _OFFLOADED = {"params": _WEIGHTS, "gradients": ("gradients",), "optimizer": ("optimizer states",)}
 _CONTEXT = "communication, CUDA"
 _ENGINE_WEIGHTS = ("weights, FP8", "weights, scales", "weights, BF16", "latent projections")
@@ -115,8 +114,6 @@ def host_bytes(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> int:
     copied = {"params": ("weights", "reference model"), "optimizer": ("optimizer states",)}
     names = {name for part in cfg.optim.offload for name in copied.get(part, ())}
     found = sum(part.num_bytes for part in trainer.parts if part.name in names)
-    if "params" in cfg.optim.offload:  # weights alone, a half
-        found += trainer.part(BOTH).num_bytes // 2
     own = sum(part.num_bytes for part in engine.parts if part.name in _ENGINE_WEIGHTS)
     if cfg.rollout.placement == "colocated" and cfg.rollout.sleep_level == 1:
         found += own

@@ -9,9 +9,9 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
                   world / (pipeline x expert x expert tensor) ranks
     FP8 copies    1 byte and scales, rowwise and columnwise               Transformer Engine keeps both for a whole
                                                                           update (is_first_microbatch)
-    both          4 bytes for weights and gradients of linears whose      ``trainer/optimizer/shared_memory.py``
-                  kernels read FP8 copies; other weights have 2 of their
-                  own
+    shared        weights of linears whose kernels read FP8 copies are    ``trainer/optimizer/shared_memory.py``
+                  in the memory of gradients, which are counted 2 bytes
+                  less; others of their buffer are there and elsewhere
     activations   see ``activations.py``, times the microbatches in       Narayanan et al., arXiv:2104.04473, 2.2
                   flight: 1F1B: this stage and those after it;
                   interleaved: 2 (stages after) + (v - 1) p + 1 chunks;
@@ -39,7 +39,7 @@ from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.precision.parameters import RankWeights, on_trainer_rank
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
-from megatron_fp8rl.preflight.memory import BOTH, GIB, Estimate, Gpu, Part
+from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
 
 # Allowances: a CUDA context with its modules and cuBLAS workspaces (measured on one H200: 1.7 GiB for a dense model,
 # 2.1 for an MoE model), and NCCL's buffers for each process group with more than one rank.
@@ -136,11 +136,12 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
     copies = fp8_copy_bytes(cfg, gpu)
     weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
     linears, experts = shares_memory(cfg, gpu)
-    dense_shared, expert_shared = linears * weights.fp8_whole, experts * weights.fp8_expert
-    both = bool(dense_shared) * weights.dense + bool(expert_shared) * weights.expert
-    apart = weights.trained - dense_shared - expert_shared
-    held_bytes = weight_bytes - per.weight * (dense_shared + expert_shared)
-    held = f"{apart / 1e9:.2f} G parameters x {per.weight} B"
+    of_dense, of_expert = linears * weights.fp8_whole, experts * weights.fp8_expert
+    shared = bool(of_dense) * weights.dense + bool(of_expert) * weights.expert  # whole buffers
+    twice = shared - of_dense - of_expert
+    held_bytes = weight_bytes + per.weight * twice
+    held = f"{weights.trained / 1e9:.2f} G parameters x {per.weight} B"
+    held += f", {twice / 1e9:.2f} G twice" if twice else ""
     if cfg.precision.params == "fp8":  # rowwise bytes are the weights themselves, columnwise bytes their copy
         copies, how = copies / 2, "in columns"
         held_bytes += int((copies - per.weight) * weights.fp8)
@@ -156,13 +157,8 @@ def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
         ),
         Part(
             name="gradients",
-            num_bytes=per.gradient * (weights.trained - both),
-            formula=f"FP32, x {per.gradient} B",
-        ),
-        Part(
-            name=BOTH,
-            num_bytes=per.gradient * both,
-            formula=f"FP32, {both / 1e9:.2f} G x {per.gradient} B; {(weights.trained - apart) / 1e9:.2f} G have no other weights",
+            num_bytes=per.gradient * weights.trained - per.weight * shared,
+            formula=f"FP32, x {per.gradient} B" + (f", less {shared / 1e9:.2f} G weights in their memory" if shared else ""),
         ),
         Part(
             name="optimizer states",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import BOTH, GPUS
+from megatron_fp8rl.preflight.memory import GPUS
 from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config
 
@@ -19,7 +19,8 @@ ALL = {"linears": "deep_gemm", "bf16_last_layers": 1}
 
 
 def _measure(cfg):
-    """On a rank: (pipeline rank, bytes of weights, of main gradients, of memory for both, of master weights and moments)."""
+    """On a rank: (pipeline rank, bytes of weights, of main gradients, of master weights and moments). Weights count where they
+    are in the memory of gradients, too, and gradients without them."""
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
@@ -34,6 +35,7 @@ def _measure(cfg):
     def is_in_both(t) -> bool:
         return t.untyped_storage().data_ptr() in of_weights & of_gradients
 
+    written = sum(p.nbytes for p in parameters if is_in_both(p.main_grad))
     optimizer = policy.optimizer.megatron
     states = 0
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
@@ -43,9 +45,8 @@ def _measure(cfg):
                 states += sum(t.numel() * t.element_size() for t in (master, *moments))
     return (
         policy.parallel.pp_rank,
-        sum(p.nbytes for p in parameters if not is_in_both(p)),
-        sum(p.main_grad.nbytes for p in parameters if not is_in_both(p.main_grad)),
-        sum(p.main_grad.nbytes for p in parameters if is_in_both(p.main_grad)),
+        sum(p.nbytes for p in parameters if not is_in_both(p)) + written,
+        sum(p.main_grad.nbytes for p in parameters) - written,
         states,
     )
 
@@ -69,10 +70,9 @@ def test_states_are_those_that_megatron_allocates(model, layout, precision):
     for stage in range(cfg.parallel.pipeline):
         expected = trainer_memory.estimate_stage(cfg, gpu, gpu.memory_bytes, 1.0, stage)
         on_stage = [rank for rank in ranks if rank[0] == stage]
-        for _, weights, gradients, both, _ in on_stage:
+        for _, weights, gradients, _ in on_stage:
             assert weights == expected.part("weights").num_bytes
             assert gradients == expected.part("gradients").num_bytes
-            assert both == expected.part(BOTH).num_bytes and bool(both) == bool(precision)
         # Shards are cut where the buffer says, not where tensors end, so that ranks differ; the mean is exact.
-        states = sum(rank[4] for rank in on_stage) / len(on_stage)
+        states = sum(rank[3] for rank in on_stage) / len(on_stage)
         assert states == pytest.approx(expected.part("optimizer states").num_bytes, abs=1)

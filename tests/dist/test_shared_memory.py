@@ -3,6 +3,7 @@ one for the other."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -86,7 +87,7 @@ def _train(cfg, folder, shares: bool):
         if cfg.optim.offload:
             policy.offload.release(*PARTS)
             assert not any(buffer.grad_data.untyped_storage().nbytes() for buffer in _buffers(policy))
-        if step == 1:
+        if step == 1 and folder is not None:
             checkpoint.save(folder, step, policy, {})
         policy.offload.restore()
     return metrics, weight_pieces(policy), {name: tensor.clone() for name, tensor in policy.named_tensors()}
@@ -166,17 +167,39 @@ def test_weights_are_never_read_from_gradients(layout):
     run_ranks(2, _without_a_step, _config(layout))
 
 
-def _gradients_alone_leave(cfg):
+def _in_any_order(cfg):
+    """Gradients leave without the weights that are in their memory, and parts come and go in any order."""
     policy = _policy(cfg)
     before = weight_pieces(policy)
-    policy.offload.release("gradients")
     (dense,), (experts,) = policy.chunks[0].buffers, policy.chunks[0].expert_parallel_buffers
-    assert not dense.grad_data.untyped_storage().nbytes() and experts.grad_data.untyped_storage().nbytes()
-    assert all(torch.equal(piece, before[name][1]) for name, (_, piece) in weight_pieces(policy).items())
+
+    def sizes() -> list[int]:
+        return [buffer.grad_data.untyped_storage().nbytes() for buffer in (dense, experts)]
+
+    def require_weights() -> None:
+        assert all(torch.equal(piece, before[name][1]) for name, (_, piece) in weight_pieces(policy).items())
+
+    whole = sizes()
+    for first, second in itertools.permutations(("params", "gradients")):
+        policy.offload.release("gradients")
+        assert sizes() == [0, experts.param_data.nbytes]
+        require_weights()
+        policy.offload.restore()
+        for released, restored in itertools.product(((first, second), (second, first)), repeat=2):
+            policy.offload.release(released[0])
+            policy.offload.release(released[1])
+            assert sizes() == [0, 0]
+            policy.offload.restore(restored[0])
+            policy.offload.restore(restored[1])
+            assert sizes() == whole and policy.offload.away == ()
+            require_weights()
+    return continue_training(policy, 1)[0], weight_pieces(policy)
 
 
 def test_offloaded_gradients_do_not_take_weights_along():
-    run_ranks(1, _gradients_alone_leave, _config("alone", offload=("gradients",)))
+    (found,) = run_ranks(1, _in_any_order, _config("alone", offload=("params", "gradients")))
+    ((metrics, _, _),) = run_ranks(1, _train, _config("alone"), None, True)
+    assert found[0] == metrics[:1]
 
 
 def _shares(cfg) -> bool:

@@ -9,8 +9,8 @@ they are views of.
 
     params      parameter buffers and the reference model    copied to host memory; for FP8 parameters the rowwise data
                                                              (columnwise is made again, scales stay on the GPU)
-    gradients   gradient buffers, but for those that hold    discarded; restored as zeros
-                weights, too (shared_memory.py)
+    gradients   gradient buffers, but for weights that they  discarded; restored as zeros
+                hold, too (shared_memory.py)
     optimizer   FP32 master weights and Adam's moments       copied to host memory
 """
 
@@ -40,7 +40,7 @@ class _Storages:
 
     def __init__(self) -> None:
         self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # with its size, and its bytes on the host
-        self._device = torch.device("cpu")
+        self._device, self._is_on_host = torch.device("cpu"), False
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def __bool__(self) -> bool:
@@ -50,25 +50,28 @@ class _Storages:
         with contextlib.suppress(Exception):  # the process may be ending
             self._unpin()
 
-    def release(self, storages: dict[torch.UntypedStorage, int], device: torch.device) -> None:
-        """Free ``storages`` after their first bytes, as many as named, have been copied to host memory."""
-        self._device = device
-        self._reserve(sum(map(_aligned, storages.values())))
+    def release(self, storages: dict[torch.UntypedStorage, int], device: torch.device, *, to_host: bool) -> None:
+        """Free ``storages`` but for their first bytes, as many as named, which are copied to host memory or stay."""
+        self._device, self._is_on_host = device, to_host
         self._away = [(storage, storage.nbytes(), kept) for storage, kept in storages.items()]
-        for (storage, _, kept), host in zip(self._away, self._slots(), strict=True):
-            host.copy_(_bytes_of(storage, device)[:kept], non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        for storage in storages:
-            storage.resize_(0)
+        if to_host:
+            self._reserve(sum(map(_aligned, storages.values())))
+            for (storage, _, kept), host in zip(self._away, self._slots(), strict=True):
+                host.copy_(_bytes_of(storage, device)[:kept], non_blocking=True)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        for storage, kept in storages.items():
+            storage.resize_(0 if to_host else kept)
 
     def restore(self) -> None:
         """Reallocate every storage, with its data and zeros behind."""
-        for (storage, size, kept), host in zip(self._away, self._slots(), strict=True):
-            storage.resize_(size)
-            tensor = _bytes_of(storage, self._device)
-            tensor[:kept].copy_(host, non_blocking=True)
-            tensor[kept:].zero_()
+        for storage, size, kept in self._away:
+            storage.resize_(max(size, storage.nbytes()))  # gradients may be back already where weights are not
+            if not self._is_on_host:
+                _bytes_of(storage, self._device)[kept:].zero_()
+        if self._is_on_host:
+            for (storage, _, kept), host in zip(self._away, self._slots(), strict=True):
+                _bytes_of(storage, self._device)[:kept].copy_(host, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # the host buffer may be reused after this
         self._away = []
@@ -114,7 +117,7 @@ class Offload:
         for part in parts:
             held = self._parts.get(part)
             if held is not None and not held:
-                held.release(self._storages_of(part), device)
+                held.release(self._storages_of(part), device, to_host=part != "gradients")
                 if part == "params":
                     self._forget_copies()
         if device.type == "cuda":
@@ -143,11 +146,11 @@ class Offload:
         """Unique storages of a part, in an order that is stable as long as the tensors are the same, and how many of their
         bytes are kept."""
         params, gradients = _unique(self._params()), _unique(buffer.grad_data for buffer in self._buffers())
+        shared = bytes_of_weights(list(self._buffers()))
         if part == "params":
-            shared = bytes_of_weights(list(self._buffers()))
             return {storage: shared.get(key, storage.nbytes()) for key, storage in params.items()}
-        if part == "gradients":
-            return {storage: 0 for key, storage in gradients.items() if key not in params}
+        if part == "gradients":  # weights leave with the parameters
+            return {storage: shared.get(key, 0) for key, storage in gradients.items()}
         # FP32 parameters are their own master weights, and the optimizer's gradients are views of the buffers.
         others = params | gradients
         return {storage: storage.nbytes() for key, storage in _unique(self._optimizer()).items() if key not in others}

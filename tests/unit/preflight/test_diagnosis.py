@@ -18,7 +18,7 @@ from megatron_fp8rl.config import PrecisionConfig
 from megatron_fp8rl.data.model_dir import write_model_dir
 from megatron_fp8rl.preflight import doctor, layout_search, packages, precision_table, rules, tiling
 from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, judge
-from megatron_fp8rl.preflight.memory import BOTH, GIB, GPUS, host_bytes
+from megatron_fp8rl.preflight.memory import GIB, GPUS, host_bytes
 from model_configs.deepseek import grpo_deepseek_v3
 from model_configs.qwen3 import grpo_qwen3_8b, grpo_qwen3_8b_colocated, grpo_qwen3_30b_a3b
 from model_configs.small import small_qwen3
@@ -291,7 +291,7 @@ def test_taking_turns_needs_the_largest_phase_and_not_the_sum():
     context = found.trainer.part("communication, CUDA").num_bytes
     update = found.engine.estimate.part("weight update").num_bytes
     assert sampling.total_bytes == found.engine.estimate.total_bytes - update + context
-    weights = [found.trainer.part(name).num_bytes for name in ("weights", BOTH, "FP8 copies")]
+    weights = [found.trainer.part(name).num_bytes for name in ("weights", "FP8 copies")]
     of_trainer = [part for part in publishing.parts if part.name.startswith("trainer")]
     assert sum(part.num_bytes for part in of_trainer) == sum(weights) + context
     assert not any("KV cache" in part.name for part in publishing.parts)
@@ -316,7 +316,6 @@ def test_offloading_is_typed_as_several_words():
 def test_host_memory_of_what_waits():
     found = diagnose(grpo_qwen3_8b_colocated())
     held = found.trainer.part("weights").num_bytes + found.trainer.part("optimizer states").num_bytes
-    held += found.trainer.part(BOTH).num_bytes // 2  # gradients, the other half, are not kept
     assert host_bytes(found.cfg, found.trainer, found.engine.estimate) == held
     one = change(found.cfg, rollout__sleep_level=1)
     weights = sum(found.engine.estimate.part(f"weights, {kind}").num_bytes for kind in ("FP8", "scales", "BF16"))
