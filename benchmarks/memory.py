@@ -25,7 +25,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -38,8 +38,6 @@ from megatron_fp8rl.preflight import trainer_memory
 from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
     from megatron_fp8rl.types import TrainBatch
@@ -149,6 +147,7 @@ def full_batch(cfg: RunConfig, cell: Cell) -> TrainBatch:
 
 def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row:
     """Bytes by part, and of the phases that doctor has no part for."""
+    from megatron_fp8rl.trainer.optimizer.offload import unique_storages
     from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
 
     before = meter.allocated()
@@ -166,9 +165,10 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
     buffers = [b for chunk in policy.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     # Where weights are in the memory of gradients, the latter have the rest of it.
     shared = bytes_of_weights(buffers)
-    of_weights = _storages(parameter for buffer in buffers for parameter in buffer.params) | shared
-    of_gradients = _storages(buffer.grad_data for buffer in buffers)
-    weights, gradients = sum(of_weights.values()), sum(of_gradients.values()) - sum(shared.values())
+    of_weights = unique_storages(parameter for buffer in buffers for parameter in buffer.params)
+    weights = sum(shared.get(address, storage.nbytes()) for address, storage in of_weights.items())
+    of_gradients = unique_storages(buffer.grad_data for buffer in buffers)
+    gradients = sum(storage.nbytes() - shared.get(address, 0) for address, storage in of_gradients.items())
     activations = watch.at_loss - watch.before_step
     return {
         "weights": weights,
@@ -184,12 +184,6 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
         "update_peak": watch.peak - before,
         "step_peak": watch.step_peak - before,
     }
-
-
-def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """Bytes of the tensors' memory, by address."""
-    found = [tensor.untyped_storage() for tensor in tensors]
-    return {storage.data_ptr(): storage.nbytes() for storage in found}
 
 
 class _Watch:

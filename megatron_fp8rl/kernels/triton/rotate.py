@@ -22,7 +22,8 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, rounded_to_bf16
 
-_HEADS = 16  # of a program, at most
+_HEADS = 16  # of a program that rotates, at most
+_TOKENS = 16  # of a program that splits
 
 
 @triton.jit
@@ -238,9 +239,6 @@ class _SplitHeads(torch.autograd.Function):
         _launch_split(mixed_TW, grads, weights, cos_T1r, sin_T1r, dmixed_TW, sums, ctx.shape)
         of_weights = (None, None) if sums is None else sums.sum(0).to(weights[0].dtype).unbind()
         return dmixed_TW, *of_weights, None, None, None, None
-
-
-_TOKENS = 16  # of a program
 
 
 def _launch_split(

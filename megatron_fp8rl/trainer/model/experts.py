@@ -126,7 +126,8 @@ class GroupedExperts(TEGroupedMLP):
     def keep_copies(self) -> None:
         """Copy the weights, which leave their memory, until :meth:`drop_copies`."""
         for linear in (self.linear_fc1, self.linear_fc2):
-            linear.cache.hold(linear.weights, lambda: _Weights(linear.weights, self.scales))
+            linear.cache.get(linear.weights, lambda: _Weights(linear.weights, self.scales))
+            linear.cache.hold()
 
     def drop_copies(self) -> None:
         """There are new weights."""

@@ -98,7 +98,8 @@ class QuantizableLinear:
 
     def keep_copies(self) -> None:
         """Copy the weight, which leaves its memory, until :meth:`drop_copies`."""
-        matrix_of(self, self.weight).hold()
+        matrix_of(self, self.weight).quantized()
+        self.cache.hold()
 
     def drop_copies(self) -> None:
         """There is a new weight."""

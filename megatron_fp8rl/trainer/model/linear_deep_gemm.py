@@ -54,10 +54,6 @@ class Matrix:
     def quantized(self) -> _Quantized:
         return self.cache.get([self.weight], lambda: _Quantized(self))
 
-    def hold(self) -> None:
-        """Quantize now: the weight leaves its memory."""
-        self.cache.hold([self.weight], lambda: _Quantized(self))
-
 
 class _Quantized:
     """The FP8 data of a matrix in both orientations."""

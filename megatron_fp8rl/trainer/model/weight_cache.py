@@ -42,9 +42,8 @@ class WeightCache:
             self._made, self._key = quantize(), key
         return self._made
 
-    def hold(self, weights: Sequence[Tensor], quantize: Callable[[], Any]) -> None:
-        """Make the copy now: the weights leave their memory, until :meth:`renew`."""
-        self.get(weights, quantize)
+    def hold(self) -> None:
+        """The weights leave their memory, until :meth:`renew`."""
         self._is_held = True
 
     def renew(self) -> None:

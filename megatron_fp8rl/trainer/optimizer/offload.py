@@ -17,7 +17,7 @@ they are views of.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -36,11 +36,13 @@ _ALIGNMENT_BYTES = 512  # of each storage within the host buffer
 
 
 class _Storages:
-    """Storages that are offloaded together, and the reusable host buffer that holds their data."""
+    """Storages that are offloaded together, and the reusable host buffer that holds their data. What is kept of them goes
+    ``to_host``, or stays."""
 
-    def __init__(self) -> None:
-        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # with its size, and its bytes on the host
-        self._device, self._is_on_host = torch.device("cpu"), False
+    def __init__(self, *, to_host: bool) -> None:
+        self._to_host = to_host
+        self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # with its size, and how many bytes are kept
+        self._device = torch.device("cpu")
         self._host = torch.empty(0, dtype=torch.uint8)
 
     def __bool__(self) -> bool:
@@ -50,26 +52,26 @@ class _Storages:
         with contextlib.suppress(Exception):  # the process may be ending
             self._unpin()
 
-    def release(self, storages: dict[torch.UntypedStorage, int], device: torch.device, *, to_host: bool) -> None:
-        """Free ``storages`` but for their first bytes, as many as named, which are copied to host memory or stay."""
-        self._device, self._is_on_host = device, to_host
+    def release(self, storages: dict[torch.UntypedStorage, int], device: torch.device) -> None:
+        """Free ``storages``, of which the first bytes, as many as named, are kept."""
+        self._device = device
         self._away = [(storage, storage.nbytes(), kept) for storage, kept in storages.items()]
-        if to_host:
+        if self._to_host:
             self._reserve(sum(map(_aligned, storages.values())))
             for (storage, _, kept), host in zip(self._away, self._slots(), strict=True):
                 host.copy_(_bytes_of(storage, device)[:kept], non_blocking=True)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
         for storage, kept in storages.items():
-            storage.resize_(0 if to_host else kept)
+            storage.resize_(0 if self._to_host else kept)
 
     def restore(self) -> None:
-        """Reallocate every storage, with its data and zeros behind."""
+        """Reallocate every storage with what was kept of it; behind what stayed are zeros."""
         for storage, size, kept in self._away:
             storage.resize_(max(size, storage.nbytes()))  # gradients may be back already where weights are not
-            if not self._is_on_host:
+            if not self._to_host:
                 _bytes_of(storage, self._device)[kept:].zero_()
-        if self._is_on_host:
+        if self._to_host:
             for (storage, _, kept), host in zip(self._away, self._slots(), strict=True):
                 _bytes_of(storage, self._device)[:kept].copy_(host, non_blocking=True)
         if self._device.type == "cuda":
@@ -104,7 +106,7 @@ class Offload:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._parts: dict[Part, _Storages] = {part: _Storages() for part in policy.cfg.optim.offload}
+        self._parts: dict[Part, _Storages] = {part: _Storages(to_host=part != "gradients") for part in policy.cfg.optim.offload}
 
     @property
     def away(self) -> tuple[Part, ...]:
@@ -117,7 +119,7 @@ class Offload:
         for part in parts:
             held = self._parts.get(part)
             if held is not None and not held:
-                held.release(self._storages_of(part), device, to_host=part != "gradients")
+                held.release(self._storages_of(part), device)
                 if part == "params":
                     self._forget_copies()
         if device.type == "cuda":
@@ -145,7 +147,8 @@ class Offload:
     def _storages_of(self, part: Part) -> dict[torch.UntypedStorage, int]:
         """Unique storages of a part, in an order that is stable as long as the tensors are the same, and how many of their
         bytes are kept."""
-        params, gradients = _unique(self._params()), _unique(buffer.grad_data for buffer in self._buffers())
+        params = unique_storages(self._params())
+        gradients = unique_storages(buffer.grad_data for buffer in self._buffers())
         shared = bytes_of_weights(list(self._buffers()))
         if part == "params":
             return {storage: shared.get(key, storage.nbytes()) for key, storage in params.items()}
@@ -153,7 +156,8 @@ class Offload:
             return {storage: shared.get(key, 0) for key, storage in gradients.items()}
         # FP32 parameters are their own master weights, and the optimizer's gradients are views of the buffers.
         others = params | gradients
-        return {storage: storage.nbytes() for key, storage in _unique(self._optimizer()).items() if key not in others}
+        states = unique_storages(self._optimizer())
+        return {storage: storage.nbytes() for key, storage in states.items() if key not in others}
 
     def _forget_copies(self) -> None:
         """Free cached FP8 copies and columnwise data, as large as the rowwise data; the next pass makes them again."""
@@ -182,7 +186,7 @@ class Offload:
                 yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _unique(tensors: Iterator[Tensor]) -> dict[int, torch.UntypedStorage]:
+def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
     """Unique storages by memory address."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:

@@ -1,7 +1,7 @@
 """BF16 weights of FP8 linears in the memory of their gradients: they are never needed at the same time.
 
 In: model chunks with gradient buffers, before they have an optimizer. Out: the same chunks, in which BF16 weights that
-DeepGEMM's kernels read as FP8 copies alone take no memory of their own: 2 of 18 bytes per weight. Runs on: every trainer
+DeepGEMM's kernels read as FP8 copies alone take no memory of their own: 2 of 20 bytes per weight. Runs on: every trainer
 rank; nothing here is a collective.
 
     while gradients are computed    FP32 gradients. The GEMMs read FP8 copies of weights, made before the first gradient
