@@ -73,10 +73,10 @@ def quantized(weights_ENK: Tensor, scales: Scales) -> Fp8:
     """Quantize weights [E, N, K], N a multiple of 128, in one launch; no block spans two matrices."""
     num_experts, num_rows, num_columns = weights_ENK.shape
     if weights_ENK.is_cuda:
-        from megatron_fp8rl.kernels.triton import quantize_weights  # imports Triton
+        from megatron_fp8rl.kernels.triton import quantize  # imports Triton
 
-        if quantize_weights.can_quantize(weights_ENK):
-            return Fp8(*quantize_weights.quantize_weights(weights_ENK, scales))
+        if quantize.can_quantize(weights_ENK):
+            return Fp8(*quantize.quantize_weights(weights_ENK, scales))
     data, scale = quantize_weight(weights_ENK.view(-1, num_columns), scales)
     return Fp8(data.view(weights_ENK.shape), scale.view(num_experts, num_rows // BLOCK, -1))
 

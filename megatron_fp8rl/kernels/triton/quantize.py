@@ -7,7 +7,7 @@ Runs on trainer ranks. Import only for CUDA tensors, or under TRITON_INTERPRET=1
 for tests.
 
 One program quantizes one block. All matrices of a call are one launch, through a table of their addresses, so the
-hundreds of expert matrices of a layer cost as much as one matrix of their total size.
+hundreds of expert matrices of a layer cost as much as one matrix of their total size. Stacked matrices need no table.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
 from megatron_fp8rl.kernels.triton.bits import HARDWARE, bits_of_scale, e4m3_bytes, factor_of, quotient
+from megatron_fp8rl.kernels.triton.tiles import SIDE, load_pair, store_block
 
 _VECTOR_BYTES = 16  # of the widest load and store
 _SOURCES = {torch.bfloat16: tl.uint16, torch.float32: tl.uint32}  # dtype used to read the bits
 _TABLE_COLUMNS: tl.constexpr = tl.constexpr(7)
-
-_SIDE: tl.constexpr = tl.constexpr(BLOCK)
 
 
 @triton.jit
@@ -53,9 +52,9 @@ def _quantize_blocks(
         num_columns = tl.multiple_of(num_columns, 16)
         row_stride = tl.multiple_of(row_stride, 8)
 
-    blocks_per_row = (num_columns + _SIDE - 1) // _SIDE
-    rows = (local // blocks_per_row) * _SIDE + tl.arange(0, _SIDE)
-    columns = (local % blocks_per_row) * _SIDE + tl.arange(0, _SIDE)
+    blocks_per_row = (num_columns + SIDE - 1) // SIDE
+    rows = (local // blocks_per_row) * SIDE + tl.arange(0, SIDE)
+    columns = (local % blocks_per_row) * SIDE + tl.arange(0, SIDE)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
     bits = tl.load(source + rows[:, None] * row_stride + columns[None, :], mask=inside, other=0).to(tl.uint32)
     if SOURCE == tl.uint16:
@@ -189,8 +188,8 @@ def _transpose_tiles(data, turned, num_rows, num_columns):
     words.
     """
     base = tl.program_id(2).to(tl.int64) * num_rows * num_columns
-    quad = tl.program_id(1) * (_SIDE // 4) + tl.arange(0, _SIDE // 4)
-    column = tl.program_id(0) * _SIDE + tl.arange(0, _SIDE)
+    quad = tl.program_id(1) * (SIDE // 4) + tl.arange(0, SIDE // 4)
+    column = tl.program_id(0) * SIDE + tl.arange(0, SIDE)
     place = data + base + quad[:, None].to(tl.int64) * (4 * num_columns) + column[None, :]
     words = _byte_row(place) | (_byte_row(place + num_columns) << 8)
     words |= (_byte_row(place + 2 * num_columns) << 16) | (_byte_row(place + 3 * num_columns) << 24)
@@ -209,3 +208,44 @@ def transposed(data_ENK: Tensor) -> Tensor:
             data_ENK.view(torch.uint8), out.view(torch.int32), num_rows, num_columns, num_warps=8
         )
     return out
+
+
+@triton.jit
+def _quantize_weights(weights, data, scales, num_rows, num_columns, POW2: tl.constexpr, HARDWARE: tl.constexpr):
+    """One grid axis over (matrix, row of blocks, block)."""
+    across = num_columns // SIDE
+    down = num_rows // SIDE
+    block = tl.program_id(0)
+    column = block % across * SIDE
+    row = (block // across % down).to(tl.int64) * SIDE
+    first = (block // (across * down)).to(tl.int64) * num_rows * num_columns
+    place = (row + tl.arange(0, SIDE // 4) * 4)[:, None] * num_columns + column + tl.arange(0, SIDE)[None, :]
+    source = weights + first + place
+    x = load_pair(source, source + num_columns, None, None)
+    y = load_pair(source + 2 * num_columns, source + 3 * num_columns, None, None)
+    store_block(x, y, data + first + place, num_columns, scales + block, POW2, HARDWARE)
+
+
+def can_quantize(weights_ENK: Tensor) -> bool:
+    """Whether :func:`quantize_weights` accepts them: contiguous BF16 matrices of whole blocks."""
+    is_whole = not any(size % BLOCK for size in weights_ENK.shape[1:])
+    return weights_ENK.dtype == torch.bfloat16 and weights_ENK.is_contiguous() and is_whole
+
+
+def quantize_weights(weights_ENK: Tensor, scales: Scales) -> tuple[Tensor, Tensor]:
+    """(data float8_e4m3fn [E, N, K], scale float32 [E, N/128, K/128]) of contiguous BF16 [E, N, K], N and K multiples
+    of 128; ValueError for others."""
+    if not can_quantize(weights_ENK):
+        raise ValueError(
+            f"weights_ENK have to be contiguous bfloat16 with N and K multiples of {BLOCK}, not "
+            f"{weights_ENK.dtype} {list(weights_ENK.shape)} with strides {weights_ENK.stride()}"
+        )
+    num_matrices, num_rows, num_columns = weights_ENK.shape
+    data = torch.empty(weights_ENK.shape, dtype=torch.float8_e4m3fn, device=weights_ENK.device)
+    scale = torch.empty(num_matrices, num_rows // BLOCK, num_columns // BLOCK, device=weights_ENK.device)
+    with torch.cuda.device_of(weights_ENK):
+        _quantize_weights[(scale.numel(),)](
+            weights_ENK, data.view(torch.uint8), scale.view(torch.int32), num_rows, num_columns,
+            POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=8,
+        )  # fmt: skip
+    return data, scale

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.kernels import exact_logprobs as exact
+from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
 from megatron_fp8rl.upstream import patches
 
 
@@ -67,6 +68,49 @@ def make_logprobs_order_independent() -> None:
 
     batch_invariant.log_softmax = log_softmax
     logprob.compute_token_logprobs = lambda logits, ids: exact.token_logprobs(logits, ids.long())
+
+
+_libraries: list[torch.library.Library] = []  # one that is collected takes its kernels along
+
+
+@patches(
+    "vllm",
+    ">=0.25.1,<0.27",
+    why="its compiler fuses a norm or an activation with a quantization to powers of two into kernels that know no powers of "
+    "two (vllm-project/vllm#51477), so that a compiled engine would quantize other numbers than the trainer",
+    remove_when="the fused kernels make the scales that are asked of them, and round to BF16 before",
+)
+def quantize_activations_as_the_trainer(scales: Scales) -> None:
+    """Replace the kernels of vLLM's two fused operators by ``kernels/triton/quantize_activations.py``, in this process.
+
+    Raises AttributeError if this vLLM has no such operators.
+    """
+    from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels, which would come after ours
+
+    from megatron_fp8rl.kernels.triton.quantize_activations import norm_quantize, swiglu_quantize
+
+    def norm(
+        result: Tensor, input: Tensor, weight: Tensor, scale: Tensor, epsilon: float, scale_ub: Tensor | None,
+        residual: Tensor | None, group_size: int, is_scale_transposed: bool,
+    ) -> None:  # fmt: skip
+        _require_blocks(group_size, scale_ub)
+        norm_quantize(input, weight, epsilon, result, scale, scales, residual)
+
+    def swiglu(
+        out: Tensor, input: Tensor, scale: Tensor, group_size: int, scale_ub: Tensor | None, is_scale_transposed: bool
+    ) -> None:
+        _require_blocks(group_size, scale_ub)
+        swiglu_quantize(input, out, scale, scales)
+
+    library = torch.library.Library("_C", "IMPL")
+    library.impl(torch.ops._C.rms_norm_per_block_quant.default, norm, "CUDA")
+    library.impl(torch.ops._C.silu_and_mul_per_block_quant.default, swiglu, "CUDA")
+    _libraries.append(library)
+
+
+def _require_blocks(group_size: int, upper_bound: Tensor | None) -> None:
+    if group_size != BLOCK or upper_bound is not None:
+        raise ValueError(f"blocks of {BLOCK} without an upper bound are quantized, not of {group_size} with {upper_bound}")
 
 
 @patches(

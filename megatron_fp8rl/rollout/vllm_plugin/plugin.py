@@ -1,4 +1,4 @@
-"""Registers this package with vLLM: weight transfer, attention and batch-invariant kernels, and FP8 emulation on a CPU.
+"""Registers this package with vLLM: weight transfer, attention, quantizing and batch-invariant kernels, FP8 emulation on a CPU.
 
 In: the environment that the fleet gives to a rollout engine. Out: entries in vLLM's registries. Runs in each process of
 a rollout engine (server, engine core, workers). vLLM calls :func:`register` through the entry point
@@ -53,9 +53,10 @@ def register() -> None:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     register_backend(AttentionBackendEnum.CUSTOM, "megatron_fp8rl.rollout.vllm_plugin.patches_attention.FP8CacheBackend")
-    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
-        from megatron_fp8rl.rollout.vllm_plugin import patches
+    from megatron_fp8rl.rollout.vllm_plugin import patches
 
+    patches.quantize_activations_as_the_trainer(cast(Scales, scales))
+    if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
         patches.make_residual_norms_batch_invariant()
         patches.make_logprobs_order_independent()
         if os.environ.get("VLLM_MOE_USE_DEEP_GEMM") == "1":

@@ -259,7 +259,7 @@ def test_what_is_not_finite_makes_its_blocks_nan(bad):
 @in_interpreter
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
 def test_weights_are_those_of_the_definition(scales):
-    from megatron_fp8rl.kernels.triton.quantize_weights import quantize_weights
+    from megatron_fp8rl.kernels.triton.quantize import quantize_weights
 
     weights = random_rows(2 * 256, 384, seed=3).view(2, 256, 384)
     weights[1, :128, 128:256] = 0

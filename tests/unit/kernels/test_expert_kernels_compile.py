@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 triton = pytest.importorskip("triton")
 
 _POINTERS = {
-    "*bf16": "x h dy y out weights",
+    "*bf16": "x h dy y out weights residual weight",
     "*u8": "data",
     "*i16": "bf16 a_bf16",
     "*i32": "row_scales column_scales a_scales scales rows experts offsets positions padded_counts columns_data "
@@ -40,9 +40,9 @@ def compiled(name: str, constants: dict, how: dict, tmp_path: Path) -> tuple[Cou
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from megatron_fp8rl.kernels.triton import packed, permute, quantize_weights, route, slots, swiglu
+    from megatron_fp8rl.kernels.triton import packed, permute, quantize, quantize_activations, route, slots, swiglu
 
-    modules = permute, swiglu, quantize_weights, slots, route, packed
+    modules = permute, swiglu, quantize, quantize_activations, slots, route, packed
     kernel = next(getattr(module, name) for module in modules if hasattr(module, name))
     constants = constants | {name: size for name, size in how.items() if name == "Q"}
     options = {name: size for name, size in how.items() if name != "Q" and size is not None}
@@ -103,6 +103,18 @@ def test_experts_on_the_linears_kernels_move_vectors(name, loads, stores, tmp_pa
     assert " 0 bytes spill stores" in said, said
     if name == "_swiglu":
         assert found["div.rn.f32"] == 16 and not found["div.full.f32"]
+
+
+def test_engines_quantize_in_vectors(tmp_path, monkeypatch):
+    """Rows of 4,096 numbers, and tiles of 16 rows and 128 features: a thread has 16 of each tensor."""
+    for kind, names in {"i32": "row_stride scale_row scale_block", "fp32": "eps", "*fp32": "scales"}.items():
+        for name in names.split():
+            monkeypatch.setitem(TYPES, name, kind)
+    found, said = compiled("_norm_quantize", {"BLOCKS": 32, "ADDS": True, "POW2": True, "HARDWARE": True}, {"num_warps": 8}, tmp_path)
+    assert found["ld.global.v4.b32"] == 6 and found["st.global.v4.b32"] == 3 and " 0 bytes spill stores" in said, said
+    constants = {"ROWS": 16, "POW2": True, "HARDWARE": True}
+    found, said = compiled("_swiglu_quantize_rows", constants, {"num_warps": 4}, tmp_path)
+    assert found["ld.global.v4.b32"] == 4 and found["st.global.v4.b32"] == 1 and " 0 bytes spill stores" in said, said
 
 
 def test_unpermuting_moves_vectors(tmp_path):

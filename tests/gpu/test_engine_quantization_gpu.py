@@ -1,0 +1,84 @@
+"""vLLM's fused operators with our kernels: the bytes and scales of the definition, and the time of a decode step's rows.
+
+Run with -s for times.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_fp8rl.kernels.blockwise import BLOCK, dequantize_activation, quantize_activation
+from tests.helpers.dist import run_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+ROWS, WIDTH, FEATURES, EPS = 128, 4096, 12288, 1e-6
+
+
+def _outputs(num_rows: int, num_columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    data = torch.empty(num_rows, num_columns, dtype=torch.float8_e4m3fn, device="cuda")
+    return data, torch.zeros(num_columns // BLOCK, num_rows, device="cuda").t()
+
+
+def _milliseconds(call) -> float:
+    """Of one of 50 calls in a captured graph, as in a decode step."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(50):
+            call()
+    graph.replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 50
+
+
+def _play() -> dict[str, float]:
+    """Runs in a process of its own, whose operators stay replaced: figures by name, "theirs" before and "ours" after."""
+    from vllm import _custom_ops as _operators  # noqa: F401  loads vLLM's kernels
+
+    from megatron_fp8rl.rollout.vllm_plugin import patches
+
+    torch.manual_seed(0)
+    x, residual = (torch.randn(ROWS, WIDTH, device="cuda").bfloat16() for _ in range(2))
+    weight, h = torch.rand(WIDTH, device="cuda").bfloat16(), 4 * torch.randn(ROWS, 2 * FEATURES, device="cuda").bfloat16()
+    total = x + residual
+    number = total.double()
+    normed = (number * (number.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()).bfloat16()
+    gate, up = h.float().chunk(2, 1)
+    activation = torch.nn.functional.silu(gate).bfloat16() * up.bfloat16()
+    found: dict[str, float] = {}
+    for whose in ("theirs", "ours"):
+        if whose == "ours":
+            patches.quantize_activations_as_the_trainer("pow2")
+        data, scale = _outputs(ROWS, WIDTH)
+        stream = residual.clone()
+        torch.ops._C.rms_norm_per_block_quant(data, x, weight, scale, EPS, None, stream, BLOCK, True)
+        wide, wide_scale = _outputs(ROWS, FEATURES)
+        torch.ops._C.silu_and_mul_per_block_quant(wide, h, wide_scale, BLOCK, None, True)
+        assert torch.equal(stream, total)
+        for name, one, ones, expected in (("norm", data, scale, normed), ("swiglu", wide, wide_scale, activation)):
+            wanted, wanted_scale = quantize_activation(expected, "pow2")
+            found[f"{whose} {name} scales"] = (ones == wanted_scale).float().mean().item()
+            same = dequantize_activation(one, ones) == dequantize_activation(wanted, wanted_scale)
+            found[f"{whose} {name} values"] = same.float().mean().item()
+        found[f"{whose} norm us"] = 1e3 * _milliseconds(
+            lambda: torch.ops._C.rms_norm_per_block_quant(data, x, weight, scale, EPS, None, stream, BLOCK, True)
+        )
+        found[f"{whose} swiglu us"] = 1e3 * _milliseconds(
+            lambda: torch.ops._C.silu_and_mul_per_block_quant(wide, h, wide_scale, BLOCK, None, True)
+        )
+    return found
+
+
+def test_engines_quantize_the_numbers_of_the_definition():
+    (found,) = run_ranks(1, _play, deadline_s=100)
+    print("\n" + ", ".join(f"{name} {figure:.3f}" for name, figure in found.items()))
+    for name in ("norm", "swiglu"):
+        assert found[f"theirs {name} scales"] < 0.1, "vLLM's own kernels make powers of two: ours may go"
+        assert found[f"ours {name} scales"] > 0.999 and found[f"ours {name} values"] > 0.99
