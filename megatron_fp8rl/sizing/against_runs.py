@@ -23,6 +23,9 @@ FOLDER = Path(__file__).parents[2] / "docs" / "measured"
 _PHASES = ("rollouts", "update", "publish")
 
 
+_OLDER = ("A", "B", "C", "D")  # runs of the ledger whose engines and updates were slower than the present ones
+
+
 @dataclass(frozen=True)
 class Compared:
     """One phase of one run."""
@@ -88,7 +91,7 @@ def models() -> dict[tuple[str, int], ModelConfig]:
 def _compared() -> Iterator[Compared]:
     for row in _rows("ledger"):
         known = _of_ledger(row, models())
-        if known is None:
+        if known is None or row["run"] in _OLDER:
             continue
         cfg, lengths = known
         gpu = next(gpu for gpu in GPUS.values() if gpu.name.upper() in row["device"])
@@ -104,10 +107,15 @@ def _compared() -> Iterator[Compared]:
         yield Compared(name, "step", found.step, median(row["step_s"]) - median(row["phases_s"]["old_logprobs"]), bf16)
 
 
+def steps() -> list[Compared]:
+    """Whole steps alone."""
+    return [one for one in compared() if one.phase == "step"]
+
+
 def ratios() -> list[tuple[str, float, float]]:
     """(run and arm, predicted, measured) of every step in BF16 against another arm of the same invocation."""
-    steps = {one.run: one for one in compared() if one.phase == "step"}
-    pairs = [(steps[one.bf16], one) for one in steps.values() if one.bf16 in steps and one.bf16 != one.run]
+    found = {one.run: one for one in steps()}
+    pairs = [(found[one.bf16], one) for one in found.values() if one.bf16 in found and one.bf16 != one.run]
     return [(one.run, bf16.predicted / one.predicted, bf16.measured / one.measured) for bf16, one in pairs]
 
 

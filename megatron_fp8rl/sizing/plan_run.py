@@ -162,7 +162,7 @@ def _against_bf16(best: Choice, layouts: Callable[[RunConfig], Choices]) -> list
     time, other = best.time, others[0].time
     gain = other.gpu_seconds_per_million / time.gpu_seconds_per_million
     known = against_runs.ratios()
-    wrong = max((max(one / two, two / one) for _, one, two in known), default=float("inf"))
+    wrong = max((max(1 + one.error, 1 / (1 + one.error)) for one in against_runs.steps()), default=float("inf"))
     answer = "yes" if gain > wrong else "no" if gain < 1 / wrong else "too close to say"
     lines = [
         f"does FP8 pay? {answer}: {gain:.2f} times the tokens of a GPU hour in BF16, whose best layout is {others[0].words} "

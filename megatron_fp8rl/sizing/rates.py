@@ -20,11 +20,12 @@ class Rates:
     update_bf16: float
     update_moe_fp8: float  # the same with grouped experts
     update_moe_bf16: float
+    host_moe_layer_s: float  # of the host to launch forward and backward of a layer of grouped experts, whatever its tokens
     forward_fp8: float  # FLOP/s of a pass for old log-probabilities
     forward_bf16: float
     prefill: float  # FLOP/s of an engine's prompts
     read_bytes_per_s: float  # at which decode steps read weights and cache
-    decode_layer_s: float  # of a decode step for each layer, whatever it reads
+    decode_layer_s: float  # of a decode step for each layer, beyond its reads at the rate above
     decode_sequence_s: float  # of a decode step for each of its sequences: sampling, log-probabilities, HTTP
     publish_s: float  # a publication, whatever it carries
     publish_s_per_byte: float  # of a worker's weights: quantized, loaded, digested at both ends; not the wire
@@ -42,19 +43,21 @@ class Network:
     storage_bytes_per_s: float = 2e9  # of one GPU, to and from the shared file system
 
 
-# From the rows of docs/measured/ledger.jsonl: 20 layers of Qwen3-8B, and for updates of mixtures run F, 6 layers of
-# Qwen3-30B-A3B with microbatches of 16,384 tokens. The rate for prompts is assumed.
+# From rows of docs/measured: updates and decode steps of run J of the ledger, 20 layers of Qwen3-8B, and for decode steps run B
+# of rollout_speed as well, all 36 layers with answers of 8,192 tokens; updates of mixtures from run F, 6 layers of
+# Qwen3-30B-A3B with microbatches of 16,384 tokens, and what the host takes from run I, with microbatches of 8,192; passes for old log-probabilities from run A. The rate for prompts is assumed.
 H200 = Rates(
-    update_fp8=715e12,
-    update_bf16=523e12,
+    update_fp8=789e12,
+    update_bf16=534e12,
     update_moe_fp8=457e12,
     update_moe_bf16=435e12,
+    host_moe_layer_s=13.2e-3,
     forward_fp8=913e12,
     forward_bf16=580e12,
     prefill=500e12,
     read_bytes_per_s=4.3e12,
-    decode_layer_s=37.1e-6,
-    decode_sequence_s=12.2e-6,
+    decode_layer_s=58.1e-6,
+    decode_sequence_s=0.89e-6,
     publish_s=0.051,
     publish_s_per_byte=1.8e-12,
     source="measured on H200",

@@ -4,8 +4,9 @@
                    sequences; the steps last until the longest sequence ends
     old_logprobs   one forward pass over all tokens; 0 with ``precision.exact``, which takes the engine's, and in a step of
                    one update, which takes its own
-    update         forward and backward, the recomputed forward, the pipeline's bubble, tensor- and expert-parallel
-                   traffic, gradients and parameters between data-parallel ranks, and the optimizer's reads and writes
+    update         forward and backward, the recomputed forward, tensor- and expert-parallel traffic, or the host that launches
+                   them if it takes longer; the pipeline's bubble, gradients and parameters between data-parallel ranks, and the
+                   optimizer's reads and writes
     publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
     driver         what trainer rank 0 does for all engines, as far as others wait for it
 
@@ -197,6 +198,8 @@ def _update_s(
         tensor = rounds * _TENSOR_COLLECTIVES * layers * moved / link
     microbatches = max(1, num_microbatches(cfg))
     busy = compute + experts + tensor
+    if model.is_moe:
+        busy = max(busy, microbatches * layers * rates.host_moe_layer_s * passes / 3.0)
     bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
     stages = [parameters.on_trainer_rank(cfg, stage) for stage in range(parallel.pipeline)]
     held = max(stage.dense + stage.expert for stage in stages)
