@@ -1,4 +1,4 @@
-"""The arithmetic of a plan against every run that was measured, phase by phase.
+"""The arithmetic of a plan against the runs that were measured, phase by phase.
 
 In: rows of docs/measured of this repository. Out: the predicted and the measured seconds, and the error. Rates come from
 some of these rows (``rates.py``): for those the error says how well a few numbers fit many, not how well they predict.
@@ -21,9 +21,7 @@ from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
 
 FOLDER = Path(__file__).parents[2] / "docs" / "measured"
 _PHASES = ("rollouts", "update", "publish")
-
-
-_OLDER = ("A", "B", "C", "D")  # runs of the ledger whose engines and updates were slower than the present ones
+_OLDER = ("A", "B", "C", "D")  # runs of the ledger of which publications alone are of present code
 
 
 @dataclass(frozen=True)
@@ -73,10 +71,7 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
 
 @functools.cache
 def compared() -> tuple[Compared, ...]:
-    """Every phase of every measured run that the arithmetic knows.
-
-    Steps that had a pass for old log-probabilities, which one update no longer needs, are compared without it.
-    """
+    """Every phase of every measured run that the arithmetic knows and that present code would repeat."""
     return tuple(_compared())
 
 
@@ -91,7 +86,7 @@ def models() -> dict[tuple[str, int], ModelConfig]:
 def _compared() -> Iterator[Compared]:
     for row in _rows("ledger"):
         known = _of_ledger(row, models())
-        if known is None or row["run"] in _OLDER:
+        if known is None:
             continue
         cfg, lengths = known
         gpu = next(gpu for gpu in GPUS.values() if gpu.name.upper() in row["device"])
@@ -102,9 +97,11 @@ def _compared() -> Iterator[Compared]:
             f"ledger {row['run']}, {gpu.name.upper()}: {row['shape']} {arm}, {row['layers']} layers"
             for arm in (row["arm"], "bf16")
         )
-        for phase in _PHASES:
+        is_older = row["run"] in _OLDER
+        for phase in ("publish",) if is_older else _PHASES:
             yield Compared(name, phase, getattr(found, phase), median(row["phases_s"][phase]))
-        yield Compared(name, "step", found.step, median(row["step_s"]) - median(row["phases_s"]["old_logprobs"]), bf16)
+        if not is_older:
+            yield Compared(name, "step", found.step, median(row["step_s"]), bf16)
 
 
 def steps() -> list[Compared]:

@@ -29,6 +29,7 @@ class Rates:
     decode_sequence_s: float  # of a decode step for each of its sequences: sampling, log-probabilities, HTTP
     publish_s: float  # a publication, whatever it carries
     publish_s_per_byte: float  # of a worker's weights: quantized, loaded, digested at both ends; not the wire
+    kv_scales_s: float  # of a publication: measuring and sending the scales of an FP8 KV cache
     source: str
 
 
@@ -45,13 +46,14 @@ class Network:
 
 # From rows of docs/measured: updates and decode steps of run J of the ledger, 20 layers of Qwen3-8B, and for decode steps run B
 # of rollout_speed as well, all 36 layers with answers of 8,192 tokens; updates of mixtures from run F, 6 layers of
-# Qwen3-30B-A3B with microbatches of 16,384 tokens, and what the host takes from run I, with microbatches of 8,192; passes for old log-probabilities from run A. The rate for prompts is assumed.
+# Qwen3-30B-A3B with microbatches of 16,384 tokens, and what the host takes from the FP8 arm of run I, whose GPUs had least
+# to do, with microbatches of 8,192; passes for old log-probabilities from run A. The rate for prompts is assumed.
 H200 = Rates(
     update_fp8=789e12,
     update_bf16=534e12,
     update_moe_fp8=457e12,
     update_moe_bf16=435e12,
-    host_moe_layer_s=13.2e-3,
+    host_moe_layer_s=12.7e-3,
     forward_fp8=913e12,
     forward_bf16=580e12,
     prefill=500e12,
@@ -60,6 +62,7 @@ H200 = Rates(
     decode_sequence_s=0.89e-6,
     publish_s=0.051,
     publish_s_per_byte=1.8e-12,
+    kv_scales_s=0.053,
     source="measured on H200",
 )
 

@@ -259,4 +259,5 @@ def _publish_s(cfg: RunConfig, rates: Rates, network: Network, gpus: int, node: 
     own = weights.fp8 + weights.scales + weights.bf16
     link = network.nvlink_bytes_per_s if gpus <= node else network.nic_bytes_per_s
     sent = own * cfg.rollout.ranks * cfg.rollout.num_replicas / cfg.parallel.world_size
-    return max(own, sent) / link, rates.publish_s + rates.publish_s_per_byte * own
+    scales = rates.kv_scales_s if cfg.rollout.kv_cache_dtype == "fp8" else 0.0
+    return max(own, sent) / link, rates.publish_s + rates.publish_s_per_byte * own + scales

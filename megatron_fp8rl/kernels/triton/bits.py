@@ -74,6 +74,15 @@ def e4m3_bytes(x, HARDWARE: tl.constexpr):
 
 
 @triton.jit
+def quantized_rows(x, POW2: tl.constexpr, HARDWARE: tl.constexpr):
+    """(bytes [R, 128], bits of scales int32 [R]) of rows of one block each, float32 [R, 128]."""
+    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
+    scale_bits = bits_of_scale(amax_bits, POW2)
+    factor = factor_of(amax_bits, scale_bits, POW2)[:, None]
+    return e4m3_bytes(quotient(x, factor, POW2), HARDWARE), scale_bits
+
+
+@triton.jit
 def e4m3_values(byte, HARDWARE: tl.constexpr):
     """float32 values of E4M3 bytes (uint8)."""
     if HARDWARE:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_fp8rl.kernels.triton.bits import HARDWARE, bits_of_scale, e4m3_bytes, e4m3_values, factor_of, quotient
+from megatron_fp8rl.kernels.triton.bits import HARDWARE, e4m3_values, quantized_rows
 from megatron_fp8rl.kernels.triton.tiles import SIDE, pair
 
 _ROWS = 16  # of a program
@@ -25,11 +25,9 @@ def _pack(x, out, num_rows, num_columns, width, ROWS: tl.constexpr, HARDWARE: tl
     inside = row < num_rows
     feature = block * SIDE + tl.arange(0, SIDE)[None, :]
     numbers = tl.load(x + row[:, None] * num_columns + feature, mask=inside[:, None], other=0.0).to(tl.float32)
-    amax_bits = tl.max(numbers.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    scale_bits = bits_of_scale(amax_bits, True)
-    factor = factor_of(amax_bits, scale_bits, True)[:, None]
+    byte, scale_bits = quantized_rows(numbers, True, HARDWARE)
     place = out + row * width
-    tl.store(place[:, None] + feature, e4m3_bytes(quotient(numbers, factor, True), HARDWARE), mask=inside[:, None])
+    tl.store(place[:, None] + feature, byte, mask=inside[:, None])
     tl.store(place + num_columns + block, ((scale_bits >> 23) & 0xFF).to(tl.uint8), mask=inside)
 
 

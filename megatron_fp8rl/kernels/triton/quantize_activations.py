@@ -17,20 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import BLOCK, Scales
-from megatron_fp8rl.kernels.triton.bits import HARDWARE, bits_of_scale, e4m3_bytes, factor_of, quotient, rounded_to_bf16
+from megatron_fp8rl.kernels.triton.bits import HARDWARE, quantized_rows, rounded_to_bf16
 from megatron_fp8rl.kernels.triton.tiles import SIDE, exp_of_negative
 
 _ROWS = 16  # of a program of SwiGLU
 _THREAD_NUMBERS = 16  # of a row that a thread of a norm holds
-
-
-@triton.jit
-def _quantized(x, POW2: tl.constexpr, HARDWARE: tl.constexpr):
-    """(bytes [B, 128], float32 scales [B]) of float32 blocks [B, 128]."""
-    amax_bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)
-    scale_bits = bits_of_scale(amax_bits, POW2)
-    factor = factor_of(amax_bits, scale_bits, POW2)[:, None]
-    return e4m3_bytes(quotient(x, factor, POW2), HARDWARE), scale_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -52,9 +43,9 @@ def _norm_quantize(
         number = stored.to(tl.float32)
     mean = tl.sum(tl.sum(number * number, axis=1), axis=0) / num_columns
     number = number * tl.rsqrt(mean + eps) * tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    byte, scale = _quantized(rounded_to_bf16(number, HARDWARE).to(tl.float32), POW2, HARDWARE)
+    byte, scale_bits = quantized_rows(rounded_to_bf16(number, HARDWARE).to(tl.float32), POW2, HARDWARE)
     tl.store(data + place, byte, mask=inside)
-    tl.store(scales + row * scale_row + block * scale_block, scale, mask=block * SIDE < num_columns)
+    tl.store(scales + row * scale_row + block * scale_block, scale_bits, mask=block * SIDE < num_columns)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -72,9 +63,9 @@ def _swiglu_quantize_rows(
     gate = tl.load(place, mask=inside[:, None], other=0.0).to(tl.float32)
     up = tl.load(place + width, mask=inside[:, None], other=0.0).to(tl.float32)
     silu = rounded_to_bf16(gate / (1.0 + exp_of_negative(gate, HARDWARE)), HARDWARE).to(tl.float32)
-    byte, scale = _quantized(rounded_to_bf16(silu * up, HARDWARE).to(tl.float32), POW2, HARDWARE)
+    byte, scale_bits = quantized_rows(rounded_to_bf16(silu * up, HARDWARE).to(tl.float32), POW2, HARDWARE)
     tl.store(data + row[:, None] * width + feature, byte, mask=inside[:, None])
-    tl.store(scales + row * scale_row + block * scale_block, scale, mask=inside)
+    tl.store(scales + row * scale_row + block * scale_block, scale_bits, mask=inside)
 
 
 def norm_quantize(
@@ -92,9 +83,9 @@ def norm_quantize(
     warps = min(16, max(1, blocks * BLOCK // (32 * _THREAD_NUMBERS)))
     with torch.cuda.device_of(x_TH):
         _norm_quantize[(num_rows,)](
-            x_TH, x_TH if residual_TH is None else residual_TH, weight_H, data_TH.view(torch.uint8), scales_TB,
-            num_columns, x_TH.stride(0), *scales_TB.stride(), eps, BLOCKS=blocks, ADDS=residual_TH is not None,
-            POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=warps,
+            x_TH, x_TH if residual_TH is None else residual_TH, weight_H, data_TH.view(torch.uint8),
+            scales_TB.view(torch.int32), num_columns, x_TH.stride(0), *scales_TB.stride(), eps, BLOCKS=blocks,
+            ADDS=residual_TH is not None, POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=warps,
         )  # fmt: skip
 
 
@@ -109,7 +100,7 @@ def swiglu_quantize(h_T2F: Tensor, data_TF: Tensor, scales_TB: Tensor, scales: S
         return
     with torch.cuda.device_of(h_T2F):
         _swiglu_quantize_rows[(triton.cdiv(num_rows, _ROWS) * (width // BLOCK),)](
-            h_T2F, data_TF.view(torch.uint8), scales_TB, num_rows, width, *scales_TB.stride(), ROWS=_ROWS,
+            h_T2F, data_TF.view(torch.uint8), scales_TB.view(torch.int32), num_rows, width, *scales_TB.stride(), ROWS=_ROWS,
             POW2=scales == "pow2", HARDWARE=HARDWARE, num_warps=4,
         )  # fmt: skip
 
