@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import subprocess
 import threading
@@ -46,9 +47,11 @@ class PowerMeter:
         self._thread.join(timeout=30)
 
     def _sample(self) -> None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # of the runs, which the process that started them gave them
+        query = [*_QUERY, f"--id={visible}"] if visible else _QUERY
         while not self._end.wait(_EVERY_S):
             try:
-                lines = subprocess.run(_QUERY, capture_output=True, text=True, timeout=20, check=True).stdout
+                lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
             except (OSError, subprocess.SubprocessError):
                 return
             with contextlib.suppress(ValueError):  # a field that this GPU does not report

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 import math
 import os
@@ -104,15 +105,18 @@ def model_in(folder: Path) -> ModelConfig:
 
 def in_place(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change:
     """The change after which engines share the trainer's GPUs and least of their memory moves in every step: at best
-    none, else that of sleeping engines; empty if either needs offloading, or a KV cache for less than half of the
-    sequences that are decoded at once.
+    none, else that of sleeping engines, with selective recompute if nothing less fits; empty if all of these need
+    offloading, or a KV cache for less than half of the sequences that are decoded at once.
 
-    Moving what an 80 GB GPU holds takes seconds; a smaller KV cache costs nothing while it holds all sequences.
+    Moving what an 80 GB GPU holds takes seconds, more than the recompute of a step; a smaller KV cache costs nothing
+    while it holds all sequences.
     """
     wanted = _decoded_at_once(cfg.rollout) / 2
-    for sleep in dict.fromkeys((0, cfg.rollout.sleep_level)):
+    recomputes, sleeps = (cfg.optim.recompute, "selective"), (0, cfg.rollout.sleep_level)
+    for recompute, sleep in itertools.product(dict.fromkeys(recomputes), dict.fromkeys(sleeps)):
         for share in layout_search.SHARES:
             change = (("rollout.sleep_level", sleep), ("rollout.gpu_memory_utilization", share), ("optim.offload", ()))
+            change += (("optim.recompute", recompute),)
             found = judge(layout_search.apply(cfg, change))
             if found.works and not found.num_layout_warnings:
                 if found.engine is not None and found.engine.full_sequences >= wanted:

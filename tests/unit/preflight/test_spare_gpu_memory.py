@@ -16,23 +16,27 @@ def change(cfg, **fields):
     return layout_search.apply(cfg, tuple((path.replace("__", "."), value) for path, value in fields.items()))
 
 
-@pytest.mark.parametrize(("gib", "sleeps", "moves"), [(140, False, False), (40, True, False), (24, True, True)])
-def test_what_shares_a_gpu_moves_as_little_as_fits(gib, sleeps, moves):
+@pytest.mark.parametrize(
+    ("gib", "tokens", "sleeps", "recompute"),
+    [(140, 2048, False, "none"), (40, 2048, True, "none"), (56, 8192, True, "none"), (44, 8192, True, "selective"), (24, 2048, None, "")],
+)
+def test_what_shares_a_gpu_moves_as_little_as_fits(gib, tokens, sleeps, recompute):
+    """``sleeps``: None where weights or states would have to be offloaded."""
     cfg = change(
         small_qwen3(), rollout__placement="colocated", rollout__sleep_level=2, rollout__num_replicas=1,
         rollout__gpu_memory_utilization=0.85, rollout__kv_cache_bytes=None, parallel__world_size=1,
         model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
         model__num_key_value_heads=8, model__head_dim=128, model__max_position_embeddings=8192,
         rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, optim__offload=(),
-        rollout__max_tokens_per_microbatch=2048, rollout__max_num_sequences=64, precision__linears="te",
+        rollout__max_tokens_per_microbatch=tokens, rollout__max_num_sequences=64, precision__linears="te",
     )  # fmt: skip
     options = DoctorOptions(num_gpus=1, memory_gib=gib)
     found = own_job.in_place(cfg, partial(judge, options=options))
     after = layout_search.apply(cfg, found)
-    assert bool(found) != moves
+    assert bool(found) == (sleeps is not None)
     if found:
         assert (after.rollout.sleep_level > 0) == sleeps and not after.optim.offload
-        assert not judge(after, options).errors
+        assert after.optim.recompute == recompute and not judge(after, options).errors
 
 
 @pytest.mark.parametrize(
