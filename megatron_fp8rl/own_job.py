@@ -45,7 +45,8 @@ from megatron_fp8rl.preflight.memory import GIB, GpuName
 
 VERIFIERS = "verifiers:"  # what a taskset of that library is named by
 _PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
-_LONGEST, _FEWEST = 32768, 4  # tokens of a microbatch on one rank; microbatches of an update and pipeline stage
+_SHORTEST, _LONGEST = 4096, 32768  # tokens of a microbatch on one rank
+_FEWEST = 4  # microbatches of an update and pipeline stage
 _ON_A_CPU = dict(prompts_per_step=8, completions_per_prompt=8, kv_cache_bytes=256 << 20, enforce_eager=True)
 
 
@@ -105,24 +106,35 @@ def model_in(folder: Path) -> ModelConfig:
 
 def in_place(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change:
     """The change after which engines share the trainer's GPUs and least of their memory moves in every step: at best
-    none, else that of sleeping engines, with selective recompute if nothing less fits; empty if all of these need
-    offloading, or a KV cache for less than half of the sequences that are decoded at once.
+    none, else that of sleeping engines, with microbatches of half as many tokens or selective recompute if nothing less
+    fits; empty if all of these need offloading, or a KV cache for less than half of the sequences that are decoded at once.
 
     Moving what an 80 GB GPU holds takes seconds, more than the recompute of a step; a smaller KV cache costs nothing
     while it holds all sequences.
     """
     wanted = _decoded_at_once(cfg.rollout) / 2
-    recomputes, sleeps = (cfg.optim.recompute, "selective"), (0, cfg.rollout.sleep_level)
-    for recompute, sleep in itertools.product(dict.fromkeys(recomputes), dict.fromkeys(sleeps)):
+    ways = itertools.product(_less_activation_memory(cfg), dict.fromkeys((0, cfg.rollout.sleep_level)))
+    for fewer_activations, sleep in ways:
         for share in layout_search.SHARES:
             change = (("rollout.sleep_level", sleep), ("rollout.gpu_memory_utilization", share), ("optim.offload", ()))
-            change += (("optim.recompute", recompute),)
+            change += fewer_activations
             found = judge(layout_search.apply(cfg, change))
             if found.works and not found.num_layout_warnings:
                 if found.engine is not None and found.engine.full_sequences >= wanted:
                     return tuple((path, value) for path, value in change if attrgetter(path)(cfg) != value)
                 break
     return ()
+
+
+def _less_activation_memory(cfg: RunConfig) -> list[layout_search.Change]:
+    """Recompute and tokens of a microbatch, the cheapest first. Half as many tokens cost a dense model little; for a layer of
+    experts the host launches as many kernels as before, and GPUs read and write as many gradients."""
+    tokens = cfg.rollout.max_tokens_per_microbatch
+    sizes = (tokens, tokens // 2) if tokens // 2 >= max(_SHORTEST, cfg.max_sequence_tokens) else (tokens,)
+    ways = [(recompute, size) for recompute in dict.fromkeys((cfg.optim.recompute, "selective")) for size in sizes]
+    if cfg.model.is_moe:
+        ways.sort(key=lambda way: -way[1])
+    return [(("optim.recompute", recompute), ("rollout.max_tokens_per_microbatch", size)) for recompute, size in ways]
 
 
 def longer_microbatches(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change:

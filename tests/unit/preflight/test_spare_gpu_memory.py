@@ -17,26 +17,51 @@ def change(cfg, **fields):
 
 
 @pytest.mark.parametrize(
-    ("gib", "tokens", "sleeps", "recompute"),
-    [(140, 2048, False, "none"), (40, 2048, True, "none"), (56, 8192, True, "none"), (44, 8192, True, "selective"), (24, 2048, None, "")],
+    ("gib", "tokens", "sleeps", "recompute", "size"),
+    [
+        (140, 2048, False, "none", 2048),
+        (40, 2048, True, "none", 2048),
+        (56, 8192, True, "none", 8192),
+        (48, 8192, True, "none", 4096),
+        (42, 8192, True, "selective", 8192),
+        (24, 2048, None, "", 0),
+    ],
 )
-def test_what_shares_a_gpu_moves_as_little_as_fits(gib, tokens, sleeps, recompute):
+def test_what_shares_a_gpu_moves_as_little_as_fits(gib, tokens, sleeps, recompute, size):
     """``sleeps``: None where weights or states would have to be offloaded."""
-    cfg = change(
-        small_qwen3(), rollout__placement="colocated", rollout__sleep_level=2, rollout__num_replicas=1,
-        rollout__gpu_memory_utilization=0.85, rollout__kv_cache_bytes=None, parallel__world_size=1,
-        model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
-        model__num_key_value_heads=8, model__head_dim=128, model__max_position_embeddings=8192,
-        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, optim__offload=(),
-        rollout__max_tokens_per_microbatch=tokens, rollout__max_num_sequences=64, precision__linears="te",
-    )  # fmt: skip
     options = DoctorOptions(num_gpus=1, memory_gib=gib)
+    cfg = change(colocated(tokens), precision__linears="te")
     found = own_job.in_place(cfg, partial(judge, options=options))
     after = layout_search.apply(cfg, found)
     assert bool(found) == (sleeps is not None)
     if found:
         assert (after.rollout.sleep_level > 0) == sleeps and not after.optim.offload
-        assert after.optim.recompute == recompute and not judge(after, options).errors
+        assert (after.optim.recompute, after.rollout.max_tokens_per_microbatch) == (recompute, size)
+        assert not judge(after, options).errors
+
+
+def test_the_layers_of_a_mixture_are_recomputed_before_microbatches_are_shorter():
+    cfg = change(
+        colocated(8192), model__family="qwen3_moe", model__ffn_hidden_size=0, model__num_experts=16,
+        model__experts_per_token=4, model__moe_ffn_hidden_size=768, model__num_layers=12,
+    )  # fmt: skip
+    chosen = set()
+    for gib in (28, 32, 36):
+        after = layout_search.apply(cfg, own_job.in_place(cfg, partial(judge, options=DoctorOptions(num_gpus=1, memory_gib=gib))))
+        chosen.add((after.optim.recompute, after.rollout.max_tokens_per_microbatch))
+    assert ("selective", 8192) in chosen and ("none", 4096) not in chosen
+
+
+def colocated(tokens):
+    """28 layers on one GPU, which an engine shares; ``tokens`` of a microbatch."""
+    return change(
+        small_qwen3(), rollout__placement="colocated", rollout__sleep_level=2, rollout__num_replicas=1,
+        rollout__gpu_memory_utilization=0.85, rollout__kv_cache_bytes=None, parallel__world_size=1,
+        model__num_layers=28, model__hidden_size=2048, model__ffn_hidden_size=6144, model__num_attention_heads=16,
+        model__num_key_value_heads=8, model__head_dim=128, model__max_position_embeddings=8192,
+        rollout__max_prompt_tokens=256, rollout__max_completion_tokens=1024, optim__offload=(),
+        rollout__max_tokens_per_microbatch=tokens, rollout__max_num_sequences=64,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
