@@ -14,14 +14,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight.memory import GPUS
 from megatron_fp8rl.sizing import rates
 from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
 
 FOLDER = Path(__file__).parents[2] / "docs" / "measured"
 _PHASES = ("rollouts", "update", "publish")
-_OLDER = ("A", "B", "C", "D")  # runs of the ledger of which publications alone are of present code
+_OLDER = tuple("ABCDEFGH")  # runs of the ledger of which publications alone are of present code
+_STALLED = ("K", "L", "O")  # beside another run, with updates in which GPUs waited for the host
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,19 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) -> tuple[RunConfig, Lengths] | None:
-    """The configuration of a row of the ledger with engines of one GPU, apart from the trainer's; None for a model that is
-    not known here."""
+    """The configuration of a row of the ledger with engines of one GPU; None for a model that is not known here, and for an
+    exact run, whose kernels are others."""
     model = models.get((row["model"]["family"], row["model"]["hidden_size"]))
-    if model is None or row["layout"]["placement"] != "separate":
+    if model is None or row["arm"] == "exact":
         return None
-    parallel = ParallelConfig(**row["layout"]["trainer"])
+    parallel, placement = ParallelConfig(**row["layout"]["trainer"]), row["layout"]["placement"]
     model = replace(model, num_layers=row["layers"])
     in_fp8, sequences = row["arm"] != "bf16", int(row["sequences"])
     mean = row["sampled_tokens"] / sequences
     precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
     rollout = RolloutConfig(
-        placement="separate",
-        num_replicas=row["gpus"] - parallel.world_size,
+        placement=placement,
+        num_replicas=row["gpus"] - parallel.world_size * (placement == "separate"),
         kv_cache_dtype="fp8" if row["arm"] == "fp8_kv" else "auto",
         prompts_per_step=sequences,
         completions_per_prompt=1,
@@ -65,7 +66,8 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
         max_completion_tokens=row["completion_tokens"],
         max_tokens_per_microbatch=row["layout"]["microbatch"],
     )
-    cfg = RunConfig(name=row["arm"], model=model, parallel=parallel, precision=precision, rollout=rollout)
+    optim = OptimConfig(recompute=row["layout"]["recompute"])
+    cfg = RunConfig(name=row["arm"], model=model, parallel=parallel, precision=precision, optim=optim, rollout=rollout)
     return cfg, Lengths(prompt=row["prompt_tokens"], mean=mean, longest=row["completion_tokens"])
 
 
@@ -97,10 +99,15 @@ def _compared() -> Iterator[Compared]:
             f"ledger {row['run']}, {gpu.name.upper()}: {row['shape']} {arm}, {row['layers']} layers"
             for arm in (row["arm"], "bf16")
         )
-        is_older = row["run"] in _OLDER
-        for phase in ("publish",) if is_older else _PHASES:
-            yield Compared(name, phase, getattr(found, phase), median(row["phases_s"][phase]))
-        if not is_older:
+        phases = _PHASES
+        if row["run"] in _OLDER:
+            phases = ("publish",)
+        elif row["run"] in _STALLED:
+            phases = "rollouts", "publish"
+        for phase in phases:
+            if phase != "publish" or cfg.rollout.placement == "separate":  # within a GPU weights do not travel
+                yield Compared(name, phase, getattr(found, phase), median(row["phases_s"][phase]))
+        if phases == _PHASES:
             yield Compared(name, "step", found.step, median(row["step_s"]), bf16)
 
 

@@ -26,7 +26,7 @@ class Rates:
     prefill: float  # FLOP/s of an engine's prompts
     read_bytes_per_s: float  # at which decode steps read weights and cache
     decode_layer_s: float  # of a decode step for each layer, beyond its reads at the rate above
-    decode_sequence_s: float  # of a decode step for each of its sequences: sampling, log-probabilities, HTTP
+    decode_moe_layer_s: float  # the same of a layer of experts
     publish_s: float  # a publication, whatever it carries
     publish_s_per_byte: float  # of a worker's weights: quantized, loaded, digested at both ends; not the wire
     kv_scales_s: float  # of a publication: measuring and sending the scales of an FP8 KV cache
@@ -44,25 +44,26 @@ class Network:
     storage_bytes_per_s: float = 2e9  # of one GPU, to and from the shared file system
 
 
-# From rows of docs/measured: updates and decode steps of run J of the ledger, 20 layers of Qwen3-8B, and for decode steps run B
-# of rollout_speed as well, all 36 layers with answers of 8,192 tokens; updates of mixtures from run F, 6 layers of
-# Qwen3-30B-A3B with microbatches of 16,384 tokens, and what the host takes from the FP8 arm of run I, whose GPUs had least
-# to do, with microbatches of 8,192; passes for old log-probabilities from run A. The rate for prompts is assumed.
+# From rows of docs/measured: dense updates from run J of the ledger, 20 layers of Qwen3-8B; decode steps of dense layers from
+# its runs L and O and from run B of rollout_speed, all 36 layers with answers of 8,192 tokens; updates and decode steps of
+# mixtures from run P, 11 layers of Qwen3-30B-A3B on two GPUs with microbatches of 16,384 tokens; what the host takes from the
+# FP8 arm of run I, of older code, whose GPUs had least to do, with microbatches of 8,192; passes for old log-probabilities
+# from run A. The rate for prompts is assumed.
 H200 = Rates(
     update_fp8=789e12,
     update_bf16=534e12,
-    update_moe_fp8=457e12,
-    update_moe_bf16=435e12,
+    update_moe_fp8=475e12,
+    update_moe_bf16=422e12,
     host_moe_layer_s=12.7e-3,
     forward_fp8=913e12,
     forward_bf16=580e12,
     prefill=500e12,
     read_bytes_per_s=4.3e12,
-    decode_layer_s=58.1e-6,
-    decode_sequence_s=0.89e-6,
-    publish_s=0.051,
-    publish_s_per_byte=1.8e-12,
-    kv_scales_s=0.053,
+    decode_layer_s=49.6e-6,
+    decode_moe_layer_s=111e-6,
+    publish_s=0.048,
+    publish_s_per_byte=2.27e-12,
+    kv_scales_s=0.052,
     source="measured on H200",
 )
 

@@ -226,7 +226,8 @@ def _rollout_s(
     kv_read *= kv_token_bytes(model, rollout.tensor, fp8=rollout.kv_cache_dtype == "fp8")
     read = steps * _read_bytes(cfg, average * rollout.data) + kv_read
     prefill = flops(model, own * lengths.prompt, own * lengths.prompt**2) / (rates.prefill * rollout.ranks)
-    fixed = model.num_layers * rates.decode_layer_s + average * rates.decode_sequence_s
+    moe_layers = model.num_layers - model.first_dense_layers if model.is_moe else 0
+    fixed = (model.num_layers - moe_layers) * rates.decode_layer_s + moe_layers * rates.decode_moe_layer_s
     is_wide = rollout.ranks > node
     latency = network.cluster_collective_s if is_wide else network.node_collective_s
     calls = 2 * model.num_layers * (rollout.tensor > 1) + 2 * model.num_layers * (rollout.expert > 1 and model.is_moe)
