@@ -3,7 +3,8 @@
 In:  a configuration, a kind of GPU, how many there are. Out: every layout that the rules allow and that fits, with its
 seconds by phase, the cheapest first; and how many were refused, by reason.
 
-Trainer: tensor-parallel degrees within a node, pipeline stages, experts over as many ranks as a stage has, or fewer.
+Trainer: tensor-parallel degrees within a node, pipeline stages, experts over as many ranks as a stage has, or fewer; and
+microbatches of as many tokens as asked for, or more where that is faster and fits.
 Engines: data x tensor ranks of a replica. The GPUs between them are divided so that neither waits long for the other,
 if sampling overlaps training, or else shared.
 """
@@ -41,6 +42,7 @@ class Choice:
     def words(self) -> str:
         parallel, rollout = self.cfg.parallel, self.cfg.rollout
         trainer = f"{parallel.world_size} = TP{parallel.tensor} PP{parallel.pipeline} EP{parallel.expert} DP{parallel.data}"
+        trainer += f", {rollout.max_tokens_per_microbatch:,} tokens a microbatch"
         engine = f"DP{rollout.data} TP{rollout.tensor} EP{rollout.expert}"
         shared = " on the same GPUs" if rollout.placement == "colocated" else ""
         return f"{trainer}; {rollout.num_replicas} x {engine}{shared}"
@@ -73,31 +75,33 @@ def choices(
             refused["an engine leaves no room for sequences"] += 1
         else:
             engines[data, tensor] = fitting
-    fits: dict[tuple, float] = {}
+    def timed(cfg: RunConfig, trainer_share: float, engine_share: float) -> Choice:
+        time = step_time(
+            cfg, lengths, rates, network, memory_bytes=gpu.memory_bytes, gpus=num_gpus, gpus_per_node=node
+        )  # fmt: skip
+        return Choice(cfg, time, trainer_share, engine_share)
+
     for world in _worlds(cfg, num_gpus, node):
         for trainer in _trainers(cfg, world, node):
-            parallel = trainer.parallel
-            key = (parallel.world_size, parallel.tensor, parallel.pipeline, parallel.expert)
-            if key not in fits:
-                fits[key] = trainer_memory.worst_rank(trainer, gpu, gpu.memory_bytes).share
-            if fits[key] > TIGHT:
+            fitting = list(_with_longer_microbatches(trainer, gpu))
+            if not fitting:
                 refused["a trainer rank does not fit its GPU"] += 1
                 continue
             for of_engine, engine in engines.values():
-                candidate = _joined(trainer, of_engine, num_gpus)
-                if candidate is None:
+                joined = [(_joined(one, of_engine, num_gpus), share) for one, share in fitting]
+                if joined[0][0] is None:
                     refused["no GPU is left for an engine"] += 1
                     continue
-                wrong = rules.check(candidate, accelerator=gpu.generation)
-                if wrong:
+                if wrong := rules.check(joined[0][0], accelerator=gpu.generation):
                     refused[f"{wrong[0].field}: {wrong[0].problem}"] += 1
                     continue
-                time = step_time(
-                    candidate, lengths, rates, network, memory_bytes=gpu.memory_bytes, gpus=num_gpus, gpus_per_node=node
-                )  # fmt: skip
-                found.append(Choice(candidate, time, fits[key], engine.estimate.share))
-    found.sort(key=lambda choice: (choice.time.gpu_seconds_per_million, choice.words))
+                found.append(min((timed(*one, engine.estimate.share) for one in joined), key=_cost))
+    found.sort(key=_cost)
     return Choices(tuple(found), refused)
+
+
+def _cost(choice: Choice) -> tuple[float, str]:
+    return choice.time.gpu_seconds_per_million, choice.words
 
 
 def _engine(cfg: RunConfig, data: int, tensor: int) -> RunConfig | None:
@@ -147,6 +151,19 @@ def _trainers(cfg: RunConfig, world: int, node: int) -> Iterator[RunConfig]:
         yield replace(cfg, parallel=parallel)
 
 
+def _with_longer_microbatches(cfg: RunConfig, gpu: Gpu) -> Iterator[tuple[RunConfig, float]]:
+    """The configuration with as many tokens a microbatch, two and four times as many, as long as it fits, and the share of a
+    GPU that its trainer takes."""
+    tokens = cfg.rollout.max_tokens_per_microbatch
+    for size in (tokens, 2 * tokens, 4 * tokens):
+        optim = cfg.optim if size == tokens else replace(cfg.optim, logprob_chunk_tokens=size)
+        longer = replace(cfg, rollout=replace(cfg.rollout, max_tokens_per_microbatch=size), optim=optim)
+        share = trainer_memory.worst_rank(longer, gpu, gpu.memory_bytes).share
+        if share > TIGHT:
+            return
+        yield longer, share
+
+
 def _joined(trainer: RunConfig, engine: RunConfig, num_gpus: int) -> RunConfig | None:
     """Trainer and engines together, with as many replicas as there is room for."""
     rollout = engine.rollout
@@ -154,4 +171,5 @@ def _joined(trainer: RunConfig, engine: RunConfig, num_gpus: int) -> RunConfig |
     replicas = left // rollout.ranks
     if replicas < 1:
         return None
-    return replace(trainer, rollout=replace(rollout, num_replicas=replicas))
+    tokens = trainer.rollout.max_tokens_per_microbatch
+    return replace(trainer, rollout=replace(rollout, num_replicas=replicas, max_tokens_per_microbatch=tokens))

@@ -174,7 +174,7 @@ def _against_bf16(best: Choice, layouts: Callable[[RunConfig], Choices]) -> list
     ]
     lines += [f"  measured: {name}: predicted {one:.2f}, measured {two:.2f} times" for name, one, two in known]
     if cfg.model.is_moe:
-        lines.append("  updates of mixtures count as those of 6 layers of Qwen3-30B-A3B on one H200 (ledger, run F)")
+        lines.append("  updates of mixtures count as those of 11 layers of Qwen3-30B-A3B on two H200s (ledger, run P)")
     return [*lines, f"  so a ratio between {1 / wrong:.2f} and {wrong:.2f} says nothing"] if known else lines
 
 

@@ -24,7 +24,6 @@ from megatron_fp8rl.config import ModelConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.preflight.engine_memory import kv_token_bytes, worker
-from megatron_fp8rl.preflight.trainer_memory import num_microbatches
 from megatron_fp8rl.sizing.rates import Network, Rates
 
 _OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
@@ -196,10 +195,11 @@ def _update_s(
         link = network.nvlink_bytes_per_s if parallel.tensor <= node else network.nic_bytes_per_s
         moved = own * model.hidden_size * 2 * (parallel.tensor - 1) / parallel.tensor
         tensor = rounds * _TENSOR_COLLECTIVES * layers * moved / link
-    microbatches = max(1, num_microbatches(cfg))
+    updates = cfg.algo.updates_per_step
+    microbatches = max(1, math.ceil(tokens / parallel.data / updates / cfg.rollout.max_tokens_per_microbatch))
     busy = compute + experts + tensor
     if model.is_moe:
-        busy = max(busy, microbatches * layers * rates.host_moe_layer_s * passes / 3.0)
+        busy = max(busy, updates * microbatches * layers * rates.host_moe_layer_s * passes / 3.0)
     bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
     stages = [parameters.on_trainer_rank(cfg, stage) for stage in range(parallel.pipeline)]
     held = max(stage.dense + stage.expert for stage in stages)
@@ -207,7 +207,6 @@ def _update_s(
     link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s
     reduced = 0.0 if copies == 1 else held * (4 + 2) / link  # gradients in FP32, parameters in BF16
     optimizer = held / copies * _OPTIMIZER_BYTES / rates.read_bytes_per_s
-    updates = cfg.algo.updates_per_step
     return busy + bubble + updates * (reduced + optimizer), bubble, experts
 
 

@@ -17,7 +17,7 @@ from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.precision import parameters
-from megatron_fp8rl.preflight.memory import GPUS
+from megatron_fp8rl.preflight.memory import GPUS, TIGHT
 from megatron_fp8rl.sizing import against_runs, layout_choices, lost_time, rates, step_time
 from megatron_fp8rl.sizing.step_time import Lengths
 from model_configs import deepseek, qwen3
@@ -236,6 +236,17 @@ def test_fp8_pays_where_the_gain_is_larger_than_the_error(capsys):
     assert "does FP8 pay? This run has none" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("tokens", "longest"), [(4096, 16384), (16384, 16384)])
+def test_microbatches_are_as_long_as_is_faster_and_fits(tokens, longest):
+    """A mixture's host launches as many kernels for a long one; with 32,768 tokens no rank fits its GPU."""
+    cfg = qwen3.grpo_qwen3_30b_a3b()
+    cfg = replace(cfg, rollout=replace(cfg.rollout, placement="separate", max_tokens_per_microbatch=tokens))
+    lengths = Lengths(prompt=256, mean=1024, longest=2048)
+    found = layout_choices.choices(cfg, GPUS["h200"], 16, lengths, rates.H200, NETWORK, 8).found
+    sizes = {choice.cfg.rollout.max_tokens_per_microbatch for choice in found if choice.cfg.parallel.tensor == 1}
+    assert found and max(sizes) == longest and all(choice.trainer_share <= TIGHT for choice in found)
+
+
 def test_sampling_overlaps_training_when_it_may():
     one, two = timed(), timed(max_staleness=1)
     assert one.step == pytest.approx(one.rollouts + one.driver + one.training + one.publish)
@@ -277,7 +288,8 @@ def test_token_stores_take_numbers_from_trainer_rank_0():
 def test_the_command(capsys):
     assert cli.main(program.COMMANDS, ["plan", "grpo_qwen3_30b_a3b", "--gpus", "16", "--dollars", "3"]) == 0
     text = capsys.readouterr().out
-    assert "does FP8 pay? too close to say: 1.0" in text and "measured: ledger J, H200: 8b_separate fp8_kv" in text
+    assert "does FP8 pay? yes: 1." in text and "measured: ledger J, H200: 8b_separate fp8_kv" in text
+    assert ", 16,384 tokens a microbatch; " in text.partition("best: ")[2].splitlines()[0]
     assert "layouts considered" in text and "lost a day" in text and "in the median" in text and "dollars" in text
     assert cli.main(program.COMMANDS, ["plan", "grpo_deepseek_v3", "--gpus", "8"]) == 2
     assert "No layout works" in capsys.readouterr().out
