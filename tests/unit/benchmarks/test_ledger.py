@@ -11,6 +11,8 @@ from benchmarks import ledger, ledger_rows, record
 from benchmarks.power import PowerMeter
 from benchmarks.runner import parse, section
 from megatron_fp8rl.config import ConfigError
+from megatron_fp8rl.preflight import trainer_memory
+from megatron_fp8rl.preflight.memory import GIB, GPUS
 from model_configs import dense, qwen3
 
 
@@ -120,6 +122,25 @@ def test_every_shape_can_be_planned_for_h200(name, tmp_path):
         assert found.cfg.num_steps > options.steps and found.cfg.checkpoint.every_steps == 0
         assert found.cfg.precision.exact == (arm == "exact")
         assert (found.cfg.rollout.kv_cache_dtype == "fp8") == (arm == "fp8_kv")
+
+
+@pytest.mark.parametrize(("runs", "least", "most"), [("JLNO", 0.985, 1.015), ("M", 0.96, 1.0)], ids=["dense", "mixture"])
+def test_a_trainer_takes_the_memory_that_the_doctor_predicts(runs, least, most, tmp_path):
+    """Rows on present code in which the trainer had the GPU to itself while it trained, engines elsewhere or asleep. Measured on
+    the device, with what PyTorch's allocator holds and nobody uses."""
+    rows = [json.loads(line) for line in (record.KEPT / "ledger.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["run"] in runs]
+    assert len(rows) == 2 * len(runs)
+    for row in rows:
+        given = parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path), "--layers", str(row["layers"])])
+        given.overrides = [
+            *row["fields"], "--rollout.max_tokens_per_microbatch", f"{row['layout']['microbatch']}",
+            "--optim.recompute", row["layout"]["recompute"],
+            "--optim.logprob_chunk_tokens", f"{max(8192, row['layout']['microbatch'])}",
+        ]  # fmt: skip
+        cfg = ledger.job_of(given, row["shape"], row["arm"]).cfg
+        predicted = trainer_memory.worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes).total_bytes
+        assert least < predicted / GIB / row["memory_gib"]["train_device"] < most, (row["run"], row["arm"])
 
 
 def test_a_mistake_of_the_user_is_named(tmp_path):
