@@ -75,10 +75,9 @@ def choices(
             refused["an engine leaves no room for sequences"] += 1
         else:
             engines[data, tensor] = fitting
+
     def timed(cfg: RunConfig, trainer_share: float, engine_share: float) -> Choice:
-        time = step_time(
-            cfg, lengths, rates, network, memory_bytes=gpu.memory_bytes, gpus=num_gpus, gpus_per_node=node
-        )  # fmt: skip
+        time = step_time(cfg, lengths, rates, network, memory_bytes=gpu.memory_bytes, gpus=num_gpus, gpus_per_node=node)
         return Choice(cfg, time, trainer_share, engine_share)
 
     for world in _worlds(cfg, num_gpus, node):
