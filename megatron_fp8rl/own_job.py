@@ -151,7 +151,7 @@ def longer_microbatches(cfg: RunConfig, judge: layout_search.Judge) -> layout_se
     if rollout.placement == "colocated":
         shares += [share for share in layout_search.SHARES if share < shares[0]]
     for size in (times * rollout.max_tokens_per_microbatch // 2 for times in (8, 4, 3)):
-        longer: layout_search.Change = (("rollout.max_tokens_per_microbatch", size), ("optim.logprob_chunk_tokens", size))
+        longer = layout_search.microbatches_of(size)
         if size > _LONGEST * parallel.context:
             continue
         if trainer_memory.num_microbatches(layout_search.apply(cfg, longer)) < _FEWEST * parallel.pipeline:

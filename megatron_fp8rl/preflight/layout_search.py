@@ -66,6 +66,11 @@ def apply(cfg: RunConfig, change: Change) -> RunConfig:
     return cfg
 
 
+def microbatches_of(tokens: int) -> Change:
+    """Microbatches of so many tokens, whose logits exist at once."""
+    return ("rollout.max_tokens_per_microbatch", tokens), ("optim.logprob_chunk_tokens", tokens)
+
+
 def words(overrides: Sequence[str], change: Change) -> str:
     """``overrides`` followed by ``change``, as command-line arguments; a field set by both keeps the new value only."""
     fields = {path for path, _ in change}

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import RunConfig
-from megatron_fp8rl.preflight import engine_memory, rules, trainer_memory
+from megatron_fp8rl.preflight import engine_memory, layout_search, rules, trainer_memory
 from megatron_fp8rl.preflight.memory import TIGHT, Gpu
 from megatron_fp8rl.sizing.rates import Network, Rates
 from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
@@ -155,8 +155,7 @@ def _with_longer_microbatches(cfg: RunConfig, gpu: Gpu) -> Iterator[tuple[RunCon
     GPU that its trainer takes."""
     tokens = cfg.rollout.max_tokens_per_microbatch
     for size in (tokens, 2 * tokens, 4 * tokens):
-        optim = cfg.optim if size == tokens else replace(cfg.optim, logprob_chunk_tokens=size)
-        longer = replace(cfg, rollout=replace(cfg.rollout, max_tokens_per_microbatch=size), optim=optim)
+        longer = cfg if size == tokens else layout_search.apply(cfg, layout_search.microbatches_of(size))
         share = trainer_memory.worst_rank(longer, gpu, gpu.memory_bytes).share
         if share > TIGHT:
             return

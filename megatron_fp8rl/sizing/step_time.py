@@ -155,6 +155,10 @@ def step_time(
     )
 
 
+def _moe_layers(model: ModelConfig) -> int:
+    return model.num_layers - model.first_dense_layers if model.is_moe else 0
+
+
 def _forward_rate(cfg: RunConfig, rates: Rates) -> float:
     dense = rates.forward_bf16 if cfg.precision.trainer == "bf16" else rates.forward_fp8
     if not cfg.model.is_moe:
@@ -189,8 +193,7 @@ def _update_s(
             there -= cfg.precision.trainer == "blockwise" and cfg.precision.scales == "pow2"
         link = network.nvlink_bytes_per_s if parallel.expert <= node else network.nic_bytes_per_s
         moved = own / parallel.tensor * copies * model.hidden_size * (there + 2)  # dispatch and combine
-        moe_layers = layers * (model.num_layers - model.first_dense_layers) / model.num_layers
-        experts = rounds * moe_layers * moved / link
+        experts = rounds * layers * _moe_layers(model) / model.num_layers * moved / link
     if parallel.tensor > 1:
         link = network.nvlink_bytes_per_s if parallel.tensor <= node else network.nic_bytes_per_s
         moved = own * model.hidden_size * 2 * (parallel.tensor - 1) / parallel.tensor
@@ -225,7 +228,7 @@ def _rollout_s(
     kv_read *= kv_token_bytes(model, rollout.tensor, fp8=rollout.kv_cache_dtype == "fp8")
     read = steps * _read_bytes(cfg, average * rollout.data) + kv_read
     prefill = flops(model, own * lengths.prompt, own * lengths.prompt**2) / (rates.prefill * rollout.ranks)
-    moe_layers = model.num_layers - model.first_dense_layers if model.is_moe else 0
+    moe_layers = _moe_layers(model)
     fixed = (model.num_layers - moe_layers) * rates.decode_layer_s + moe_layers * rates.decode_moe_layer_s
     is_wide = rollout.ranks > node
     latency = network.cluster_collective_s if is_wide else network.node_collective_s
