@@ -40,7 +40,7 @@ class Choice:
     """The choice of the router, counted on the device."""
 
     scores_TE: Tensor  # float32, -1: not chosen
-    ends: Tensor  # int32 [E, T], or [tiles of tokens, E] on a GPU: how many of the tokens up to there go to an expert
+    ends: Tensor  # int32 [E, T], or [E, tiles of tokens] on a GPU: how many of the tokens up to there go to an expert
     counts_E: Tensor  # int32, the last of them
     host_counts: Tensor  # the same on the host, as soon as it has arrived
     arrived: Any  # torch.cuda.Event, or None for tensors on the host

@@ -12,6 +12,7 @@ from megatron_fp8rl.kernels.deep_gemm import has_deep_gemm
 from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
 from megatron_fp8rl.kernels.fused_moe import pack, permute_quantize
 from megatron_fp8rl.kernels.routing import routed_scores
+from megatron_fp8rl.trainer.model.router import rounded_linear
 from tests.helpers.hopper import ON_HOPPER
 from tests.helpers.training import MOE, alone, continue_training, run_config
 from tests.tolerances import BF16_NEIGHBOURS, FP8_FIRST_LOSS
@@ -56,6 +57,16 @@ def test_scores_of_a_router_are_those_of_a_cpu(tokens, experts, top_k, normalize
         found.append((scores.detach().cpu(), own.grad.cpu()))
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_gradients_of_a_router_are_those_of_float64():
+    draw = torch.Generator().manual_seed(7)
+    hidden, weight = torch.randn(4000, 2048, generator=draw).bfloat16(), torch.randn(128, 2048, generator=draw).bfloat16()
+    grad = torch.randn(4000, 128, generator=draw)
+    own = [hidden.cuda().requires_grad_(), weight.cuda().requires_grad_()]
+    rounded_linear(*own).backward(grad.cuda())
+    for found, expected in zip(own, (grad.double() @ weight.double(), grad.double().t() @ hidden.double()), strict=True):
+        torch.testing.assert_close(found.grad.cpu().double(), expected, rtol=2**-8, atol=2e-4 * expected.std().item())
 
 
 @pytest.mark.parametrize("columns", [False, True])

@@ -36,7 +36,7 @@ def _tile(scores, ends, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: 
     taken = chosen.to(tl.int32)
     one = tl.arange(0, EXPERTS)
     count = tl.load(counts + one, mask=one < NUM_EXPERTS, other=0)
-    end = tl.load(ends + tl.program_id(0) * NUM_EXPERTS + one, mask=one < NUM_EXPERTS, other=0)
+    end = tl.load(ends + one * tl.num_programs(0) + tl.program_id(0), mask=one < NUM_EXPERTS, other=0)
     rank = (end - tl.sum(taken, axis=0))[None, :] + tl.cumsum(taken, 0) - 1
     return token, expert, score, chosen, rank, count
 
@@ -47,7 +47,8 @@ def _count(scores, counts, num_tokens, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.co
     token, expert, inside = tokens_and_experts(num_tokens, NUM_EXPERTS, EXPERTS, TOKENS)
     taken = inside & (tl.load(scores + token * NUM_EXPERTS + expert, mask=inside, other=-1.0) >= 0)
     one = tl.arange(0, EXPERTS)
-    tl.store(counts + tl.program_id(0) * NUM_EXPERTS + one, tl.sum(taken.to(tl.int32), axis=0), mask=one < NUM_EXPERTS)
+    place = counts + one * tl.num_programs(0) + tl.program_id(0)
+    tl.store(place, tl.sum(taken.to(tl.int32), axis=0), mask=one < NUM_EXPERTS)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -106,12 +107,14 @@ def sizes(scores_TE: Tensor, tokens: int = _TOKENS) -> dict[str, int]:
 
 
 def count(scores_TE: Tensor) -> tuple[Tensor, Tensor]:
-    """(int32 [tiles, E], tokens up to the end of a tile that go to an expert; its last row)."""
-    counts = torch.empty(triton.cdiv(len(scores_TE), _TOKENS), scores_TE.shape[1], dtype=torch.int32, device=scores_TE.device)
+    """(int32 [E, tiles], tokens up to the end of a tile that go to an expert; its last column)."""
+    num_tokens, num_experts = scores_TE.shape
+    tiles = triton.cdiv(num_tokens, _TOKENS)
+    counts = torch.empty(num_experts, tiles, dtype=torch.int32, device=scores_TE.device)
     with torch.cuda.device_of(scores_TE):
-        _count[(len(counts),)](scores_TE.contiguous(), counts, len(scores_TE), **sizes(scores_TE), num_warps=4)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    return ends, ends[-1]
+        _count[(tiles,)](scores_TE.contiguous(), counts, num_tokens, **sizes(scores_TE), num_warps=4)
+    ends = counts.cumsum(1, dtype=torch.int32)  # along adjacent numbers: down a column a GPU takes ten times as long
+    return ends, ends[:, -1].contiguous()
 
 
 def place(

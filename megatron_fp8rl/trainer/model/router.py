@@ -73,7 +73,8 @@ class _Replaced(torch.autograd.Function):
 
 
 def rounded_linear(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden [..., H] times weight [E, H] in their dtype, as FP32 [..., E]; gradients are computed in FP32."""
+    """hidden [..., H] times weight [E, H] in their dtype, as FP32 [..., E]. Gradients, FP32 [..., E], keep 16 bits of their
+    mantissa in products with BF16: tensor cores multiply them as the sum of two BF16 numbers."""
     return _RoundedLinear.apply(hidden, weight)
 
 
@@ -87,8 +88,22 @@ class _RoundedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         hidden, weight = ctx.saved_tensors
         grad_TE, hidden_TH = grad.flatten(0, -2), hidden.flatten(0, -2)
-        dx = (grad_TE @ weight.float()).to(hidden.dtype).view(hidden.shape)
-        return dx, (grad_TE.t() @ hidden_TH.float()).to(weight.dtype)
+        if hidden.dtype != torch.bfloat16 or not hidden.is_cuda:
+            dx = (grad_TE @ weight.float()).to(hidden.dtype)
+            return dx.view(hidden.shape), (grad_TE.t() @ hidden_TH.float()).to(weight.dtype)
+        parts_T2E = in_two_parts(grad_TE)
+        dx = parts_T2E @ weight.repeat(2, 1)
+        of_parts = torch.mm(parts_T2E.t(), hidden_TH, out_dtype=torch.float32)
+        return dx.view(hidden.shape), of_parts.unflatten(0, (2, -1)).sum(0).to(weight.dtype)
+
+
+def in_two_parts(x_TE: Tensor) -> Tensor:
+    """BF16 [T, 2 E]: ``x_TE``, FP32, rounded, and behind it what rounding took. Their sum is off by at most 2**-17 of it."""
+    num = x_TE.shape[1]
+    parts = x_TE.new_empty(len(x_TE), 2 * num, dtype=torch.bfloat16)
+    parts[:, :num] = x_TE
+    torch.sub(x_TE, parts[:, :num], out=parts[:, num:])
+    return parts
 
 
 @patches(

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from megatron_fp8rl.config import RouterConfig
-from megatron_fp8rl.trainer.model.router import Router, choose_experts, rounded_linear
+from megatron_fp8rl.trainer.model.router import Router, choose_experts, in_two_parts, rounded_linear
 from megatron_fp8rl.trainer.router_replay import Routes
 from tests.tolerances import ROUTER_FLOAT32
 
@@ -140,6 +140,14 @@ def test_logits_are_rounded_and_their_gradients_are_not(monkeypatch):
     torch.testing.assert_close(logits.double(), exact, rtol=2**-7, atol=1e-3)
     (found,) = torch.autograd.grad(logits, router.weight, grad)
     assert torch.equal(found, straight)
+
+
+def test_gradients_in_two_parts_keep_sixteen_bits():
+    x = torch.randn(40, 12, generator=torch.Generator().manual_seed(6)) * torch.logspace(-9, 3, 40)[:, None]
+    parts = in_two_parts(x)
+    assert parts.dtype == torch.bfloat16 and torch.equal(parts[:, :12], x.bfloat16())
+    error = (parts.double().unflatten(1, (2, 12)).sum(1) - x.double()).abs() / x.double().abs()
+    assert 2**-20 < error.max() <= 2**-17
 
 
 def test_gradient_goes_through_the_weights_and_not_through_the_choice():
