@@ -63,6 +63,8 @@ class Cell:
     def run_config(self) -> RunConfig:
         """The run of this cell on one rank. Selective recompute is of the feed-forward part, which keeps the most."""
         model = model_of(self.model, self.layers)
+        if model.is_moe:
+            model = replace(model, embedding_range=1.0)  # or all tokens would have the same experts
         precision = PrecisionConfig(trainer=self.precision, rollout="bf16")
         modules = ("moe",) if model.is_moe else ("mlp",)
         return RunConfig(
@@ -114,27 +116,6 @@ def predict(cfg: RunConfig, gpu: Gpu, capacity_bytes: int) -> Estimate:
     return trainer_memory.worst_rank(cfg, gpu, capacity_bytes)
 
 
-def build(cfg: RunConfig, parallel: Parallel) -> Policy:
-    """A policy as :meth:`Policy.build` makes it, with weights drawn on the device: a host takes minutes for them."""
-    import torch
-
-    from megatron_fp8rl.trainer.model.build import build_chunks, named_global_parameters
-    from megatron_fp8rl.trainer.optimizer.optimizer import Optimizer, wrap_chunks
-    from megatron_fp8rl.trainer.policy import Policy
-
-    models = build_chunks(replace(cfg, model=replace(cfg.model, hf_path="drawn below")), parallel)
-    generator = torch.Generator(parallel.device).manual_seed(cfg.seed)
-    with torch.no_grad():
-        for _, parameter in named_global_parameters(models, parallel):
-            if parameter.ndim > 1:
-                parameter.normal_(std=cfg.model.initializer_range, generator=generator)
-            else:
-                parameter.fill_(1.0)
-    chunks = wrap_chunks(models, cfg)
-    optimizer = Optimizer(chunks, cfg, parallel)
-    return Policy(cfg=cfg, parallel=parallel, chunks=chunks, optimizer=optimizer, reference=None)
-
-
 def full_batch(cfg: RunConfig, cell: Cell) -> TrainBatch:
     """Two microbatches of exactly the tokens that the estimate is for; raises ValueError when packing left a gap."""
     count = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
@@ -149,10 +130,11 @@ def measure(cell: Cell, cfg: RunConfig, parallel: Parallel, meter: Meter) -> Row
     """Bytes by part, and of the phases that doctor has no part for."""
     from megatron_fp8rl.trainer.optimizer.offload import unique_storages
     from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
+    from megatron_fp8rl.trainer.policy import Policy
 
     before = meter.allocated()
     batch = full_batch(cfg, cell)
-    policy = build(cfg, parallel)
+    policy = Policy.build(cfg, parallel)
     built = meter.allocated() - before
     meter.reset()
     batch = policy.with_old_logprobs(batch)

@@ -12,8 +12,8 @@
 //
 // Thread blocks are persistent and process tiles of 128 x 128 of out. A cluster of DOWN x ACROSS thread blocks works on
 // adjacent tiles: multicast reads g once from L2 for the blocks in a row of the cluster, and x once for those in a
-// column. If experts have LONG rows or more on average, the schedule goes down 16 rows of tiles before moving to the
-// next column, so that concurrent tiles share operands.
+// column. In an expert of LONG rows or more, the schedule goes down 16 rows of tiles before moving to the next column, so
+// that concurrent tiles share operands.
 //
 // Two warp groups multiply, each 64 x 128 of a tile; while the tensor cores multiply a block of 128 rows, the products
 // of the previous block are scaled and accumulated. In a third group, one warp loads operands, and one warp per half
@@ -42,7 +42,7 @@ enum : u32 { SAME_TILE, NEXT_TILE, NOTHING };  // what follows a step
 
 struct Steps {  // of a cluster: its tiles in schedule order, and for each the blocks of 128 rows of its expert
     const int* offsets;
-    int experts, rows, columns, height;  // rows, columns, height: in tiles of a cluster
+    int experts, rows, columns;  // rows, columns: in tiles of a cluster
     int index, distance;
     int expert, row, column, first, count, i;
     bool more;
@@ -54,6 +54,7 @@ struct Steps {  // of a cluster: its tiles in schedule order, and for each the b
             expert = index / per_expert;
             first = offsets[expert] / SIDE, count = offsets[expert + 1] / SIDE - first;
             if (count) {
+                const int height = count >= LONG / SIDE ? 16 : 1;
                 const int place = index % per_expert, above = place / (height * columns) * height;
                 const int here = rows - above < height ? rows - above : height, inside = place - above * columns;
                 row = above + inside % here, column = inside / here, more = true;
@@ -91,7 +92,6 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
     auto operands = [&](int s) { return base + OPERANDS + s * STAGE; };
     auto sums_of = [&](int half) { return base + SUMS + half * 64 * LINE; };
     Steps steps = {offsets, experts, n / SIDE / DOWN, k / SIDE / ACROSS};
-    steps.height = offsets[experts] / experts >= LONG ? 16 : 1;
     steps.index = blockIdx.x / CLUSTER, steps.distance = gridDim.x / CLUSTER;
     steps.find();
 

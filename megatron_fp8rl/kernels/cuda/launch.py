@@ -35,7 +35,7 @@ from megatron_fp8rl.kernels.compat import compile_cuda
 
 _FOLDER = Path(__file__).parent
 _WIDTH = 192  # tile columns of multiply_rows
-_LONG = 4096  # average rows per expert from which wgrad schedules its tiles differently
+_LONG = 4096  # rows of an expert from which wgrad schedules its tiles differently
 
 
 class _Kernel(NamedTuple):

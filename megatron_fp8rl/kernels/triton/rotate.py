@@ -124,20 +124,20 @@ def _write_head(source, target, weight, c, s, inside, eps, HALF: tl.constexpr, N
 def _write_gradient(
     source, grad, target, weight, c, s, inside, eps, HALF: tl.constexpr, NORM: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """The gradient of one head of some tokens; returns that of the weight's halves, summed over them, float32 [r] each."""
+    """The gradient of one head of some tokens; returns what each of them adds to that of the weight's halves, float32."""
     left = tl.load(grad, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(grad + HALF, mask=inside, other=0.0).to(tl.float32)
     turned = rounded_to_bf16(left * c + right * s, HARDWARE).to(tl.float32)
     right = rounded_to_bf16(right * c - left * s, HARDWARE).to(tl.float32)
     left = turned
-    of_left, of_right = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+    of_left, of_right = tl.zeros_like(left), tl.zeros_like(right)
     if NORM:
         pair = tl.arange(0, HALF)[None, :]
         x_left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
         x_right = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
         inverse = _inverse_rms(x_left, x_right, eps, HALF)
         x_left, x_right = x_left * inverse, x_right * inverse
-        of_left, of_right = tl.sum(left * x_left, axis=0), tl.sum(right * x_right, axis=0)
+        of_left, of_right = left * x_left, right * x_right
         left, right = left * tl.load(weight + pair).to(tl.float32), right * tl.load(weight + HALF + pair).to(tl.float32)
         along = (tl.sum(left * x_left + right * x_right, axis=1) / (2 * HALF))[:, None]
         left, right = (left - x_left * along) * inverse, (right - x_right * along) * inverse
@@ -167,7 +167,7 @@ def _split_heads(
     of_key = row * WIDTH + pair
     last = first + (QUERIES + 1) * WIDTH
     if BACKWARD:
-        of_left, of_right = tl.zeros([HALF], tl.float32), tl.zeros([HALF], tl.float32)
+        of_left, of_right = tl.zeros([TOKENS, HALF], tl.float32), tl.zeros([TOKENS, HALF], tl.float32)
         for i in range(QUERIES):
             added_left, added_right = _write_gradient(
                 mixed + first + i * WIDTH, query + of_query + i * WIDTH, dmixed + first + i * WIDTH, query_weight, c, s,
@@ -183,10 +183,10 @@ def _split_heads(
         if NORM:
             half = tl.arange(0, HALF)
             sums = dweights + (tl.program_id(0) * num_groups + group) * 2 * WIDTH + half
-            tl.store(sums, of_left)
-            tl.store(sums + HALF, of_right)
-            tl.store(sums + WIDTH, key_left)
-            tl.store(sums + WIDTH + HALF, key_right)
+            tl.store(sums, tl.sum(of_left, axis=0))
+            tl.store(sums + HALF, tl.sum(of_right, axis=0))
+            tl.store(sums + WIDTH, tl.sum(key_left, axis=0))
+            tl.store(sums + WIDTH + HALF, tl.sum(key_right, axis=0))
     else:
         for i in range(QUERIES):
             _write_head(

@@ -69,14 +69,14 @@ def test_totals_are_the_peak_and_what_lies_outside_of_the_allocator():
 @pytest.mark.parametrize("experts", ["te", "deep_gemm"])
 def test_a_measurement_of_a_tiny_model_leaves_nothing_behind(monkeypatch, experts):
     policies = []
-    build = memory.build
-    monkeypatch.setattr(
-        memory, "build", lambda *given: policies.append(weakref.ref(policy := build(*given))) or policy
-    )
     cell = memory.Cell("tiny_moe", 1, 64, "blockwise", "none")
     cfg, meter = cell.run_config(), ScriptedMeter()
     cfg = replace(cfg, precision=replace(cfg.precision, experts=experts))
     with single_rank(cfg) as parallel:
+        from megatron_fp8rl.trainer.policy import Policy
+
+        build = Policy.build
+        monkeypatch.setattr(Policy, "build", lambda *given: policies.append(weakref.ref(policy := build(*given))) or policy)
         row = memory.measure(cell, cfg, parallel, meter)
     update = ["reset", "allocated", "allocated", "peak", "allocated", "allocated", "reset", "peak"]
     start = ["allocated", "allocated", "reset", "peak"]  # before, built, around the log-probabilities
