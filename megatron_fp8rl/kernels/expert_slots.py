@@ -4,9 +4,9 @@ In:  the router weights of the tokens for the experts of this rank, -1 where a t
 Out: the layout of the grouped GEMMs with the token of each row; the rows of each token; sums over the rows of a token.
 Runs on: trainer ranks, with Triton on a GPU or under TRITON_INTERPRET=1 (triton/slots.py), in torch elsewhere.
 
-Rows are sorted by expert, and by token within an expert. The number of rows is known only when the router has chosen:
-its copy to the host starts in :meth:`Choice.of` and is awaited in :meth:`Choice.slots`, so that what is launched in
-between, such as an exchange of tokens, hides it.
+Rows are sorted by expert, and by token within an expert. On a rank that has all experts their number is known; on others
+only when the router has chosen: its copy to the host starts in :meth:`Choice.of` and is awaited in :meth:`Choice.slots`, so
+that what is launched in between, such as an exchange of tokens, hides it.
 
 Shapes: T = tokens, E = experts of this rank, R = rows (a token has one for each of its experts here), P = rows with each
 expert's padded to multiples of 128, K = most experts of a token here, H = features.
@@ -31,8 +31,6 @@ class Slots:
     layout: ExpertPermutation  # of R rows; its ``sources`` are tokens
     rows_TK: Tensor  # int32, the rows of a token in the order of their experts, then -1
     probs_R: Tensor  # float32 router weights, with the gradient of ``scores_TE``
-    exchange: Any = None  # of the ranks whose tokens these are (trainer/model/dispatcher.py); None: this rank alone
-    everyone: Tensor | Packed | None = None  # their tokens [T, H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +40,21 @@ class Choice:
     scores_TE: Tensor  # float32, -1: not chosen
     ends: Tensor  # int32 [E, T], or [E, tiles of tokens] on a GPU: how many of the tokens up to there go to an expert
     counts_E: Tensor  # int32, the last of them
-    host_counts: Tensor  # the same on the host, as soon as it has arrived
-    arrived: Any  # torch.cuda.Event, or None for tensors on the host
+    host_counts: Tensor | None  # the same on the host, as soon as it has arrived; None: they stay on the device
+    arrived: Any = None  # torch.cuda.Event, or None for tensors on the host
+    num_rows: int = 0  # R, where the counts stay on the device
+    exchange: Any = None  # of the ranks whose tokens these are (trainer/model/dispatcher.py); None: this rank alone
+    everyone: Tensor | Packed | None = None  # their tokens [T, H]
 
     @classmethod
-    def of(cls, scores_TE: Tensor) -> Choice:
-        """Count, and start the copy to the host. There has to be a token."""
+    def of(cls, scores_TE: Tensor, num_rows: int | None = None) -> Choice:
+        """Count, and start the copy to the host, unless ``num_rows`` says how many rows the tokens have in all: then P is an
+        upper bound. There has to be a token."""
         ends, counts_E = _implementation(scores_TE).count(scores_TE.detach())
+        if num_rows is not None:
+            return cls(scores_TE, ends, counts_E, None, num_rows=num_rows)
         if not counts_E.is_cuda:
-            return cls(scores_TE, ends, counts_E, counts_E, None)
+            return cls(scores_TE, ends, counts_E, counts_E)
         host = torch.empty(counts_E.shape, dtype=torch.int32, pin_memory=True)
         host.copy_(counts_E, non_blocking=True)
         arrived = torch.cuda.Event()
@@ -61,11 +65,15 @@ class Choice:
         """The rows of all tokens. ``most``: experts that a token has in all. Waits for the counts."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        counts = self.host_counts.tolist()
-        layout = ExpertPermutation.of(self.counts_E, sum(counts), counts)
+        counts = None if self.host_counts is None else self.host_counts.tolist()
+        num_rows = self.num_rows if counts is None else sum(counts)
+        layout = ExpertPermutation.of(self.counts_E, num_rows, counts)
+        num_tokens, num_experts = self.scores_TE.shape
         build = _implementation(self.scores_TE).place
-        sources, rows_TK, probs_R = build(self.scores_TE.detach(), self.ends, self.counts_E, layout, min(most, len(counts)))
-        layout = replace(layout, sources=sources, num_sources=self.scores_TE.shape[0])
+        sources, rows_TK, probs_R = build(
+            self.scores_TE.detach(), self.ends, self.counts_E, layout, min(most, num_experts)
+        )
+        layout = replace(layout, sources=sources, num_sources=num_tokens, has_all_tokens=True)
         return Slots(layout, rows_TK, _Weights.apply(self.scores_TE, probs_R, self.ends, self.counts_E))
 
 

@@ -170,9 +170,17 @@ def _routed_experts(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: Tra
     per_copy = 2 * (_INT64_BYTES + _FP32_BYTES)
     if kernels.experts == "deep_gemm":
         per_copy += model.hidden_size * width.own_input + 2 * columns * width.element
-        return router + tokens.routed * per_copy
+        return router + _padded(cfg, tokens, width) * per_copy
     per_copy += model.hidden_size * (width.own_input + width.element) + columns * (3 * width.element + width.own_input)
     return router + tokens.routed * per_copy
+
+
+def _padded(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
+    """Token copies, with each expert's padded to blocks: by half a block on average, and by almost a whole one where a rank
+    with all experts leaves their numbers of tokens on the GPU (``kernels/expert_slots.py``)."""
+    is_bound = width.fp8 is not None and cfg.parallel.expert == 1 and cfg.precision.expert_wgrad == "fp8"
+    experts = cfg.model.num_experts / cfg.parallel.expert
+    return tokens.routed + min(tokens.routed, experts) * (FP8_BLOCK - 1 if is_bound else FP8_BLOCK / 2)
 
 
 def _shared_experts(cfg: RunConfig, tokens: Tokens, width: _Widths) -> float:
@@ -206,5 +214,5 @@ def _moe_workspace(cfg: RunConfig, tokens: Tokens, width: _Widths, kernels: Trai
         columns = cfg.model.moe_ffn_hidden_size / cfg.parallel.expert_tensor
         of_factors = 0.0 if width.fp8 is None else 4 * width.fp8
         per_copy = hidden * (width.element + width.own_input) + columns * (width.element + of_factors + width.own_input)
-        return tokens.routed * per_copy + stream
+        return _padded(cfg, tokens, width) * per_copy + stream
     return tokens.routed * 3 * hidden * _FP32_BYTES + stream

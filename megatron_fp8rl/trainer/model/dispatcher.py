@@ -46,7 +46,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from torch import Tensor
 
 from megatron_fp8rl.kernels.combine import combine_experts
-from megatron_fp8rl.kernels.expert_slots import Choice, Slots
+from megatron_fp8rl.kernels.expert_slots import Choice
 from megatron_fp8rl.kernels.fused_moe import Packed, pack
 from megatron_fp8rl.trainer.compat.megatron import counts_on_host
 from megatron_fp8rl.upstream import patches
@@ -159,12 +159,14 @@ def own_experts(scores: Tensor, group: dist.ProcessGroup) -> Tensor:
     remove_when="an all-gather dispatcher hands indices to the experts",
 )
 class GatherDispatcher(MoETokenDispatcher):
-    """Megatron-Core's steps of a dispatcher. Experts get :class:`Slots` and return sums of tokens; they do the exchanges of
-    tokens and gradients, but for the first, which hides how the choice is counted. ``in_fp8``: what they quantize."""
+    """Megatron-Core's steps of a dispatcher. Experts get a :class:`Choice` and return sums of tokens; they do the exchanges of
+    tokens and gradients, but for the first, which hides how the choice is counted. ``in_fp8``: what they quantize.
+    ``reads_counts``: experts need their numbers of tokens on the host, even of all tokens of one rank."""
 
-    def __init__(self, config: Any, pg_collection: Any, *, in_fp8: bool):
+    def __init__(self, config: Any, pg_collection: Any, *, in_fp8: bool, reads_counts: bool):
         super().__init__(config, pg_collection=pg_collection)
         self._exchange = Exchange(self.ep_group, in_fp8) if self.ep_size > 1 else None
+        self._reads_counts = reads_counts or self._exchange is not None
         self._choice: Choice | None = None  # of the microbatch between two steps
         self._everyone: Tensor | Packed | None = None  # its tokens of all ranks
         self._shape: torch.Size | None = None
@@ -179,17 +181,18 @@ class GatherDispatcher(MoETokenDispatcher):
     def token_dispatch(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """-> the same tokens [T, H]; scores of all ranks' tokens for own experts [N, E]."""
         scores = scores if self._exchange is None else own_experts(scores, self.ep_group)
-        self._choice = Choice.of(scores)  # counts travel to the host while tokens travel between ranks
+        is_known = tokens.is_cuda and not self._reads_counts
+        # Counts travel to the host while tokens travel between ranks.
+        self._choice = Choice.of(scores, len(tokens) * self.config.moe_router_topk if is_known else None)
         self._everyone = None if self._exchange is None else self._exchange.gathered(tokens.detach())
         return tokens, scores
 
-    def dispatch_postprocess(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Slots, Tensor]:
-        """-> tokens, where those of all ranks go, and router weights of the routed tokens."""
+    def dispatch_postprocess(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Choice, Tensor]:
+        """-> tokens, the choice for those of all ranks, and scores."""
         assert self._choice is not None
-        slots = self._choice.slots(self.config.moe_router_topk)
-        slots = replace(slots, everyone=self._everyone, exchange=self._exchange)
+        choice = replace(self._choice, everyone=self._everyone, exchange=self._exchange)
         self._choice = self._everyone = None
-        return tokens, slots, slots.probs_R
+        return tokens, choice, scores
 
     def combine_preprocess(self, sums: Tensor) -> Tensor:
         """sums [T, H] over all experts, as they are."""
@@ -225,7 +228,12 @@ class ExpertLayer(MoELayer):
     ):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
         if gathers:
-            self.token_dispatcher = GatherDispatcher(config, pg_collection, in_fp8=self.experts.scales == "pow2")
+            self.token_dispatcher = GatherDispatcher(
+                config,
+                pg_collection,
+                in_fp8=self.experts.scales == "pow2",
+                reads_counts=self.experts.scales is None or self.experts.wgrad == "bf16",
+            )
         elif config.moe_token_dispatcher_type == "alltoall":
             is_alone = self.token_dispatcher.tp_size * self.token_dispatcher.ep_size == 1
             self.token_dispatcher = (OneRankDispatcher if is_alone else Dispatcher)(

@@ -17,8 +17,8 @@ input times that input is the same sum, so only h and columnwise FP8 x are kept 
 With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the
 gradients of its copies, are added here. Ranks that share experts exchange sums and gradients here, too.
 
-Tokens per expert are already on the host, where the dispatcher needed them; nothing here synchronizes with the GPU, and
-no kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block into NaN, and with it every
+Nothing here waits for the GPU but for tokens per expert, which an exchange needs on the host: all that can be prepared
+before is. No kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block into NaN, and with it every
 output that depends on the block.
 
 Shapes: T = routed tokens (a token counts once per expert), P = rows with each expert's padded to multiples of 128, E =
@@ -28,7 +28,8 @@ experts of this rank, H = hidden size, F = features between the two linears on t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -38,7 +39,7 @@ from torch import Tensor
 
 from megatron_fp8rl.kernels.blockwise import Scales
 from megatron_fp8rl.kernels.compat import add_together
-from megatron_fp8rl.kernels.expert_slots import Slots, sum_rows
+from megatron_fp8rl.kernels.expert_slots import Choice, sum_rows
 from megatron_fp8rl.kernels.fused_moe import (
     ExpertPermutation,
     Packed,
@@ -57,7 +58,6 @@ from megatron_fp8rl.kernels.gemm import (
     multiply_fp8_to_tokens,
     quantized,
 )
-from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 from megatron_fp8rl.trainer.optimizer.grad_buffers import is_fused
 from megatron_fp8rl.upstream import patches
 
@@ -88,30 +88,34 @@ class GroupedExperts(TEGroupedMLP):
         super().__init__(*args, **kwargs)
         self.scales, self.wgrad, self.applies_router_weights = scales, wgrad, applies_router_weights
 
-    def forward(self, hidden: Tensor, tokens_per_expert: Tensor | Slots, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(self, hidden: Tensor, tokens_per_expert: Tensor | Choice, probs: Tensor) -> tuple[Tensor, None]:
         """hidden [T, H], sorted by expert; tokens_per_expert integers [E], on the host to avoid a device sync; probs
         [T] -> [T, H]. Activations are BF16.
 
-        With :class:`Slots`: hidden [tokens, H] of this rank in any order; probs [T] of the routed tokens of all ranks -> the
+        With a :class:`Choice`: hidden [tokens, H] of this rank in any order, and the choice for the tokens of all ranks -> the
         sum of each token's outputs [tokens, H]. Collective over the ranks that share experts."""
-        slots = tokens_per_expert if isinstance(tokens_per_expert, Slots) else None
-        if slots is None:
+        linears = self.linear_fc1, self.linear_fc2
+        halves = tuple(linear.weights for linear in linears)
+        edges = _edges(*halves)
+        made = tuple(linear.cache.get(half, partial(_Weights, half, self.scales)) for linear, half in zip(linears, halves))
+        exchange = everyone = rows_TK = None
+        if isinstance(tokens_per_expert, Choice):
+            slots = tokens_per_expert.slots(self.config.moe_router_topk)
+            layout, rows_TK, probs = slots.layout, slots.rows_TK, slots.probs_R
+            exchange, everyone = tokens_per_expert.exchange, tokens_per_expert.everyone
+        else:
             on_device = tokens_per_expert.to(hidden.device, non_blocking=True)
             layout = ExpertPermutation.of(on_device, hidden.shape[0], tokens_per_expert.tolist())
-        else:
-            layout = slots.layout
         call = _Call(
             layout=layout,
-            slots=None if slots is None else replace(slots, everyone=None),  # which backward does not need
+            rows_TK=rows_TK,
+            exchange=exchange,
             scales=self.scales,
             wgrad_fp8=self.wgrad == "fp8",
-            caches=(self.linear_fc1.cache, self.linear_fc2.cache),
             record=torch.is_grad_enabled(),
             applies_router_weights=self.applies_router_weights,
         )
-        halves = self.linear_fc1.weights, self.linear_fc2.weights
-        everyone = None if slots is None else slots.everyone
-        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, halves, everyone, *_edges(*halves)), None
+        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, made, halves, everyone, *edges), None
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -126,7 +130,7 @@ class GroupedExperts(TEGroupedMLP):
     def keep_copies(self) -> None:
         """Copy the weights, which leave their memory, until :meth:`drop_copies`."""
         for linear in (self.linear_fc1, self.linear_fc2):
-            linear.cache.get(linear.weights, lambda: _Weights(linear.weights, self.scales))
+            linear.cache.get(linear.weights, partial(_Weights, linear.weights, self.scales))
             linear.cache.hold()
 
     def drop_copies(self) -> None:
@@ -142,10 +146,10 @@ class _Call:
     layout: ExpertPermutation
     scales: Scales | None  # None: BF16
     wgrad_fp8: bool
-    caches: tuple[WeightCache, WeightCache]  # of fc1 and fc2
     record: bool  # whether gradients are needed
     applies_router_weights: bool = True  # whether outputs are multiplied by p; backward is the same
-    slots: Slots | None = None  # with the rows of each token, whose outputs are added here; None: combine adds them
+    rows_TK: Tensor | None = None  # of each token, whose outputs are added here; None: combine adds them
+    exchange: Any = None  # of the ranks that share experts and gather tokens
 
     def operands(self, *, wgrad: bool, columns: str = "columns", bf16: str = "bf16") -> dict[str, bool]:
         """The formats of a matrix needed for wgrad alone, as arguments for fused_moe.py."""
@@ -164,10 +168,6 @@ class _Call:
     @property
     def kernel_scales(self) -> Scales:
         return self.scales or "pow2"
-
-    @property
-    def exchange(self) -> Any:
-        return None if self.slots is None else self.slots.exchange
 
     def gathered(self, x_TH: Tensor) -> Tensor | Packed:
         """The rows of all ranks that share experts."""
@@ -191,36 +191,36 @@ class _Call:
     def multiply_to_tokens(
         self, x: Quantized, weights: _Weights, probs: Tensor | None = None, *, transposed: bool = False
     ) -> Tensor:
-        """BF16 [T, N]: the same without padding rows; with ``slots`` [tokens, N], their sums. ``probs``, if given, are
+        """BF16 [T, N]: the same without padding rows; with ``rows_TK`` [tokens, N], their sums. ``probs``, if given, are
         applied to rows or in sums; where neither is done here, combine has them."""
         of_rows, of_sums = (probs, None) if self.applies_router_weights else (None, probs)
         if self.scales is None:
             out = unpermute(self.multiply(x, weights, transposed=transposed), self.layout, of_rows)
         else:
             out = multiply_fp8_to_tokens(Fp8(x.rows, x.row_scales), weights.fp8(transposed), self.layout, of_rows)
-        return out if self.slots is None else sum_rows(out, self.slots.rows_TK, of_sums)
+        return out if self.rows_TK is None else sum_rows(out, self.rows_TK, of_sums)
 
 
 class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, halves: tuple[Sequence[Tensor], ...],
-        everyone: Tensor | Packed | None, *edges: Tensor,
+        ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, linears: tuple[_Weights, ...],
+        halves: tuple[Sequence[Tensor], ...], everyone: Tensor | Packed | None, *edges: Tensor,
     ) -> Tensor:  # fmt: skip
-        """``halves``: the weights of fc1 and of fc2. ``everyone``: x of all ranks that share experts, of several. ``edges``:
+        """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``everyone``: x of all ranks that share experts, of several. ``edges``:
         the weights autograd tracks, equally many of each."""
         layout, scales = call.layout, call.kernel_scales
-        needs_dw = call.record and any(ctx.needs_input_grad[5:])
+        needs_dw = call.record and any(ctx.needs_input_grad[6:])
         ctx.call, ctx.halves = call, halves
         if not layout.num_rows:
             return call.nothing(x_TH)
-        fc1, fc2 = (_weights(half, call, cache) for half, cache in zip(halves, call.caches))
+        fc1, fc2 = linears
         x = permute_quantize(x_TH if everyone is None else everyone, layout, scales, **call.forms(wgrad=needs_dw))
         h_P2F = call.multiply(x, fc1)
         x = _kept(x, call) if needs_dw else None
         if call.record:
             # save_for_backward keeps tensors until backward returns; these attributes are freed once read.
-            ctx.linears, ctx.x, ctx.h = (fc1, fc2), x, h_P2F
+            ctx.linears, ctx.x, ctx.h = linears, x, h_P2F
             ctx.save_for_backward(probs_T)
         a = swiglu_quantize(h_P2F, layout, scales, **call.forms(wgrad=False))
         del x, h_P2F
@@ -229,15 +229,15 @@ class _GroupedExperts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TH: Tensor) -> tuple:
         call, layout, scales = ctx.call, ctx.call.layout, ctx.call.kernel_scales
-        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
-        num_edges = len(ctx.needs_input_grad[5:]) // 2
+        needs_dx, needs_dw = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6:])
+        num_edges = len(ctx.needs_input_grad[6:]) // 2
         dw1 = dw2 = [None] * num_edges
         everyone = call.gathered(dy_TH)
         if not layout.num_rows:
             if needs_dw:
                 dw1, dw2 = (_add_to_gradients(half, num_edges) for half in ctx.halves)
             dprobs = dy_TH.new_zeros(layout.num_tokens, dtype=torch.float32)
-            return call.nothing(dy_TH) if needs_dx else None, dprobs, None, None, None, *dw1, *dw2
+            return call.nothing(dy_TH) if needs_dx else None, dprobs, None, None, None, None, *dw1, *dw2
         (probs_T,) = ctx.saved_tensors
         (fc1, fc2), x, h_P2F = ctx.linears, ctx.x, ctx.h
         ctx.linears = ctx.x = ctx.h = None
@@ -258,7 +258,7 @@ class _GroupedExperts(torch.autograd.Function):
             dw1 = _add_to_gradients(ctx.halves[0], num_edges, lambda out: _add_products(dh, x, call, out))
             del x
         dx_TH = call.added(call.multiply_to_tokens(dh, fc1, transposed=True)) if needs_dx else None
-        return dx_TH, dprobs, None, None, None, *dw1, *dw2
+        return dx_TH, dprobs, None, None, None, None, *dw1, *dw2
 
 
 def _kept(x: Quantized, call: _Call) -> Quantized:
@@ -294,10 +294,6 @@ class _Weights:
         if transposed and self._transposed is None:
             self._transposed = self._fp8.transposed()
         return self._transposed if transposed else self._fp8
-
-
-def _weights(weights: Sequence[Tensor], call: _Call, cache: WeightCache) -> _Weights:
-    return cache.get(weights, lambda: _Weights(weights, call.scales))
 
 
 def stacked(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -22,10 +22,13 @@ def scores_of(tokens: int, experts: int, most: int, share: float) -> torch.Tenso
     return torch.where(wanted, scores, -1.0)
 
 
+@pytest.mark.parametrize("counts_are_on_the_host", [True, False])
 @pytest.mark.parametrize("case", CASES)
-def test_rows_are_sorted_by_expert_and_every_token_knows_its_own(case):
+def test_rows_are_sorted_by_expert_and_every_token_knows_its_own(case, counts_are_on_the_host):
     scores, most = scores_of(*case), case[2]
-    slots = Choice.of(scores).slots(most)
+    slots = Choice.of(scores, None if counts_are_on_the_host else int((scores >= 0).sum())).slots(most)
+    assert (slots.layout.host_counts is not None) == counts_are_on_the_host
+    assert (slots.layout.experts[slots.layout.offsets[-1] :] == -1).all()
     expected = [(t, e) for e in range(case[1]) for t in range(case[0]) if scores[t, e] >= 0]
     layout = slots.layout
     assert layout.num_tokens == len(expected) and layout.num_sources == case[0]
