@@ -116,6 +116,26 @@ def timed(work: Any) -> float:
     return time.perf_counter() - started
 
 
+def busy_seconds(work: Call) -> float:
+    """Seconds in which the GPU computes or copies while ``work`` runs: what its kernels cover, by PyTorch's profiler."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        timed(work)
+    ranges = [event.time_range for event in profiler.events() if event.device_type == DeviceType.CUDA]
+    return covered(sorted((one.start, one.end) for one in ranges)) / 1e6
+
+
+def covered(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union of spans (begin, end), which are sorted."""
+    total, until = 0.0, float("-inf")
+    for begin, end in spans:
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
 def runnable(arms: Sequence[str]) -> list[str]:
     """The arms whose package is installed; says which are left out, so that nothing fails late."""
     from megatron_fp8rl.precision.hardware import installed_packages

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from benchmarks import (
-    agent_turns, curves, experts, ledger, linears, memory, process_tree, publish, record, rollout_speed, runner, same_bytes,
+    agent_turns, curves, experts, layers, ledger, linears, memory, process_tree, publish, record, rollout_speed, runner, same_bytes,
 )  # fmt: skip
 
 ALL = [
-    agent_turns.AgentTurns, curves.Curves, experts.Experts, ledger.Ledger, linears.Linears, memory.Memory,
+    agent_turns.AgentTurns, curves.Curves, experts.Experts, layers.Layers, ledger.Ledger, linears.Linears, memory.Memory,
     publish.Publish, rollout_speed.RolloutSpeed, same_bytes.SameBytes,
 ]  # fmt: skip
 

@@ -1,0 +1,105 @@
+"""What layers of a model take of a microbatch, forward and backward, in a trainer: time of the clock beside that of the GPU's work.
+
+    python -m benchmarks.layers
+    python -m benchmarks.layers --model qwen3_8b --layers 4 --tokens 8192
+    python -m benchmarks.layers --quick
+
+A policy on one GPU, as a run builds it, with random weights, accumulates the gradients of a batch of four full microbatches;
+nothing is recomputed. Two depths are measured, and a layer is their difference: what is not of layers, the embedding, the
+head and its log-probabilities, falls out. ``ms`` is the clock's, ``busy_ms`` are those in which the GPU computes or copies,
+by PyTorch's profiler: where they differ, the GPU waits for the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from benchmarks import memory, runner
+from benchmarks.record import Row
+from benchmarks.runner import num_gpus
+from benchmarks.timing import busy_seconds, timed
+from benchmarks.training import MODELS, random_batch, single_rank
+from megatron_fp8rl.config import RunConfig
+
+_MICROBATCHES = 4
+
+
+@dataclass(frozen=True)
+class Cell(memory.Cell):
+    """One policy to measure."""
+
+    def run_config(self) -> RunConfig:
+        """As for memory, with the logits of a whole microbatch at a time, as ``grpo`` chooses where there is memory."""
+        cfg = super().run_config()
+        tokens = max(cfg.optim.logprob_chunk_tokens, self.tokens)
+        return replace(cfg, optim=replace(cfg.optim, logprob_chunk_tokens=tokens))
+
+
+def measure(cell: Cell, rounds: int) -> Row:
+    """Milliseconds of a microbatch, the first pass apart, in which kernels compile."""
+    from megatron_fp8rl.algo.losses import sft
+    from megatron_fp8rl.trainer.policy import Policy
+
+    cfg = cell.run_config()
+    count = _MICROBATCHES * cell.tokens // cell.length
+    with single_rank(cfg) as parallel:
+        policy, batch = Policy.build(cfg, parallel), random_batch(cfg, count, cell.length)
+
+        def work() -> None:
+            policy.accumulate_gradients(batch, sft)
+
+        scale = 1e3 / len(batch.microbatches)
+        first = timed(work)
+        row: Row = {"ms": scale * statistics.median(timed(work) for _ in range(rounds))}
+        if num_gpus():
+            row["busy_ms"] = scale * busy_seconds(work)
+        return row | {"first_s": round(first, 1)}
+
+
+class Layers(runner.Benchmark):
+    name, title, about = "layers", "Layers of a trainer", __doc__
+    keys = ("model", "layers", "tokens", "precision", "device")
+
+    def arguments(self, parser: argparse.ArgumentParser) -> None:
+        runner.choices(parser, "--model", MODELS, ["qwen3_30b_a3b", "qwen3_8b"])
+        parser.add_argument("--layers", type=int, default=4, help="of the deeper policy; the other has half as many")
+        parser.add_argument("--tokens", type=int, default=16_384, help="of a microbatch")
+        runner.choices(parser, "--precision", ["bf16", "blockwise", "delayed", "tensorwise"], ["bf16", "blockwise"])
+        parser.add_argument("--rounds", type=int, default=5)
+
+    def settle(self, options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+        if options.quick:
+            options.rounds, options.layers, options.tokens = 2, 2, 4096
+        if options.layers < 2 or options.layers % 2:
+            parser.error(f"--layers {options.layers}: give an even number, of which half are measured, too")
+
+    def arms(self, options: argparse.Namespace) -> Iterator[Row]:
+        for name in options.model:
+            for precision in options.precision:
+                yield {"model": name, "layers": options.layers, "tokens": options.tokens, "precision": precision}
+
+    def measure(self, arm: Row, options: argparse.Namespace) -> Iterator[Row]:
+        cells = [Cell(**{**arm, "layers": layers}, recompute="none") for layers in (options.layers // 2, options.layers)]
+        fewer, all_of = (measure(cell, options.rounds) for cell in cells)
+        row = {name: round(all_of[name], 3) for name in ("ms", "busy_ms") if name in all_of}
+        for name in tuple(row):
+            row[f"layers_{name}"] = round(2 * (all_of[name] - fewer[name]), 3)
+        yield arm | row | {"first_s": fewer["first_s"]}
+
+    def line(self, row: Row) -> Row:
+        return {name: row.get(name) for name in (*self.keys, "ms", "busy_ms", "layers_ms", "layers_busy_ms", "first_s")}
+
+    def notes(self, rows: Sequence[Row]) -> str:
+        return (
+            "Milliseconds of a microbatch, forward and backward, one GPU, nothing recomputed; of all, and of the layers alone. "
+            "Busy: in which the GPU had work. Random weights, of mixtures with embeddings of standard deviation 1. First: "
+            "seconds of the first batch, in which kernels compile."
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(runner.main(Layers()))
