@@ -217,7 +217,7 @@ def test_the_forms_that_experts_ask_for_compile_as_they_are_called(scales, launc
     sizes, probs = ((300, 256), (384, 128), (384, 256)), torch.zeros(300)
     x, dy, h = (torch.zeros(size).bfloat16() for size in sizes)
     for wgrad_fp8, wgrad in itertools.product((True, False), repeat=2):
-        call = _Call(layout, scales, wgrad_fp8, (None, None), record=True)
+        call = _Call(layout, scales, wgrad_fp8, record=True)
         forms = {"columns": False, "bf16": False} | call.forms(wgrad=wgrad)
         activation = {"activation_columns": False, "activation_bf16": False} | call.operands(
             wgrad=wgrad, columns="activation_columns", bf16="activation_bf16"
