@@ -127,7 +127,7 @@ def add_weight_gradients(grad_PN: Tensor, x_PK: Tensor, layout: ExpertPermutatio
     if not layout.num_rows:
         return
     if not out_ENK.is_cuda:
-        columns = ([part.float().t() for part in rows.split(layout.host_counts)] for rows in (grad_PN, x_PK))
+        columns = ([part.float().t() for part in _of_experts(rows, layout)] for rows in (grad_PN, x_PK))
         _emulated_gradients(*columns, out_ENK)
         return
     deep_gemm().k_grouped_bf16_gemm_tn_contiguous(
@@ -175,13 +175,20 @@ def _restored_weights(weights: Fp8) -> Tensor:
 def _restored_columns(x: Fp8, layout: ExpertPermutation) -> list[Tensor]:
     """Dequantize to one float32 matrix [K, rows of the expert] per expert."""
     numbers = swizzled(x.data).float() * x.scale[..., None]
-    blocks = [rows // BLOCK for rows in layout.host_counts]
-    return [part.transpose(0, 1).flatten(1) for part in numbers[: sum(blocks)].split(blocks)]
+    return [part.transpose(0, 1).flatten(1) for part in _of_experts(numbers, layout, BLOCK)]
 
 
 def _emulated_product(x_PK: Tensor, weights_ENK: Tensor, layout: ExpertPermutation) -> Tensor:
-    parts = zip(x_PK.split(layout.host_counts), weights_ENK)
-    return torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts])
+    """Rows behind those of the last expert are zeros."""
+    parts = zip(_of_experts(x_PK, layout), weights_ENK)
+    products = torch.cat([float64.matmul(rows, matrix.t()) for rows, matrix in parts])
+    return torch.nn.functional.pad(products, (0, 0, 0, len(x_PK) - len(products)))
+
+
+def _of_experts(x: Tensor, layout: ExpertPermutation, rows_of_one: int = 1) -> tuple[Tensor, ...]:
+    """The part of each expert, of a tensor whose first dimension is rows, or so many of them together."""
+    sizes = [rows // rows_of_one for rows in layout.padded_counts.tolist()]
+    return x[: sum(sizes)].split(sizes)
 
 
 def _emulated_gradients(grads: list[Tensor], inputs: list[Tensor], out_ENK: Tensor) -> None:

@@ -181,9 +181,8 @@ class GatherDispatcher(MoETokenDispatcher):
     def token_dispatch(self, tokens: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """-> the same tokens [T, H]; scores of all ranks' tokens for own experts [N, E]."""
         scores = scores if self._exchange is None else own_experts(scores, self.ep_group)
-        is_known = tokens.is_cuda and not self._reads_counts
-        # Counts travel to the host while tokens travel between ranks.
-        self._choice = Choice.of(scores, len(tokens) * self.config.moe_router_topk if is_known else None)
+        num_rows = None if self._reads_counts else len(tokens) * self.config.moe_router_topk
+        self._choice = Choice.of(scores, num_rows)  # counts travel to the host while tokens travel between ranks
         self._everyone = None if self._exchange is None else self._exchange.gathered(tokens.detach())
         return tokens, scores
 
