@@ -1,4 +1,4 @@
-"""What layers of a model take of a microbatch, forward and backward, in a trainer: time of the clock beside that of the GPU's work.
+"""What layers take of a microbatch in a trainer, forward and backward: time of the clock beside that of the GPU's work.
 
     python -m benchmarks.layers
     python -m benchmarks.layers --model qwen3_8b --layers 4 --tokens 8192
@@ -16,14 +16,15 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmarks import memory, runner
 from benchmarks.record import Row
 from benchmarks.runner import num_gpus
 from benchmarks.timing import busy_seconds, timed
-from benchmarks.training import MODELS, random_batch, single_rank
+from benchmarks.training import MODELS, single_rank
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.preflight.layout_search import apply, microbatches_of
 
 _MICROBATCHES = 4
 
@@ -34,9 +35,7 @@ class Cell(memory.Cell):
 
     def run_config(self) -> RunConfig:
         """As for memory, with the logits of a whole microbatch at a time, as ``grpo`` chooses where there is memory."""
-        cfg = super().run_config()
-        tokens = max(cfg.optim.logprob_chunk_tokens, self.tokens)
-        return replace(cfg, optim=replace(cfg.optim, logprob_chunk_tokens=tokens))
+        return apply(super().run_config(), microbatches_of(self.tokens))
 
 
 def measure(cell: Cell, rounds: int) -> Row:
@@ -45,14 +44,13 @@ def measure(cell: Cell, rounds: int) -> Row:
     from megatron_fp8rl.trainer.policy import Policy
 
     cfg = cell.run_config()
-    count = _MICROBATCHES * cell.tokens // cell.length
     with single_rank(cfg) as parallel:
-        policy, batch = Policy.build(cfg, parallel), random_batch(cfg, count, cell.length)
+        policy, batch = Policy.build(cfg, parallel), memory.full_batch(cfg, cell, _MICROBATCHES)
 
         def work() -> None:
             policy.accumulate_gradients(batch, sft)
 
-        scale = 1e3 / len(batch.microbatches)
+        scale = 1e3 / _MICROBATCHES
         first = timed(work)
         row: Row = {"ms": scale * statistics.median(timed(work) for _ in range(rounds))}
         if num_gpus():
@@ -96,8 +94,9 @@ class Layers(runner.Benchmark):
     def notes(self, rows: Sequence[Row]) -> str:
         return (
             "Milliseconds of a microbatch, forward and backward, one GPU, nothing recomputed; of all, and of the layers alone. "
-            "Busy: in which the GPU had work. Random weights, of mixtures with embeddings of standard deviation 1. First: "
-            "seconds of the first batch, in which kernels compile."
+            "Busy: in which the GPU had work. Once in a batch of four the gradients are set to zero, which is counted. Random "
+            "weights, of mixtures with embeddings of standard deviation 1. First: seconds of the first batch, in which "
+            "kernels compile."
         )
 
 

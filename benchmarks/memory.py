@@ -116,13 +116,12 @@ def predict(cfg: RunConfig, gpu: Gpu, capacity_bytes: int) -> Estimate:
     return trainer_memory.worst_rank(cfg, gpu, capacity_bytes)
 
 
-def full_batch(cfg: RunConfig, cell: Cell) -> TrainBatch:
-    """Two microbatches of exactly the tokens that the estimate is for; raises ValueError when packing left a gap."""
-    count = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
-    batch = random_batch(cfg, count, cell.length)
+def full_batch(cfg: RunConfig, cell: Cell, number: int = _MICROBATCHES) -> TrainBatch:
+    """So many microbatches of exactly the tokens that the estimate is for; raises ValueError when packing left a gap."""
+    batch = random_batch(cfg, number * cell.tokens // cell.length, cell.length)
     sizes = [mb.tokens_T.numel() for mb in batch.microbatches]
-    if sizes != [cell.tokens] * _MICROBATCHES:
-        raise ValueError(f"microbatches have {sizes} tokens, not {_MICROBATCHES} x {cell.tokens}; change --tokens")
+    if sizes != [cell.tokens] * number:
+        raise ValueError(f"microbatches have {sizes} tokens, not {number} x {cell.tokens}; change --tokens")
     return batch
 
 

@@ -17,9 +17,9 @@ input times that input is the same sum, so only h and columnwise FP8 x are kept 
 With ``GatherDispatcher`` tokens are not sorted: quantization reads them by index, and each token's outputs, and the
 gradients of its copies, are added here. Ranks that share experts exchange sums and gradients here, too.
 
-Nothing here waits for the GPU but for tokens per expert, which an exchange needs on the host: all that can be prepared
-before is. No kernel is launched per expert. In blockwise FP8, NaN or infinity turns its whole block into NaN, and with it every
-output that depends on the block.
+Ranks that exchange tokens, and BF16 weight gradients, need the tokens per expert on the host; what can be prepared before
+that wait is. Nothing else here waits for the GPU, and no kernel is launched per expert. In blockwise FP8, NaN or infinity
+turns its whole block into NaN, and with it every output that depends on the block.
 
 Shapes: T = routed tokens (a token counts once per expert), P = rows with each expert's padded to multiples of 128, E =
 experts of this rank, H = hidden size, F = features between the two linears on this rank.
@@ -97,7 +97,7 @@ class GroupedExperts(TEGroupedMLP):
         linears = self.linear_fc1, self.linear_fc2
         halves = tuple(linear.weights for linear in linears)
         edges = _edges(*halves)
-        made = tuple(linear.cache.get(half, partial(_Weights, half, self.scales)) for linear, half in zip(linears, halves))
+        matrices = tuple(map(self._matrices, linears, halves))
         exchange = everyone = rows_TK = None
         if isinstance(tokens_per_expert, Choice):
             slots = tokens_per_expert.slots(self.config.moe_router_topk)
@@ -115,7 +115,11 @@ class GroupedExperts(TEGroupedMLP):
             record=torch.is_grad_enabled(),
             applies_router_weights=self.applies_router_weights,
         )
-        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, made, halves, everyone, *edges), None
+        return _GroupedExperts.apply(hidden.contiguous(), probs.float(), call, matrices, halves, everyone, *edges), None
+
+    def _matrices(self, linear: Any, weights: Sequence[Tensor]) -> _Weights:
+        """What GEMMs read of a linear, made once for its present weights."""
+        return linear.cache.get(weights, partial(_Weights, weights, self.scales))
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
@@ -130,7 +134,7 @@ class GroupedExperts(TEGroupedMLP):
     def keep_copies(self) -> None:
         """Copy the weights, which leave their memory, until :meth:`drop_copies`."""
         for linear in (self.linear_fc1, self.linear_fc2):
-            linear.cache.get(linear.weights, partial(_Weights, linear.weights, self.scales))
+            self._matrices(linear, linear.weights)
             linear.cache.hold()
 
     def drop_copies(self) -> None:
@@ -207,8 +211,8 @@ class _GroupedExperts(torch.autograd.Function):
         ctx: Any, x_TH: Tensor, probs_T: Tensor, call: _Call, linears: tuple[_Weights, ...],
         halves: tuple[Sequence[Tensor], ...], everyone: Tensor | Packed | None, *edges: Tensor,
     ) -> Tensor:  # fmt: skip
-        """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``everyone``: x of all ranks that share experts, of several. ``edges``:
-        the weights autograd tracks, equally many of each."""
+        """``linears`` and ``halves``: the matrices and the weights of fc1 and of fc2. ``everyone``: x of all ranks that
+        share experts, of several. ``edges``: the weights autograd tracks, equally many of each."""
         layout, scales = call.layout, call.kernel_scales
         needs_dw = call.record and any(ctx.needs_input_grad[6:])
         ctx.call, ctx.halves = call, halves

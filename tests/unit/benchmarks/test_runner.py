@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from benchmarks import (
-    agent_turns, curves, experts, layers, ledger, linears, memory, process_tree, publish, record, rollout_speed, runner, same_bytes,
+    agent_turns, curves, experts, layers, ledger, linears, memory, process_tree, publish, record, rollout_speed, runner,
+    same_bytes,
 )  # fmt: skip
 
 ALL = [
