@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -67,9 +68,10 @@ def _saved_bytes(cfg: RunConfig) -> int:
         fake_te.install(patch)
         from megatron_fp8rl.trainer.model.norm import te_rms_norm
 
-        for module in chunk.modules():
+        for name, module in chunk.named_modules():
             if isinstance(module, RMSNorm):
-                module.compute = te_rms_norm
+                is_first = name.endswith(("input_layernorm", "pre_mlp_layernorm"))
+                module.compute = partial(te_rms_norm, with_input=is_first)
         # On a CPU attention widens its operands; the GPU's kernel takes them as they are.
         patch.setattr(PackedAttention, "_attend", lambda self, q, k, v, plan: _FusedAttention.apply(
             *(x.bfloat16().contiguous() for x in (q, k, v))

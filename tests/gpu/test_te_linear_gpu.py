@@ -231,6 +231,12 @@ def test_the_norm_rounds_once(shape):
     assert torch.allclose(found.float(), plain.float(), rtol=2**-7, atol=0)  # one rounding
     for a, b in zip(ours, theirs):
         assert torch.allclose(a.float(), b.float(), rtol=2**-6, atol=2**-7 * float(b.abs().max()))
+    stream = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+    both = te_rms_norm(x, weight, 1e-6, with_input=True)
+    assert torch.equal(both[0], found) and torch.equal(both[1], x)
+    dx, dweight = torch.autograd.grad(both, [x, weight], [grad, stream])
+    assert torch.equal(dweight, ours[1])
+    torch.testing.assert_close(dx.float(), ours[0].float() + stream.float(), rtol=2**-6, atol=2**-6)  # rounded once
 
 
 def test_speed_of_a_layer():

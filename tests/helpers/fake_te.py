@@ -178,6 +178,11 @@ def _rmsnorm_bwd(grad, x, rsigma, weight, sm_margin, zero_centered_gamma):
     return dx.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
 
 
+def _rmsnorm_bwd_add(grad, x, add, rsigma, weight, sm_margin, zero_centered_gamma):
+    dx, dweight = _rmsnorm_bwd(grad, x.float(), rsigma, weight, sm_margin, zero_centered_gamma)
+    return (dx + add.float()).to(x.dtype), dweight
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Put the stand-in where the trainer imports Transformer Engine from, and have it imported anew."""
 
@@ -200,7 +205,7 @@ def install(patch: pytest.MonkeyPatch) -> None:
     module("transformer_engine_torch", DType=DType, split_quantize=_split_quantize,
            multi_tensor_quantize=lambda tensors, quantizers: [q(t) for t, q in zip(tensors, quantizers, strict=True)],
            fused_multi_row_padding=_padding, fused_multi_row_unpadding=_unpadding,
-           rmsnorm_fwd=_rmsnorm_fwd, rmsnorm_bwd=_rmsnorm_bwd)  # fmt: skip
+           rmsnorm_fwd=_rmsnorm_fwd, rmsnorm_bwd=_rmsnorm_bwd, rmsnorm_bwd_add=_rmsnorm_bwd_add)  # fmt: skip
     for name in ("te_linear", "te_norm"):
         patch.delitem(sys.modules, f"megatron_fp8rl.trainer.{name}", raising=False)
     patch.setattr(torch.cuda, "current_device", lambda: 0)

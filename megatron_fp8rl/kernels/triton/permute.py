@@ -1,13 +1,14 @@
 """The data movement of grouped experts in Triton: fused_moe_torch.py with memory read once and written once.
 
-Functions, inputs and outputs are those of fused_moe.py. SwiGLU's backward runs in Triton for the less frequent forms;
-for FP8 with power-of-two scales, rowwise and columnwise, it is a CUDA kernel (cuda/launch.py). A program processes one
-tile of triton/tiles.py: 128 features of 128 rows of one expert if a columnwise copy is needed, of fewer rows otherwise.
-Programs of row blocks after the last expert return at once and write nothing.
+Functions, inputs and outputs are those of fused_moe.py. SwiGLU's backward is a CUDA kernel (cuda/launch.py) for FP8 with
+power-of-two scales, rowwise and columnwise. A program processes one tile of triton/tiles.py: 128 features of 128 rows of
+one expert if a columnwise copy is needed, else of fewer rows. Programs of row blocks after the last expert write nothing.
+Grids have one axis, because there may be more programs than the 65,535 of the others.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,8 +36,7 @@ from megatron_fp8rl.kernels.triton.tiles import (
     two_rows_backward,
 )
 
-_IN_BLOCKS: tl.constexpr = tl.constexpr(1)  # forms of columns; 0: none
-_IN_MATRIX: tl.constexpr = tl.constexpr(2)
+_IN_BLOCKS, _IN_MATRIX = tl.constexpr(1), tl.constexpr(2)  # forms of columns; 0: none
 
 
 class _Launch(NamedTuple):
@@ -45,6 +45,7 @@ class _Launch(NamedTuple):
     quads: int
     num_warps: int
     maxnreg: int | None = None  # registers per thread, if limiting them increases occupancy
+    gathered: int = 1  # tiles side by side, if rows are gathered
 
     def options(self, columns: bool) -> dict[str, int | None]:
         """Arguments of a launch; columns are quantized in tiles of 128 rows."""
@@ -53,7 +54,7 @@ class _Launch(NamedTuple):
 
 
 # Measured on an H200, on experts and on dense layers: few warps with many registers are fastest.
-_QUANTIZE_ROWS = _Launch(8, 2)
+_QUANTIZE_ROWS = _Launch(8, 2, gathered=2)
 _QUANTIZE_BOTH = _Launch(32, 4, 168)
 _SWIGLU_ROWS = _Launch(8, 2)
 _SWIGLU_BOTH = _Launch(32, 16)
@@ -112,11 +113,13 @@ def _store_tile(
 def _quantize(
     x, probs, rows, experts, data, row_scales, columns_data, column_scales, bf16, num_rows, num_columns, width,
     Q: tl.constexpr, GATHER: tl.constexpr, WEIGHTED: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    COLUMNS: tl.constexpr, BF16: tl.constexpr, POW2: tl.constexpr, TOGETHER: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    # A single grid axis, because there may be more programs than the 65,535 of the other axes.
-    row = (tl.program_id(0) // (num_columns // SIDE)).to(tl.int64) * (4 * Q)
-    column = tl.program_id(0) % (num_columns // SIDE) * SIDE
+    together = TOGETHER if TOGETHER else num_columns // SIDE  # tiles, down all rows: the L2 cache has what is gathered
+    of_columns = num_rows // (4 * Q) * together
+    inside = tl.program_id(0) % of_columns
+    row = (inside // together).to(tl.int64) * (4 * Q)
+    column = (tl.program_id(0) // of_columns * together + inside % together) * SIDE
     expert = tl.load(experts + row // SIDE * SIDE)
     place = row + tl.arange(0, Q) * 4
     t0, t1 = tl.load(rows + place), tl.load(rows + place + 1)
@@ -226,7 +229,6 @@ def _unpermute(
     y, probs, positions, out, num_tokens, num_columns,
     WEIGHTED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    # A single grid axis, because there may be more programs than the 65,535 of the other axes.
     blocks = tl.cdiv(num_columns, COLUMNS)
     token = (tl.program_id(0) // blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % blocks * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -246,9 +248,8 @@ def layout_tensors(tokens_per_expert: Tensor, num_tokens: int, num_rows: int) ->
     num_experts = len(tokens_per_expert)
     sizes = (num_experts + 1, num_experts, num_rows, num_rows, num_tokens)
     tensors = tuple(torch.empty(size, dtype=torch.int32, device=tokens_per_expert.device) for size in sizes)
-    grid = (max(1, triton.cdiv(max(num_rows, num_tokens), BLOCK)),)
     with torch.cuda.device_of(tokens_per_expert):
-        _build_layout[grid](
+        _build_layout[(max(1, triton.cdiv(max(num_rows, num_tokens), BLOCK)),)](
             tokens_per_expert.contiguous(), *tensors, num_tokens, num_rows,
             NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), num_warps=4,
         )  # fmt: skip
@@ -304,14 +305,15 @@ def _run_quantize(
     is_packed = isinstance(x, Packed)
     num_columns, x = (x.num_features, x.data) if is_packed else (x.shape[1], x)
     out = _outputs(layout, num_columns, x.device, rows, columns, bf16)
-    how = _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
+    num_tiles, how = num_columns // BLOCK, _QUANTIZE_BOTH if columns else _QUANTIZE_ROWS
     if layout.num_rows:
         with torch.cuda.device_of(x):
-            _quantize[(num_columns // BLOCK * (layout.num_rows // (4 * how.quads)),)](
+            _quantize[(num_tiles * (layout.num_rows // (4 * how.quads)),)](
                 x, x if probs is None else probs, layout.rows if layout.sources is None else layout.sources,
                 layout.experts, *_pointers(out, x), layout.num_rows, num_columns, x.shape[1], GATHER=gather,
                 WEIGHTED=probs is not None, PACKED=is_packed, ROWS=rows, COLUMNS=_form(columns, layout), BF16=bf16,
-                POW2=scales == "pow2", HARDWARE=HARDWARE, **how.options(columns),
+                POW2=scales == "pow2", TOGETHER=math.gcd(num_tiles, how.gathered) if gather else 0, HARDWARE=HARDWARE,
+                **how.options(columns),
             )  # fmt: skip
     return out
 

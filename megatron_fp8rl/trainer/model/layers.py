@@ -139,7 +139,10 @@ class LayerFactory:
         self._rounds_queries = choice.engine.rounds_queries
         self._table = LayerTable.build(cfg.model, cfg.precision)
         self._recipe = make_recipe(cfg.precision)
-        self.norm = partial(RMSNorm, compute=_norm(self._kernels.norms))
+        norm = _norm(self._kernels.norms)
+        self.norm = partial(RMSNorm, compute=norm)
+        has_stream = self._kernels.norms != "emulated"
+        self._first_norm = partial(RMSNorm, compute=partial(norm, with_input=True) if has_stream else norm)  # of a branch
 
     def linear(self, layer: int, name: str) -> LinearSpec:
         """The spec of a linear, by its name within the layer, such as ``mlp.linear_fc1``."""
@@ -262,10 +265,10 @@ class LayerFactory:
         return ModuleSpec(
             RoutedLayer if self._model.is_moe_layer(layer) else TransformerLayer,
             submodules=TransformerLayerSubmodules(
-                input_layernorm=self.norm,
+                input_layernorm=self._first_norm,
                 self_attention=self._attention(layer),
                 self_attn_bda=get_bias_dropout_add,
-                pre_mlp_layernorm=self.norm,
+                pre_mlp_layernorm=self._first_norm,
                 mlp=self._feed_forward(layer),
                 mlp_bda=get_bias_dropout_add,
                 sharded_state_dict_keys_map=names,

@@ -31,14 +31,15 @@ from megatron_fp8rl.trainer.compat.megatron import ColumnLinearBase, RowLinearBa
 from megatron_fp8rl.trainer.model import linear_deep_gemm
 from megatron_fp8rl.trainer.model.weight_cache import WeightCache
 
-Norm = Callable[[Tensor, Tensor, float], Tensor]
+Norm = Callable[[Tensor, Tensor, float], Tensor | tuple[Tensor, Tensor]]
 
 
 class RMSNorm(nn.Module):
     """RMSNorm with statistics in FP32 (on a CPU, float64), rounded where the engine rounds.
 
     On a CPU that is both before and after the multiplication by the weight, as in the published models. vLLM's GPU
-    kernels multiply in FP32 and round once, and so do Transformer Engine's.
+    kernels multiply in FP32 and round once, and so do Transformer Engine's. ``compute`` may return its input behind the
+    result, which a layer takes as its residual stream.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, compute: Norm | None = None,
@@ -49,7 +50,7 @@ class RMSNorm(nn.Module):
         # Under sequence parallelism each rank sees only its tokens; this makes Megatron-Core sum the gradient.
         self.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return (self.compute if x.numel() else float64.rms_norm)(x, self.weight, self.eps)
 
 

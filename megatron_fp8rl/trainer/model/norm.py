@@ -1,7 +1,8 @@
 """RMSNorm on a GPU as in the engine: computed in FP32, rounded once after the weight.
 
 Forward uses Transformer Engine's kernel, or a kernel with a batch-invariant engine's summation order; backward always
-uses Transformer Engine's.
+uses Transformer Engine's. A norm at the start of a layer's branch also returns its input, the residual stream, so that
+its backward kernel adds the stream's gradient to its own, in FP32: one pass over memory less.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from megatron_fp8rl.upstream import patches
 @patches(
     "transformer-engine",
     ">=2.16,<2.17",
-    why="calls the bindings tex.rmsnorm_fwd and tex.rmsnorm_bwd, whose signatures are not stable",
+    why="calls the bindings tex.rmsnorm_fwd, tex.rmsnorm_bwd and tex.rmsnorm_bwd_add, whose signatures are not stable",
     remove_when="transformer_engine.pytorch has a functional RMSNorm",
 )
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, match_engine: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, match_engine: bool, with_input: bool
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x_TH = x.reshape(-1, x.shape[-1]).contiguous()
         if match_engine:
             from megatron_fp8rl.kernels.triton import batch_invariant
@@ -34,20 +37,34 @@ class _RmsNorm(torch.autograd.Function):
         else:
             y, _, rsigma_T = tex.rmsnorm_fwd(x_TH, weight, eps, None, None, TE_DType[x.dtype], 0, False)
         ctx.save_for_backward(x_TH, weight, rsigma_T)
-        return y.view(x.shape)
+        ctx.set_materialize_grads(False)
+        return (y.view(x.shape), x) if with_input else y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple:
+    def backward(ctx: Any, grad: Tensor | None, of_stream: Tensor | None = None) -> tuple:
         x_TH, weight, rsigma_T = ctx.saved_tensors
-        dx, dweight = tex.rmsnorm_bwd(grad.reshape(x_TH.shape).contiguous(), x_TH, rsigma_T, weight, 0, False)
-        return dx.view(grad.shape), dweight, None, None
+        if grad is None:
+            return of_stream, None, None, None, None
+        grad_TH = grad.reshape(x_TH.shape).contiguous()
+        if of_stream is None:
+            dx, dweight = tex.rmsnorm_bwd(grad_TH, x_TH, rsigma_T, weight, 0, False)
+        else:
+            add_TH = of_stream.reshape(x_TH.shape).contiguous()
+            dx, dweight = tex.rmsnorm_bwd_add(grad_TH, x_TH, add_TH, rsigma_T, weight, 0, False)
+        return dx.view(grad.shape), dweight, None, None, None
 
 
-def te_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., H] over the root mean square of its last axis, times weight [H], in the dtype of x."""
-    return _RmsNorm.apply(x, weight, eps, False)
+def te_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """x [..., H] over the root mean square of its last axis, times weight [H], in the dtype of x.
+
+    ``with_input``: also x, for the residual stream; see above."""
+    return _RmsNorm.apply(x, weight, eps, False, with_input)
 
 
-def batch_invariant_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm bitwise equal to an engine under ``rollout.batch_invariant``; BF16 only."""
-    return _RmsNorm.apply(x, weight, eps, True)
+def batch_invariant_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMSNorm bitwise equal to an engine under ``rollout.batch_invariant``; BF16 only. ``with_input`` as above."""
+    return _RmsNorm.apply(x, weight, eps, True, with_input)

@@ -30,7 +30,7 @@ _POINTERS = {
 }
 TYPES = {name: kind for kind, names in _POINTERS.items() for name in names.split()}
 _FORMS = {"ROWS": True, "COLUMNS": False, "BF16": False, "POW2": True, "HARDWARE": True}
-_QUANTIZED = _FORMS | {"GATHER": True, "WEIGHTED": False, "PACKED": False}
+_QUANTIZED = _FORMS | {"GATHER": True, "WEIGHTED": False, "PACKED": False, "TOGETHER": 1}
 _BACKWARD = _FORMS | {"WEIGHTED": True, "COLUMNS": True, "A_COLUMNS": True, "A_BF16": False}
 _IN_MATRIX = 2
 _DENSE = {"WEIGHTED": False, "COLUMNS": _IN_MATRIX, "A_COLUMNS": _IN_MATRIX}

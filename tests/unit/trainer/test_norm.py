@@ -7,6 +7,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron_fp8rl.trainer.model.linear import RMSNorm
+from tests.helpers import fake_te
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -23,3 +24,24 @@ def test_norm_is_that_of_the_published_models(dtype):
         assert torch.equal(ours(x), theirs(x))
     else:  # float32 sums in another order
         torch.testing.assert_close(ours(x), theirs(x), rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_a_norm_and_its_stream_are_added(monkeypatch):
+    fake_te.install(monkeypatch)
+    from megatron_fp8rl.trainer.model.norm import te_rms_norm
+
+    x, up, stream = (torch.randn(50, 4, 320) for _ in range(3))
+    x, weight = x.requires_grad_(), (1 + torch.randn(320) / 4).requires_grad_()
+    y, same = te_rms_norm(x, weight, 1e-6, with_input=True)
+    expected = torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+    assert torch.equal(same, x)
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+    for found, wanted in [((y, same), (expected, x)), ((y,), (expected,)), ((same,), (x,))]:
+        grads = (up, stream) if len(found) == 2 else (stream,)
+        ours, theirs = (
+            torch.autograd.grad(ends, [x, weight], grads, retain_graph=True, allow_unused=True) for ends in (found, wanted)
+        )
+        for a, b in zip(ours, theirs, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
