@@ -16,17 +16,21 @@ from megatron_fp8rl.preflight.memory import GpuName
 class Rates:
     """What one GPU reaches. FLOP/s count two for each weight that a token meets, and causal attention."""
 
-    update_fp8: float  # FLOP/s of forward and backward of an update, blockwise FP8, dense
-    update_bf16: float
-    update_moe_fp8: float  # the same with grouped experts
-    update_moe_bf16: float
+    linear_fp8: float  # FLOP/s of the linears of layers, long microbatches, blockwise FP8, dense
+    linear_bf16: float
+    experts_fp8: float  # the same of layers with grouped experts
+    experts_bf16: float
+    attention: float  # FLOP/s, forward and backward
+    head: float  # FLOP/s of the output layer and what it makes of its logits, BF16
+    feature_fp8_s: float  # of a feature of a token in a layer, forward and backward: norms, quantization, activations
+    feature_bf16_s: float
+    parameter_bytes: float  # of a microbatch for each parameter: weights, FP32 gradients, what short GEMMs lose
     host_moe_layer_s: float  # of the host to launch forward and backward of a layer of grouped experts, whatever its tokens
-    forward_fp8: float  # FLOP/s of a pass for old log-probabilities
-    forward_bf16: float
     prefill: float  # FLOP/s of an engine's prompts
     read_bytes_per_s: float  # at which decode steps read weights and cache
-    decode_layer_s: float  # of a decode step for each layer, beyond its reads at the rate above
+    decode_layer_s: float  # of a decode step for each layer, beyond its reads or products at the rates above
     decode_moe_layer_s: float  # the same of a layer of experts
+    logit_s: float  # of a decode step for each logit of a sequence: what sampling makes of it
     publish_s: float  # a publication, whatever it carries
     publish_s_per_byte: float  # of a worker's weights: quantized, loaded, digested at both ends; not the wire
     kv_scales_s: float  # of a publication: measuring and sending the scales of an FP8 KV cache
@@ -44,23 +48,27 @@ class Network:
     storage_bytes_per_s: float = 2e9  # of one GPU, to and from the shared file system
 
 
-# From rows of docs/measured: dense updates from run J of the ledger, 20 layers of Qwen3-8B; decode steps of dense layers from
-# its runs L and O and from run B of rollout_speed, all 36 layers with answers of 8,192 tokens; updates and decode steps of
-# mixtures from run P, 11 layers of Qwen3-30B-A3B on two GPUs with microbatches of 16,384 tokens; what the host takes from the
-# FP8 arm of run I, of older code, whose GPUs had least to do, with microbatches of 8,192; passes for old log-probabilities
-# from run A. The rate for prompts is assumed.
+# From rows of docs/measured, by least squares: dense updates from runs J, R and S of the ledger (Qwen3-8B and 1.7B, five lengths
+# of microbatches) and from the layers of Qwen3-8B in run A of layers, which has the head, too; decode steps of dense layers
+# from runs L, O, R and S and from run B of rollout_speed, with answers of 8,192 tokens; updates and decode steps of mixtures
+# from run P, 11 layers of Qwen3-30B-A3B on two GPUs; what the host takes from the FP8 arm of run I, of older code, whose GPUs
+# had least to do. The rate for prompts is assumed.
 H200 = Rates(
-    update_fp8=789e12,
-    update_bf16=534e12,
-    update_moe_fp8=475e12,
-    update_moe_bf16=422e12,
-    host_moe_layer_s=13.85e-3,
-    forward_fp8=913e12,
-    forward_bf16=580e12,
+    linear_fp8=1602e12,
+    linear_bf16=795e12,
+    experts_fp8=938e12,
+    experts_bf16=652e12,
+    attention=202e12,
+    head=658e12,
+    feature_fp8_s=102e-12,
+    feature_bf16_s=96e-12,
+    parameter_bytes=26.2,
+    host_moe_layer_s=11.72e-3,
     prefill=500e12,
     read_bytes_per_s=4.3e12,
-    decode_layer_s=49.6e-6,
-    decode_moe_layer_s=111e-6,
+    decode_layer_s=31.8e-6,
+    decode_moe_layer_s=76.9e-6,
+    logit_s=1.94e-11,
     publish_s=0.048,
     publish_s_per_byte=2.27e-12,
     kv_scales_s=0.052,
@@ -80,9 +88,9 @@ def of(gpu: GpuName) -> Rates:
         H200,
         **{
             name: getattr(H200, name) * flops
-            for name in ("update_fp8", "update_bf16", "update_moe_fp8", "update_moe_bf16", "forward_fp8", "forward_bf16",
-                         "prefill")
-        },  # fmt: skip
+            for name in ("linear_fp8", "linear_bf16", "experts_fp8", "experts_bf16", "attention", "head", "prefill")
+        },
+        **{name: getattr(H200, name) / read for name in ("feature_fp8_s", "feature_bf16_s", "logit_s")},
         read_bytes_per_s=H200.read_bytes_per_s * read,
         publish_s_per_byte=H200.publish_s_per_byte / read,
         source=f"H200's, times {flops:.2f} (FLOP/s) and {read:.2f} (memory) by data sheets; not measured on {gpu.upper()}",

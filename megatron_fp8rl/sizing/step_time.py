@@ -1,11 +1,13 @@
 """Seconds of one step, phase by phase, from a configuration, rates and a network. Arithmetic; pure, no torch.
 
-    rollouts       prompts: their FLOP. Decoding: every step reads the matrices that it needs once and the cache of its
-                   sequences; the steps last until the longest sequence ends
+    rollouts       prompts: their FLOP. Decoding: every step reads the matrices that it needs once, or multiplies by them if
+                   that takes longer, and the cache of its sequences, and samples; the steps last until the longest sequence
+                   ends
     old_logprobs   one forward pass over all tokens; 0 with ``precision.exact``, which takes the engine's, and in a step of
                    one update, which takes its own
-    update         forward and backward, the recomputed forward, tensor- and expert-parallel traffic, or the host that launches
-                   them if it takes longer; the pipeline's bubble, gradients and parameters between data-parallel ranks, and the
+    update         forward and backward of linears, attention, the head and what moves memory; for each microbatch a pass over
+                   gradients; the recomputed forward, tensor- and expert-parallel traffic, or the host that launches them if
+                   it takes longer; the pipeline's bubble, gradients and parameters between data-parallel ranks, and the
                    optimizer's reads and writes
     publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
     driver         what trainer rank 0 does for all engines, as far as others wait for it
@@ -29,6 +31,7 @@ from megatron_fp8rl.sizing.rates import Network, Rates
 _OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
 _FETCHED_BYTES = 8  # of a sampled token: id and log-probability
 _FETCH_BYTES_PER_S = 0.6e9  # by one rank from stores that have a core each
+_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}  # of the forward pass of layers, by ``optim.recompute``
 _TENSOR_COLLECTIVES = 4  # of a layer's forward under tensor parallelism; twice as many in backward
 
 
@@ -105,15 +108,28 @@ class StepTime:
         return self.step * self.gpus / self.tokens * 1e6
 
 
-def flops(model: ModelConfig, tokens: float, mean_square: float) -> float:
-    """Operations of one forward pass: two for each weight that a token meets, and causal attention.
+@dataclass(frozen=True)
+class Flops:
+    """Operations of one forward pass: two for each weight that a token meets, and causal attention."""
 
-    ``mean_square``: the sum over sequences of the square of their length.
-    """
-    counted = parameters.count(model)
-    inputs = 0 if model.tie_embeddings else counted.embedding // 2  # looked up, not multiplied
-    width = model.num_attention_heads * model.head_dim
-    return 2.0 * (counted.active - inputs) * tokens + 2.0 * model.num_layers * width * mean_square
+    linears: float  # of layers
+    attention: float
+    head: float
+
+    @classmethod
+    def of(cls, model: ModelConfig, tokens: float, squares: float) -> Flops:
+        """``squares``: the sum over sequences of the square of their length."""
+        counted = parameters.count(model)
+        width = model.num_attention_heads * model.head_dim
+        return cls(
+            linears=2.0 * (counted.active - counted.embedding) * tokens,
+            attention=2.0 * model.num_layers * width * squares,
+            head=2.0 * model.vocab_size * model.hidden_size * tokens,
+        )
+
+    @property
+    def total(self) -> float:
+        return self.linears + self.attention + self.head
 
 
 def step_time(
@@ -131,16 +147,16 @@ def step_time(
     sequences = cfg.rollout.prompts_per_step * cfg.rollout.completions_per_prompt
     length = lengths.prompt + lengths.mean
     # Of an exponential distribution the mean square is twice the square of the mean; of equal lengths it is the square.
-    square = length**2 * (1.0 if lengths.longest <= lengths.mean else 1.5)
-    forward = flops(cfg.model, sequences * length, sequences * square)
-    update, bubble, traffic = _update_s(cfg, forward, sequences * length, rates, network, gpus_per_node)
+    square = length**2 * (1.0 + max(0.0, min(0.5, 1.0 - lengths.mean / lengths.longest)))
+    passes = _Passes.of(cfg, Flops.of(cfg.model, sequences * length, sequences * square), sequences * length, rates)
+    update, bubble, traffic = _update_s(cfg, passes, sequences, length, rates, network, gpus_per_node)
     wire, proof = _publish_s(cfg, rates, network, gpus, gpus_per_node)
     in_spare = cfg.rollout.spare_weights != "none"
     rollouts = _rollout_s(cfg, sequences, lengths, rates, network, memory_bytes, gpus_per_node)
     driver, sampled = Driver.of(cfg), sequences * lengths.mean
     return StepTime(
         rollouts=rollouts,
-        old_logprobs=forward / (_forward_rate(cfg, rates) * cfg.parallel.world_size) if has_old_pass else 0.0,
+        old_logprobs=passes.forward if has_old_pass else 0.0,
         update=update,
         publish=wire + proof,
         driver=driver.seconds(sequences, sampled, rollouts),
@@ -159,28 +175,38 @@ def _moe_layers(model: ModelConfig) -> int:
     return model.num_layers - model.first_dense_layers if model.is_moe else 0
 
 
-def _forward_rate(cfg: RunConfig, rates: Rates) -> float:
-    dense = rates.forward_bf16 if cfg.precision.trainer == "bf16" else rates.forward_fp8
-    if not cfg.model.is_moe:
-        return dense
-    return dense * _update_rate(cfg, rates) / (rates.update_bf16 if cfg.precision.trainer == "bf16" else rates.update_fp8)
+def _linear_rate(model: ModelConfig, in_fp8: bool, rates: Rates) -> float:
+    if model.is_moe:
+        return rates.experts_fp8 if in_fp8 else rates.experts_bf16
+    return rates.linear_fp8 if in_fp8 else rates.linear_bf16
 
 
-def _update_rate(cfg: RunConfig, rates: Rates) -> float:
-    in_fp8 = cfg.precision.trainer != "bf16"
-    if cfg.model.is_moe:
-        return rates.update_moe_fp8 if in_fp8 else rates.update_moe_bf16
-    return rates.update_fp8 if in_fp8 else rates.update_bf16
+@dataclass(frozen=True)
+class _Passes:
+    """Seconds of a rank for its share of all tokens, without traffic and what a microbatch costs."""
+
+    forward: float
+    update: float  # with what is computed again
+
+    @classmethod
+    def of(cls, cfg: RunConfig, forward: Flops, tokens: float, rates: Rates) -> _Passes:
+        """Backward takes twice as long as forward; of attention, which computes its scores again, 2.5 times."""
+        model, in_fp8 = cfg.model, cfg.precision.trainer != "bf16"
+        feature_s = rates.feature_fp8_s if in_fp8 else rates.feature_bf16_s
+        layers = forward.linears / _linear_rate(model, in_fp8, rates)
+        layers += tokens * model.num_layers * model.hidden_size * feature_s / 3.0
+        attention, head = forward.attention / rates.attention, forward.head / rates.head
+        again = _AGAIN[cfg.optim.recompute]
+        update = (3.0 + again) * layers + (3.5 + (again == 1.0)) * attention + 3.0 * head
+        return cls((layers + attention + head) / cfg.parallel.world_size, update / cfg.parallel.world_size)
 
 
 def _update_s(
-    cfg: RunConfig, forward: float, tokens: float, rates: Rates, network: Network, node: int
+    cfg: RunConfig, passes: _Passes, sequences: int, length: float, rates: Rates, network: Network, node: int
 ) -> tuple[float, float, float]:
     """(seconds, of which the pipeline's bubble, of which expert-parallel traffic)."""
     model, parallel = cfg.model, cfg.parallel
-    passes = 3.0 + {"none": 0.0, "selective": 0.5, "full": 1.0}[cfg.optim.recompute]
-    compute = passes * forward / (_update_rate(cfg, rates) * parallel.world_size)
-    own = tokens / parallel.data / parallel.context  # of one rank
+    own = sequences * length / parallel.data / parallel.context  # tokens of one rank
     layers = model.num_layers / parallel.pipeline
     rounds = 2.0 + (cfg.optim.recompute == "full")  # forward, backward, and forward again
     experts = tensor = 0.0
@@ -199,13 +225,15 @@ def _update_s(
         moved = own * model.hidden_size * 2 * (parallel.tensor - 1) / parallel.tensor
         tensor = rounds * _TENSOR_COLLECTIVES * layers * moved / link
     updates = cfg.algo.updates_per_step
-    microbatches = max(1, math.ceil(tokens / parallel.data / updates / cfg.rollout.max_tokens_per_microbatch))
-    busy = compute + experts + tensor
-    if model.is_moe:
-        busy = max(busy, updates * microbatches * layers * rates.host_moe_layer_s * passes / 3.0)
-    bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
+    together = max(1.0, cfg.rollout.max_tokens_per_microbatch // length)  # sequences of a microbatch
+    microbatches = max(1, math.ceil(sequences / parallel.data / updates / together))
     stages = [parameters.on_trainer_rank(cfg, stage) for stage in range(parallel.pipeline)]
     held = max(stage.dense + stage.expert for stage in stages)
+    gradients = updates * microbatches * held * rates.parameter_bytes / rates.read_bytes_per_s
+    busy = passes.update + gradients + experts + tensor
+    if model.is_moe:
+        busy = max(busy, updates * microbatches * layers * rates.host_moe_layer_s * (1.0 + _AGAIN[cfg.optim.recompute] / 3.0))
+    bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
     copies = max(1, parallel.data)
     link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s
     reduced = 0.0 if copies == 1 else held * (4 + 2) / link  # gradients in FP32, parameters in BF16
@@ -226,8 +254,11 @@ def _rollout_s(
     average = per_group * lengths.mean / steps  # sequences of a step
     kv_read = per_group * lengths.mean * (lengths.prompt + lengths.mean / 2)
     kv_read *= kv_token_bytes(model, rollout.tensor, fp8=rollout.kv_cache_dtype == "fp8")
-    read = steps * _read_bytes(cfg, average * rollout.data) + kv_read
-    prefill = flops(model, own * lengths.prompt, own * lengths.prompt**2) / (rates.prefill * rollout.ranks)
+    one = Flops.of(model, average / rollout.tensor, 0.0)
+    products = one.linears / _linear_rate(model, cfg.precision.rollout != "bf16", rates) + one.head / rates.head
+    matrices = max(products, _read_bytes(cfg, average * rollout.data) / rates.read_bytes_per_s)
+    sampling = average * model.vocab_size * rates.logit_s
+    prefill = Flops.of(model, own * lengths.prompt, own * lengths.prompt**2).total / (rates.prefill * rollout.ranks)
     moe_layers = _moe_layers(model)
     fixed = (model.num_layers - moe_layers) * rates.decode_layer_s + moe_layers * rates.decode_moe_layer_s
     is_wide = rollout.ranks > node
@@ -237,7 +268,8 @@ def _rollout_s(
     moved = 0.0
     if rollout.expert > 1 and model.is_moe:
         moved = 2 * average * model.experts_per_token * model.hidden_size * 2 * model.num_layers / rollout.tensor
-    return prefill + read / rates.read_bytes_per_s + steps * (fixed + calls * latency + moved / link)
+    of_step = matrices + sampling + fixed + calls * latency + moved / link
+    return prefill + kv_read / rates.read_bytes_per_s + steps * of_step
 
 
 def _read_bytes(cfg: RunConfig, num_sequences: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -29,19 +29,6 @@ def rows(name: str) -> list[dict]:
     return [json.loads(line) for line in (against_runs.FOLDER / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("arm", ["fp8", "bf16"])
-def test_rates_of_training_are_those_of_the_ledger(arm):
-    """Updates of run J; passes for old log-probabilities of run A, the last that had one."""
-    of_run = {(row["run"], row["arm"]): row for row in rows("ledger") if row["shape"] == "8b_separate"}
-    update = of_run["J", "fp8_kv" if arm == "fp8" else "bf16"]["update_tflops_gpu"] * 1e12
-    assert getattr(rates.H200, f"update_{arm}") == pytest.approx(update, rel=0.01)
-    first = of_run["A", arm]
-    forward = first["update_tflops_gpu"] * 1e12 * median(first["phases_s"]["update"]) / 3
-    assert getattr(rates.H200, f"forward_{arm}") == pytest.approx(
-        forward / median(first["phases_s"]["old_logprobs"]), rel=0.02
-    )
-
-
 def known_rows() -> list[tuple[dict, RunConfig, Lengths]]:
     found = [(row, against_runs._of_ledger(row, against_runs.models())) for row in rows("ledger")]
     return [(row, *known) for row, known in found if known is not None]
@@ -59,36 +46,88 @@ def solved(equations: list[tuple[tuple[float, ...], float, float]]) -> np.ndarra
     return np.linalg.lstsq(np.array(matrix), np.array([1 - rest / seconds for _, seconds, rest in equations]), rcond=None)[0]
 
 
-def test_rates_of_a_mixture_are_those_of_two_gpus():
-    """Run P, 11 layers, beside its optimizer and what travels."""
-    for row, cfg, lengths in (known for known in known_rows() if known[0]["run"] == "P"):
-        name = f"update_moe_{'bf16' if row['arm'] == 'bf16' else 'fp8'}"
-        one, none = (
-            seconds_with({name: rate, "host_moe_layer_s": 0.0}, row, cfg, lengths).update for rate in (1e12, math.inf)
+Equation = tuple[list[float], float, float]  # seconds that each rate adds as it is, seconds measured, seconds of all else
+FLOPS = ("linear_fp8", "linear_bf16", "experts_fp8", "experts_bf16", "attention", "head")
+DENSE = ("linear_fp8", "linear_bf16", "attention", "feature_fp8_s", "feature_bf16_s", "parameter_bytes")
+MIXTURE = ("experts_fp8", "experts_bf16")
+
+
+def equation(names: Sequence[str], measured: float, seconds: Callable[[dict[str, float]], float]) -> Equation:
+    none = {name: math.inf if name in FLOPS else 0.0 for name in names}
+    rest = seconds(none)
+    return [seconds({**none, name: getattr(rates.H200, name)}) - rest for name in names], measured, rest
+
+
+def of_runs(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
+    return [
+        equation(
+            names,
+            median(row["phases_s"][phase]),
+            lambda changes: getattr(seconds_with({"host_moe_layer_s": 0.0, **changes}, row, cfg, lengths), phase),
         )
-        measured = (one - none) / (median(row["phases_s"]["update"]) - none) * 1e12
-        assert getattr(rates.H200, name) == pytest.approx(measured, rel=0.01)
+        for row, cfg, lengths in known_rows() if row["run"] in letters
+    ]  # fmt: skip
 
 
-def decode_equations(run: str, name: str) -> Iterator[tuple[tuple[float], float, float]]:
-    for row, cfg, lengths in (known for known in known_rows() if known[0]["run"] == run):
-        rest = seconds_with({name: 0.0}, row, cfg, lengths).rollouts
-        yield (lengths.longest * cfg.model.num_layers,), median(row["phases_s"]["rollouts"]), rest
+def of_layers(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
+    """Run A of ``layers``: of dense layers, or what is not of layers, of the mixture, too."""
+    for row in (row for row in rows("layers") if head or row["model"] == "qwen3_8b"):
+        model = {"qwen3_8b": qwen3.qwen3_8b(), "qwen3_30b_a3b": qwen3.qwen3_30b_a3b()}[row["model"]]
+
+        def of_depth(changes: dict[str, float], layers: int) -> float:
+            """Seconds without the optimizer's."""
+            rollout = RolloutConfig(prompts_per_step=row["tokens"] // 2048, completions_per_prompt=1, num_replicas=1,
+                                    max_tokens_per_microbatch=row["tokens"])  # fmt: skip
+            precision = PrecisionConfig(trainer=row["precision"])
+            cfg = RunConfig(name="layers", model=replace(model, num_layers=layers), precision=precision, rollout=rollout)
+            none = {name: math.inf if name in FLOPS else 0.0 for name in (*FLOPS, *DENSE, "host_moe_layer_s")}
+            both = [
+                step_time.step_time(cfg, Lengths(prompt=0, mean=2048, longest=2048), replace(rates.H200, **one), NETWORK,
+                                    memory_bytes=GPUS["h200"].memory_bytes, gpus=1).update
+                for one in ({"host_moe_layer_s": 0.0, **changes}, none)
+            ]  # fmt: skip
+            return both[0] - both[1]
+
+        half = row["layers"] // 2
+        if head:
+            measured = (row["busy_ms"] - row["layers_busy_ms"]) / 1e3
+            yield equation(names, measured, lambda changes: 2 * of_depth(changes, half) - of_depth(changes, 2 * half))
+        else:
+            measured = row["layers_busy_ms"] / 1e3
+            yield equation(names, measured, lambda changes: 2 * (of_depth(changes, 2 * half) - of_depth(changes, half)))
+
+
+def assert_fitted(names: Sequence[str], equations: list[Equation]) -> None:
+    """Least squares would change no rate by more than a hundredth."""
+    found = dict(zip(names, solved(equations), strict=True))
+    assert all(found[name] == pytest.approx(1.0, abs=0.01) for name in names), found
+
+
+def test_updates_cost_what_they_took():
+    """Of dense models in runs J, R and S, and in layers alone; of mixtures in run P."""
+    assert_fitted(["head"], list(of_layers(["head"], head=True)))
+    assert_fitted(DENSE, [*of_runs("JRS", DENSE, "update"), *of_layers(DENSE, head=False)])
+    assert_fitted(MIXTURE, of_runs("P", MIXTURE, "update"))
 
 
 def test_decode_steps_cost_what_the_measured_engines_took():
-    """Of a dense layer runs L and O of the ledger, 20 layers and 128 sequences, and run B of the engine alone, 36 layers and
-    64 sequences of 8,192 tokens; of a layer of experts run P."""
-    equations = [*decode_equations("L", "decode_layer_s"), *decode_equations("O", "decode_layer_s")]
-    model = qwen3.qwen3_8b()
+    """Of dense layers runs L, O, R and S of the ledger, and run B of the engine alone, 64 sequences of 8,192 tokens; of layers
+    of experts run P."""
+    names, model = ("decode_layer_s", "logit_s"), qwen3.qwen3_8b()
+    equations = of_runs("LORS", names, "rollouts")
     for row in (row for row in rows("rollout_speed") if row["run"] == "B"):
-        steps, sequences, prompt = 8192, 64, 512
-        read = steps * row["read_gb_per_step"] * 1e9 / rates.H200.read_bytes_per_s
-        prefill = step_time.flops(model, sequences * prompt, sequences * prompt**2) / rates.H200.prefill
-        equations.append(((steps * model.num_layers,), row["seconds"], read + prefill))
-    assert len(equations) == 6 and rates.H200.decode_layer_s == pytest.approx(*solved(equations), rel=0.01)
-    of_experts = list(decode_equations("P", "decode_moe_layer_s"))
-    assert len(of_experts) == 2 and rates.H200.decode_moe_layer_s == pytest.approx(*solved(of_experts), rel=0.01)
+        in_fp8 = row["precision"] == "fp8_kv"
+        rollout = RolloutConfig(
+            placement="separate", num_replicas=1, prompts_per_step=64, completions_per_prompt=1,
+            kv_cache_dtype="fp8" if in_fp8 else "auto", max_prompt_tokens=512, max_completion_tokens=8192,
+        )  # fmt: skip
+        precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
+        cfg = RunConfig(name="engine", model=model, precision=precision, rollout=rollout)
+        lengths, gpu = Lengths(prompt=512, mean=8192, longest=8192), {"device": "H200", "gpus": 2}
+        equations.append(equation(names, row["seconds"], lambda one: seconds_with(one, gpu, cfg, lengths).rollouts))
+    assert len(equations) == 10
+    assert_fitted(names, equations)
+    assert_fitted(["decode_moe_layer_s"], of_runs("P", ["decode_moe_layer_s"], "rollouts"))
 
 
 def publications(*, with_scales: bool) -> list[tuple[dict, RunConfig, Lengths]]:
@@ -124,29 +163,31 @@ def test_scales_of_a_cache_cost_what_they_add_to_a_publication():
 def test_operations_are_those_of_the_ledger():
     model = replace(qwen3.qwen3_8b(), num_layers=20)
     lengths = [900.0, 1500.0, 40.0]
-    assert step_time.flops(model, sum(lengths), sum(n * n for n in lengths)) == flops_of_ledger(model, lengths)
+    ours = step_time.Flops.of(model, sum(lengths), sum(n * n for n in lengths)).total
+    assert ours == pytest.approx(flops_of_ledger(model, lengths), rel=1e-3)  # theirs has norms
 
 
 def test_measured_runs_are_met():
     """How far off the arithmetic is; a change that makes it worse has to say so here."""
     found = list(against_runs.compared())
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
-    assert len(errors["step"]) >= 10 and len(errors["publish"]) >= 18
-    assert median(errors["step"]) < 0.02 and max(errors["step"]) < 0.06
-    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.32, 1.33, 1.39, 1.41, 1.59}
+    assert len(errors["step"]) >= 16 and len(errors["publish"]) >= 18
+    assert median(errors["step"]) < 0.025 and max(errors["step"]) < 0.06
+    assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.32, 1.33, 1.39, 1.41, 1.43, 1.44, 1.56, 1.59}
     assert all(abs(predicted / measured - 1) < 0.05 for _, predicted, measured in against_runs.ratios())
-    assert median(errors["rollouts"]) < 0.03 and median(errors["update"]) < 0.02 and median(errors["publish"]) < 0.02
+    assert median(errors["rollouts"]) < 0.02 and max(errors["rollouts"]) < 0.08
+    assert median(errors["update"]) < 0.01 and max(errors["update"]) < 0.07 and median(errors["publish"]) < 0.02
 
 
-@pytest.mark.parametrize("shape", ["8b_colocated", "30b_a3b_four"])
-def test_runs_of_which_no_rate_comes_are_met(shape):
-    """N, all layers of Qwen3-8B on two GPUs, and M, a mixture on four."""
-    found = [one for one in against_runs.compared() if shape in one.run and one.run.split(",")[0][-1] in "MN"]
+@pytest.mark.parametrize("run", ["M", "Q"])
+def test_runs_of_which_no_rate_comes_are_met(run):
+    """M, 17 layers of a mixture on four GPUs, and Q, all of Qwen3-4B on one."""
+    found = [one for one in against_runs.compared() if one.run.startswith(f"ledger {run},")]
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in ("step", "update", "rollouts")}
-    assert len(errors["step"]) == 2 and max(errors["step"]) < 0.03
-    assert max(errors["update"]) < 0.08 and max(errors["rollouts"]) < 0.15
-    (ratio,) = [pair for pair in against_runs.ratios() if shape in pair[0] and pair[0].split(",")[0][-1] in "MN"]
-    assert ratio[1] == pytest.approx(ratio[2], rel=0.01)
+    assert len(errors["step"]) == 2 and max(errors["step"]) < 0.05
+    assert max(errors["update"]) < 0.07 and max(errors["rollouts"]) < 0.03
+    (ratio,) = [ratio for ratio in against_runs.ratios() if ratio[0].startswith(f"ledger {run},")]
+    assert ratio[1] == pytest.approx(ratio[2], rel=0.02)
 
 
 def test_the_host_takes_what_it_took_for_the_layers_of_a_mixture():
@@ -155,7 +196,8 @@ def test_the_host_takes_what_it_took_for_the_layers_of_a_mixture():
     for row in (row for row in rows("ledger") if row["run"] == "I"):
         cfg, lengths = against_runs._of_ledger(row, against_runs.models())
         seconds = median(row["phases_s"]["update"])
-        assert seconds_with({"host_moe_layer_s": 0.0}, row, cfg, lengths).update < 0.75 * seconds
+        of_gpus = seconds_with({"host_moe_layer_s": 0.0}, row, cfg, lengths).update
+        assert of_gpus < 0.82 * seconds
         found = seconds_with({}, row, cfg, lengths).update
         assert found == pytest.approx(seconds, rel=0.005 if row["arm"] == "fp8_kv" else 0.04)
 
@@ -299,5 +341,5 @@ def test_the_command(capsys):
 def test_of_a_gpu_that_was_not_measured_it_says_so():
     assert rates.of("h200") is rates.H200
     assert "not measured on H100" in rates.of("h100").source
-    assert rates.of("h100").update_fp8 == rates.H200.update_fp8
+    assert rates.of("h100").linear_fp8 == rates.H200.linear_fp8
     assert RunConfig(name="x", model=qwen3.qwen3_8b(), precision=PrecisionConfig()).rollout.spare_weights == "none"
