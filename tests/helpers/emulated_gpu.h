@@ -116,7 +116,6 @@ struct Cluster {
 struct Store {
     void* to;
     uint32_t from, bytes;
-    bool adds;
 };
 static thread_local Cluster* cluster;
 static thread_local int place;  // of this thread's block in its cluster
@@ -182,20 +181,13 @@ extern "C" int cuTensorMapEncodeTiled(uint64_t* map, uint32_t type, uint32_t dim
     map[TILE_ROWS] = tile[1];
     return 0;
 }
-static void store_later(void* to, uint32_t from, uint32_t bytes, bool adds) {
+static void store(void* to, uint32_t from, uint32_t bytes) {
     require(from % 16 == 0 && bytes % 16 == 0 && (uintptr_t)to % 16 == 0);
-    stores.push_back({to, from, bytes, adds});
+    stores.push_back({to, from, bytes});
 }
-static void prefetch(const void* from, uint32_t bytes) { require(bytes % 16 == 0 && (uintptr_t)from % 16 == 0); }
-static void store(void* to, uint32_t from, uint32_t bytes) { store_later(to, from, bytes, false); }
-static void reduce(float* to, uint32_t from, uint32_t bytes) { store_later(to, from, bytes, true); }
 static void stores_are_read() {
     std::this_thread::yield();
-    for (const Store& s : stores)
-        if (s.adds)
-            for (uint32_t i = 0; i < s.bytes / 4; ++i) ((float*)s.to)[i] += numbers(s.from)[i];
-        else
-            std::memcpy(s.to, numbers(s.from), s.bytes);
+    for (const Store& s : stores) std::memcpy(s.to, numbers(s.from), s.bytes);
     stores.clear();
 }
 static void stores_are_done() { require(stores.empty()); }
@@ -234,6 +226,17 @@ static uint4 read4(uint32_t at) {
     uint4 x;
     std::memcpy(&x, numbers(at), 16);
     return x;
+}
+static void prefetch(const void*) {}
+static void store4(void* to, uint4 x) {
+    require((uintptr_t)to % 16 == 0);
+    std::memcpy(to, &x, 16);
+}
+static void add4(float* to, uint4 x) {
+    require((uintptr_t)to % 16 == 0);
+    float terms[4];
+    std::memcpy(terms, &x, 16);
+    for (int i = 0; i < 4; ++i) to[i] += terms[i];
 }
 static uint32_t read_half(uint32_t at) { return *(uint16_t*)(mine().memory.data() + at); }
 static void write1(uint32_t at, uint32_t x) {

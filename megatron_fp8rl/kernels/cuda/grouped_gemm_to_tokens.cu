@@ -34,6 +34,8 @@ constexpr int NUMBERS = WIDTH / 2;          // accumulators per thread, for its 
 constexpr u32 X_TILE = SIDE * SIDE;         // bytes
 constexpr u32 W_TILE = WIDTH * SIDE;
 constexpr u32 STAGE = X_TILE + W_TILE;
+constexpr int PIECES = WIDTH / 8;           // of 16 bytes, in a row of results
+static_assert(4 * PIECES == 3 * 32, "a warp reads four rows in three rounds");
 constexpr u32 LINE = WIDTH * 2 + 16;        // stride of result rows in shared memory, padded against bank conflicts
 constexpr u32 BARRIERS = 0;                 // per stage: full and empty
 constexpr u32 W_SCALES = 128;               // per stage, one per 64 columns
@@ -138,24 +140,55 @@ multiply_rows(const IN_PLACE TensorMap x, const float* __restrict__ x_scale, con
             __syncwarp();
         } else if (warp < 3) {
             const int half = warp - 1;
-            for (; tiles.more(); tiles.next()) {
+            struct Place {
+                int upper, lower;  // tokens of this thread's rows, -1 for none
+                float of_upper, of_lower;
+            };
+            auto place = [&]() {
                 const int block = tiles.pair * 2 + rank, row = block * SIDE + half * 64 + lane;
-                int upper = -1, lower = -1;
-                if (block < blocks) upper = rows ? rows[row] : row, lower = rows ? rows[row + 32] : row + 32;
-                write1(factors_of(half) + lane * 4, as_bits(probs && upper >= 0 ? probs[upper] : 1.0f));
-                write1(factors_of(half) + (lane + 32) * 4, as_bits(probs && lower >= 0 ? probs[lower] : 1.0f));
+                Place p = {-1, -1, 1, 1};
+                if (block < blocks) p.upper = rows ? rows[row] : row, p.lower = rows ? rows[row + 32] : row + 32;
+                if (probs && p.upper >= 0) p.of_upper = probs[p.upper];
+                if (probs && p.lower >= 0) p.of_lower = probs[p.lower];
+                return p;
+            };
+            auto release = [&](const Place& p) {
+                __syncwarp();
+                write1(factors_of(half) + lane * 4, as_bits(p.of_upper));
+                write1(factors_of(half) + (lane + 32) * 4, as_bits(p.of_lower));
                 __syncwarp();
                 named_arrive(FREE + half, BOTH);
+            };
+            bool more = tiles.more();
+            Place here = more ? place() : Place{};
+            if (more) release(here);
+            while (more) {
                 u16* to = out + tiles.column;
-                const u32 bytes = 2 * (n - tiles.column < WIDTH ? n - tiles.column : WIDTH);
-                const u32 from = results_of(half) + lane * LINE;
+                const int width = n - tiles.column;
+                const u32 from = results_of(half);
+                tiles.next();
+                more = tiles.more();
+                const Place after = more ? place() : here;  // read while this tile is computed
                 named_wait(READY + half, BOTH);
-                if (upper >= 0) store(to + (size_t)upper * n, from, bytes);
-                if (lower >= 0) store(to + (size_t)lower * n, from + 32 * LINE, bytes);
-                stores_are_read();
-                __syncwarp();
+#pragma unroll 1
+                for (int first = 0; first < 64; first += 4) {  // four rows
+                    uint4 x[3];
+                    int token[3];
+#pragma unroll
+                    for (int i = 0; i < 3; ++i) {
+                        const int piece = i * 32 + lane, row = first + piece / PIECES;
+                        token[i] = of_lane(first < 32 ? here.upper : here.lower, row % 32);
+                        x[i] = read4(from + row * LINE + piece % PIECES * 16);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 3; ++i) {
+                        const int column = (i * 32 + lane) % PIECES * 8;
+                        if (token[i] >= 0 && column < width) store4(to + (size_t)token[i] * n + column, x[i]);
+                    }
+                }
+                if (more) release(after);
+                here = after;
             }
-            stores_are_done();
         }
     } else {
         many_registers<MANY>();
@@ -202,7 +235,6 @@ multiply_rows(const IN_PLACE TensorMap x, const float* __restrict__ x_scale, con
                 write1(at + j * 16, probs ? weighted(upper, p0) : upper);
                 write1(at + 8 * LINE + j * 16, probs ? weighted(lower, p1) : lower);
             }
-            visible_to_copies();
             named_arrive(READY + half, BOTH);
         }
     }

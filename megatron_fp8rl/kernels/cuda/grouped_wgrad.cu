@@ -135,18 +135,23 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
             const int half = warp - 1;
             named_arrive(FREE + half, BOTH);
             for (; steps.more; steps.next_tile()) {
-                const size_t row = (size_t)steps.expert * n + (steps.row * DOWN + down) * SIDE + half * 64 + lane;
+                const size_t row = (size_t)steps.expert * n + (steps.row * DOWN + down) * SIDE + half * 64;
                 float* to = out + row * k + (steps.column * ACROSS + across) * SIDE;
-                const u32 from = sums_of(half) + lane * LINE;
-                prefetch(to, SIDE * 4), prefetch(to + (size_t)32 * k, SIDE * 4);
+#pragma unroll 1
+                for (int i = lane; i < 64 * 4; i += 32) prefetch(to + (size_t)(i / 4) * k + i % 4 * 32);
                 named_wait(READY + half, BOTH);
-                reduce(to, from, SIDE * 4);
-                reduce(to + (size_t)32 * k, from + 32 * LINE, SIDE * 4);
-                stores_are_read();
+                to += lane * 4;
+#pragma unroll 1
+                for (int first = 0; first < 64; first += 4) {
+                    uint4 x[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) x[i] = read4(sums_of(half) + (first + i) * LINE + lane * 16);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) add4(to + (size_t)(first + i) * k, x[i]);
+                }
                 __syncwarp();
                 named_arrive(FREE + half, BOTH);
             }
-            stores_are_done();
         }
     } else {
         many_registers<MANY>();
@@ -194,7 +199,6 @@ add_weight_gradients(const u8* __restrict__ g, const float* __restrict__ g_scale
                     write2(at + j * 32, sum[j * 4], sum[j * 4 + 1]);
                     write2(at + 8 * LINE + j * 32, sum[j * 4 + 2], sum[j * 4 + 3]);
                 }
-                visible_to_copies();
                 named_arrive(READY + half, BOTH);
 #pragma unroll
                 for (int i = 0; i < 64; ++i) sum[i] = 0.0f;

@@ -115,18 +115,9 @@ ON_GPU void load_tile_for(u32 blocks, u32 to, const TensorMap& from, int column,
         ::"r"(to), "l"(&from), "r"(column), "r"(row), "r"(barrier), "h"((u16)blocks) : "memory");
 }
 
-ON_GPU void prefetch(const void* from, u32 bytes) {  // into L2
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
-
 ON_GPU void store(void* to, u32 from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes)
                  : "memory");
-}
-
-ON_GPU void reduce(float* to, u32 from, u32 bytes) {  // adds to global memory
-    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
-                 "r"(bytes) : "memory");
 }
 
 ON_GPU void stores_are_read() {  // afterwards, the source in shared memory may be overwritten
@@ -192,6 +183,20 @@ ON_GPU u32 of_lane_xor(u32 x, int mask) { return __shfl_xor_sync(~0u, x, mask); 
 ON_GPU float as_float(u32 x) { return __uint_as_float(x); }
 
 ON_GPU u32 as_bits(float x) { return __float_as_uint(x); }
+
+// Global memory. A bulk copy from threads with different addresses becomes a loop over the threads, which takes longer
+// than their own stores.
+
+ON_GPU void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from) : "memory"); }  // a line
+
+ON_GPU void store4(void* to, uint4 x) {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}
+
+ON_GPU void add4(float* to, uint4 x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(as_float(x.x)),
+                 "f"(as_float(x.y)), "f"(as_float(x.z)), "f"(as_float(x.w)) : "memory");
+}
 
 // Arithmetic, identical to that of triton/tiles.py.
 
