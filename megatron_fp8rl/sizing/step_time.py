@@ -232,7 +232,8 @@ def _update_s(
     gradients = updates * microbatches * held * rates.parameter_bytes / rates.read_bytes_per_s
     busy = passes.update + gradients + experts + tensor
     if model.is_moe:
-        busy = max(busy, updates * microbatches * layers * rates.host_moe_layer_s * (1.0 + _AGAIN[cfg.optim.recompute] / 3.0))
+        launched = rates.host_moe_layer_s * (1.0 + _AGAIN[cfg.optim.recompute] / 3.0)
+        busy = max(busy, updates * microbatches * layers * launched)
     bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
     copies = max(1, parallel.data)
     link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s

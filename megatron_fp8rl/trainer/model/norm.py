@@ -54,9 +54,7 @@ class _RmsNorm(torch.autograd.Function):
         return dx.view(grad.shape), dweight, None, None, None
 
 
-def te_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False
-) -> Tensor | tuple[Tensor, Tensor]:
+def te_rms_norm(x: Tensor, weight: Tensor, eps: float, *, with_input: bool = False) -> Tensor | tuple[Tensor, Tensor]:
     """x [..., H] over the root mean square of its last axis, times weight [H], in the dtype of x.
 
     ``with_input``: also x, for the residual stream; see above."""

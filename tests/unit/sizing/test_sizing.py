@@ -110,6 +110,15 @@ def test_updates_cost_what_they_took():
     assert_fitted(MIXTURE, of_runs("P", MIXTURE, "update"))
 
 
+def test_passes_for_old_log_probabilities_are_a_third_of_an_update():
+    """Those of run A, the last that had one, of which no rate comes."""
+    of_run = [(row, cfg, lengths) for row, cfg, lengths in known_rows() if row["run"] == "A"]
+    for row, cfg, lengths in of_run:
+        found = seconds_with({}, row, replace(cfg, algo=replace(cfg.algo, updates_per_step=2)), lengths).old_logprobs
+        assert found == pytest.approx(median(row["phases_s"]["old_logprobs"]), rel=0.06), row["arm"]
+    assert len(of_run) == 2
+
+
 def test_decode_steps_cost_what_the_measured_engines_took():
     """Of dense layers runs L, O, R and S of the ledger, and run B of the engine alone, 64 sequences of 8,192 tokens; of layers
     of experts run P."""
