@@ -167,7 +167,8 @@ def install_with_uv(wanted: list[str], overrides: list[str], *options: str) -> N
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join(overrides) + "\n")
         file.flush()
-        command = [VENV / "bin" / "uv", "pip", "install", "--python", PYTHON, "--overrides", file.name]
+        # Bytecode is made now: where Python may not write it later, every process compiles all that it imports again.
+        command = [VENV / "bin" / "uv", "pip", "install", "--compile-bytecode", "--python", PYTHON, "--overrides", file.name]
         run([*command, *indexes, *options, *wanted], {**os.environ, **environment})
 
 
