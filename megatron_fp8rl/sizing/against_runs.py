@@ -58,6 +58,7 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
     precision = PrecisionConfig() if in_fp8 else PrecisionConfig(trainer="bf16", rollout="bf16")
     rollout = RolloutConfig(
         placement=placement,
+        sleep_level=row["layout"]["sleep"],
         num_replicas=row["gpus"] - parallel.world_size * (placement == "separate"),
         kv_cache_dtype="fp8" if row["arm"] == "fp8_kv" else "auto",
         prompts_per_step=sequences,

@@ -10,6 +10,7 @@
                    it takes longer; the pipeline's bubble, gradients and parameters between data-parallel ranks, and the
                    optimizer's reads and writes
     publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
+    handover       engines on the trainer's GPUs fall asleep and wake, if ``rollout.sleep_level`` says so
     driver         what trainer rank 0 does for all engines, as far as others wait for it
 
 Colocated or synchronous phases add up. With ``rollout.max_staleness`` > 0 sampling overlaps training: a step takes the
@@ -82,6 +83,7 @@ class StepTime:
     old_logprobs: float
     update: float
     publish: float
+    handover: float
     driver: float
     driver_gb: float  # held by trainer rank 0
     pause: float
@@ -100,7 +102,7 @@ class StepTime:
     def step(self) -> float:
         if self.overlaps:
             return max(self.rollouts + self.driver + self.pause, self.training + self.publish)
-        return self.rollouts + self.driver + self.training + self.publish
+        return self.rollouts + self.driver + self.training + self.publish + self.handover
 
     @property
     def gpu_seconds_per_million(self) -> float:
@@ -159,6 +161,7 @@ def step_time(
         old_logprobs=passes.forward if has_old_pass else 0.0,
         update=update,
         publish=wire + proof,
+        handover=rates.sleep_s if cfg.rollout.placement == "colocated" and cfg.rollout.sleep_level else 0.0,
         driver=driver.seconds(sequences, sampled, rollouts),
         driver_gb=driver.gigabytes(sequences, sampled),
         pause=proof if in_spare else wire + proof,

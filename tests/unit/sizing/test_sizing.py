@@ -173,6 +173,12 @@ def test_scales_of_a_cache_cost_what_they_add_to_a_publication():
     assert len(found) >= 3 and rates.H200.kv_scales_s == pytest.approx(median(found), rel=0.05)
 
 
+def test_engines_sleep_and_wake_as_long_as_they_did():
+    """In runs N, Q and R; the others of present code left their engines awake."""
+    found = [median(row["phases_s"]["colocated"]) for row in rows("ledger") if row["run"] in "NQR" and row["layout"]["sleep"]]
+    assert len(found) == 5 and rates.H200.sleep_s == pytest.approx(median(found), rel=0.01)
+
+
 def test_operations_are_those_of_the_ledger():
     model = replace(qwen3.qwen3_8b(), num_layers=20)
     lengths = [900.0, 1500.0, 40.0]
@@ -184,7 +190,7 @@ def test_measured_runs_are_met():
     found = list(against_runs.compared())
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
     assert len(errors["step"]) >= 16 and len(errors["publish"]) >= 18
-    assert median(errors["step"]) < 0.025 and max(errors["step"]) < 0.06
+    assert median(errors["step"]) < 0.02 and max(errors["step"]) < 0.06
     assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.32, 1.33, 1.39, 1.41, 1.43, 1.44, 1.56, 1.59}
     assert all(abs(predicted / measured - 1) < 0.05 for _, predicted, measured in against_runs.ratios())
     assert median(errors["rollouts"]) < 0.02 and max(errors["rollouts"]) < 0.08
