@@ -60,7 +60,7 @@ def build(cfg: RunConfig, generation: Generation, monkeypatch) -> list[Violation
         patch.setattr(trainer, "LayerFactory", Layers)
         patch.setattr(trainer, "transformer_config", lambda *_: None)
         patch.setattr(trainer, "model_parallel_cuda_manual_seed", lambda *_, **__: None)
-        patch.setattr("megatron_fp8rl.trainer.model.layers._norm", lambda kernel: None)  # imports what is not here
+        patch.setattr("megatron_fp8rl.trainer.model.layers._norm", lambda kernel: torch.rms_norm)  # imports what is not here
         patch.setattr("megatron_fp8rl.rollout.fleet.here", lambda: hardware)
         patch.setattr("megatron_fp8rl.rollout.fleet.LocalReplicas", start)
         patch.setattr("megatron_fp8rl.rollout.fleet.placement.visible_gpus", lambda: [])
