@@ -229,13 +229,15 @@ class Publish(runner.Benchmark):
 
     def line(self, row: Row) -> Row:
         later, layers = row["later"], f", {row['layers']} layers" if row["layers"] else ""
-        parts = [f"{n.removesuffix('_s')} {v:.3f}" for n, v in later.items() if n not in ("seconds", "pause_s")]
+        inside = ("pack_s", "send_s", "load_s", "verify_s")
+        parts = [f"{name.removesuffix('_s')} {later[name]:.3f}" for name in inside]
         return {
             "model": f"{row['model']}{layers}, {row['precision']}",
             "trainer+engine": row["layout"],
             "transport": row["transport"],
             "GB": f"{row['gb']:.2f}",
-            "first pause s": f"{row['first']['pause_s']:.2f}",
+            "first publication s": f"{row['first']['seconds']:.2f}",
+            "its pause s": f"{row['first']['pause_s']:.2f}",
             "pause s": f"{later['pause_s']:.3f}",
             "publication s": f"{later['seconds']:.3f}",
             "parts of it, s": ", ".join(parts),
@@ -246,7 +248,7 @@ class Publish(runner.Benchmark):
     def notes(self, rows: Sequence[Row]) -> str:
         return (
             "Pause: from the engines' stop to their first token allowed, proof of every tensor included. First: the "
-            "publication that an engine starts with, through vLLM's own loaders. Others: median of the later ones, each "
+            "publication that an engine starts with, one layer of each kind through vLLM's own loaders. Others: median of the later ones, each "
             "after an update that changed every byte. Plain copy: the bytes of the busiest GPU, in the same run; share: "
             "of the pause. Dummy parameters, idle engines, no optimizer in the trainer's memory."
         )

@@ -189,11 +189,11 @@ def _publish(
 
     policy = FrozenPolicy.build(cfg, parallel)
     scales = policy.kv_scales(prompts[: cfg.rollout.prompts_per_step])
+    exporter = WeightExporter(policy, fleet, cfg)
     if fleet is not None:
         fleet.wait_until_ready()
         if cfg.rollout.sleep_level:
             fleet.wake("weights")
-    exporter = WeightExporter(policy, fleet, cfg)
     if not cfg.rollout.sleep_level:
         stack.callback(exporter.close)
         return exporter.publish(0, scales), lambda: exporter.publish(0, scales)

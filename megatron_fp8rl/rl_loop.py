@@ -76,11 +76,12 @@ def run(
             kernels = _note_kernels(cfg, observer)
             step, record, is_complete = _resume(policy, prompts, checkpoints, observer)
         stop.at_boundary(parallel, step)
+        exporter = _exporter(policy, fleet, stack)  # planned while engines start
         if not is_complete:
             _wait_for_engines(policy, prompts, fleet, kernels, observer)
         rollouts = stack.enter_context(RolloutStream(cfg, fleet, prompts, scorers, parallel, stores))
         colocated = ColocatedMemory(cfg, policy, fleet)
-        publish = _publisher(policy, fleet, rollouts, colocated, stack)
+        publish = _publisher(exporter, policy, rollouts, colocated)
         saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, policy)))
         save = partial(_save, cfg, saver, parallel, rollouts, _Minutes(cfg, parallel))
         on_request = partial(_save_on_request, save, rollouts, colocated)
@@ -112,14 +113,21 @@ def run(
             save_hf(policy, Path(cfg.run_dir) / FINAL_HF, tokenizer_dir)
 
 
-def _publisher(
-    policy: Policy, fleet: Fleet | None, rollouts: RolloutStream, colocated: ColocatedMemory, stack: ExitStack
-) -> Callable[[int, StepLog], None]:
-    """Collective: what publishes a version, also in the middle of a step; closed by ``stack``."""
+def _exporter(policy: Policy, fleet: Fleet | None, stack: ExitStack) -> WeightExporter | None:
+    """Collective: closed by ``stack``; None in a replayed run, which has no engines to update."""
     if policy.cfg.rollout.replay is not None:
-        return partial(_count_version, rollouts)
+        return None
     exporter = WeightExporter(policy, fleet, policy.cfg)
     stack.callback(exporter.close)
+    return exporter
+
+
+def _publisher(
+    exporter: WeightExporter | None, policy: Policy, rollouts: RolloutStream, colocated: ColocatedMemory
+) -> Callable[[int, StepLog], None]:
+    """What publishes a version, also in the middle of a step."""
+    if exporter is None:
+        return partial(_count_version, rollouts)
     rollouts.republish = partial(_publish_again, exporter, policy, rollouts, colocated)
     return partial(_publish, exporter, policy, rollouts, colocated)
 
@@ -283,7 +291,7 @@ def _publish_again(
 
 
 def _count_version(rollouts: RolloutStream, version: int, log: StepLog) -> None:
-    """Advance the version in a replayed run, which has no engines to update."""
+    """Advance the version in a replayed run."""
     rollouts.after_update(version)
 
 

@@ -103,6 +103,12 @@ def is_expert(global_name: str) -> bool:
     return split_indices(global_name)[2] >= 0
 
 
+def layer_of(hf_name: str) -> int | None:
+    """The number of the layer of a Hugging Face tensor or module; None outside layers."""
+    found = re.search(r"(?:^|\.)layers\.(\d+)(?=\.|$)", hf_name)
+    return None if found is None else int(found[1])
+
+
 def reason_to_skip(hf_name: str, model: ModelConfig) -> str | None:
     """Why a checkpoint tensor outside :func:`hf_tensors` may be skipped; None if it may not."""
     layer = re.match(r"model\.layers\.(\d+)\.", hf_name)

@@ -240,6 +240,10 @@ class EngineClient:
         if not self._asleep:
             self._open.set()
 
+    async def proof_layers(self) -> list[dict[str, Any]]:
+        """Of each worker: see ``WorkerExtension.proof_layers`` in rollout/vllm_plugin/worker.py."""
+        return await self.collective_rpc("proof_layers")
+
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Send ``info`` to the weight transfer engine of every worker, which may wait for the trainer to connect."""
         body = {"init_info": dict(info)}

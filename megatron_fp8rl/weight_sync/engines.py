@@ -27,6 +27,9 @@ class Receiver(Protocol):
     time.
     """
 
+    async def proof_layers(self) -> list[dict[str, Any]]:
+        """Of each worker, {"layers": those that a first publication sends to vLLM's loaders}."""
+
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         """Connect every worker to the trainer."""
 
@@ -142,6 +145,11 @@ class Engines:
                 f"{what}: not all engines answered; the publication had {self._deadline_s:.0f} s "
                 "(rollout.update_deadline_s). Look at the engines' logs for one that hangs"
             ) from error
+
+    def proof_layers(self) -> list[int]:
+        """The layers that a first publication sends to vLLM's loaders: one of each kind that any worker has."""
+        found = self.call("proof_layers", lambda _, client: client.proof_layers())
+        return sorted({layer for workers in found for worker in workers for layer in worker["layers"]})
 
     def init_transfer(self, infos: Sequence[dict[str, Any]]) -> None:
         """Send ``infos[i]`` to replica i."""

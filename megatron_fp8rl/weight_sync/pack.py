@@ -19,7 +19,6 @@ from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, has_nan, is_fp8
 from megatron_fp8rl.names import registry, slicing
 from megatron_fp8rl.names.layouts import TrainerLayout
-from megatron_fp8rl.names.table import Weight
 from megatron_fp8rl.weight_sync.copies import Copies
 from megatron_fp8rl.weight_sync.part_sums import PartSums
 from megatron_fp8rl.weight_sync.plan import Transfer
@@ -38,6 +37,7 @@ class LocalShards:
         self._model = model
         self._rank = rank
         self._weights = registry.weights(model)
+        self._cuts: dict[str, tuple[int, int, tuple[int, ...]]] = {}
 
     def addresses(self) -> list[int]:
         """The addresses of the parameters; everything prepared from them is invalid once they change."""
@@ -95,7 +95,7 @@ class LocalShards:
         holds.
         """
         weight = self._weights[transfer.mcore_name]
-        size, rank = self._shard(weight)
+        size, rank, _ = self._shard(transfer.mcore_name)
         part = next((i for i, (name, _) in enumerate(weight.parts) if name == transfer.name), 0)  # a copy is of part 0
         position = 0
         for piece in slicing.slices(weight, self._model, size, rank):
@@ -104,9 +104,16 @@ class LocalShards:
                 yield position + first - piece.start, first, end
             position += piece.size
 
-    def _shard(self, weight: Weight) -> tuple[int, int]:
-        shards = self._trainer.holders(weight, self._model)
-        return len(shards), next(i for i, ranks in enumerate(shards) if self._rank in ranks)
+    def _shard(self, name: str) -> tuple[int, int, tuple[int, ...]]:
+        """(number of shards, which of them is this rank's, its shape)"""
+        found = self._cuts.get(name)
+        if found is None:
+            weight = self._weights[name]
+            shards = self._trainer.holders(weight, self._model)
+            number = next(i for i, ranks in enumerate(shards) if self._rank in ranks)
+            shape = slicing.shard_shape(weight, self._model, len(shards))
+            found = self._cuts[name] = len(shards), number, shape
+        return found
 
     def _tensor(self, name: str) -> Tensor:
         if name not in self._parameters:
@@ -114,8 +121,7 @@ class LocalShards:
                 f"{name}: by the plan trainer rank {self._rank} holds it, but its model has no such parameter; the "
                 "plan's layout is not the model's"
             )
-        tensor, weight = self._parameters[name], self._weights[name]
-        expected = slicing.shard_shape(weight, self._model, self._shard(weight)[0])
+        tensor, expected = self._parameters[name], self._shard(name)[2]
         if tuple(tensor.shape) != expected:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, but the model configuration says {expected}")
         return tensor if is_fp8(tensor) else tensor.detach()
@@ -145,9 +151,10 @@ class RoundPacker:
         copies: list[Copied] = []
         self._as_they_are: list[tuple[Part, Tensor, Tensor]] = []  # FP8 parameters: (part, bytes, scales) in the slot
         quantizations: list[Quantization] = []
-        self._parts = [(part, tensor) for message in self._messages for part, tensor in _views(message, slot)]
+        self._parts: list[tuple[Part, Tensor]] = []
         for message in self._messages:
             views = list(_views(message, slot))
+            self._parts += views
             by_key = {(part.name, part.start): tensor for part, tensor in views}
             for part, target in views:
                 if part.is_scale:
@@ -204,6 +211,11 @@ class RoundPacker:
         Collective over the ranks that share a gathered tensor of this round.
         """
         gather_all(self._gatherings)
+        return self.fill()
+
+    @torch.no_grad()
+    def fill(self) -> tuple[Tensor, Tensor]:
+        """The same with what gathered tensors hold, and not collective."""
         for target, view in self._joins:
             target.copy_(view)
         self._copy()

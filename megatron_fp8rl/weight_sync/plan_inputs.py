@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_fp8rl.config import ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
+from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.plan import Plan, plan
 from megatron_fp8rl.weight_sync.schedule import SendSchedule, plan_schedule
@@ -46,13 +47,16 @@ class PlanInputs:
             EngineLayout.from_config(self.rollout),
         )
 
-    def schedules(self) -> tuple[SendSchedule, SendSchedule]:
-        """The schedule of the slices that engine ranks keep, and that of whole tensors for vLLM's loaders."""
-        slices, whole = (
-            plan_schedule(self.plan, self.model, bucket_bytes=self.rollout.bucket_bytes, whole=whole)
-            for whole in (False, True)
-        )
-        return slices, whole
+    def slices(self) -> SendSchedule:
+        """The schedule of all slices that engine ranks keep."""
+        return plan_schedule(self.plan, self.model, bucket_bytes=self.rollout.bucket_bytes)
+
+    def whole(self, layers: Collection[int]) -> SendSchedule:
+        """The schedule of whole tensors for vLLM's loaders: those of ``layers``, and all that are in no layer."""
+        wanted = {None, *layers}
+        chosen = tuple(t for t in self.plan.transfers if layer_of(t.name) in wanted)
+        part = replace(self.plan, transfers=chosen)
+        return plan_schedule(part, self.model, bucket_bytes=self.rollout.bucket_bytes, whole=True)
 
 
 def _rebuild(cls: type, content: Mapping[str, Any]) -> Any:

@@ -14,8 +14,8 @@ Runs on every trainer rank; only rank 0 talks to the engines.
 With ``rollout.spare_weights`` the engines pause later: weights travel to their spare memory while they sample, and the
 pause covers the copy from there and the proof.
 
-The first publication to an engine is sent twice: first through vLLM's own loaders, then directly into the tensors that
-its kernels read, where the engine compares before it writes. Later publications are written directly. Replicas may join
+The first publication to an engine has two passes: one layer of each kind through vLLM's own loaders, then everything
+directly into the tensors that its kernels read, where the engine compares that layer before it writes. Later publications are written directly. Replicas may join
 and leave between publications. If one is new, all replicas take part in both passes. If a replica dies during a
 publication, the publication is repeated without it.
 """
@@ -60,6 +60,8 @@ class _Sent:
     kv_scales: KVScales | None = None
     paused_at: float = 0.0
     pause_s: float = 0.0
+    connect_s: float = 0.0
+    prepare_s: float = 0.0
     pack_s: float = 0.0
     send_s: float = 0.0
     load_s: float = 0.0
@@ -188,11 +190,15 @@ class WeightExporter:
         """Collective: one pass over all weights."""
         sender = self.sender
         if not self._is_connected:
+            started = time.perf_counter()
             sender.connect(self._num_replicas)
             self._is_connected = True
+            sent.connect_s += time.perf_counter() - started
 
         def begin() -> None:
-            sender.prepare(sent.mode)  # before any rank or engine waits for this one
+            started = time.perf_counter()
+            sender.prepare(self._modes())  # before any rank or engine waits for this one
+            sent.prepare_s += time.perf_counter() - started
             if self.rank == 0 and sent.mode != "stage":
                 self._stop_engines(sent)
 
@@ -262,6 +268,8 @@ class WeightExporter:
             seconds=seconds,
             pause_s=sent.pause_s,
             checksum=combine({str(rank): combine(held) for rank, held in enumerate(sent.expected.by_rank)}),
+            connect_s=sent.connect_s,
+            prepare_s=sent.prepare_s,
             pack_s=sent.pack_s,
             send_s=sent.send_s,
             load_s=sent.load_s,

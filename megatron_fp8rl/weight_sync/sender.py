@@ -9,8 +9,9 @@ previous one travels and the engines load the one before that.
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -65,9 +66,12 @@ class ShardSender:
         self._deadline_s = inputs.rollout.update_deadline_s
         # Shorter than the request's own deadline, so that the error naming both sides of the wait is returned with it.
         self._timeout_s = 0.9 * self._deadline_s
-        self._slices, self._whole = inputs.schedules()
+        self._slices = inputs.slices()
+        self._whole: SendSchedule | None = None  # for vLLM's loaders: known once the engines are
+        self._proof_layers: list[int] = []
         self._shards = LocalShards(parameters, TrainerLayout.from_config(inputs.parallel), inputs.model, rank)
-        self._packers: dict[bool, list[RoundPacker]] = {}
+        self._packers: dict[bool, list[RoundPacker]] = {}  # by whether tensors are whole
+        self._has_packed = False
         self._addresses: list[int] = []
         self._transport: Transport | None = None
         self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
@@ -100,17 +104,22 @@ class ShardSender:
         if self._receivers is not None:  # a request to engines that are gone may still be in progress
             self._requests.shutdown(wait=False, cancel_futures=True)
             self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
-        address: list[Any] = [None]
-        store = None
-        if self.rank == 0:
-            host = own_address()
-            secret = auth.new_token()
-            store = open_store(host, 0, self._timeout_s, is_master=True, secret=secret)
-            address = [(host, store.port, secret)]
+        store, address = together(self._offer, self._group)
+        carried: list[Any] = [address]
         if self._group is not None:
-            dist.broadcast_object_list(address, src=0, group=self._group)
-        host, port, secret = address[0]
+            dist.broadcast_object_list(carried, src=0, group=self._group)
+        (host, port, secret), layers = carried[0]
+        if self._whole is None or layers != self._proof_layers:
+            self._whole, self._proof_layers = self.inputs.whole(layers), layers
         together(lambda: self._join(store, host, port, secret), self._group)
+
+    def _offer(self) -> tuple[SignedStore | None, Any]:
+        """On rank 0: a store, its (host, port, secret), and the layers that vLLM's loaders load."""
+        if self._receivers is None:
+            return None, None
+        layers, host, secret = self._receivers.proof_layers(), own_address(), auth.new_token()
+        store = open_store(host, 0, self._timeout_s, is_master=True, secret=secret)
+        return store, ((host, store.port, secret), layers)
 
     def _join(self, store: SignedStore | None, host: str, port: int, secret: str) -> None:
         parallel, rollout = self.inputs.parallel, self.inputs.rollout
@@ -127,6 +136,7 @@ class ShardSender:
                 "host": host,
                 "port": port,
                 "secret": secret,
+                "proof_layers": self._proof_layers,
                 "num_trainers": peer.num_trainers,
                 "num_replicas": peer.num_replicas,
                 "timeout_s": self._timeout_s,
@@ -138,7 +148,7 @@ class ShardSender:
             self._request = self._requests.submit(self._receivers.init_transfer, infos)
         store = store or open_store(host, port, self._timeout_s, is_master=False, secret=secret)
         with self._errors_named("connecting to the engines"):
-            schedules = (self._slices, self._whole)
+            schedules = (self._slices, self._schedule(is_whole=True))
             self._transport = open_transport(
                 self.kind, peer, store, self._device, self._timeout_s, schedules, watch=self._raise_request_error
             )
@@ -153,7 +163,8 @@ class ShardSender:
         """
         assert self._transport is not None
         self._num_attempts += 1
-        schedule, packers = self.prepare(mode)
+        is_whole = mode == "reload"
+        schedule, packers = self._schedule(is_whole), self._packers[is_whole]
         self._transport.staged = mode == "stage"
         self._transport.begin(self._num_attempts, schedule.rounds)
         if self._receivers is not None:
@@ -161,39 +172,53 @@ class ShardSender:
             self._request = self._requests.submit(self._receivers.update_weights, info)
         with self._errors_named(f"policy version {version}"), self._on_stream():
             sums = self._send_rounds(schedule, packers)
-            if self._request is not None:
-                self._request.result(timeout=self._deadline_s + _GRACE_S)
-                self._request = None
+            self._settle_request()
         return sums
 
-    def prepare(self, mode: str) -> tuple[SendSchedule, list[RoundPacker]]:
-        """Compute the schedule and the packers of all rounds, once, and again after parameters have moved.
+    def prepare(self, modes: Sequence[str]) -> None:
+        """Compute the packers of all rounds that a publication in these modes needs, once, and again after parameters
+        have moved; and wait until the engines have done the like. All this before they pause.
 
-        Raises RuntimeError or ValueError if the parameters are no longer those of the model.
+        Raises RuntimeError or ValueError if the parameters are no longer those of the model, TransportError if an engine
+        fails.
         """
-        whole = mode == "reload"
-        schedule = self._whole if whole else self._slices
         addresses = self._shards.addresses()
+        wanted = {mode == "reload" for mode in modes}
         if addresses != self._addresses:
             self._packers.clear()
             self._addresses = addresses
-        if whole not in self._packers:
-            assert self._transport is not None
-            nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._packers = {  # one at a time: the gathered tensors of the other would take memory
-                whole: [
-                    RoundPacker(
-                        number,
-                        self._transport.slot(i) if number.sent_by(self.rank) else nothing,
-                        self._shards,
-                        scales=self.inputs.precision.scales,
-                        rank=self.rank,
-                        group=self._group,
-                    )
-                    for i, number in enumerate(schedule.rounds)
-                ]
-            }
-        return schedule, self._packers[whole]
+        for is_whole in self._packers.keys() - wanted:
+            del self._packers[is_whole]  # with the memory of gathered tensors
+        for is_whole in wanted - self._packers.keys():
+            self._packers[is_whole] = self._made(self._schedule(is_whole))
+        if self._stream is not None and not self._has_packed:  # compiles its kernels
+            for packer in itertools.chain.from_iterable(self._packers.values()):
+                packer.fill()
+            self._has_packed = True
+        if self._receivers is not None:
+            _ = self._slots_of_sums
+            self._settle_request()
+
+    def _schedule(self, is_whole: bool) -> SendSchedule:
+        if not is_whole:
+            return self._slices
+        assert self._whole is not None
+        return self._whole
+
+    def _made(self, schedule: SendSchedule) -> list[RoundPacker]:
+        assert self._transport is not None
+        nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
+        return [
+            RoundPacker(
+                number,
+                self._transport.slot(i) if number.sent_by(self.rank) else nothing,
+                self._shards,
+                scales=self.inputs.precision.scales,
+                rank=self.rank,
+                group=self._group,
+            )
+            for i, number in enumerate(schedule.rounds)
+        ]
 
     def _send_rounds(self, schedule: SendSchedule, packers: list[RoundPacker]) -> Tensor:
         """Send all rounds; return the sums of this rank's parts in order, int64 on the CPU."""
@@ -254,6 +279,12 @@ class ShardSender:
         return Slots(self._slices, num_trainers)
 
     # ---- errors
+
+    def _settle_request(self) -> None:
+        """Wait for the answer to the request in progress, if there is one, and raise its error."""
+        request, self._request = self._request, None
+        if request is not None:
+            request.result(timeout=self._deadline_s + _GRACE_S)
 
     def _raise_request_error(self) -> None:
         """While waiting: raise the error of a failed request, which names the replica, instead of waiting for the

@@ -113,6 +113,51 @@ def test_every_worker_holds_its_slices_of_the_quantized_whole(kind, transport, l
     assert calls == [*first, "pause", "start", "direct", "resume"]
 
 
+def publish_with_a_clock(cfg: RunConfig, is_stuck: bool):
+    """Runs on a rank: (what was made while the engines were paused, the error of publishing, calls)."""
+    from megatron_fp8rl.weight_sync import pack, sender
+
+    exporter, _, replicas = exporter_of(cfg)
+    made, calls = [], replicas[0].calls
+
+    class Packer(pack.RoundPacker):
+        def __init__(self, *args, **kwargs):
+            made.append("pause" in calls)
+            super().__init__(*args, **kwargs)
+
+    def join(info: dict) -> None:
+        Worker.join(worker, info)
+        if is_stuck:
+            raise ValueError("model.norm.weight: the engine's kernels hold nothing")
+
+    worker, sender.RoundPacker = replicas[0].workers[1], Packer
+    worker.join = join
+    try:
+        exporter.publish(1)
+    except Exception as error:
+        return made, f"{type(error).__name__}: {error}", calls
+    finally:
+        sender.RoundPacker = pack.RoundPacker
+        exporter.close()
+    return made, None, calls
+
+
+def test_both_passes_of_a_first_publication_are_prepared_before_the_pause():
+    cfg = shard_config("moe", "ipc", dict(world_size=2, expert=2), dict(tensor=2, bucket_bytes=100_000))
+    inputs = PlanInputs.of(cfg)
+    num_rounds = len(inputs.slices().rounds) + len(inputs.whole([0]).rounds)
+    for made, error, _ in run_ranks(2, publish_with_a_clock, cfg, False):
+        assert error is None and made == [False] * num_rounds
+
+
+def test_an_engine_whose_kernels_cannot_be_written_is_not_paused():
+    cfg = shard_config("moe", "ipc", dict(world_size=2, expert=2), dict(tensor=2))
+    ranks = run_ranks(2, publish_with_a_clock, cfg, True)
+    for _, error, _ in ranks:
+        assert "TransportError: init_weight_transfer_engine: replica 0: model.norm.weight" in error
+    assert ranks[0][2] == []
+
+
 def publish_to_spare_memory(cfg: RunConfig):
     """Runs on a rank: (what the workers hold after an update, bytes that the last three publications sent, calls, the
     weights after it)."""

@@ -195,6 +195,9 @@ class Client:
         self.llm = llm
         self.paused = False
 
+    async def proof_layers(self) -> list[dict[str, Any]]:
+        return self.llm.collective_rpc("proof_layers")
+
     async def init_transfer(self, info: Mapping[str, Any]) -> None:
         self.llm.init_weight_transfer_engine({"init_info": dict(info)})
 

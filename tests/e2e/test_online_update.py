@@ -69,7 +69,7 @@ def update_and_reload(case: str, folder: Path) -> dict:
         result["report"] = exporter.publish(version)
         result[f"online_{version}"] = inprocess.prompt_logprobs(llm)
     exporter.close()
-    result["num_rounds"] = len(exporter.sender.inputs.schedules()[0].rounds)
+    result["num_rounds"] = len(exporter.sender.inputs.slices().rounds)
     result["num_held"] = len(llm.collective_rpc("weight_digests")[0]["digests"])
     result["num_sent"] = sum(len(list(transfer.wire_tensors())) for transfer in exporter.plan.transfers)
     del llm, exporter

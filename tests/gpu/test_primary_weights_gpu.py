@@ -151,7 +151,7 @@ def test_what_is_published_are_the_bytes():
         parameters = dict(policy.named_tensors())
         shards = LocalShards(parameters, TrainerLayout(), cfg.model, 0)
         found = {}
-        for number in PlanInputs.of(cfg).schedules()[1].rounds:
+        for number in PlanInputs.of(cfg).slices().rounds:
             (message,) = number.messages
             slot = torch.zeros(message.num_bytes, dtype=torch.uint8, device=parallel.device)
             RoundPacker(number, slot, shards, scales="pow2", rank=0, group=None)()

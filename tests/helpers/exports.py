@@ -106,7 +106,7 @@ def layout_name(value) -> str:
 
 
 def timeless(report: PublishReport) -> PublishReport:
-    return replace(report, seconds=0, pause_s=0, pack_s=0, send_s=0, load_s=0, verify_s=0)
+    return replace(report, seconds=0, pause_s=0, connect_s=0, prepare_s=0, pack_s=0, send_s=0, load_s=0, verify_s=0)
 
 
 def expected_wire(cfg: RunConfig, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ class Worker:
 
     def join(self, info: dict) -> None:
         self.inputs = PlanInputs.from_json(info["config"])
-        self.schedules = self.inputs.schedules()
+        self.schedules = self.inputs.slices(), self.inputs.whole(info["proof_layers"])
         peer = Peer(
             rank=info["rank_offset"] + self.engine_rank,
             num_trainers=info["num_trainers"],
@@ -97,6 +97,9 @@ class Replica:
 
     async def _everywhere(self, method: str, info) -> None:
         await asyncio.gather(*(asyncio.to_thread(getattr(worker, method), dict(info)) for worker in self.workers))
+
+    async def proof_layers(self) -> list[dict]:
+        return [{"layers": [0]} for _ in self.workers]
 
     async def init_transfer(self, info) -> None:
         await self._everywhere("join", info)

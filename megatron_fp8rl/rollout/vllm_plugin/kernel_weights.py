@@ -17,7 +17,6 @@ attention scales are buffers, which vLLM saves.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 
 from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.names.blocks import ENGINE_FUSIONS, EXPERT_PROJECTIONS
+from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.rollout.vllm_plugin.patches import expert_scale_descriptions
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_values
 
@@ -34,7 +34,6 @@ from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_value
 _MATRICES = ("weight", "weight_scale_inv")
 _WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias")
 _LATENT_FACTORS = ("W_UV", "W_UK_T")
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)(?=\.|$)")
 
 
 def _tensor(module: nn.Module, name: str, path: str) -> Tensor | None:
@@ -123,11 +122,18 @@ def _place(tensor: Any) -> tuple[Any, ...] | None:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _places(model: nn.Module) -> list[tuple[nn.Module, str, tuple[Any, ...]]]:
-    """(module, attribute, place) of everything that :func:`kernel_weights` reads."""
+_Placed = tuple[nn.Module, str, tuple[Any, ...]]  # (module, attribute, place)
+
+
+def _places(model: nn.Module) -> list[_Placed]:
+    """The places of everything that :func:`kernel_weights` reads."""
     attributes = [*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES)]
     found = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in attributes)
     return [(module, name, place) for module, name, place in found if place is not None]
+
+
+def _moved(places: list[_Placed]) -> bool:
+    return any(_place(getattr(module, name, None)) != place for module, name, place in places)
 
 
 class HeldDigests:
@@ -138,7 +144,7 @@ class HeldDigests:
     """
 
     def __init__(self) -> None:
-        self._places: list[tuple[nn.Module, str, tuple[Any, ...]]] = []
+        self._places: list[_Placed] | None = None
         self._of: tuple[nn.Module, int] | None = None  # model and number of reloads
 
     def __call__(self, model: nn.Module, num_reloads: int = 0) -> NamedDigests:
@@ -146,11 +152,14 @@ class HeldDigests:
 
         Detects weights that have moved, and new attributes if ``num_reloads`` of the model has changed.
         """
-        moved = any(_place(getattr(module, name, None)) != place for module, name, place in self._places)
-        if moved or self._of != (model, num_reloads):
-            self._of = None
+        if self._places is None or self._of != (model, num_reloads):
+            is_current = _places(model) == self._places
+        else:
+            is_current = not _moved(self._places)
+        if not is_current:
+            self._places = None
             self._prepare(model)
-            self._of = model, num_reloads
+        self._of = model, num_reloads
         values = np.zeros(len(self._names.ordered), dtype=np.uint64)
         values[self._fixed] = self._digests()
         if self._converted:
@@ -181,17 +190,12 @@ def first_of_kinds(model: nn.Module) -> frozenset[int]:
             experts = getattr(module, "expert_map", None)
             held = [(name, t.shape, t.stride(), t.dtype) for name, t in tensors]
             chosen = None if experts is None else tuple(experts.tolist())
-            kinds.setdefault(number, []).append((_LAYER.sub("", path), type(module), tuple(held), chosen))
+            name = path.replace(f"layers.{number}", "", 1)
+            kinds.setdefault(number, []).append((name, type(module), tuple(held), chosen))
     first: dict[tuple[Any, ...], int] = {}
     for number in sorted(kinds):
         first.setdefault(tuple(kinds[number]), number)
     return frozenset(first.values())
-
-
-def layer_of(name: str) -> int | None:
-    """The number of the layer of a tensor or module; None outside layers."""
-    found = _LAYER.search(name)
-    return None if found is None else int(found[1])
 
 
 class UnwritableKernel(RuntimeError):
@@ -204,6 +208,11 @@ class KernelTable:
     def __init__(self, model: nn.Module):
         self._model = model
         self._views = dict(kernel_weights(model))
+        self._places = _places(model)
+
+    def is_current(self) -> bool:
+        """Whether the weights lie where they lay."""
+        return not _moved(self._places)
 
     def names(self) -> set[str]:
         """Hugging Face names of all weights, scales included."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import layer_of
+from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.rollout.vllm_plugin.patches import fill_kv_scales, has_kv_scales
 
 

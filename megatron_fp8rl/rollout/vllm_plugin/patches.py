@@ -8,9 +8,8 @@ marked in the same way. vLLM is imported by the functions that need it.
 from __future__ import annotations
 
 import asyncio
-import logging
 import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -208,29 +207,14 @@ def allow_new_update(worker: Any) -> None:
     "that got a part of theirs (get_layerwise_info)",
     remove_when="vLLM has a call that abandons a layerwise reload",
 )
-def forget_loaded_weights(model: nn.Module) -> None:
-    """Make ``finalize_layerwise_reload`` treat every module as one that received nothing."""
+def forget_loaded_weights(modules: Iterable[nn.Module]) -> None:
+    """Make ``finalize_layerwise_reload`` treat each as one that received nothing."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-    for module in model.modules():
+    for module in modules:
         info = get_layerwise_info(module)
         info.loaded_weights.clear()
         info.load_numel = 0
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    return record.msg != "%s: Failed to load weights"
-
-
-@patches(
-    "vllm",
-    ">=0.25.1,<0.27",
-    why="every layerwise reload warns of each module that received no weights, and ours are written directly",
-    remove_when="the reload takes a list of the modules to load",
-)
-def quiet_reload() -> None:
-    """Drop that warning."""
-    logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(_is_news)
 
 
 @patches(

@@ -22,12 +22,12 @@ tensor, which would be half a minute for the experts of 48 layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -36,17 +36,18 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from megatron_fp8rl.kernels.blockwise import canonical
+from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     DerivedTensors,
+    HeldDigests,
     KernelTable,
     UnwritableKernel,
-    first_of_kinds,
-    layer_of,
 )
-from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights, quiet_reload
+from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights
 from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
 from megatron_fp8rl.upstream import patches
 from megatron_fp8rl.weight_sync.copies import Copies
+from megatron_fp8rl.weight_sync.digest import NamedDigests
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.schedule import Message, Part, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
@@ -67,6 +68,7 @@ class InitInfo(WeightTransferInitInfo):
     host: str
     port: int
     secret: str  # of what is in the store
+    proof_layers: list[int]  # that go through vLLM's loaders
     rank_offset: int
     num_trainers: int
     num_replicas: int
@@ -92,8 +94,7 @@ class TransferEngine(WeightTransferEngine):
     """Loads publications.
 
     ``version`` is the policy version whose weights were loaded last, or None before the first publication. A failed
-    update leaves no version. ``load_s`` is the time the last one took in this worker; ``num_reloads`` counts how often
-    vLLM's loaders may have bound other tensors to the model.
+    update leaves no version. ``load_s`` is the time the last one took in this worker.
     """
 
     init_info_cls = InitInfo
@@ -103,18 +104,18 @@ class TransferEngine(WeightTransferEngine):
         super().__init__(*args, **kwargs)
         self.version: int | None = None
         self.load_s = 0.0
-        self.num_reloads = 0
         self._loaded: int | None = None  # the version received in the current update
         self._mode = "reload"
         self._proving: frozenset[int] = frozenset()  # layers that vLLM's loaders load
-        self._is_reloading = False  # vLLM's loaders hold the model in pieces
+        self._num_reloads = 0  # how often they may have bound other tensors to the model
+        self._held_digests = HeldDigests()
+        self._reloading: Reloaded | None = None  # vLLM's loaders hold it in pieces
         self._transport: Transport | None = None
         self._table: KernelTable | None = None
         self._derived: DerivedTensors | None = None
         self._copies: list[Copies] = []
         self._spare: SpareWeights | None = None
         self._switch: Copies | None = None
-        quiet_reload()
 
     @property
     def engine_rank(self) -> int:
@@ -125,11 +126,10 @@ class TransferEngine(WeightTransferEngine):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Collective: join the trainer and the workers of all replicas. A second call starts over."""
         self.shutdown()
-        self._table = None
-        self._copies = []
         self._switch = None
         inputs = PlanInputs.from_json(init_info.config)
-        self._slices, self._whole = inputs.schedules()
+        self._slices, self._whole = inputs.slices(), inputs.whole(init_info.proof_layers)
+        self._proving = frozenset(init_info.proof_layers)
         self._timeout_s = init_info.timeout_s
         if inputs.rollout.spare_weights != "none" and self._spare is None:
             on_host = inputs.rollout.spare_weights == "host"
@@ -145,6 +145,18 @@ class TransferEngine(WeightTransferEngine):
         )
         schedules = (self._slices, self._whole)
         self._transport = open_transport(init_info.kind, peer, store, self.device, init_info.timeout_s, schedules)
+        # While the trainer prepares as well, and no publication waits for it.
+        self._find_places(self._transport)
+        self.digests()
+
+    def _find_places(self, transport: Transport) -> None:
+        self._table, self._copies = KernelTable(self.model), []
+        self._copies = [Copies(pairs) for pairs in self._pairs(self._slices, transport)]
+
+    @torch.inference_mode()
+    def digests(self) -> NamedDigests:
+        """Of all weights that the kernels hold, by Hugging Face name."""
+        return self._held_digests(self.model, self._num_reloads)
 
     def start_weight_update(self) -> None:
         self.version = self._loaded = None
@@ -165,9 +177,8 @@ class TransferEngine(WeightTransferEngine):
         started = time.perf_counter()
         self._mode = update_info.mode
         if self._mode == "reload":
-            self._proving = first_of_kinds(self.model)
-            self._is_reloading = True
-            initialize_layerwise_reload(self.model)
+            self._reloading = Reloaded(self.model, self._proving)
+            initialize_layerwise_reload(self._reloading)
         if self._mode == "switch":
             self._switch_to(update_info.version)
         else:
@@ -212,14 +223,14 @@ class TransferEngine(WeightTransferEngine):
         """Abandon an update in progress and close its connections. There is no version then."""
         self.shutdown()
         self.version = self._loaded = None
-        if self._is_reloading:
-            forget_loaded_weights(self.model)
+        if self._reloading is not None:
+            forget_loaded_weights(self._reloading.modules())
             self._end_reload()
 
     def _end_reload(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        self._is_reloading = False
-        self.num_reloads += 1
+        finalize_layerwise_reload(self._reloading, self.model_config)
+        self._reloading = None
+        self._num_reloads += 1
         assert self._derived is not None
         self._derived.keep_in_place()
 
@@ -248,12 +259,13 @@ class TransferEngine(WeightTransferEngine):
             raise
 
     def _write_rounds(self, schedule: SendSchedule, transport: Transport) -> None:
-        if not self._copies:
-            self._copies = [Copies(pairs) for pairs in self._pairs(schedule, transport)]
-        for number, copies in enumerate(self._copies):
+        assert self._table is not None
+        if self._mode == "compare" and not self._table.is_current():  # vLLM's loaders have bound other tensors
+            self._find_places(transport)
+        for number, (messages, copies) in enumerate(zip(schedule.rounds, self._copies, strict=True)):
             transport.receive(number)
             if self._mode == "compare":
-                for message in schedule.rounds[number].received_by(self.engine_rank):
+                for message in messages.received_by(self.engine_rank):
                     received = ((part, s) for part, s in _parts(message, transport, number) if self._is_proof(part))
                     compare([(part.name, s, self._target(part)) for part, s in received])
             copies()
@@ -278,8 +290,7 @@ class TransferEngine(WeightTransferEngine):
 
     def _target(self, part: Part) -> Tensor:
         dtype, axis = getattr(torch, part.dtype), part.transfer.axis
-        if self._table is None:
-            self._table = KernelTable(self.model)
+        assert self._table is not None
         first, size = part.start - part.kept[0], part.stop - part.start
         return self._table.place(part.name, dtype, part.kept_shape, axis, first, size)
 
@@ -295,8 +306,6 @@ class TransferEngine(WeightTransferEngine):
             complete: list[tuple[str, Tensor]] = []
             for message in messages.received_by(self.engine_rank):
                 for part, source in _parts(message, transport, number):
-                    if not self._is_proof(part):
-                        continue
                     whole, missing = incomplete.pop(part.name, (None, 0))
                     if whole is None:
                         whole = torch.empty(part.kept_shape, dtype=source.dtype, device=self.device)
@@ -311,6 +320,17 @@ class TransferEngine(WeightTransferEngine):
             if complete:
                 self.model.load_weights(iter(complete))
         assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not come"
+
+
+class Reloaded:
+    """The modules of a model that vLLM's layerwise reload walks over: those of ``layers``, and those in no layer."""
+
+    def __init__(self, model: nn.Module, layers: Collection[int]):
+        wanted = {None, *layers}
+        self._chosen = [module for path, module in model.named_modules() if layer_of(path) in wanted]
+
+    def modules(self) -> Iterator[nn.Module]:
+        return iter(self._chosen)
 
 
 def _parts(message: Message, transport: Transport | SpareWeights, number: int) -> Iterator[tuple[Part, Tensor]]:

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
-from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import HeldDigests
+from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_of_kinds
 from megatron_fp8rl.rollout.vllm_plugin.kernels_in_use import kernels_in_use
 from megatron_fp8rl.rollout.vllm_plugin.kv_cache import set_kv_scales
 from megatron_fp8rl.rollout.vllm_plugin.patches import allow_new_update
@@ -34,20 +32,23 @@ class WorkerExtension(Probe):
         Raises what went wrong on the way."""
         return {"staged": self.weight_transfer_engine.is_staged()}
 
+    def proof_layers(self) -> dict[str, list[int]]:
+        """{"layers": those that a first publication sends to vLLM's loaders: one of each kind that this worker has}."""
+        return {"layers": sorted(first_of_kinds(self.model_runner.model))}
+
     def weight_digests(self, names: bool = True) -> dict[str, Any]:
         """{"rank": of this worker in its replica, "version": of the weights, "combined": one digest of all weights,
         "digests": {Hugging Face name: digest}}; the last is omitted without ``names``.
 
         ``version`` is None unless the last update completed; "load_s" is the time of receiving and writing its weights.
         """
-        held_digests = self.__dict__.setdefault("held_digests", HeldDigests())
-        with torch.inference_mode():
-            digests = held_digests(self.model_runner.model, getattr(self.weight_transfer_engine, "num_reloads", 0))
+        engine = self.weight_transfer_engine
+        digests = engine.digests()
         report = {
-            "rank": self.weight_transfer_engine.engine_rank,
-            "version": getattr(self.weight_transfer_engine, "version", None),
+            "rank": engine.engine_rank,
+            "version": engine.version,
             "combined": digests.combined,
-            "load_s": getattr(self.weight_transfer_engine, "load_s", 0.0),
+            "load_s": engine.load_s,
         }
         return report | ({"digests": dict(digests)} if names else {})
 

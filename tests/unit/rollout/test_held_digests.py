@@ -89,6 +89,17 @@ def test_memory_that_moves_is_found(model):
         held(model)
 
 
+def test_a_reload_that_moves_nothing_costs_nothing(model, monkeypatch):
+    held, table = worker.HeldDigests(), worker.KernelTable(model)
+    before = held(model, 1)
+    monkeypatch.setattr(held, "_prepare", lambda model: pytest.fail("prepared again"))
+    model.norm.weight.data[3] = 5.0
+    assert changed(before, held(model, 2)) == {"norm.weight"}
+    assert table.is_current()
+    model.norm.weight = nn.Parameter(model.norm.weight.data.clone(), requires_grad=False)
+    assert not table.is_current()
+
+
 def test_weights_that_a_reload_adds_are_found(model):
     held = worker.HeldDigests()
     before = held(model, 1)

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_fp8rl.config import ParallelConfig, RolloutConfig
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout
 from megatron_fp8rl.weight_sync.digest import digest, headers_of, terms_of_words, values_of_sums, widened
 from megatron_fp8rl.weight_sync.part_sums import PartSums
 from megatron_fp8rl.weight_sync.plan import Transfer, plan
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.schedule import Part, SendSchedule, plan_schedule
-from tests.helpers.plans import DENSE, LAYOUTS, MOE, TIED, table
+from tests.helpers.plans import DENSE, LAYOUTS, MOE, TABLES, TIED, table
 
 ENGINES = [
     EngineLayout(),
@@ -140,8 +142,13 @@ def test_rounds_are_bounded_and_end_together():
 
 
 def test_whole_tensors_for_loaders():
-    made = plan(MOE, table(MOE, "fp8"), LAYOUTS[9], EngineLayout(tensor=2, expert=2))
-    planned = plan_schedule(made, MOE, bucket_bytes=1 << 20, whole=True)
+    inputs = PlanInputs(
+        model=MOE,
+        precision=TABLES["fp8"],
+        parallel=ParallelConfig(world_size=4, tensor=2, expert=2, expert_tensor=2),
+        rollout=RolloutConfig(tensor=2, expert=2, bucket_bytes=1 << 20),
+    )
+    made, planned = inputs.plan, inputs.whole(range(MOE.num_layers))
     experts = {t.name: t for t in made.transfers if ".experts." in t.name}
     bytes_of_experts = sum(tensor.num_bytes for t in experts.values() for tensor in t.wire_tensors())
     # Both ranks receive the whole of all other tensors, and of the experts those that they keep.
@@ -149,6 +156,10 @@ def test_whole_tensors_for_loaders():
     for message in (m for r in planned.rounds for m in r.messages):
         for part in message.parts:
             assert part.transfer.name not in experts or len(message.engine_ranks) == 1
+    # Of a part of the layers, what is in them or in none.
+    sent = {part.name for r in planned.rounds for m in r.messages for part in m.parts}
+    of_two = {part.name for r in inputs.whole([1, 3]).rounds for m in r.messages for part in m.parts}
+    assert of_two == {name for name in sent if not name.startswith(("model.layers.0.", "model.layers.2."))} < sent
 
 
 @pytest.mark.parametrize("engine", ENGINES)
