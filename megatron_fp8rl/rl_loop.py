@@ -85,13 +85,12 @@ def run(
         saver = stack.enter_context(closing(checkpoint.Saver(checkpoints, policy)))
         save = partial(_save, cfg, saver, parallel, rollouts, _Minutes(cfg, parallel))
         on_request = partial(_save_on_request, save, rollouts, colocated)
-        evaluate = partial(_evaluate, cfg, rollouts, prompts)
 
         if not is_complete:
             with observer.prelude(step, record) as log:
                 _calibrate_kv(cfg, policy, prompts, colocated)
                 publish(step, log)
-                evaluate(step, log)
+                _evaluate(cfg, rollouts, prompts, step, log)
                 _resume_unfinished(rollouts, step, observer)
         while step < cfg.num_steps:
             stop.at_boundary(parallel, step, on_request)
@@ -105,7 +104,7 @@ def run(
                     observer.warn(f"step {step}: every group was dropped, so there is nothing to learn from{_why(groups)}")
                 save(step, log)
                 publish(step, log)
-                evaluate(step, log)
+                _evaluate(cfg, rollouts, prompts, step, log)
             saver.poll()  # the step's line is on disk
         saver.finish()
         if cfg.checkpoint.export_hf:

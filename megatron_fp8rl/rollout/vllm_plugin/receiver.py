@@ -22,7 +22,7 @@ tensor, which would be half a minute for the experts of 48 layers.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.kernels.blockwise import canonical
 from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
@@ -53,6 +54,9 @@ from megatron_fp8rl.weight_sync.schedule import Message, Part, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import open_store
+
+
+Placed = tuple[Part, Tensor, Tensor]  # with what the kernels read, and where it is received
 
 
 @dataclass
@@ -113,7 +117,8 @@ class TransferEngine(WeightTransferEngine):
         self._transport: Transport | None = None
         self._table: KernelTable | None = None
         self._derived: DerivedTensors | None = None
-        self._copies: list[Copies] = []
+        self._copies: list[Copies] = []  # by round
+        self._proofs: list[list[Placed]] = []
         self._spare: SpareWeights | None = None
         self._switch: Copies | None = None
 
@@ -150,8 +155,10 @@ class TransferEngine(WeightTransferEngine):
         self.digests()
 
     def _find_places(self, transport: Transport) -> None:
-        self._table, self._copies = KernelTable(self.model), []
-        self._copies = [Copies(pairs) for pairs in self._pairs(self._slices, transport)]
+        self._table = KernelTable(self.model)
+        placed, proving = list(self._placed(transport)), {None, *self._proving}
+        self._copies = [Copies([(target, source) for _, target, source in parts]) for parts in placed]
+        self._proofs = [[one for one in parts if layer_of(one[0].name) in proving] for parts in placed]
 
     @torch.inference_mode()
     def digests(self) -> NamedDigests:
@@ -191,8 +198,8 @@ class TransferEngine(WeightTransferEngine):
         if self._transport is None or self._spare is None:
             raise RuntimeError("weights are to arrive in spare memory of an engine that has none (rollout.spare_weights)")
         if self._switch is None:
-            pairs = self._pairs(self._slices, self._spare)
-            self._switch = Copies([pair for of_round in pairs for pair in of_round])
+            placed = self._placed(self._spare)
+            self._switch = Copies([(target, source) for parts in placed for _, target, source in parts])
         self._spare.start(self._transport, attempt, version)
 
     def is_staged(self) -> bool:
@@ -252,37 +259,33 @@ class TransferEngine(WeightTransferEngine):
                 if self._mode == "reload":
                     self._reload_rounds(schedule, transport)
                 else:
-                    self._write_rounds(schedule, transport)
+                    self._write_rounds(transport)
             transport.finish()
         except Exception as error:
             transport.fail(f"{type(error).__name__}: {error}")
             raise
 
-    def _write_rounds(self, schedule: SendSchedule, transport: Transport) -> None:
+    def _write_rounds(self, transport: Transport) -> None:
         assert self._table is not None
         if self._mode == "compare" and not self._table.is_current():  # vLLM's loaders have bound other tensors
             self._find_places(transport)
-        for number, (messages, copies) in enumerate(zip(schedule.rounds, self._copies, strict=True)):
+        for number, (copies, proofs) in enumerate(zip(self._copies, self._proofs, strict=True)):
             transport.receive(number)
             if self._mode == "compare":
-                for message in messages.received_by(self.engine_rank):
-                    received = ((part, s) for part, s in _parts(message, transport, number) if self._is_proof(part))
-                    compare([(part.name, s, self._target(part)) for part, s in received])
+                compare(proofs)
             copies()
             transport.release(number)
 
-    def _pairs(
-        self, schedule: SendSchedule, transport: Transport | SpareWeights
-    ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """(target, source) of everything received, by round. Raises if a weight would receive nothing."""
+    def _placed(self, transport: Transport | SpareWeights) -> Iterator[list[Placed]]:
+        """All slices, by round. Raises if a weight would receive nothing."""
         named = set()
-        for number, messages in enumerate(schedule.rounds):
-            pairs = []
+        for number, messages in enumerate(self._slices.rounds):
+            placed = []
             for message in messages.received_by(self.engine_rank):
                 for part, source in _parts(message, transport, number):
-                    pairs.append((self._target(part), source))
+                    placed.append((part, self._target(part), source))
                     named.add(part.name)
-            yield pairs
+            yield placed
         assert self._table is not None
         forgotten = sorted(self._table.names() - named)
         if forgotten:
@@ -293,10 +296,6 @@ class TransferEngine(WeightTransferEngine):
         assert self._table is not None
         first, size = part.start - part.kept[0], part.stop - part.start
         return self._table.place(part.name, dtype, part.kept_shape, axis, first, size)
-
-    def _is_proof(self, part: Part) -> bool:
-        number = layer_of(part.name)
-        return number is None or number in self._proving
 
     def _reload_rounds(self, schedule: SendSchedule, transport: Transport) -> None:
         """Assemble whole tensors and pass them to vLLM's loaders as they become complete."""
@@ -341,29 +340,32 @@ def _parts(message: Message, transport: Transport | SpareWeights, number: int) -
         yield part, data.view(getattr(torch, part.dtype)).view(part.shape)
 
 
-def compare(entries: list[tuple[str, Tensor, Tensor]]) -> None:
-    """Raise UnwritableKernel unless the kernels already hold the received data; entries are (name, received, held).
+def compare(placed: Sequence[Placed]) -> None:
+    """Raise UnwritableKernel unless the kernels already hold the received data of one round.
 
     This holds right after vLLM's loaders took the same weights, and shows that these places are the right ones. FP8
     blocks count as equal if their values are, because vLLM may give them another scale.
     """
-    sent = {name: (source, held) for name, source, held in entries}
-    for name, (source, held) in sent.items():
-        if _same(source, held):
+    scales = {(part.name, part.start): (held, source) for part, held, source in placed if part.is_scale}
+    for part, held, source in placed:
+        if part.is_scale:
+            continue  # compared with its weight
+        transfer, pairs = part.transfer, [(held, source)]
+        if transfer.is_fp8:
+            pairs.append(scales[transfer.scale_name, part.start // FP8_BLOCK])
+        if all(_same(*pair) for pair in pairs):
             continue
-        weight = name.removesuffix("_scale_inv")
-        scale = f"{weight}_scale_inv"
-        if weight in sent and scale in sent:
-            came, there = (canonical(sent[weight][i].contiguous(), sent[scale][i].contiguous()) for i in (0, 1))
-            if all(map(_same, came, there)):
+        if transfer.is_fp8:
+            there, came = (canonical(data.contiguous(), scale.contiguous()) for data, scale in zip(*pairs, strict=True))
+            if all(map(_same, there, came)):
                 continue
         raise UnwritableKernel(
-            f"{name}: the engine's kernels do not hold what vLLM's own loaders were given, so they keep it in a form "
+            f"{part.name}: the engine's kernels do not hold what vLLM's own loaders were given, so they keep it in a form "
             "that cannot be written directly; choose other kernels (rollout.linear_backend, rollout.moe_backend)"
         )
 
 
-def _same(source: Tensor, held: Tensor) -> bool:
+def _same(held: Tensor, source: Tensor) -> bool:
     if source.dtype == torch.float8_e4m3fn:
         return held.dtype == source.dtype and torch.equal(source.view(torch.uint8), held.view(torch.uint8))
     return torch.equal(source.float(), held.float())
