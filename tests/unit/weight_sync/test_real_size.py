@@ -98,4 +98,4 @@ def test_a_plan_at_full_size_takes_seconds_and_little_memory(name):
     assert found["memory_gb"] < 1.0
     assert found["overhead"] < 1.1
     assert max(found["imbalance"]) < 1.2 and found["rail_imbalance"] < 1.01
-    assert found["whole_received_gb"] < 50  # the first publication, through vLLM's loaders: only experts that it keeps
+    assert found["whole_received_gb"] < 8  # for vLLM's loaders: of a layer of each kind, the experts that a rank keeps
