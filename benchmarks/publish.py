@@ -248,9 +248,9 @@ class Publish(runner.Benchmark):
     def notes(self, rows: Sequence[Row]) -> str:
         return (
             "Pause: from the engines' stop to their first token allowed, proof of every tensor included. First: the "
-            "publication that an engine starts with, one layer of each kind through vLLM's own loaders. Others: median of the later ones, each "
-            "after an update that changed every byte. Plain copy: the bytes of the busiest GPU, in the same run; share: "
-            "of the pause. Dummy parameters, idle engines, no optimizer in the trainer's memory."
+            "publication that an engine starts with, one layer of each kind through vLLM's own loaders. Others: median of "
+            "the later ones, each after an update that changed every byte. Plain copy: the bytes of the busiest GPU, in the "
+            "same run; share: of the pause. Dummy parameters, idle engines, no optimizer in the trainer's memory."
         )
 
 

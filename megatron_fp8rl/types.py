@@ -263,7 +263,7 @@ class PublishReport:
     pause_s: float  # how long the engines were paused
     checksum: str  # digest over the digests of all engine ranks' shards; the same for any trainer layout and transport
     connect_s: float = 0.0  # part of ``seconds``: before the pause, joining the engines, if they are new
-    prepare_s: float = 0.0  # before the pause: finding all places and compiling, once, at both ends
+    prepare_s: float = 0.0  # before the pause: finding all places, once, at both ends
     pack_s: float = 0.0  # gather and quantize, host time of rank 0 (GPU time shows up in send_s)
     send_s: float = 0.0  # waiting until the data in flight has arrived and is loaded
     load_s: float = 0.0  # receive and write time of the slowest engine worker; 0 if the update was not verified

@@ -15,9 +15,10 @@ With ``rollout.spare_weights`` the engines pause later: weights travel to their 
 pause covers the copy from there and the proof.
 
 The first publication to an engine has two passes: one layer of each kind through vLLM's own loaders, then everything
-directly into the tensors that its kernels read, where the engine compares that layer before it writes. Later publications are written directly. Replicas may join
-and leave between publications. If one is new, all replicas take part in both passes. If a replica dies during a
-publication, the publication is repeated without it.
+directly into the tensors that its kernels read, where the engine compares that layer before it writes. Later
+publications are written directly. Both ends find all places before the pause. Replicas may join and leave between
+publications. If one is new, all replicas take part in both passes. If a replica dies during a publication, the
+publication is repeated without it.
 """
 
 from __future__ import annotations
@@ -114,6 +115,8 @@ class WeightExporter:
             device=parallel.device,
         )
         together(self.sender.check, self._group)
+        if parallel.device.type == "cuda":
+            together(self.sender.warm_up, self._group)
 
     def _find_engines(self, fleet: Receivers | None) -> Engines | None:
         if self.rank != 0:

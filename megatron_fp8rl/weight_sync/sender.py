@@ -9,7 +9,6 @@ previous one travels and the engines load the one before that.
 from __future__ import annotations
 
 import functools
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +28,7 @@ from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, t
 from megatron_fp8rl.weight_sync.engines import Engines, TransportError
 from megatron_fp8rl.weight_sync.pack import LocalShards, RoundPacker
 from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
-from megatron_fp8rl.weight_sync.schedule import SendSchedule
+from megatron_fp8rl.weight_sync.schedule import Round, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import SignedStore, open_store
@@ -71,7 +70,6 @@ class ShardSender:
         self._proof_layers: list[int] = []
         self._shards = LocalShards(parameters, TrainerLayout.from_config(inputs.parallel), inputs.model, rank)
         self._packers: dict[bool, list[RoundPacker]] = {}  # by whether tensors are whole
-        self._has_packed = False
         self._addresses: list[int] = []
         self._transport: Transport | None = None
         self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
@@ -91,6 +89,14 @@ class ShardSender:
                 for source in gathering.sources:
                     if source.rank == self.rank:
                         self._shards.pieces(gathering.transfer, source.start, source.stop)
+
+    def warm_up(self) -> None:
+        """Compile the kernels: fill the messages of one round, in memory that is not kept."""
+        rounds = [number for number in self._slices.rounds if number.sent_by(self.rank)]
+        if rounds:
+            number = rounds[len(rounds) // 2]  # the first may have nothing but the embedding
+            num_bytes = max(m.out_offset + m.num_bytes for m in number.sent_by(self.rank))
+            self._packer(number, torch.empty(num_bytes, dtype=torch.uint8, device=self._device)).fill()
 
     # ---- connection
 
@@ -191,10 +197,6 @@ class ShardSender:
             del self._packers[is_whole]  # with the memory of gathered tensors
         for is_whole in wanted - self._packers.keys():
             self._packers[is_whole] = self._made(self._schedule(is_whole))
-        if self._stream is not None and not self._has_packed:  # compiles its kernels
-            for packer in itertools.chain.from_iterable(self._packers.values()):
-                packer.fill()
-            self._has_packed = True
         if self._receivers is not None:
             _ = self._slots_of_sums
             self._settle_request()
@@ -208,17 +210,12 @@ class ShardSender:
     def _made(self, schedule: SendSchedule) -> list[RoundPacker]:
         assert self._transport is not None
         nothing = torch.empty(0, dtype=torch.uint8, device=self._device)
-        return [
-            RoundPacker(
-                number,
-                self._transport.slot(i) if number.sent_by(self.rank) else nothing,
-                self._shards,
-                scales=self.inputs.precision.scales,
-                rank=self.rank,
-                group=self._group,
-            )
-            for i, number in enumerate(schedule.rounds)
-        ]
+        slots = (self._transport.slot(i) if r.sent_by(self.rank) else nothing for i, r in enumerate(schedule.rounds))
+        return list(map(self._packer, schedule.rounds, slots))
+
+    def _packer(self, number: Round, slot: Tensor) -> RoundPacker:
+        scales = self.inputs.precision.scales
+        return RoundPacker(number, slot, self._shards, scales=scales, rank=self.rank, group=self._group)
 
     def _send_rounds(self, schedule: SendSchedule, packers: list[RoundPacker]) -> Tensor:
         """Send all rounds; return the sums of this rank's parts in order, int64 on the CPU."""

@@ -54,7 +54,9 @@ def exporter_of(cfg: RunConfig):
     policy = build(cfg)
     replicas = [Replica(cfg) for _ in range(cfg.rollout.num_replicas)]
     fleet = Fleet(*replicas) if policy.parallel.rank == 0 else None
-    return WeightExporter(policy, fleet, cfg), policy, replicas
+    exporter = WeightExporter(policy, fleet, cfg)
+    exporter.sender.warm_up()  # not collective, and of no consequence
+    return exporter, policy, replicas
 
 
 def publish_shards(cfg: RunConfig) -> tuple[PublishReport, list[list[dict[str, torch.Tensor]]], list[str]]:
