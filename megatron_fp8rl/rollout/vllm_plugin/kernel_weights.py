@@ -33,6 +33,7 @@ from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_value
 # Parameter or buffer names that belong to a checkpoint. Others (rotary caches, attention scales) are computed.
 _MATRICES = ("weight", "weight_scale_inv")
 _WEIGHTS = (*_MATRICES, "bias", "e_score_correction_bias")
+_ATTRIBUTES = (*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES))
 _LATENT_FACTORS = ("W_UV", "W_UK_T")
 
 
@@ -125,10 +126,14 @@ def _place(tensor: Any) -> tuple[Any, ...] | None:
 _Placed = tuple[nn.Module, str, tuple[Any, ...]]  # (module, attribute, place)
 
 
+def holds_weights(module: nn.Module) -> bool:
+    """Whether :func:`kernel_weights` reads anything of the module itself."""
+    return any(isinstance(getattr(module, name, None), Tensor) for name in _ATTRIBUTES)
+
+
 def _places(model: nn.Module) -> list[_Placed]:
     """The places of everything that :func:`kernel_weights` reads."""
-    attributes = [*_WEIGHTS, *(f"{name}_{kind}" for name in ("w13", "w2") for kind in _MATRICES)]
-    found = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in attributes)
+    found = ((module, name, _place(getattr(module, name, None))) for module in model.modules() for name in _ATTRIBUTES)
     return [(module, name, place) for module, name, place in found if place is not None]
 
 

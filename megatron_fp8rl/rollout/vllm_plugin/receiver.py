@@ -43,6 +43,7 @@ from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     HeldDigests,
     KernelTable,
     UnwritableKernel,
+    holds_weights,
 )
 from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights
 from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
@@ -322,11 +323,12 @@ class TransferEngine(WeightTransferEngine):
 
 
 class Reloaded:
-    """The modules of a model that vLLM's layerwise reload walks over: those of ``layers``, and those in no layer."""
+    """The modules that vLLM's layerwise reload walks over: those with weights, of ``layers`` or in no layer."""
 
     def __init__(self, model: nn.Module, layers: Collection[int]):
         wanted = {None, *layers}
-        self._chosen = [module for path, module in model.named_modules() if layer_of(path) in wanted]
+        named = ((path, module) for path, module in model.named_modules() if layer_of(path) in wanted)
+        self._chosen = [module for _, module in named if holds_weights(module)]
 
     def modules(self) -> Iterator[nn.Module]:
         return iter(self._chosen)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from megatron_fp8rl.kernels.blockwise import quantize_weight
 from megatron_fp8rl.names.layouts import EngineLayout
@@ -72,3 +73,12 @@ def test_the_same_values_with_another_scale_pass(placed):
     scale.mul_(2)
     with pytest.raises(receiver.UnwritableKernel):
         receiver.compare(placed)
+
+
+def test_the_reload_walks_over_the_modules_whose_weights_it_is_sent():
+    """Over others, such as rotary embeddings, vLLM warns that nothing was loaded."""
+    model = nn.Module()
+    model.embed, model.rotary = nn.Embedding(4, 4), nn.Module()
+    model.rotary.register_buffer("cos_sin_cache", torch.zeros(4))
+    model.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(4, 4), "act": nn.SiLU()}) for _ in range(3))
+    assert list(receiver.Reloaded(model, [1]).modules()) == [model.embed, model.layers[1]["up"]]
