@@ -169,6 +169,7 @@ class WeightExporter:
         """Collective: one attempt."""
         started = time.perf_counter()
         sent = _Sent(version, Expected(version, [{} for _ in range(self.plan.engine.size)]), kv_scales=kv_scales)
+        self._prepare(sent)
         for sent.mode in self._modes():
             self._send(sent)
             if sent.mode == "stage":
@@ -189,23 +190,21 @@ class WeightExporter:
             return "reload", "compare"
         return ("direct",) if self.cfg.rollout.spare_weights == "none" else ("stage",)
 
+    def _prepare(self, sent: _Sent) -> None:
+        """Collective: everything that can be done before the engines pause."""
+        started = time.perf_counter()
+        if not self._is_connected:
+            self.sender.connect(self._num_replicas)
+            self._is_connected = True
+        connected = time.perf_counter()
+        together(lambda: self.sender.prepare(self._modes()), self._group)
+        sent.connect_s, sent.prepare_s = connected - started, time.perf_counter() - connected
+
     def _send(self, sent: _Sent) -> None:
         """Collective: one pass over all weights."""
         sender = self.sender
-        if not self._is_connected:
-            started = time.perf_counter()
-            sender.connect(self._num_replicas)
-            self._is_connected = True
-            sent.connect_s += time.perf_counter() - started
-
-        def begin() -> None:
-            started = time.perf_counter()
-            sender.prepare(self._modes())  # before any rank or engine waits for this one
-            sent.prepare_s += time.perf_counter() - started
-            if self.rank == 0 and sent.mode != "stage":
-                self._stop_engines(sent)
-
-        together(begin, self._group)
+        if sent.mode != "stage":
+            together(lambda: self._stop_engines(sent) if self.rank == 0 else None, self._group)
         sums = together(lambda: sender.send(sent.version, sent.mode), self._group)
         sent.pack_s += sender.pack_s
         sent.send_s += sender.send_s

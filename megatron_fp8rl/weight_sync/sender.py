@@ -66,10 +66,10 @@ class ShardSender:
         # Shorter than the request's own deadline, so that the error naming both sides of the wait is returned with it.
         self._timeout_s = 0.9 * self._deadline_s
         self._slices = inputs.slices()
-        self._whole: SendSchedule | None = None  # for vLLM's loaders: known once the engines are
-        self._proof_layers: list[int] = []
+        # By whether tensors are whole, for vLLM's loaders: those of layers that the engines name.
+        self._schedules: dict[bool, SendSchedule] = {False: self._slices}
         self._shards = LocalShards(parameters, TrainerLayout.from_config(inputs.parallel), inputs.model, rank)
-        self._packers: dict[bool, list[RoundPacker]] = {}  # by whether tensors are whole
+        self._packers: dict[bool, list[RoundPacker]] = {}  # likewise
         self._addresses: list[int] = []
         self._transport: Transport | None = None
         self._requests = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weight-requests")
@@ -115,9 +115,8 @@ class ShardSender:
         if self._group is not None:
             dist.broadcast_object_list(carried, src=0, group=self._group)
         (host, port, secret), layers = carried[0]
-        if self._whole is None or layers != self._proof_layers:
-            self._whole, self._proof_layers = self.inputs.whole(layers), layers
-        together(lambda: self._join(store, host, port, secret), self._group)
+        self._schedules[True] = self.inputs.whole(layers)
+        together(lambda: self._join(store, host, port, secret, layers), self._group)
 
     def _offer(self) -> tuple[SignedStore | None, Any]:
         """On rank 0: a store, its (host, port, secret), and the layers that vLLM's loaders load."""
@@ -127,7 +126,7 @@ class ShardSender:
         store = open_store(host, 0, self._timeout_s, is_master=True, secret=secret)
         return store, ((host, store.port, secret), layers)
 
-    def _join(self, store: SignedStore | None, host: str, port: int, secret: str) -> None:
+    def _join(self, store: SignedStore | None, host: str, port: int, secret: str, layers: list[int]) -> None:
         parallel, rollout = self.inputs.parallel, self.inputs.rollout
         peer = Peer(
             rank=self.rank,
@@ -142,7 +141,7 @@ class ShardSender:
                 "host": host,
                 "port": port,
                 "secret": secret,
-                "proof_layers": self._proof_layers,
+                "proof_layers": layers,
                 "num_trainers": peer.num_trainers,
                 "num_replicas": peer.num_replicas,
                 "timeout_s": self._timeout_s,
@@ -154,7 +153,7 @@ class ShardSender:
             self._request = self._requests.submit(self._receivers.init_transfer, infos)
         store = store or open_store(host, port, self._timeout_s, is_master=False, secret=secret)
         with self._errors_named("connecting to the engines"):
-            schedules = (self._slices, self._schedule(is_whole=True))
+            schedules = tuple(self._schedules.values())
             self._transport = open_transport(
                 self.kind, peer, store, self._device, self._timeout_s, schedules, watch=self._raise_request_error
             )
@@ -170,7 +169,7 @@ class ShardSender:
         assert self._transport is not None
         self._num_attempts += 1
         is_whole = mode == "reload"
-        schedule, packers = self._schedule(is_whole), self._packers[is_whole]
+        schedule, packers = self._schedules[is_whole], self._packers[is_whole]
         self._transport.staged = mode == "stage"
         self._transport.begin(self._num_attempts, schedule.rounds)
         if self._receivers is not None:
@@ -196,16 +195,10 @@ class ShardSender:
         for is_whole in self._packers.keys() - wanted:
             del self._packers[is_whole]  # with the memory of gathered tensors
         for is_whole in wanted - self._packers.keys():
-            self._packers[is_whole] = self._made(self._schedule(is_whole))
+            self._packers[is_whole] = self._made(self._schedules[is_whole])
         if self._receivers is not None:
             _ = self._slots_of_sums
             self._settle_request()
-
-    def _schedule(self, is_whole: bool) -> SendSchedule:
-        if not is_whole:
-            return self._slices
-        assert self._whole is not None
-        return self._whole
 
     def _made(self, schedule: SendSchedule) -> list[RoundPacker]:
         assert self._transport is not None

@@ -17,7 +17,7 @@ attention scales are buffers, which vLLM saves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,10 +137,6 @@ def _places(model: nn.Module) -> list[_Placed]:
     return [(module, name, place) for module, name, place in found if place is not None]
 
 
-def _moved(places: list[_Placed]) -> bool:
-    return any(_place(getattr(module, name, None)) != place for module, name, place in places)
-
-
 class HeldDigests:
     """Repeated digests of :func:`kernel_weights` as they were sent; names and views are computed once.
 
@@ -149,30 +145,32 @@ class HeldDigests:
     """
 
     def __init__(self) -> None:
-        self._places: list[_Placed] | None = None
-        self._of: tuple[nn.Module, int] | None = None  # model and number of reloads
+        self._table: KernelTable | None = None
+        self._num_reloads = 0
 
     def __call__(self, model: nn.Module, num_reloads: int = 0) -> NamedDigests:
-        """Digests by Hugging Face name, of the current content. Raises what :func:`kernel_weights` raises.
-
-        Detects weights that have moved, and new attributes if ``num_reloads`` of the model has changed.
-        """
-        if self._places is None or self._of != (model, num_reloads):
-            is_current = _places(model) == self._places
-        else:
-            is_current = not _moved(self._places)
-        if not is_current:
-            self._places = None
-            self._prepare(model)
-        self._of = model, num_reloads
+        """Digests by Hugging Face name, of the current content. Raises what :func:`kernel_weights` raises."""
+        self.table(model, num_reloads)
         values = np.zeros(len(self._names.ordered), dtype=np.uint64)
         values[self._fixed] = self._digests()
         if self._converted:
             values[list(self._converted)] = prepare_values([_as_sent(t) for t in self._converted.values()])()
         return NamedDigests(self._names, values)
 
-    def _prepare(self, model: nn.Module) -> None:
-        weights = dict(kernel_weights(model))
+    def table(self, model: nn.Module, num_reloads: int = 0) -> KernelTable:
+        """The table of the weights that are digested: another one when weights have moved, or when there are others and
+        ``num_reloads`` of the model has changed. Raises what :func:`kernel_weights` raises.
+        """
+        table, is_reloaded = self._table, num_reloads != self._num_reloads
+        if table is None or not table.is_current(model, is_reloaded=is_reloaded):
+            self._table = None
+            table = KernelTable(model)
+            self._prepare(table.views)
+            self._table = table
+        self._num_reloads = num_reloads
+        return table
+
+    def _prepare(self, weights: Mapping[str, Tensor]) -> None:
         self._names = Names(weights)
         ordered = [(name, weights[name]) for name in self._names.ordered]
         # The result of _as_sent depends on their content.
@@ -180,7 +178,6 @@ class HeldDigests:
         self._converted = {i: ordered[i][1] for i, converted in enumerate(is_converted) if converted}
         self._fixed = np.flatnonzero(~np.array(is_converted, dtype=bool))
         self._digests = prepare_values([ordered[i][1] for i in self._fixed])
-        self._places = _places(model)
 
 
 def first_of_kinds(model: nn.Module) -> frozenset[int]:
@@ -208,20 +205,24 @@ class UnwritableKernel(RuntimeError):
 
 
 class KernelTable:
-    """Where the parts of every weight lie in a model."""
+    """Where the parts of every weight lie in a model: ``views`` by Hugging Face name, scales included."""
 
     def __init__(self, model: nn.Module):
         self._model = model
-        self._views = dict(kernel_weights(model))
+        self.views = dict(kernel_weights(model))
         self._places = _places(model)
 
-    def is_current(self) -> bool:
-        """Whether the weights lie where they lay."""
-        return not _moved(self._places)
+    def is_current(self, model: nn.Module, *, is_reloaded: bool) -> bool:
+        """Whether ``model`` is this one and its weights lie where they lay; after a reload, whether it has no others."""
+        if model is not self._model:
+            return False
+        if is_reloaded:
+            return _places(model) == self._places
+        return all(_place(getattr(module, name, None)) == place for module, name, place in self._places)
 
     def names(self) -> set[str]:
         """Hugging Face names of all weights, scales included."""
-        return set(self._views)
+        return set(self.views)
 
     def place(
         self, name: str, dtype: torch.dtype, kept_shape: Sequence[int], axis: int, start: int, size: int
@@ -230,7 +231,7 @@ class KernelTable:
 
         Raises UnwritableKernel that names the weight if the kernels hold something else under its name.
         """
-        view = self._views.get(name)
+        view = self.views.get(name)
         same_type = view is not None and (view.dtype == dtype or {view.dtype, dtype} == {torch.float32, torch.bfloat16})
         if view is None or tuple(view.shape) != tuple(kept_shape) or not same_type:
             held = "nothing" if view is None else f"{view.dtype} {list(view.shape)}"

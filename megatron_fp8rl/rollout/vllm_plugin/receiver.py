@@ -156,7 +156,7 @@ class TransferEngine(WeightTransferEngine):
         self.digests()
 
     def _find_places(self, transport: Transport) -> None:
-        self._table = KernelTable(self.model)
+        self._table = self._held_digests.table(self.model, self._num_reloads)
         placed, proving = list(self._placed(transport)), {None, *self._proving}
         self._copies = [Copies([(target, source) for _, target, source in parts]) for parts in placed]
         self._proofs = [[one for one in parts if layer_of(one[0].name) in proving] for parts in placed]
@@ -267,9 +267,8 @@ class TransferEngine(WeightTransferEngine):
             raise
 
     def _write_rounds(self, transport: Transport) -> None:
-        assert self._table is not None
-        if self._mode == "compare" and not self._table.is_current():  # vLLM's loaders have bound other tensors
-            self._find_places(transport)
+        if self._mode == "compare" and self._held_digests.table(self.model, self._num_reloads) is not self._table:
+            self._find_places(transport)  # vLLM's loaders have bound other tensors
         for number, (copies, proofs) in enumerate(zip(self._copies, self._proofs, strict=True)):
             transport.receive(number)
             if self._mode == "compare":

@@ -90,14 +90,15 @@ def test_memory_that_moves_is_found(model):
 
 
 def test_a_reload_that_moves_nothing_costs_nothing(model, monkeypatch):
-    held, table = worker.HeldDigests(), worker.KernelTable(model)
-    before = held(model, 1)
+    held = worker.HeldDigests()
+    before, table = held(model, 1), held.table(model, 1)
     monkeypatch.setattr(held, "_prepare", lambda model: pytest.fail("prepared again"))
     model.norm.weight.data[3] = 5.0
     assert changed(before, held(model, 2)) == {"norm.weight"}
-    assert table.is_current()
+    assert held.table(model, 2) is table
+    assert table.is_current(model, is_reloaded=False)
     model.norm.weight = nn.Parameter(model.norm.weight.data.clone(), requires_grad=False)
-    assert not table.is_current()
+    assert not table.is_current(model, is_reloaded=False)
 
 
 def test_weights_that_a_reload_adds_are_found(model):
