@@ -105,6 +105,22 @@ class ColocatedMemory:
                 move(self._fleet)
             except Exception as exception:
                 error = exception
-        failure = parallel.broadcast_object(None if error is None else f"{type(error).__name__}: {error}")
+        failure = parallel.broadcast_object(None if error is None else f"{type(error).__name__}: {error}{self._left()}")
         if failure is not None:
             raise ResidencyError(f"engines {what}: on trainer rank 0: {failure}") from error
+
+    def _left(self) -> str:
+        """For the error of an engine that may have found no memory."""
+        device = self._policy.parallel.device
+        if device.type != "cuda":
+            return ""
+        free, total, held, used = (
+            num_bytes / 2**30
+            for num_bytes in (
+                *torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+            )
+        )  # fmt: skip
+        return (
+            f"\n{free:.1f} of {total:.1f} GiB of GPU {device.index} are free; of the trainer's, tensors take {used:.1f} GiB and "
+            f"PyTorch's allocator holds {held:.1f} GiB. If engines ran out of memory, lower rollout.gpu_memory_utilization"
+        )

@@ -6,8 +6,10 @@ them and rejects other versions.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -111,6 +113,45 @@ def coalesced(group: dist.ProcessGroupNCCL, calls: Sequence[Callable[[], Any]]) 
     for call in calls:
         call()
     return group._end_coalescing()
+
+
+# The settings of PyTorch's allocator: those of the environment, until others are chosen.
+_ALLOCATOR = [os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")]
+
+
+@patches(
+    "torch",
+    ">=2.11,<2.12",
+    why="changes settings of the allocator while it runs (torch._C._accelerator_setAllocatorSettings); the public way, an "
+    "environment variable, is for a whole process, and tensors of expandable segments cannot be shared in every container",
+    remove_when="PyTorch has a public setter of allocator settings",
+)
+def _set_allocator(settings: str) -> None:
+    torch._C._accelerator_setAllocatorSettings(settings)
+    _ALLOCATOR[0] = settings
+
+
+def expand_segments() -> None:
+    """Take GPU memory from here on in pages, of which ``empty_cache`` returns every free one. A segment of the other kind is
+    kept whole while a tensor lies in it. A choice of the environment (``PYTORCH_ALLOC_CONF``) takes precedence."""
+    _set_allocator(_settings("expandable_segments:True", _ALLOCATOR[0]))
+
+
+@contextlib.contextmanager
+def shareable_segments() -> Iterator[None]:
+    """Within the block, take GPU memory that any process of this host can open by its handle. Handles of expandable segments
+    are file descriptors, which another process may take over only where ptrace is allowed."""
+    before = _ALLOCATOR[0]
+    _set_allocator(_settings(before, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        _set_allocator(before)
+
+
+def _settings(*parts: str) -> str:
+    """Of two values for one name the last counts."""
+    return ",".join(filter(None, parts))
 
 
 # What follows the device in the arguments of rebuild_cuda_tensor.

@@ -19,6 +19,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_fp8rl.config import RunConfig
+from megatron_fp8rl.kernels.compat import expand_segments
 from megatron_fp8rl.trainer import kv_scales, router_replay
 from megatron_fp8rl.trainer.forward import Forward, LossFn, MicrobatchResult, is_token
 from megatron_fp8rl.trainer.model.build import (
@@ -61,6 +62,8 @@ class Policy:
 
         The reference model, needed if ``algo.kl_coef`` > 0, is a second copy of these weights without gradients.
         """
+        if cfg.optim.offload and parallel.device.type == "cuda":
+            expand_segments()  # small tensors that stay would keep most of what is offloaded
         models = build_chunks(cfg, parallel)
         if cfg.model.hf_path is not None:
             load_hf(models, cfg.model.hf_path, cfg, parallel)

@@ -50,10 +50,12 @@ def _sample(fleet: Fleet) -> list:
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_direct_updates_equal_reloads(kind, tmp_path):
     from benchmarks.light_policy import light_policy
+    from megatron_fp8rl.kernels.compat import expand_segments
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.weight_sync.publish import WeightExporter
 
     started = time.monotonic()
+    expand_segments()  # as in a trainer that offloads: memory that cannot be opened in every container
     parallel = Parallel.init(ParallelConfig())
     fleets, exporters = [], []
     try:

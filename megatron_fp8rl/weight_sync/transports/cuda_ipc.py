@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_fp8rl.kernels.compat import handle_of, open_on
+from megatron_fp8rl.kernels.compat import handle_of, open_on, shareable_segments
 from megatron_fp8rl.weight_sync.schedule import Message, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import NUM_SLOTS, DeliveryError, Transport, recorded
 
@@ -177,7 +177,8 @@ def _export(num_bytes: int, device: torch.device) -> tuple[Tensor, dict[str, Any
         path = _new_file(NUM_SLOTS * num_bytes)
         slots = torch.from_file(str(path), shared=True, size=NUM_SLOTS * num_bytes, dtype=torch.uint8)
         return slots.view(NUM_SLOTS, num_bytes), {"path": str(path), "num_bytes": num_bytes}
-    slots = torch.empty(NUM_SLOTS, num_bytes, dtype=torch.uint8, device=device)
+    with shareable_segments():
+        slots = torch.empty(NUM_SLOTS, num_bytes, dtype=torch.uint8, device=device)
     return slots, {"num_bytes": num_bytes, "cuda": handle_of(slots)}
 
 

@@ -79,6 +79,26 @@ def test_a_handle_of_gpu_memory_is_text_and_numbers_in_the_order_of_pytorchs_arg
     assert compat.open_on(handle, (2, 8), 1) == fixed | given | {"storage_device": 1}
 
 
+@pytest.mark.parametrize("given", ["", "max_split_size_mb:512", "expandable_segments:False,max_split_size_mb:512"])
+def test_memory_to_share_is_of_segments_that_any_process_may_open(monkeypatch, given):
+    chosen = []
+
+    def record(settings: str) -> None:
+        set_allocator(settings)  # refuses what it does not know
+        chosen.append(dict(part.split(":") for part in settings.split(",") if part))
+
+    set_allocator = torch._C._accelerator_setAllocatorSettings
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", record)
+    monkeypatch.setattr(compat, "_ALLOCATOR", [given])
+    compat.expand_segments()
+    with compat.shareable_segments():
+        pass
+    expands = [settings["expandable_segments"] for settings in chosen]
+    assert expands == (["False"] * 3 if "expandable" in given else ["True", "False", "True"])
+    assert all(settings.get("max_split_size_mb") == ("512" if given else None) for settings in chosen)
+    set_allocator("expandable_segments:False")
+
+
 def test_a_value_of_another_key_is_not_taken(store, stranger):
     store.set("ipc/0", "one")
     stranger.set("ipc/1", stranger.get("ipc/0"))
