@@ -1,10 +1,11 @@
-"""Batched copies between fixed addresses: many copies in few kernel launches.
+"""Batched copies between fixed addresses: many copies in few kernel launches; and the parts of a message as tensors.
 
 Runs at both ends of a publication: a trainer rank fills messages, an engine worker empties them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_fp8rl.kernels.compat import copy_together
+from megatron_fp8rl.weight_sync.schedule import Message, Part
 
 
 class Copies:
@@ -76,3 +78,16 @@ def _widest(target: Tensor, source: Tensor) -> torch.dtype:
         if all(n % dtype.itemsize == 0 for n in sizes):
             return dtype
     return torch.uint8
+
+
+def parts_in(memory: Tensor, message: Message) -> Iterator[tuple[Part, Tensor]]:
+    """Every part of a message with its tensor in ``memory``, uint8 [bytes of the message]. One call of PyTorch for each:
+    there are tens of thousands."""
+    typed: dict[str, Tensor] = {}
+    for part in message.parts:
+        name = part.dtype
+        if name not in typed:
+            typed[name] = memory.view(getattr(torch, name))
+        flat, shape = typed[name], part.shape
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        yield part, flat.as_strided(shape, strides, flat.storage_offset() + part.offset // flat.element_size())

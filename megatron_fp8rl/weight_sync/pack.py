@@ -19,10 +19,10 @@ from megatron_fp8rl.kernels.blockwise import Scales, quantize_weight
 from megatron_fp8rl.kernels.fp8_parameter import fp8_weight, has_nan, is_fp8
 from megatron_fp8rl.names import registry, slicing
 from megatron_fp8rl.names.layouts import TrainerLayout
-from megatron_fp8rl.weight_sync.copies import Copies
+from megatron_fp8rl.weight_sync.copies import Copies, parts_in
 from megatron_fp8rl.weight_sync.part_sums import PartSums
 from megatron_fp8rl.weight_sync.plan import Transfer
-from megatron_fp8rl.weight_sync.schedule import Gathering, Message, Part, Round
+from megatron_fp8rl.weight_sync.schedule import Gathering, Part, Round
 
 Quantization = tuple[Tensor, Tensor, Tensor]  # BF16 matrix, its E4M3 bytes, its scales
 Copied = tuple[Tensor, Tensor]  # (target, source)
@@ -153,7 +153,8 @@ class RoundPacker:
         quantizations: list[Quantization] = []
         self._parts: list[tuple[Part, Tensor]] = []
         for message in self._messages:
-            views = list(_views(message, slot))
+            memory = slot[message.out_offset : message.out_offset + message.num_bytes]
+            views = list(parts_in(memory, message))
             self._parts += views
             by_key = {(part.name, part.start): tensor for part, tensor in views}
             for part, target in views:
@@ -240,12 +241,6 @@ class RoundPacker:
         }
         found |= {part.name: None for part, data, _ in self._as_they_are if has_nan(data)}
         return list(found)
-
-
-def _views(message: Message, slot: Tensor) -> Iterator[tuple[Part, Tensor]]:
-    for part in message.parts:
-        start = message.out_offset + part.offset
-        yield part, slot[start : start + part.num_bytes].view(getattr(torch, part.dtype)).view(part.shape)
 
 
 def _raw_copies(part: Part, shards: LocalShards, target: Tensor, scale: Tensor) -> Iterator[Copied]:

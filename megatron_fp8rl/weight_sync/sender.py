@@ -27,7 +27,7 @@ from megatron_fp8rl.weight_sync.agreement import together
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, terms_of_words, values_of_sums
 from megatron_fp8rl.weight_sync.engines import Engines, TransportError
 from megatron_fp8rl.weight_sync.pack import LocalShards, RoundPacker
-from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs, without_collections
 from megatron_fp8rl.weight_sync.schedule import Round, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
@@ -78,6 +78,7 @@ class ShardSender:
         self._num_replicas = inputs.rollout.num_replicas
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @without_collections()
     def check(self) -> None:
         """Raise RuntimeError or ValueError if this rank's model does not hold what it must send."""
         for number in self._slices.rounds:
@@ -100,6 +101,7 @@ class ShardSender:
 
     # ---- connection
 
+    @without_collections()
     def connect(self, num_replicas: int) -> None:
         """Collective over all trainer ranks and, through a request, all engine workers; repeated when the workers
         change.
@@ -180,6 +182,7 @@ class ShardSender:
             self._settle_request()
         return sums
 
+    @without_collections()
     def prepare(self, modes: Sequence[str]) -> None:
         """Compute the packers of all rounds that a publication in these modes needs, once, and again after parameters
         have moved; and wait until the engines have done the like. All this before they pause.

@@ -48,10 +48,10 @@ from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
 from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights
 from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
 from megatron_fp8rl.upstream import patches
-from megatron_fp8rl.weight_sync.copies import Copies
+from megatron_fp8rl.weight_sync.copies import Copies, parts_in
 from megatron_fp8rl.weight_sync.digest import NamedDigests
-from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
-from megatron_fp8rl.weight_sync.schedule import Message, Part, SendSchedule
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs, without_collections
+from megatron_fp8rl.weight_sync.schedule import Part, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport
 from megatron_fp8rl.weight_sync.transports.signed_store import open_store
@@ -129,6 +129,7 @@ class TransferEngine(WeightTransferEngine):
         parallel = self.parallel_config
         return parallel.data_parallel_index * parallel.world_size + parallel.rank
 
+    @without_collections()
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Collective: join the trainer and the workers of all replicas. A second call starts over."""
         self.shutdown()
@@ -155,6 +156,7 @@ class TransferEngine(WeightTransferEngine):
         self._find_places(self._transport)
         self.digests()
 
+    @without_collections()
     def _find_places(self, transport: Transport) -> None:
         self._table = self._held_digests.table(self.model, self._num_reloads)
         placed, proving = list(self._placed(transport)), {None, *self._proving}
@@ -282,7 +284,7 @@ class TransferEngine(WeightTransferEngine):
         for number, messages in enumerate(self._slices.rounds):
             placed = []
             for message in messages.received_by(self.engine_rank):
-                for part, source in _parts(message, transport, number):
+                for part, source in parts_in(transport.inbox(message, number), message):
                     placed.append((part, self._target(part), source))
                     named.add(part.name)
             yield placed
@@ -304,7 +306,7 @@ class TransferEngine(WeightTransferEngine):
             transport.receive(number)
             complete: list[tuple[str, Tensor]] = []
             for message in messages.received_by(self.engine_rank):
-                for part, source in _parts(message, transport, number):
+                for part, source in parts_in(transport.inbox(message, number), message):
                     whole, missing = incomplete.pop(part.name, (None, 0))
                     if whole is None:
                         whole = torch.empty(part.kept_shape, dtype=source.dtype, device=self.device)
@@ -331,14 +333,6 @@ class Reloaded:
 
     def modules(self) -> Iterator[nn.Module]:
         return iter(self._chosen)
-
-
-def _parts(message: Message, transport: Transport | SpareWeights, number: int) -> Iterator[tuple[Part, Tensor]]:
-    """The parts of a received message, as tensors."""
-    inbox = transport.inbox(message, number)
-    for part in message.parts:
-        data = inbox[part.offset : part.offset + part.num_bytes]
-        yield part, data.view(getattr(torch, part.dtype)).view(part.shape)
 
 
 def compare(placed: Sequence[Placed]) -> None:
