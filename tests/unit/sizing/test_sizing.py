@@ -77,7 +77,7 @@ def of_runs(letters: str, names: Sequence[str], phase: str) -> list[Equation]:
 
 def of_layers(names: Sequence[str], *, head: bool) -> Iterator[Equation]:
     """Run A of ``layers``: of dense layers, or what is not of layers, of the mixture, too."""
-    for row in (row for row in rows("layers") if head or row["model"] == "qwen3_8b"):
+    for row in (row for row in rows("layers") if row["run"] == "A" and (head or row["model"] == "qwen3_8b")):
         model = {"qwen3_8b": qwen3.qwen3_8b(), "qwen3_30b_a3b": qwen3.qwen3_30b_a3b()}[row["model"]]
 
         def of_depth(changes: dict[str, float], layers: int) -> float:
@@ -189,7 +189,7 @@ def test_measured_runs_are_met():
     """How far off the arithmetic is; a change that makes it worse has to say so here."""
     found = list(against_runs.compared())
     errors = {phase: [abs(one.error) for one in found if one.phase == phase] for phase in {one.phase for one in found}}
-    assert len(errors["step"]) >= 16 and len(errors["publish"]) >= 18
+    assert len(errors["step"]) >= 17 and len(errors["publish"]) >= 18
     assert median(errors["step"]) < 0.02 and max(errors["step"]) < 0.06
     assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.32, 1.33, 1.39, 1.41, 1.43, 1.44, 1.56, 1.59}
     assert all(abs(predicted / measured - 1) < 0.05 for _, predicted, measured in against_runs.ratios())
