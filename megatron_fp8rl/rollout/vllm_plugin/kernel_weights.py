@@ -181,13 +181,14 @@ class HeldDigests:
 
 
 def first_of_kinds(model: nn.Module) -> frozenset[int]:
-    """The first layer of each kind: where one has a module, all of its kind have one of the same class, with tensors of
-    the same names, shapes, strides and types, and the same choice of experts. What loads one loads them all alike.
+    """The first layer of each kind: where one has a module with weights, all of its kind have one of the same class, with
+    tensors of the same names, shapes, strides and types, and the same choice of experts. What loads one loads them all alike.
+    Modules without weights are not compared: the first layer alone names the rotary embedding that all share.
     """
     kinds: dict[int, list[Any]] = {}
     for path, module in model.named_modules():
         number = layer_of(path)
-        if number is not None:
+        if number is not None and holds_weights(module):
             tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
             experts = getattr(module, "expert_map", None)
             held = [(name, t.shape, t.stride(), t.dtype) for name, t in tensors]

@@ -37,3 +37,12 @@ def test_ranks_experts_are_part_of_a_kind():
     for layer, own in zip(layers, ([0, -1], [0, -1], [-1, 0], None), strict=True):
         layer.expert_map = None if own is None else torch.tensor(own)
     assert first_of_kinds(model_of(*layers)) == {0, 2, 3}
+
+
+def test_a_module_that_all_layers_share_makes_no_kind():
+    rotary = nn.Module()
+    rotary.register_buffer("cos_sin_cache", torch.ones(2))
+    model = model_of(*(nn.Linear(4, 8) for _ in range(3)))
+    for layer in model.layers:
+        layer.rotary = rotary  # found in the first layer alone
+    assert first_of_kinds(model) == {0}
