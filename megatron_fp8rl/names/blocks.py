@@ -15,6 +15,7 @@ ENGINE_FUSIONS = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+FUSED_INTO = {matrix: fused for fused, matrices in ENGINE_FUSIONS.items() for matrix in matrices}
 # Gate, up and down of an expert by the name of the enclosing module; the engine stacks gate and up.
 EXPERT_PROJECTIONS = {"mlp": (*ENGINE_FUSIONS["gate_up_proj"], "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
 

@@ -33,7 +33,7 @@ from typing import Literal
 
 from megatron_fp8rl.config import FP8_BLOCK, RunConfig
 from megatron_fp8rl.kernels.deep_gemm import compiled_folder, deep_gemm, package
-from megatron_fp8rl.names.blocks import ENGINE_FUSIONS
+from megatron_fp8rl.names.blocks import FUSED_INTO
 from megatron_fp8rl.names.registry import weights
 from megatron_fp8rl.precision.layer_table import LayerTable
 
@@ -44,7 +44,6 @@ _SHARE_OF_START = 0.4  # share of an engine's start deadline available for compi
 _MAX_PROCESSES = 32
 _SHARE = 6  # neighboring token counts, which often share a kernel
 _POLL_S = 0.5
-_FUSED = {matrix: fused for fused, matrices in ENGINE_FUSIONS.items() for matrix in matrices}
 
 Size = tuple[int, int]  # rows N and columns K of a weight
 Item = tuple[Literal["y", "dw"], int, int, int]  # product or weight gradient; N, K, tokens
@@ -97,7 +96,7 @@ def linear_sizes(cfg: RunConfig) -> list[Size]:
             rows = max(rows // ranks, cfg.model.head_dim)  # more ranks than heads share them
         elif weight.cut == "rows":
             rows //= ranks
-        key = ".".join(where), _FUSED.get(matrix, matrix)
+        key = ".".join(where), FUSED_INTO.get(matrix, matrix)
         found[key] = (found.get(key, (0, 0))[0] + rows, columns)
     return sorted({size for size in found.values() if not any(n % FP8_BLOCK for n in size)})
 

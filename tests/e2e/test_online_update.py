@@ -70,6 +70,7 @@ def update_and_reload(case: str, folder: Path) -> dict:
         result[f"online_{version}"] = inprocess.prompt_logprobs(llm)
     exporter.close()
     result["num_rounds"] = len(exporter.sender.inputs.slices().rounds)
+    result["proven"] = llm.collective_rpc("proof_layers")[0]["layers"]
     result["num_held"] = len(llm.collective_rpc("weight_digests")[0]["digests"])
     result["num_sent"] = sum(len(list(transfer.wire_tensors())) for transfer in exporter.plan.transfers)
     del llm, exporter
@@ -86,6 +87,7 @@ def test_online_update_equals_a_fresh_load(case, tmp_path):
     assert result["num_rounds"] > 3
     # Everything that was sent is verified under its own name, and nothing else is in the engine.
     assert result["num_held"] == result["num_sent"]
+    assert result["proven"] == ([0, 1] if "edges" in case else [0])  # those in BF16, and those in FP8
     num_fp8 = {"bf16": 0, "edges": 4 + 3 * 4, "fp8": 3 * (4 + 3 * 4), "edges_tied": 7}[case.partition("_")[2]]
     assert result["report"].num_fp8_tensors == num_fp8
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.config import FP8_BLOCK
-from megatron_fp8rl.names.blocks import ENGINE_FUSIONS, EXPERT_PROJECTIONS
+from megatron_fp8rl.names.blocks import ENGINE_FUSIONS, EXPERT_PROJECTIONS, FUSED_INTO
 from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.rollout.vllm_plugin.patches import expert_scale_descriptions
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, prepare_values
@@ -114,6 +114,15 @@ def kernel_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 if hasattr(module, "shard_indices"):  # a vocabulary padded by vLLM
                     tensor = tensor[: module.shard_indices.num_org_elements]
                 yield f"{path}.{kind}", tensor
+
+
+def holder_of(name: str) -> str:
+    """The module of an engine that keeps a tensor of this Hugging Face name."""
+    path = name.rpartition(".")[0]
+    if ".experts." in path:
+        return path.partition(".experts.")[0] + ".experts"
+    parent, dot, leaf = path.rpartition(".")
+    return f"{parent}{dot}{FUSED_INTO.get(leaf, leaf)}"
 
 
 def _place(tensor: Any) -> tuple[Any, ...] | None:

@@ -43,6 +43,7 @@ from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     HeldDigests,
     KernelTable,
     UnwritableKernel,
+    holder_of,
     holds_weights,
 )
 from megatron_fp8rl.rollout.vllm_plugin.patches import forget_loaded_weights
@@ -318,8 +319,8 @@ class TransferEngine(WeightTransferEngine):
                     else:
                         complete.append((part.name, whole))
             transport.release(number)
-            if complete:
-                self.model.load_weights(iter(complete))
+            if complete:  # one module after another: vLLM holds what it has of unfinished ones twice, and warns of that
+                self.model.load_weights(iter(sorted(complete, key=lambda named: holder_of(named[0]))))
         assert not incomplete, f"parts of {sorted(incomplete)[:5]} did not come"
 
 

@@ -1,11 +1,13 @@
-"""Which layers go through an engine's own loaders in a first publication: one of each kind, told apart by all they hold."""
+"""What goes through an engine's own loaders in a first publication: a layer of each kind, told apart by all they hold, and
+one module after another."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
-from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_of_kinds
+from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import first_of_kinds, holder_of
 
 
 class Other(nn.Linear):
@@ -46,3 +48,22 @@ def test_a_module_that_all_layers_share_makes_no_kind():
     for layer in model.layers:
         layer.rotary = rotary  # found in the first layer alone
     assert first_of_kinds(model) == {0}
+
+
+@pytest.mark.parametrize(
+    "name, holder",
+    [
+        ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.qkv_proj"),
+        ("model.layers.0.self_attn.k_proj.weight_scale_inv", "model.layers.0.self_attn.qkv_proj"),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", "model.layers.0.self_attn.fused_qkv_a_proj"),
+        ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.q_norm"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj"),
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", "model.layers.0.mlp.down_proj"),
+        ("model.layers.0.mlp.experts.7.up_proj.weight", "model.layers.0.mlp.experts"),
+        ("model.layers.0.block_sparse_moe.experts.7.w2.weight_scale_inv", "model.layers.0.block_sparse_moe.experts"),
+        ("model.layers.0.mlp.shared_experts.up_proj.weight", "model.layers.0.mlp.shared_experts.gate_up_proj"),
+        ("lm_head.weight", "lm_head"),
+    ],
+)
+def test_tensors_of_one_module_are_loaded_together(name, holder):
+    assert holder_of(name) == holder
