@@ -67,7 +67,7 @@ def _of_ledger(row: dict[str, Any], models: dict[tuple[str, int], ModelConfig]) 
         max_completion_tokens=row["completion_tokens"],
         max_tokens_per_microbatch=row["layout"]["microbatch"],
     )
-    optim = OptimConfig(recompute=row["layout"]["recompute"])
+    optim = OptimConfig(recompute=row["layout"]["recompute"], offload=tuple(row["layout"]["offload"]))
     cfg = RunConfig(name=row["arm"], model=model, parallel=parallel, precision=precision, optim=optim, rollout=rollout)
     return cfg, Lengths(prompt=row["prompt_tokens"], mean=mean, longest=row["completion_tokens"])
 

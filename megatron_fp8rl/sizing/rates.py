@@ -34,7 +34,8 @@ class Rates:
     publish_s: float  # a publication, whatever it carries
     publish_s_per_byte: float  # of a worker's weights: quantized, loaded, digested at both ends; not the wire
     kv_scales_s: float  # of a publication: measuring and sending the scales of an FP8 KV cache
-    sleep_s: float  # of a step: engines on the trainer's GPUs fall asleep and wake, without offloading of the trainer
+    sleep_s: float  # of a step: engines on the trainer's GPUs fall asleep and wake
+    host_bytes_per_s: float  # between a GPU and its host, of what the trainer offloads meanwhile
     source: str
 
 
@@ -53,7 +54,7 @@ class Network:
 # of microbatches) and from the layers of Qwen3-8B in run A of layers, which has the head, too; decode steps of dense layers
 # from runs L, O, R and S and from run B of rollout_speed, with answers of 8,192 tokens; updates and decode steps of mixtures
 # from run P, 11 layers of Qwen3-30B-A3B on two GPUs; what the host takes from the FP8 arm of run I, of older code, whose GPUs
-# had least to do; what engines take to sleep and wake from runs N, Q and R. The rate for prompts is assumed.
+# had least to do; what engines take to sleep and wake from runs N, Q and R, and what the trainer offloads meanwhile from run T. The rate for prompts is assumed.
 H200 = Rates(
     linear_fp8=1602e12,
     linear_bf16=795e12,
@@ -74,6 +75,7 @@ H200 = Rates(
     publish_s_per_byte=2.27e-12,
     kv_scales_s=0.052,
     sleep_s=0.428,
+    host_bytes_per_s=38.9e9,
     source="measured on H200",
 )
 

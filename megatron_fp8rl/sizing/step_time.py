@@ -10,7 +10,8 @@
                    it takes longer; the pipeline's bubble, gradients and parameters between data-parallel ranks, and the
                    optimizer's reads and writes
     publish        the wire, and quantizing, loading and proving; with spare memory only the latter pauses the engines
-    handover       engines on the trainer's GPUs fall asleep and wake, if ``rollout.sleep_level`` says so
+    handover       engines on the trainer's GPUs fall asleep and wake, if ``rollout.sleep_level`` says so, and what
+                   ``optim.offload`` names goes to the host and back
     driver         what trainer rank 0 does for all engines, as far as others wait for it
 
 Colocated or synchronous phases add up. With ``rollout.max_staleness`` > 0 sampling overlaps training: a step takes the
@@ -29,6 +30,7 @@ from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.preflight.engine_memory import kv_token_bytes, worker
 from megatron_fp8rl.sizing.rates import Network, Rates
 
+_STATE_BYTES = 12  # of a parameter: FP32 master and two moments
 _OPTIMIZER_BYTES = 30  # read and written for each parameter of a rank's share: gradient, master, two moments, BF16
 _FETCHED_BYTES = 8  # of a sampled token: id and log-probability
 _FETCH_BYTES_PER_S = 0.6e9  # by one rank from stores that have a core each
@@ -161,7 +163,7 @@ def step_time(
         old_logprobs=passes.forward if has_old_pass else 0.0,
         update=update,
         publish=wire + proof,
-        handover=rates.sleep_s if cfg.rollout.placement == "colocated" and cfg.rollout.sleep_level else 0.0,
+        handover=_handover_s(cfg, rates),
         driver=driver.seconds(sequences, sampled, rollouts),
         driver_gb=driver.gigabytes(sequences, sampled),
         pause=proof if in_spare else wire + proof,
@@ -230,19 +232,33 @@ def _update_s(
     updates = cfg.algo.updates_per_step
     together = max(1.0, cfg.rollout.max_tokens_per_microbatch // length)  # sequences of a microbatch
     microbatches = max(1, math.ceil(sequences / parallel.data / updates / together))
-    stages = [parameters.on_trainer_rank(cfg, stage) for stage in range(parallel.pipeline)]
-    held = max(stage.dense + stage.expert for stage in stages)
+    held = _held(cfg)
     gradients = updates * microbatches * held * rates.parameter_bytes / rates.read_bytes_per_s
     busy = passes.update + gradients + experts + tensor
     if model.is_moe:
         launched = rates.host_moe_layer_s * (1.0 + _AGAIN[cfg.optim.recompute] / 3.0)
         busy = max(busy, updates * microbatches * layers * launched)
     bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
-    copies = max(1, parallel.data)
+    copies = parallel.data * parallel.context
     link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s
     reduced = 0.0 if copies == 1 else held * (4 + 2) / link  # gradients in FP32, parameters in BF16
     optimizer = held / copies * _OPTIMIZER_BYTES / rates.read_bytes_per_s
     return busy + bubble + updates * (reduced + optimizer), bubble, experts
+
+
+def _held(cfg: RunConfig) -> int:
+    """Parameters of the trainer rank that has most."""
+    stages = [parameters.on_trainer_rank(cfg, stage) for stage in range(cfg.parallel.pipeline)]
+    return max(stage.dense + stage.expert for stage in stages)
+
+
+def _handover_s(cfg: RunConfig, rates: Rates) -> float:
+    if cfg.rollout.placement != "colocated" or not cfg.rollout.sleep_level:
+        return 0.0
+    held, copies = _held(cfg), cfg.parallel.data * cfg.parallel.context
+    sizes = {"params": 2.0 * held, "optimizer": _STATE_BYTES * held / copies}
+    away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
+    return rates.sleep_s + 2.0 * away / rates.host_bytes_per_s
 
 
 def _rollout_s(

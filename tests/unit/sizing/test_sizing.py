@@ -179,6 +179,12 @@ def test_engines_sleep_and_wake_as_long_as_they_did():
     assert len(found) == 5 and rates.H200.sleep_s == pytest.approx(median(found), rel=0.01)
 
 
+def test_a_trainer_goes_to_the_host_and_back_as_fast_as_it_did():
+    """In run T, with all of its state."""
+    (found,) = [(row, cfg, lengths) for row, cfg, lengths in known_rows() if row["layout"]["offload"]]
+    assert seconds_with({}, *found).handover == pytest.approx(median(found[0]["phases_s"]["colocated"]), rel=0.01)
+
+
 def test_operations_are_those_of_the_ledger():
     model = replace(qwen3.qwen3_8b(), num_layers=20)
     lengths = [900.0, 1500.0, 40.0]
