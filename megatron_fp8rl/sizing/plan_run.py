@@ -126,7 +126,8 @@ def _why(found: Choices) -> list[str]:
 def _phases(best: Choice, options: PlanOptions) -> list[str]:
     time = best.time
     how = "sampling overlaps training" if time.overlaps else "phases follow each other"
-    offloads = ", and the trainer offloads " + ", ".join(best.cfg.optim.offload) if best.cfg.optim.offload else ""
+    moves = ["engines sleep and wake"] if best.cfg.rollout.sleep_level else []
+    moves += [f"the trainer offloads {', '.join(best.cfg.optim.offload)}"] if best.cfg.optim.offload else []
     lines = [
         f"a step of the best layout: {time.step:.1f} s; {how} (computed)",
         f"  rollouts       {time.rollouts:9.2f} s",
@@ -136,7 +137,7 @@ def _phases(best: Choice, options: PlanOptions) -> list[str]:
         f"  update         {time.update:9.2f} s   of which bubble {time.bubble:.2f} s, experts' traffic "
         f"{time.expert_traffic:.2f} s",
         f"  publish        {time.publish:9.2f} s   of which the wire {time.wire:.2f} s; engines pause {time.pause:.2f} s",
-        *([f"  handover       {time.handover:9.2f} s   engines sleep and wake{offloads}"] if time.handover else []),
+        *([f"  handover       {time.handover:9.2f} s   {'; '.join(moves)}"] if time.handover else []),
         f"  memory: trainer {best.trainer_share:.0%} of a GPU, engine {best.engine_share:.0%}",
         f"  {time.tokens / time.step:,.0f} trained tokens/s, {time.gpu_seconds_per_million:,.0f} GPU seconds for a "
         "million" + _dollars(best, options),

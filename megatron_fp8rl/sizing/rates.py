@@ -54,7 +54,8 @@ class Network:
 # of microbatches) and from the layers of Qwen3-8B in run A of layers, which has the head, too; decode steps of dense layers
 # from runs L, O, R and S and from run B of rollout_speed, with answers of 8,192 tokens; updates and decode steps of mixtures
 # from run P, 11 layers of Qwen3-30B-A3B on two GPUs; what the host takes from the FP8 arm of run I, of older code, whose GPUs
-# had least to do; what engines take to sleep and wake from runs N, Q and R, and what the trainer offloads meanwhile from run T. The rate for prompts is assumed.
+# had least to do; what engines take to sleep and wake from runs N, Q and R, and the rate of what the trainer offloads meanwhile
+# from run T. The rate for prompts is assumed.
 H200 = Rates(
     linear_fp8=1602e12,
     linear_bf16=795e12,
