@@ -230,11 +230,13 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
 
             megatron_on_cpu.install()
             from megatron_fp8rl import rl_loop, sft_loop
+            from megatron_fp8rl.colocation import host_memory
             from megatron_fp8rl.data.model_dir import model_dir
             from megatron_fp8rl.diagnose.first_difference import explain
             from megatron_fp8rl.trainer.parallel import Parallel
         parallel = Parallel.init(cfg.parallel, deadline_s=_longest_wait_s(cfg))
         stack.callback(parallel.close)
+        host = host_memory(cfg) if wants_rl and torch.cuda.is_available() else None
         if fleet is not None and cfg.rollout.placement == "colocated" and torch.cuda.is_available():
             # An engine measures free memory while it starts; the trainer allocates afterwards.
             with span("start_engines"):
@@ -246,7 +248,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             warm_start = sft_loop.run(cfg, parallel, tokenizer_dir, stop)
             cfg = replace(cfg, model=replace(cfg.model, hf_path=str(warm_start)))
         if wants_rl:
-            rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop, explain)
+            rl_loop.run(cfg, parallel, tokenizer_dir, fleet, stop, explain, host)
 
 
 def _start_engines(cfg: RunConfig, stack: contextlib.ExitStack, wants_rl: bool) -> Fleet | None:

@@ -9,10 +9,9 @@ is a stream that reads a file, and a larger cluster changes only numbers in the 
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from megatron_fp8rl.data.packing import build_for, divide_for, fetch_numbers, pa
 from megatron_fp8rl.data.prompts import PromptStream
 from megatron_fp8rl.data.tokenizer import load_tokenizer
 from megatron_fp8rl.envs.remote_scoring import build_scorer
+from megatron_fp8rl.garbage import without_collections
 from megatron_fp8rl.observe.observer import Observer, StepLog
 from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.precision.hardware import here
@@ -39,6 +39,7 @@ from megatron_fp8rl.stop import StopRequest
 from megatron_fp8rl.trainer import checkpoint, warm_up
 from megatron_fp8rl.trainer.kv_scales import as_samples
 from megatron_fp8rl.trainer.kv_scales import metrics as kv_metrics
+from megatron_fp8rl.trainer.optimizer.offload import HostMemory
 from megatron_fp8rl.trainer.optimizer.optimizer import adam_name
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.trainer.policy import Policy
@@ -57,14 +58,14 @@ def run(
     fleet: Fleet | None,
     stop: StopRequest | None = None,
     explain: Explain | None = None,
+    host: HostMemory | None = None,
 ) -> None:
     """Collective: train from ``cfg.model.hf_path``, or from the run's newest checkpoint, to ``cfg.num_steps``.
 
-    ``fleet`` exists on rank 0 only. An error on any rank ends the run on all. A run that ``stop`` asks to end saves and
-    raises RunStopped. ``explain`` adds to the error of an exact run that is not exact.
+    ``fleet`` exists on rank 0 only. An error on any rank ends the run on all. A run that ``stop`` asks to end saves and raises
+    RunStopped. ``explain`` adds to the error of an exact run that is not; ``host`` is memory for what the policy offloads.
     """
-    stop = stop or StopRequest()
-    is_driver, checkpoints = parallel.rank == 0, Path(cfg.run_dir) / CHECKPOINTS
+    stop, is_driver, checkpoints = stop or StopRequest(), parallel.rank == 0, Path(cfg.run_dir) / CHECKPOINTS
     with token_stores(cfg, parallel) as stores, ExitStack() as stack:  # records read from stores until the end
         observer = stack.enter_context(Observer(cfg, is_writer=is_driver))
         stack.enter_context(stop.errors_noted())
@@ -72,7 +73,7 @@ def run(
         scorers = stack.enter_context(build_scorer(cfg)) if is_driver else None
         prompts = PromptStream(cfg, load_tokenizer(str(tokenizer_dir)), log=is_driver)
         with span("start_model"):
-            policy = Policy.build(cfg, parallel)
+            policy = Policy.build(cfg, parallel, host)
             kernels = _note_kernels(cfg, observer)
             step, record, is_complete = _resume(policy, prompts, checkpoints, observer)
         stop.at_boundary(parallel, step)
@@ -197,7 +198,7 @@ def _learn(
     """Collective: train the policy, at version ``log.step`` - 1, on the groups, which rank 0 has; False if no sample
     remains."""
     cfg, samples, shares = policy.cfg, [], None
-    with span("pack"), _without_collections():  # of many objects, all of which stay
+    with span("pack"), without_collections():  # of many objects, all of which stay
         if policy.parallel.rank == 0:
             samples = sample(groups, version=log.step - 1)
             log.samples(samples)
@@ -219,18 +220,6 @@ def _learn(
         updates = [policy.update(batch, loss, inspect=inspect if i == 0 else None) for i, batch in enumerate(batches)]
         log.updates(updates, batches)
     return True
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Leave Python's collector of reference cycles out."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _why(groups: Sequence[RolloutGroup]) -> str:

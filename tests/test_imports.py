@@ -18,8 +18,8 @@ LIBRARY = "megatron_fp8rl"
 
 # Lowest first. A folder imports only itself and what stands before it; so do the files at the top of the library.
 FLOORS = (
-    "upstream", "stored_numbers", "token_rows", "types", "config", "kernels", "names", "precision", "net", "algo", "envs",
-    "data", "observe", "preflight", "trainer", "weight_sync", "rollout",
+    "upstream", "garbage", "stored_numbers", "token_rows", "types", "config", "kernels", "names", "precision", "net", "algo",
+    "envs", "data", "observe", "preflight", "trainer", "weight_sync", "rollout",
 )  # fmt: skip
 PROGRAMS = ("report", "diagnose", "sizing")  # run by themselves or by a command: nothing in the library imports them
 

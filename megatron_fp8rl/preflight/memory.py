@@ -109,11 +109,18 @@ def phases(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> tuple[Estimat
     )
 
 
+def copied_bytes(cfg: RunConfig, trainer: Estimate) -> dict[str, int]:
+    """Of one GPU, for each part of ``optim.offload`` that goes to the host: the bytes that are copied there."""
+    copied = {"params": ("weights", "reference model"), "optimizer": ("optimizer states",)}
+    return {
+        part: sum(held.num_bytes for held in trainer.parts if held.name in names)
+        for part, names in copied.items() if part in cfg.optim.offload
+    }  # fmt: skip
+
+
 def host_bytes(cfg: RunConfig, trainer: Estimate, engine: Estimate) -> int:
     """Host memory for the offloaded state of one GPU: pinned, and kept once allocated."""
-    copied = {"params": ("weights", "reference model"), "optimizer": ("optimizer states",)}
-    names = {name for part in cfg.optim.offload for name in copied.get(part, ())}
-    found = sum(part.num_bytes for part in trainer.parts if part.name in names)
+    found = sum(copied_bytes(cfg, trainer).values())
     own = sum(part.num_bytes for part in engine.parts if part.name in _ENGINE_WEIGHTS)
     if cfg.rollout.placement == "colocated" and cfg.rollout.sleep_level == 1:
         found += own

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from megatron_fp8rl.trainer.model.build import (
     named_global_tensors,
 )
 from megatron_fp8rl.trainer.optimizer.fp8_params import quantize_parameters
-from megatron_fp8rl.trainer.optimizer.offload import Offload
+from megatron_fp8rl.trainer.optimizer.offload import HostMemory, Offload
 from megatron_fp8rl.trainer.optimizer.optimizer import NonFiniteError, Optimizer, learning_rate, wrap_chunks
 from megatron_fp8rl.trainer.parallel import Parallel
 from megatron_fp8rl.types import KVScales, Microbatch, TrainBatch
@@ -46,18 +46,19 @@ class Policy:
     optimizer: Optimizer
     reference: list[torch.nn.Module] | None  # frozen copy of the initial weights; None without algo.kl_coef
     step: int = 0  # optimizer updates so far, across resumes
+    host: InitVar[HostMemory | None] = None  # prepared for what is offloaded
     offload: Offload = field(init=False, repr=False)  # tracks which parts of the policy are in GPU memory
     _forward: Forward = field(init=False, repr=False)
     _kv_amax: Tensor | None = field(default=None, init=False, repr=False)  # since the last call to kv_scales
     _kv_scales: KVScales | None = field(default=None, init=False, repr=False)
     _agreement_L2: Tensor | None = field(default=None, init=False, repr=False)  # since the last call to router_metrics
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, host: HostMemory | None) -> None:
         self._forward = Forward(self.cfg, self.parallel)
-        self.offload = Offload(self)
+        self.offload = Offload(self, host)
 
     @classmethod
-    def build(cls, cfg: RunConfig, parallel: Parallel) -> Policy:
+    def build(cls, cfg: RunConfig, parallel: Parallel, host: HostMemory | None = None) -> Policy:
         """Collective: build the model from ``cfg.model.hf_path`` or with random weights, and its optimizer.
 
         The reference model, needed if ``algo.kl_coef`` > 0, is a second copy of these weights without gradients.
@@ -79,6 +80,7 @@ class Policy:
             chunks=chunks,
             optimizer=Optimizer(chunks, cfg, parallel),
             reference=reference,
+            host=host,
         )
 
     @property

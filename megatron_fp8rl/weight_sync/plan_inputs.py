@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,18 +15,6 @@ from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.precision.layer_table import LayerTable
 from megatron_fp8rl.weight_sync.plan import Plan, plan
 from megatron_fp8rl.weight_sync.schedule import SendSchedule, plan_schedule
-
-
-@contextlib.contextmanager
-def without_collections() -> Iterator[None]:
-    """No search for garbage within the block: tens of thousands of objects that stay are made in two thirds of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_fp8rl.garbage import without_collections
 from megatron_fp8rl.names.layouts import TrainerLayout
 from megatron_fp8rl.net import auth
 from megatron_fp8rl.net.address import own_address
@@ -27,7 +28,7 @@ from megatron_fp8rl.weight_sync.agreement import together
 from megatron_fp8rl.weight_sync.digest import NamedDigests, Names, headers_of, terms_of_words, values_of_sums
 from megatron_fp8rl.weight_sync.engines import Engines, TransportError
 from megatron_fp8rl.weight_sync.pack import LocalShards, RoundPacker
-from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs, without_collections
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.schedule import Round, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import DeliveryError, Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport

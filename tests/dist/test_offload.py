@@ -103,3 +103,48 @@ def _restores_only_what_left(cfg):
 
 def test_only_what_is_named_moves():
     run_ranks(1, _restores_only_what_left, run_config(model=DENSE))
+
+
+def _with_prepared_memory(cfg):
+    """Sizes of the host memory that an update's state takes, and of what was prepared for it."""
+    from megatron_fp8rl.colocation import host_memory
+    from megatron_fp8rl.trainer.parallel import Parallel
+    from megatron_fp8rl.trainer.policy import Policy
+
+    torch.cuda.get_device_name = lambda: "NVIDIA H200"
+    host = host_memory(cfg)
+    host._thread.join()
+    prepared = {part: (memory.numel(), memory.data_ptr()) for part, memory in host._ready.items()}
+    policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60), host)
+    policy.offload.release(*PARTS)  # the optimizer has no moments yet
+    policy.offload.restore()
+    continue_training(policy, 1)
+    before = weight_pieces(policy)
+    policy.offload.release(*PARTS)
+    used = {part: (memory.numel(), memory.data_ptr()) for part, x in policy.offload._parts.items() if (memory := x._host).numel()}
+    policy.offload.restore()
+    assert all(torch.equal(weight, before[name][1]) for name, (_, weight) in weight_pieces(policy).items())
+    return prepared, used
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        run_config(model=DENSE, params="bf16"),
+        run_config(model=MOE, params="bf16", world_size=2, expert=2),
+        run_config(model=DENSE, params="fp32", algo=AlgoConfig(kl_coef=0.1)),
+    ],
+    ids=["bf16", "moe_ep2", "fp32_reference"],
+)
+def test_memory_that_was_touched_while_engines_started_is_what_is_used(cfg):
+    cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS), rollout=replace(cfg.rollout, placement="colocated"))
+    for prepared, used in run_ranks(cfg.parallel.world_size, _with_prepared_memory, cfg):
+        assert used == prepared and used.keys() == {"params", "optimizer"}
+
+
+def test_memory_that_cannot_be_had_is_left_to_the_release():
+    from megatron_fp8rl.trainer.optimizer.offload import HostMemory
+
+    host = HostMemory({"params": 1 << 60, "optimizer": 4097})
+    assert host.take("optimizer").numel() == 4097
+    assert host.take("optimizer").numel() == host.take("params").numel() == 0

@@ -37,6 +37,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from megatron_fp8rl.config import FP8_BLOCK
 from megatron_fp8rl.kernels.blockwise import canonical
+from megatron_fp8rl.garbage import without_collections
 from megatron_fp8rl.names.registry import layer_of
 from megatron_fp8rl.rollout.vllm_plugin.kernel_weights import (
     DerivedTensors,
@@ -51,7 +52,7 @@ from megatron_fp8rl.rollout.vllm_plugin.spare_weights import SpareWeights
 from megatron_fp8rl.upstream import patches
 from megatron_fp8rl.weight_sync.copies import Copies, parts_in
 from megatron_fp8rl.weight_sync.digest import NamedDigests
-from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs, without_collections
+from megatron_fp8rl.weight_sync.plan_inputs import PlanInputs
 from megatron_fp8rl.weight_sync.schedule import Part, SendSchedule
 from megatron_fp8rl.weight_sync.transports.base import Peer, Transport
 from megatron_fp8rl.weight_sync.transports.choose import open_transport

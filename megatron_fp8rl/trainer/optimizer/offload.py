@@ -17,7 +17,8 @@ they are views of.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -33,14 +34,39 @@ if TYPE_CHECKING:
 Part = Literal["params", "gradients", "optimizer"]
 
 _ALIGNMENT_BYTES = 512  # of each storage within the host buffer
+_PAGE_BYTES = 4096
+_TOUCH_DEADLINE_S = 600.0
+
+
+class HostMemory:
+    """Host memory for what a policy will offload, ``sizes`` by part in bytes. A thread touches it while the process waits for
+    engines: the first touch of tens of GiB takes longer than to fill them again."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        self._ready: dict[str, Tensor] = {}
+        self._thread = threading.Thread(target=self._touch, args=(sizes,), name="host-memory", daemon=True)
+        self._thread.start()
+
+    def _touch(self, sizes: Mapping[str, int]) -> None:
+        for part, num_bytes in sizes.items():
+            with contextlib.suppress(RuntimeError):  # there is too little: the release that needs it says so
+                memory = torch.empty(num_bytes, dtype=torch.uint8)
+                memory[::_PAGE_BYTES].zero_()
+                self._ready[part] = memory
+
+    def take(self, part: Part) -> Tensor:
+        """uint8 [bytes of the part], once; empty if there is none, or not before a deadline."""
+        self._thread.join(_TOUCH_DEADLINE_S)
+        return self._ready.pop(part, torch.empty(0, dtype=torch.uint8))
 
 
 class _Storages:
     """Storages that are offloaded together, and the reusable host buffer that holds their data. What is kept of them goes
-    ``to_host``, or stays."""
+    there, or stays."""
 
-    def __init__(self, *, to_host: bool) -> None:
-        self._to_host = to_host
+    def __init__(self, part: Part, memory: HostMemory | None) -> None:
+        self._part, self._memory = part, memory
+        self._to_host = part != "gradients"
         self._away: list[tuple[torch.UntypedStorage, int, int]] = []  # with its size, and how many bytes are kept
         self._device = torch.device("cpu")
         self._host = torch.empty(0, dtype=torch.uint8)
@@ -92,9 +118,12 @@ class _Storages:
         if self._host.numel() >= num_bytes:
             return
         self._unpin()
-        self._host = torch.empty(num_bytes, dtype=torch.uint8)
+        if self._memory is not None:
+            self._host = self._memory.take(self._part)
+        if self._host.numel() < num_bytes:
+            self._host = torch.empty(num_bytes, dtype=torch.uint8)
         if self._device.type == "cuda":
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), num_bytes, 0))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.numel(), 0))
 
     def _unpin(self) -> None:
         if self._device.type == "cuda" and self._host.numel():
@@ -104,9 +133,9 @@ class _Storages:
 class Offload:
     """Offloads the parts of a policy listed in ``optim.offload``. Parts that are not listed always stay on the GPU."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, memory: HostMemory | None = None) -> None:
         self._policy = policy
-        self._parts: dict[Part, _Storages] = {part: _Storages(to_host=part != "gradients") for part in policy.cfg.optim.offload}
+        self._parts: dict[Part, _Storages] = {part: _Storages(part, memory) for part in policy.cfg.optim.offload}
 
     @property
     def away(self) -> tuple[Part, ...]:
