@@ -236,7 +236,7 @@ def _run(cfg: RunConfig, *, wants_sft: bool, wants_rl: bool) -> None:
             from megatron_fp8rl.trainer.parallel import Parallel
         parallel = Parallel.init(cfg.parallel, deadline_s=_longest_wait_s(cfg))
         stack.callback(parallel.close)
-        host = host_memory(cfg) if wants_rl and torch.cuda.is_available() else None
+        host = host_memory(cfg, parallel.device) if wants_rl else None
         if fleet is not None and cfg.rollout.placement == "colocated" and torch.cuda.is_available():
             # An engine measures free memory while it starts; the trainer allocates afterwards.
             with span("start_engines"):

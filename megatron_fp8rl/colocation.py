@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from megatron_fp8rl.rollout.fleet import Fleet
 
 
-def host_memory(cfg: RunConfig) -> HostMemory | None:
-    """Host memory for what this rank will offload, which is touched while engines start; None if nothing is."""
+def host_memory(cfg: RunConfig, device: torch.device) -> HostMemory | None:
+    """Host memory for what this rank will offload, allocated while engines start; None if nothing is."""
     if cfg.rollout.placement != "colocated" or not cfg.optim.offload:
         return None
-    device = torch.cuda.get_device_name()
-    gpu = next((gpu for gpu in GPUS.values() if gpu.name.upper() in device), GPUS["h200"])
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    gpu = next((gpu for gpu in GPUS.values() if gpu.name.upper() in name), GPUS["h200"])
     sizes = copied_bytes(cfg, worst_rank(cfg, gpu, gpu.memory_bytes))
     # More than is counted, for the alignment of buffers.
-    return HostMemory({part: num_bytes + num_bytes // 100 + (16 << 20) for part, num_bytes in sizes.items()})
+    return HostMemory({part: num_bytes + num_bytes // 100 + (16 << 20) for part, num_bytes in sizes.items()}, device)
 
 
 class ResidencyError(RuntimeError):

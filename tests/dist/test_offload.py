@@ -111,11 +111,11 @@ def _with_prepared_memory(cfg):
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
-    torch.cuda.get_device_name = lambda: "NVIDIA H200"
-    host = host_memory(cfg)
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    host = host_memory(cfg, parallel.device)
     host._thread.join()
     prepared = {part: (memory.numel(), memory.data_ptr()) for part, memory in host._ready.items()}
-    policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60), host)
+    policy = Policy.build(cfg, parallel, host)
     policy.offload.release(*PARTS)  # the optimizer has no moments yet
     policy.offload.restore()
     continue_training(policy, 1)
@@ -136,7 +136,7 @@ def _with_prepared_memory(cfg):
     ],
     ids=["bf16", "moe_ep2", "fp32_reference"],
 )
-def test_memory_that_was_touched_while_engines_started_is_what_is_used(cfg):
+def test_memory_that_was_allocated_while_engines_started_is_what_is_used(cfg):
     cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS), rollout=replace(cfg.rollout, placement="colocated"))
     for prepared, used in run_ranks(cfg.parallel.world_size, _with_prepared_memory, cfg):
         assert used == prepared and used.keys() == {"params", "optimizer"}
@@ -145,6 +145,6 @@ def test_memory_that_was_touched_while_engines_started_is_what_is_used(cfg):
 def test_memory_that_cannot_be_had_is_left_to_the_release():
     from megatron_fp8rl.trainer.optimizer.offload import HostMemory
 
-    host = HostMemory({"params": 1 << 60, "optimizer": 4097})
+    host = HostMemory({"params": 1 << 60, "optimizer": 4097}, torch.device("cpu"))
     assert host.take("optimizer").numel() == 4097
     assert host.take("optimizer").numel() == host.take("params").numel() == 0

@@ -38,11 +38,13 @@ def _state(policy) -> list[torch.Tensor]:
 
 def _play(cfg, folder) -> list[str]:
     """Runs on a rank: train, offload part by part, restore, save while away, train on. Returns lines to print."""
+    from megatron_fp8rl.colocation import host_memory
     from megatron_fp8rl.trainer import checkpoint
     from megatron_fp8rl.trainer.parallel import Parallel
     from megatron_fp8rl.trainer.policy import Policy
 
-    policy = Policy.build(cfg, Parallel.init(cfg.parallel, deadline_s=60))
+    parallel = Parallel.init(cfg.parallel, deadline_s=60)
+    policy = Policy.build(cfg, parallel, host_memory(cfg, parallel.device))
     continue_training(policy, 2)
     state = _state(policy)
     batch = make_batch(cfg, 0)
@@ -98,6 +100,7 @@ def _play(cfg, folder) -> list[str]:
 @pytest.mark.parametrize("model", [BIG, BIG_MOE], ids=["dense", "moe"])
 def test_memory_goes_and_every_bit_comes_back(model, tmp_path):
     cfg = run_config(model=model, params="bf16")
-    cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS))
+    rollout = replace(cfg.rollout, placement="colocated")
+    cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS), rollout=rollout)
     (lines,) = run_ranks(1, _play, cfg, tmp_path, deadline_s=100)
     print("\n" + "\n".join(lines))

@@ -34,29 +34,26 @@ if TYPE_CHECKING:
 Part = Literal["params", "gradients", "optimizer"]
 
 _ALIGNMENT_BYTES = 512  # of each storage within the host buffer
-_PAGE_BYTES = 4096
-_TOUCH_DEADLINE_S = 600.0
+_ALLOCATION_DEADLINE_S = 600.0
 
 
 class HostMemory:
-    """Host memory for what a policy will offload, ``sizes`` by part in bytes. A thread touches it while the process waits for
-    engines: the first touch of tens of GiB takes longer than to fill them again."""
+    """Host memory for what a policy will offload, ``sizes`` by part in bytes. A thread allocates it while the process waits for
+    engines: to lock tens of GiB, which touches every page, takes longer than to fill them."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
         self._ready: dict[str, Tensor] = {}
-        self._thread = threading.Thread(target=self._touch, args=(sizes,), name="host-memory", daemon=True)
+        self._thread = threading.Thread(target=self._allocate, args=(sizes, device), name="host-memory", daemon=True)
         self._thread.start()
 
-    def _touch(self, sizes: Mapping[str, int]) -> None:
+    def _allocate(self, sizes: Mapping[str, int], device: torch.device) -> None:
         for part, num_bytes in sizes.items():
             with contextlib.suppress(RuntimeError):  # there is too little: the release that needs it says so
-                memory = torch.empty(num_bytes, dtype=torch.uint8)
-                memory[::_PAGE_BYTES].zero_()
-                self._ready[part] = memory
+                self._ready[part] = _allocated(num_bytes, device)
 
     def take(self, part: Part) -> Tensor:
         """uint8 [bytes of the part], once; empty if there is none, or not before a deadline."""
-        self._thread.join(_TOUCH_DEADLINE_S)
+        self._thread.join(_ALLOCATION_DEADLINE_S)
         return self._ready.pop(part, torch.empty(0, dtype=torch.uint8))
 
 
@@ -111,19 +108,12 @@ class _Storages:
             offset += _aligned(kept)
 
     def _reserve(self, num_bytes: int) -> None:
-        """Ensure a host buffer of ``num_bytes``, page-locked for a GPU.
-
-        PyTorch's pinned allocator rounds up to powers of two, which may double a node's memory use.
-        """
-        if self._host.numel() >= num_bytes:
-            return
-        self._unpin()
-        if self._memory is not None:
+        """Ensure a host buffer of ``num_bytes``."""
+        if self._memory is not None and not self._host.numel():
             self._host = self._memory.take(self._part)
         if self._host.numel() < num_bytes:
-            self._host = torch.empty(num_bytes, dtype=torch.uint8)
-        if self._device.type == "cuda":
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._host.data_ptr(), self._host.numel(), 0))
+            self._unpin()
+            self._host = _allocated(num_bytes, self._device)
 
     def _unpin(self) -> None:
         if self._device.type == "cuda" and self._host.numel():
@@ -223,6 +213,16 @@ def unique_storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage
         if storage.nbytes():
             found.setdefault(storage.data_ptr(), storage)
     return found
+
+
+def _allocated(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 [num_bytes] of the host, page-locked for a GPU. PyTorch's pinned allocator rounds up to powers of two, which may
+    double a node's memory use."""
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), num_bytes, 0))
+    return memory
 
 
 def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
