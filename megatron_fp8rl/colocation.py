@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 def host_memory(cfg: RunConfig, device: torch.device) -> HostMemory | None:
     """Host memory for what this rank will offload, allocated while engines start; None if nothing is."""
-    if cfg.rollout.placement != "colocated" or not cfg.optim.offload:
+    if cfg.rollout.placement != "colocated" or cfg.rollout.replay is not None or not cfg.optim.offload:
         return None
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     gpu = next((gpu for gpu in GPUS.values() if gpu.name.upper() in name), GPUS["h200"])
