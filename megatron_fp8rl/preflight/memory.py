@@ -50,6 +50,11 @@ GPUS: dict[str, Gpu] = {
 }
 
 
+def gpu_in(device: str) -> Gpu | None:
+    """The kind of GPU of a device that CUDA calls by this name; None if it is not among :data:`GPUS`."""
+    return next((gpu for gpu in GPUS.values() if gpu.name.upper() in device), None)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """One use of memory."""

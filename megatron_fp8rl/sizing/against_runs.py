@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any
 
 from megatron_fp8rl.config import ModelConfig, OptimConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
-from megatron_fp8rl.preflight.memory import GPUS
+from megatron_fp8rl.preflight.memory import gpu_in
 from megatron_fp8rl.sizing import rates
 from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
 
@@ -92,7 +92,7 @@ def _compared() -> Iterator[Compared]:
         if known is None:
             continue
         cfg, lengths = known
-        gpu = next(gpu for gpu in GPUS.values() if gpu.name.upper() in row["device"])
+        gpu = gpu_in(row["device"])
         found: StepTime = step_time(
             cfg, lengths, rates.of(gpu.name), rates.Network(), memory_bytes=gpu.memory_bytes, gpus=row["gpus"]
         )

@@ -12,6 +12,11 @@ from tests.helpers.dist import run_ranks
 from tests.helpers.training import DENSE, MOE, continue_training, run_config, weight_pieces
 
 PARTS = ("params", "gradients", "optimizer")
+CASES = {
+    "bf16": run_config(model=DENSE, params="bf16"),
+    "moe_ep2": run_config(model=MOE, params="bf16", world_size=2, expert=2),
+    "fp32_reference": run_config(model=DENSE, params="fp32", algo=AlgoConfig(kl_coef=0.1)),
+}
 
 
 def _build(cfg):
@@ -64,15 +69,7 @@ def _resume(cfg, folder):
     return continue_training(policy, 2)[0], weight_pieces(policy)
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        run_config(model=DENSE, params="bf16"),
-        run_config(model=MOE, params="bf16", world_size=2, expert=2),
-        run_config(model=DENSE, params="fp32", algo=AlgoConfig(kl_coef=0.1)),
-    ],
-    ids=["bf16", "moe_ep2", "fp32_reference"],
-)
+@pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
 def test_offloading_changes_no_bit(cfg, tmp_path):
     world = cfg.parallel.world_size
     plain = run_ranks(world, _train, cfg, tmp_path / "plain", False)
@@ -127,15 +124,7 @@ def _with_prepared_memory(cfg):
     return prepared, used
 
 
-@pytest.mark.parametrize(
-    "cfg",
-    [
-        run_config(model=DENSE, params="bf16"),
-        run_config(model=MOE, params="bf16", world_size=2, expert=2),
-        run_config(model=DENSE, params="fp32", algo=AlgoConfig(kl_coef=0.1)),
-    ],
-    ids=["bf16", "moe_ep2", "fp32_reference"],
-)
+@pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
 def test_memory_that_was_allocated_while_engines_started_is_what_is_used(cfg):
     cfg = replace(cfg, optim=replace(cfg.optim, offload=PARTS), rollout=replace(cfg.rollout, placement="colocated"))
     for prepared, used in run_ranks(cfg.parallel.world_size, _with_prepared_memory, cfg):

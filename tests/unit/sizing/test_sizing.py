@@ -17,7 +17,7 @@ from megatron_fp8rl import __main__ as program
 from megatron_fp8rl import cli
 from megatron_fp8rl.config import PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.precision import parameters
-from megatron_fp8rl.preflight.memory import GPUS, TIGHT
+from megatron_fp8rl.preflight.memory import GPUS, TIGHT, gpu_in
 from megatron_fp8rl.sizing import against_runs, layout_choices, lost_time, rates, step_time
 from megatron_fp8rl.sizing.step_time import Lengths
 from model_configs import deepseek, qwen3
@@ -35,7 +35,7 @@ def known_rows() -> list[tuple[dict, RunConfig, Lengths]]:
 
 
 def seconds_with(changes: dict[str, float], row: dict, cfg: RunConfig, lengths: Lengths) -> step_time.StepTime:
-    gpu = next(gpu for gpu in GPUS.values() if gpu.name.upper() in row["device"])
+    gpu = gpu_in(row["device"])
     changed = replace(rates.of(gpu.name), **changes)
     return step_time.step_time(cfg, lengths, changed, NETWORK, memory_bytes=gpu.memory_bytes, gpus=row["gpus"])
 
