@@ -71,6 +71,7 @@ SHAPES = {
     "30b_a3b_separate": replace(_30B, words=_separate(1, 1)).with_layers(8),
     "30b_a3b_colocated": replace(_30B, words=("--parallel.expert", "2")).with_layers(11),
     "30b_a3b_four": replace(_30B, gpus=4, words=_separate(2, 2, "--parallel.expert", "2")).with_layers(15),
+    "30b_a3b_whole": replace(_30B, gpus=4, words=("--parallel.expert", "4")),
     "8b_eight": replace(_8B, gpus=8, prompts=32),
     "30b_a3b_eight": replace(_30B, gpus=8, prompts=32),
     "tiny": Shape(tiny.tiny_qwen3().model, 0, 2, 4),

@@ -35,7 +35,7 @@ from benchmarks.runner import device_name, num_gpus
 from benchmarks.training import MODELS, model_of, random_batch, single_rank
 from megatron_fp8rl.config import OptimConfig, PrecisionConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.preflight import trainer_memory
-from megatron_fp8rl.preflight.memory import GIB, GPUS, TIGHT, Estimate, Gpu
+from megatron_fp8rl.preflight.memory import GIB, GPUS, Estimate, Gpu
 
 if TYPE_CHECKING:
     from megatron_fp8rl.trainer.parallel import Parallel
@@ -255,7 +255,7 @@ class Memory(runner.Benchmark):
         gpu = next((gpu for name, gpu in GPUS.items() if name in device.lower()), GPUS["h200"])
         cfg = cell.run_config()
         estimate = predict(cfg, gpu, capacity)
-        if estimate.share > TIGHT:
+        if estimate.is_tight:
             yield arm | {"error": f"needs {estimate.total_bytes / GIB:.1f} GiB of {capacity / GIB:.1f}"}
             return
         with single_rank(cfg) as parallel:

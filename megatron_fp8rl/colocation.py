@@ -4,7 +4,7 @@ In: a policy on every trainer rank, the fleet on rank 0. Out: memory moved betwe
 Every method is a collective over the trainer ranks.
 
     sampling            engines: weights, KV cache      trainer: state not listed in ``optim.offload``
-    train()             engines asleep                  trainer: all state
+    train()             engines asleep                  trainer: all state, the optimizer's while it steps
     publication()       engines: weights                trainer: parameters, read-only
     after publication   as during sampling
 
@@ -56,12 +56,13 @@ class ColocatedMemory:
         self._peaks: dict[str, float] = {}
 
     def train(self) -> None:
-        """Put the engines to sleep and load all trainer state to the GPU. No sampling until the next publication."""
+        """Put the engines to sleep and load parameters and gradients to the GPU; an update fetches the optimizer's state when it
+        steps. No sampling until the next publication."""
         self._enter("train")
         if self._moves:
             with span("colocated"):
                 self._fleet_does("sleep", lambda fleet: fleet.sleep())
-                self._policy.offload.restore()
+                self._policy.offload.restore("params", "gradients")
 
     @contextlib.contextmanager
     def publication(self) -> Iterator[None]:

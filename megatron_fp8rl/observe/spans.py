@@ -3,8 +3,9 @@
 In: ``with span("update"):`` around any work, in any thread of any trainer process.
 Out: seconds by name, which the observer collects once per step and writes as ``time/<name>/s``.
 
-A span costs two clock reads and one short lock. Spans nest, and each counts its whole duration, inner spans included;
-spans of the same name add up, so a name that runs in two threads at once can exceed the duration of the step.
+A span costs two clock reads and one short lock. Spans nest, and each counts its whole duration, inner spans included but
+for those set apart; spans of the same name add up, so a name that runs in two threads at once can exceed the duration of the
+step.
 """
 
 from __future__ import annotations
@@ -21,29 +22,44 @@ _seconds: dict[str, float] = {}
 _lock = threading.Lock()
 
 
+class _Open(threading.local):
+    """Names of the spans that are open in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+
+_open = _Open()
+
+
 class span:  # lower case because it is used like a function: `with span("generate"):`
-    """Adds the duration of its block to the seconds of ``name``, even if the block raises.
+    """Adds the duration of its block to the seconds of ``name``, even if the block raises. Set ``apart``, it does not count to the
+    span around it.
 
     Raises ValueError unless the name consists of lower-case letters, digits and underscores: it becomes part of a
     metric key.
     """
 
-    __slots__ = ("_name", "_start")
+    __slots__ = ("_apart", "_name", "_start")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, apart: bool = False) -> None:
         if name not in _checked_names:
             if not _NAME.fullmatch(name):
                 raise ValueError(f"span name {name!r}: use lower-case letters, digits and underscores")
             _checked_names.add(name)
-        self._name = name
+        self._name, self._apart = name, apart
 
     def __enter__(self) -> None:
+        _open.names.append(self._name)
         self._start = perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        add_seconds(self._name, perf_counter() - self._start)
+        seconds = perf_counter() - self._start
+        add_seconds(_open.names.pop(), seconds)
+        if self._apart and _open.names:
+            add_seconds(_open.names[-1], -seconds)
 
 
 def add_seconds(name: str, seconds: float) -> None:

@@ -27,7 +27,7 @@ from megatron_fp8rl.preflight import (
 )
 from megatron_fp8rl.preflight.engine_memory import EngineEstimate
 from megatron_fp8rl.preflight.findings import Change, Finding, Findings, Judgement, exit_status
-from megatron_fp8rl.preflight.memory import FULL, GIB, GPUS, TIGHT, Estimate, Gpu, GpuName, phases
+from megatron_fp8rl.preflight.memory import FULL, GIB, GPUS, Estimate, Gpu, GpuName, phases
 from megatron_fp8rl.preflight.packages import Package
 from megatron_fp8rl.preflight.shapes import check_degrees, check_model
 
@@ -176,7 +176,7 @@ def _command(config_name: str, overrides: Sequence[str], change: Change) -> str:
 
 
 def _of_trainer(estimate: Estimate) -> list[Finding]:
-    if estimate.share <= TIGHT:
+    if not estimate.is_tight:
         return []
     cannot = estimate.share > FULL
     problem = f"needs {estimate.total_bytes / GIB:.1f} GiB of {estimate.capacity_bytes / GIB:.1f} GiB"
@@ -224,7 +224,7 @@ def _of_phases(trainer: Estimate, engine: Estimate, shared: Sequence[Estimate]) 
     if not shared or trainer.share > FULL or engine.share > 1:
         return []
     worst = max(shared, key=lambda estimate: estimate.share)
-    if worst.share <= TIGHT:
+    if not any(estimate.is_tight for estimate in shared):
         return []
     cannot = worst.share > FULL
     problem = f"trainer and engine need {worst.total_bytes / GIB:.1f} GiB of {worst.capacity_bytes / GIB:.1f} GiB "

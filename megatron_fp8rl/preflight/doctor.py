@@ -147,6 +147,9 @@ def _short(number: int) -> str:
 def _memory(estimate: Estimate, *notes: str) -> Table:
     rows = [(part.name, f"{part.num_bytes / GIB:.2f}", part.formula) for part in estimate.parts if part.num_bytes]
     total = f"{estimate.share:.0%} of {estimate.capacity_bytes / GIB:.1f} GiB"
+    if estimate.turns:
+        total += "; " + " and ".join(", ".join(p.name for p in estimate.parts if p.name in t) for t in estimate.turns)
+        total += " take turns"
     rows.append(("total", f"{estimate.total_bytes / GIB:.2f}", total))
     return Table(
         title=f"Memory per GPU: {estimate.title}",
@@ -161,7 +164,8 @@ def _phases(diagnosis: Diagnosis) -> Table:
     """Trainer and engine on one GPU, phase by phase."""
 
     def gib(estimate: Estimate, whose: str = "") -> str:
-        return f"{sum(p.num_bytes for p in estimate.parts if p.name.startswith(whose)) / GIB:.2f}"
+        own = estimate.of({part.name for part in estimate.parts if part.name.startswith(whose)})
+        return f"{own.total_bytes / GIB:.2f}"
 
     assert diagnosis.trainer is not None and diagnosis.engine is not None
     host = host_bytes(diagnosis.cfg, diagnosis.trainer, diagnosis.engine.estimate)

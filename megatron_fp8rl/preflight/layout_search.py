@@ -361,7 +361,9 @@ def _state_bytes(
     dense = (count.total - count.expert) / (tensor * pipeline)
     expert = count.expert / (pipeline * fields["parallel.expert"] * fields["parallel.expert_tensor"])
     linears = max(0.0, dense - count.embedding / (tensor * pipeline)) + expert
-    return dense * of_dense + expert * of_expert + copies * linears + per.optimizer * count.total / world + _CUDA_BYTES
+    copied, states = copies * linears, per.optimizer * count.total / world
+    apart = cfg.rollout.placement == "colocated"  # an optimizer that is offloaded comes when copies have gone
+    return dense * of_dense + expert * of_expert + (max(copied, states) if apart else copied + states) + _CUDA_BYTES
 
 
 def _steps(cfg: RunConfig) -> Iterator[Option]:

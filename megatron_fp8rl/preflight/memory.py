@@ -4,15 +4,16 @@ The GPUs need not be those of this machine. If trainer and engines share a GPU, 
 that are resident together, in the order of ``megatron_fp8rl.colocation``:
 
     sampling     engine: everything                            trainer: CUDA context and everything not offloaded
-    training     engine: CUDA context and graphs, while        trainer: everything
-                 asleep, and everything at sleep level 0
+    training     engine: CUDA context and graphs, while        trainer: everything; the optimizer's states, if they are
+                 asleep, and everything at sleep level 0       offloaded, when activations are gone
     publishing   engine: weights, context and graphs, and      trainer: context, weights, and everything else that
                  one layer being loaded                        is not offloaded
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Container
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron_fp8rl.config import RunConfig
@@ -71,10 +72,23 @@ class Estimate:
     title: str
     parts: tuple[Part, ...]
     capacity_bytes: int
+    turns: tuple[frozenset[str], ...] = ()  # names of parts; parts of two turns are never there at once
 
     @property
     def total_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.parts)
+        in_turns = frozenset[str]().union(*self.turns)
+        always = sum(part.num_bytes for part in self.parts if part.name not in in_turns)
+        return always + max((sum(part.num_bytes for part in self.parts if part.name in turn) for turn in self.turns), default=0)
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether it may not fit: activations come and go, and leave fragments; an optimizer's states that come alone do not."""
+        alone = frozenset[str]().union(*(turn for turn in self.turns if not any("activations" in name for name in turn)))
+        return self.share > FULL or self.of({part.name for part in self.parts} - alone).share > TIGHT
+
+    def of(self, names: Container[str]) -> Estimate:
+        """The same with parts of these names alone."""
+        return replace(self, parts=tuple(part for part in self.parts if part.name in names))
 
     @property
     def share(self) -> float:
@@ -141,4 +155,5 @@ def _together(phase: str, trainer: Estimate, of_trainer: set[str], engine: Estim
         for part in estimate.parts
         if part.name in names and part.num_bytes
     ]
-    return Estimate(title=f"while {phase}", parts=tuple(parts), capacity_bytes=trainer.capacity_bytes)
+    turns = tuple(frozenset(f"trainer: {name}" for name in turn) for turn in trainer.turns)
+    return Estimate(title=f"while {phase}", parts=tuple(parts), capacity_bytes=trainer.capacity_bytes, turns=turns)

@@ -21,7 +21,8 @@ In: a RunConfig and a GPU. Out: an :class:`Estimate` for the pipeline stage with
                   chunks of logits, or one BF16 chunk and its
                   gradient
 
-With FP32 parameters, weights take 4 bytes and the optimizer 8. Temporaries of the head and of one layer's backward pass
+An optimizer that is offloaded is there while it steps, when activations, temporaries and FP8 copies are not
+(``trainer/optimizer/offload.py``): the larger counts. With FP32 parameters, weights take 4 bytes and the optimizer 8. Temporaries of the head and of one layer's backward pass
 do not coexist; the larger counts. The rowwise FP8 copies live from the first forward pass after an update to the next
 update, the columnwise ones from the first backward pass on; an update with two microbatches has both at its peak.
 """
@@ -125,7 +126,15 @@ def estimate_stage(cfg: RunConfig, gpu: Gpu, capacity_bytes: int, routing_imbala
         _overhead(cfg, tokens),
     )
     where = f"pipeline stage {stage} of {cfg.parallel.pipeline}" if cfg.parallel.pipeline > 1 else "every rank"
-    return Estimate(title=f"trainer, {where}", parts=parts, capacity_bytes=capacity_bytes)
+    return Estimate(title=f"trainer, {where}", parts=parts, capacity_bytes=capacity_bytes, turns=_turns(cfg))
+
+
+def _turns(cfg: RunConfig) -> tuple[frozenset[str], ...]:
+    """An optimizer that waits on the host comes when activations have gone, and the copies of weights that it changes."""
+    if "optimizer" not in cfg.optim.offload:
+        return ()
+    copies = set() if cfg.precision.params == "fp8" else {"FP8 copies"}
+    return frozenset({"optimizer states"}), frozenset({"activations", "temporaries", *copies})
 
 
 def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:

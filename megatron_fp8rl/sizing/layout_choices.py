@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from megatron_fp8rl.config import RunConfig
 from megatron_fp8rl.preflight import engine_memory, layout_search, rules, trainer_memory
-from megatron_fp8rl.preflight.memory import TIGHT, Gpu
+from megatron_fp8rl.preflight.memory import Gpu
 from megatron_fp8rl.sizing.rates import Network, Rates
 from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
 
@@ -156,10 +156,10 @@ def _with_longer_microbatches(cfg: RunConfig, gpu: Gpu) -> Iterator[tuple[RunCon
     tokens = cfg.rollout.max_tokens_per_microbatch
     for size in (tokens, 2 * tokens, 4 * tokens):
         longer = cfg if size == tokens else layout_search.apply(cfg, layout_search.microbatches_of(size))
-        share = trainer_memory.worst_rank(longer, gpu, gpu.memory_bytes).share
-        if share > TIGHT:
+        estimate = trainer_memory.worst_rank(longer, gpu, gpu.memory_bytes)
+        if estimate.is_tight:
             return
-        yield longer, share
+        yield longer, estimate.share
 
 
 def _joined(trainer: RunConfig, engine: RunConfig, num_gpus: int) -> RunConfig | None:

@@ -256,7 +256,7 @@ def _handover_s(cfg: RunConfig, rates: Rates) -> float:
     if cfg.rollout.placement != "colocated":
         return 0.0
     held, copies = _held(cfg), cfg.parallel.data * cfg.parallel.context
-    sizes = {"params": 2.0 * held, "optimizer": _STATE_BYTES * held / copies}
+    sizes = {"params": 2.0 * held, "optimizer": _STATE_BYTES * held / copies * cfg.algo.updates_per_step}
     away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
     return (rates.sleep_s if cfg.rollout.sleep_level else 0.0) + 2.0 * away / rates.host_bytes_per_s
 

@@ -221,12 +221,13 @@ class Policy:
 
         Raises NonFiniteError on all ranks, leaving the weights unchanged, if the loss or a gradient is not finite.
         """
-        self.offload.require("params", "gradients", "optimizer")
+        self.offload.require("params", "gradients")
         try:
             return self._update(batch, loss_fn, inspect)
         except NonFiniteError:
             if not self.optimizer.has_weights:
-                self.optimizer.rebuild_parameters()
+                with self.offload.resident("optimizer"):
+                    self.optimizer.rebuild_parameters()
             raise
 
     def _update(
@@ -241,7 +242,8 @@ class Policy:
         metrics = self._reduce(results, batch)
         self._require_finite_loss(metrics["train/loss/mean"], results, batch.microbatches)
         lr = learning_rate(self.cfg.optim, self.step + 1, self.num_updates)
-        metrics["train/grad_norm/max"] = self.optimizer.step(lr)
+        with self.offload.resident("optimizer"):
+            metrics["train/grad_norm/max"] = self.optimizer.step(lr)
         finish_fp8_step(self.chunks, self.parallel)
         metrics["train/lr/mean"] = lr
         self.step += 1

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.helpers.dist import run_ranks
-from tests.helpers.training import DENSE, run_config
+from tests.helpers.training import DENSE, continue_training, run_config
 
 PARTS = ("params", "gradients", "optimizer")
 
@@ -51,6 +51,8 @@ def _two_steps(cfg):
         away.append(policy.offload.away)
         colocated.train()
         away.append(policy.offload.away)
+        continue_training(policy, 1)
+        assert policy.offload.away == away[-1]
     assert colocated.take_metrics() == {}  # no GPU
     return events, away
 
@@ -66,7 +68,7 @@ def test_each_side_gives_back_before_the_other_takes():
         ("sleep", PARTS),
     ]
     assert events == 2 * step
-    assert away == also_away == 2 * [PARTS, ()]
+    assert away == also_away == 2 * [PARTS, ("optimizer",)]  # which an update fetches
     assert others == [("publish", ("gradients", "optimizer"))] * 2
 
 

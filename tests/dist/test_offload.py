@@ -39,7 +39,9 @@ def _train(cfg, folder, offload):
     sizes = _grad_bytes(policy)
     metrics = []
     for step in range(4):
+        before = policy.offload.away
         metrics += continue_training(policy, 1)[0]
+        assert policy.offload.away == before
         if offload:
             policy.offload.release("gradients", "optimizer")
             assert all(grads == 0 < params for params, grads in _grad_bytes(policy))
@@ -53,8 +55,8 @@ def _train(cfg, folder, offload):
                 policy.offload.require("params")
             for p in policy.models[0].parameters():
                 assert p.untyped_storage().nbytes() == 0
-            policy.offload.restore()
-            assert policy.offload.away == () and _grad_bytes(policy) == sizes
+            policy.offload.restore("params", "gradients", *PARTS[2:][step % 2 :])  # or an update fetches the rest
+            assert policy.offload.away == PARTS[2:][: step % 2] and _grad_bytes(policy) == sizes
             assert not any(b.grad_data.any() for chunk in policy.chunks for b in chunk.buffers)
     return metrics, weight_pieces(policy)
 

@@ -89,7 +89,9 @@ def _play(cfg, folder) -> list[str]:
         assert not any(b.grad_data.any() for chunk in policy.chunks for b in chunk.buffers)
         assert all(torch.equal(a, b) for a, b in zip(state, _state(policy), strict=True))
         assert torch.equal(expected, logprobs())
-    metrics, _ = continue_training(policy, 2)
+    policy.offload.release("optimizer")
+    metrics, _ = continue_training(policy, 2)  # each update fetches it
+    assert policy.offload.away == ("optimizer",)
     assert all(math.isfinite(value) for step in metrics for value in step.values())
     checkpoint.restore(checkpoint.latest(folder), policy)
     assert all(torch.equal(a, b) for a, b in zip(state, _state(policy), strict=True)), "the checkpoint"

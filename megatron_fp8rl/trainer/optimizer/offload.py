@@ -11,7 +11,8 @@ they are views of.
                                                              (columnwise is made again, scales stay on the GPU)
     gradients   gradient buffers, but for weights that they  discarded; restored as zeros
                 hold, too (shared_memory.py)
-    optimizer   FP32 master weights and Adam's moments       copied to host memory
+    optimizer   FP32 master weights and Adam's moments       copied to host memory; here while the optimizer steps alone, so
+                                                             that activations have the memory of both before
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from megatron_fp8rl.kernels.fp8_parameter import is_fp8
+from megatron_fp8rl.observe.spans import span
 from megatron_fp8rl.trainer.model.weight_cache import forget_quantized_weights
 from megatron_fp8rl.trainer.optimizer.shared_memory import bytes_of_weights
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_fp8rl.trainer.policy import Policy
 
 Part = Literal["params", "gradients", "optimizer"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 _ALIGNMENT_BYTES = 512  # of each storage within the host buffer
 _ALLOCATION_DEADLINE_S = 600.0
@@ -148,15 +151,25 @@ class Offload:
         """Restore ``parts``, or everything that is offloaded if none are given."""
         for part in parts or self.away:
             if held := self._parts.get(part):
+                if part == "optimizer":
+                    self._make_room()
                 held.restore()
 
     @contextlib.contextmanager
-    def resident(self) -> Iterator[None]:
-        """Load all state to the GPU for the block; restore the previous placement afterwards."""
-        before = self.away
-        self.restore()
-        yield
-        self.release(*before)
+    def resident(self, *parts: Part) -> Iterator[None]:
+        """Load ``parts``, or all state if none are given, to the GPU for the block; restore the previous placement
+        afterwards."""
+        before = [part for part in self.away if part in (parts or PARTS)]
+        if not before:
+            yield
+            return
+        with span("colocated", apart=True):
+            self.restore(*before)
+        try:
+            yield
+        finally:
+            with span("colocated", apart=True):
+                self.release(*before)
 
     def require(self, *parts: Part) -> None:
         """Raise RuntimeError if one of ``parts`` is offloaded: its tensors have no memory to read."""
@@ -177,6 +190,12 @@ class Offload:
         others = params | gradients
         states = unique_storages(self._optimizer())
         return {storage: storage.nbytes() for key, storage in states.items() if key not in others}
+
+    def _make_room(self) -> None:
+        """For the optimizer's state: what activations took, and copies of weights that a step is about to change."""
+        forget_quantized_weights()
+        if self._policy.parallel.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _forget_copies(self) -> None:
         """Free cached FP8 copies and columnwise data, as large as the rowwise data; the next pass makes them again."""

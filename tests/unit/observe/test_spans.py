@@ -26,6 +26,20 @@ def test_nested_spans_count_their_whole_duration():
     assert take_seconds() == {}
 
 
+def test_a_span_apart_is_not_counted_twice():
+    with span("checkpoint"), span("update"):
+        with span("colocated", apart=True):
+            time.sleep(0.03)
+        with span("inner"):
+            time.sleep(0.01)
+    seconds = take_seconds()
+    assert seconds["colocated"] >= 0.03 and 0.01 <= seconds["inner"] <= seconds["update"] < 0.03
+    assert seconds["checkpoint"] == pytest.approx(seconds["update"] + seconds["colocated"], abs=0.005)
+    with span("colocated", apart=True):
+        pass
+    assert set(take_seconds()) == {"colocated"}  # nothing around it
+
+
 def test_a_span_counts_when_its_block_raises():
     with pytest.raises(RuntimeError, match="boom"):
         with span("update"):
