@@ -56,7 +56,7 @@ def passes(forward: Call, both: Call, rounds: int) -> Row:
     """
     import torch
 
-    row: Row = {"first_s": round(timed(both), 2)}
+    row: Row = {"first_s": round(timed(both), 4)}
     if device() == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -19,6 +19,7 @@ BEGIN, END = "<!-- begin table -->", "<!-- end table -->"
 RAN = {
     "grpo_qwen3_8b": "never as it is; its shape: 8 of 36 layers on one H200",
     "grpo_qwen3_30b_a3b": "never as it is; its shape: all 48 layers on one H200 for exactness, 5 for mismatch",
+    "grpo_qwen3_30b_a3b_colocated": "never as it is; its shape: all 48 layers on four H200s",
     "grpo_qwen25_7b": "never as it is; its shape: 4 of 28 layers on one H200",
 }
 

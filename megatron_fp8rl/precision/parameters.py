@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, RunConfig
+from megatron_fp8rl.config import FP8_BLOCK, ModelConfig, ParallelConfig, RunConfig
 from megatron_fp8rl.names import blocks, slicing
 from megatron_fp8rl.names.layouts import VOCAB_PADDING, TrainerLayout
 from megatron_fp8rl.names.registry import FAMILIES
@@ -102,6 +102,15 @@ class RankWeights:
     @property
     def trained(self) -> int:
         return self.dense + self.expert
+
+    def divided(self, parallel: ParallelConfig) -> float:
+        """Of these, the elements whose optimizer states the rank keeps: its share of what all its copies train."""
+        return self.dense / (parallel.data * parallel.context) + self.expert / expert_copies(parallel)
+
+
+def expert_copies(parallel: ParallelConfig) -> int:
+    """Trainer ranks that hold the same routed experts."""
+    return max(1, parallel.world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor))
 
 
 def on_trainer_rank(cfg: RunConfig, stage: int) -> RankWeights:

@@ -38,7 +38,7 @@ from megatron_fp8rl.names.registry import padded_vocab_size
 from megatron_fp8rl.precision.hardware import Hardware
 from megatron_fp8rl.precision.kernel_choice import KernelChoice
 from megatron_fp8rl.precision.layer_table import LayerTable
-from megatron_fp8rl.precision.parameters import RankWeights, on_trainer_rank
+from megatron_fp8rl.precision.parameters import RankWeights, expert_copies, on_trainer_rank
 from megatron_fp8rl.preflight.activations import LayerBytes, Tokens, layer_bytes
 from megatron_fp8rl.preflight.memory import GIB, Estimate, Gpu, Part
 
@@ -140,8 +140,8 @@ def _turns(cfg: RunConfig) -> tuple[frozenset[str], ...]:
 def _states(cfg: RunConfig, gpu: Gpu, weights: RankWeights) -> tuple[Part, ...]:
     parallel, per = cfg.parallel, Bytes.of(cfg)
     dense_ranks = parallel.data * parallel.context
-    expert_ranks = max(1, parallel.world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor))
-    optimizer = per.optimizer * (weights.dense / dense_ranks + weights.expert / expert_ranks)
+    expert_ranks = expert_copies(parallel)
+    optimizer = per.optimizer * weights.divided(parallel)
     copies = fp8_copy_bytes(cfg, gpu)
     weight_bytes, how = per.weight * weights.trained + 4 * weights.buffers, cfg.precision.trainer
     linears, experts = shares_memory(cfg, gpu)

@@ -22,7 +22,8 @@ from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
 FOLDER = Path(__file__).parents[2] / "docs" / "measured"
 _PHASES = ("rollouts", "update", "publish")
 _OLDER = tuple("ABCDEFGH")  # runs of the ledger of which publications alone are of present code
-_STALLED = ("K", "L", "O")  # beside another run, with updates in which GPUs waited for the host
+# Updates in which GPUs waited for the host: beside another run, and in U, which maps memory again in every step.
+_STALLED = ("K", "L", "O", "U")
 
 
 @dataclass(frozen=True)

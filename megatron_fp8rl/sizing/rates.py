@@ -54,19 +54,19 @@ class Network:
 # of microbatches) and from the layers of Qwen3-8B in run A of layers, which has the head, too; decode steps of dense layers
 # from runs L, O, R and S and from run B of rollout_speed, with answers of 8,192 tokens; updates and decode steps of mixtures
 # from run P, 11 layers of Qwen3-30B-A3B on two GPUs; what the host takes from the FP8 arm of run I, of older code, whose GPUs
-# had least to do; what engines take to sleep and wake from runs N, Q and R, and the rate of what the trainer offloads meanwhile
-# from run T. The rate for prompts is assumed.
+# had least to do; what engines take to sleep and wake from runs N, Q and R, and the rate of what the trainer offloads meanwhile,
+# with memory freed and mapped again, from run U. The rate for prompts is assumed.
 H200 = Rates(
     linear_fp8=1602e12,
     linear_bf16=795e12,
-    experts_fp8=938e12,
-    experts_bf16=652e12,
+    experts_fp8=884e12,
+    experts_bf16=625e12,
     attention=202e12,
     head=658e12,
     feature_fp8_s=102e-12,
     feature_bf16_s=96e-12,
     parameter_bytes=26.2,
-    host_moe_layer_s=11.72e-3,
+    host_moe_layer_s=11.87e-3,
     prefill=500e12,
     read_bytes_per_s=4.3e12,
     decode_layer_s=31.8e-6,
@@ -76,7 +76,7 @@ H200 = Rates(
     publish_s_per_byte=2.27e-12,
     kv_scales_s=0.052,
     sleep_s=0.428,
-    host_bytes_per_s=38.9e9,
+    host_bytes_per_s=18.0e9,
     source="measured on H200",
 )
 

@@ -233,30 +233,30 @@ def _update_s(
     together = max(1.0, cfg.rollout.max_tokens_per_microbatch // length)  # sequences of a microbatch
     microbatches = max(1, math.ceil(sequences / parallel.data / updates / together))
     held = _held(cfg)
-    gradients = updates * microbatches * held * rates.parameter_bytes / rates.read_bytes_per_s
+    gradients = updates * microbatches * held.trained * rates.parameter_bytes / rates.read_bytes_per_s
     busy = passes.update + gradients + experts + tensor
     if model.is_moe:
         launched = rates.host_moe_layer_s * (1.0 + _AGAIN[cfg.optim.recompute] / 3.0)
         busy = max(busy, updates * microbatches * layers * launched)
     bubble = busy * (parallel.pipeline - 1) / (microbatches * parallel.virtual_stages)
-    copies = parallel.data * parallel.context
     link = network.nvlink_bytes_per_s if parallel.world_size <= node else network.nic_bytes_per_s
-    reduced = 0.0 if copies == 1 else held * (4 + 2) / link  # gradients in FP32, parameters in BF16
-    optimizer = held / copies * _OPTIMIZER_BYTES / rates.read_bytes_per_s
+    copied = held.dense * (parallel.data * parallel.context > 1) + held.expert * (parameters.expert_copies(parallel) > 1)
+    reduced = copied * (4 + 2) / link  # gradients in FP32, parameters in BF16
+    optimizer = held.divided(parallel) * _OPTIMIZER_BYTES / rates.read_bytes_per_s
     return busy + bubble + updates * (reduced + optimizer), bubble, experts
 
 
-def _held(cfg: RunConfig) -> int:
-    """Parameters of the trainer rank that has most."""
+def _held(cfg: RunConfig) -> parameters.RankWeights:
+    """Weights of the trainer rank that has most."""
     stages = [parameters.on_trainer_rank(cfg, stage) for stage in range(cfg.parallel.pipeline)]
-    return max(stage.dense + stage.expert for stage in stages)
+    return max(stages, key=lambda stage: stage.trained)
 
 
 def _handover_s(cfg: RunConfig, rates: Rates) -> float:
     if cfg.rollout.placement != "colocated":
         return 0.0
-    held, copies = _held(cfg), cfg.parallel.data * cfg.parallel.context
-    sizes = {"params": 2.0 * held, "optimizer": _STATE_BYTES * held / copies * cfg.algo.updates_per_step}
+    held, updates = _held(cfg), cfg.algo.updates_per_step
+    sizes = {"params": 2.0 * held.trained, "optimizer": _STATE_BYTES * held.divided(cfg.parallel) * updates}
     away = sum(size for part, size in sizes.items() if part in cfg.optim.offload)
     return (rates.sleep_s if cfg.rollout.sleep_level else 0.0) + 2.0 * away / rates.host_bytes_per_s
 

@@ -143,6 +143,19 @@ def test_a_trainer_takes_the_memory_that_the_doctor_predicts(runs, least, most, 
         assert least < predicted / GIB / row["memory_gib"]["train_device"] < most, (row["run"], row["arm"])
 
 
+def test_a_trainer_that_offloads_takes_the_memory_that_the_doctor_predicts(tmp_path):
+    """Run U, all 48 layers on four GPUs: its tensors at their peak: in BF16 while the optimizer steps, in FP8 while gradients are computed."""
+    rows = [json.loads(line) for line in (record.KEPT / "ledger.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["run"] == "U"]
+    assert len(rows) == 2
+    for row in rows:
+        cfg = ledger.job_of(parse(ledger.LEDGER, ["--gpu", "h200", "--folder", str(tmp_path)]), row["shape"], row["arm"]).cfg
+        assert cfg.rollout.max_tokens_per_microbatch == row["layout"]["microbatch"] and set(cfg.optim.offload) == set(row["layout"]["offload"])
+        estimate = trainer_memory.worst_rank(cfg, GPUS["h200"], GPUS["h200"].memory_bytes)
+        predicted = estimate.total_bytes - estimate.part("communication, CUDA").num_bytes
+        assert predicted / GIB == pytest.approx(row["memory_gib"]["train_allocated"], rel=0.01), row["arm"]
+
+
 def test_a_mistake_of_the_user_is_named(tmp_path):
     options = parse(ledger.LEDGER, ["--model", str(tmp_path / "none"), "--data", "x.jsonl", "--reward", "math"])
     with pytest.raises(ConfigError, match="is not a folder"):
