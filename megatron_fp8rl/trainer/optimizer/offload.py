@@ -152,7 +152,7 @@ class Offload:
         for part in parts or self.away:
             if held := self._parts.get(part):
                 if part == "optimizer":
-                    self._make_room()
+                    forget_quantized_weights()  # make room; a step is about to change what they are copies of
                 held.restore()
 
     @contextlib.contextmanager
@@ -190,12 +190,6 @@ class Offload:
         others = params | gradients
         states = unique_storages(self._optimizer())
         return {storage: storage.nbytes() for key, storage in states.items() if key not in others}
-
-    def _make_room(self) -> None:
-        """For the optimizer's state: what activations took, and copies of weights that a step is about to change."""
-        forget_quantized_weights()
-        if self._policy.parallel.device.type == "cuda":
-            torch.cuda.empty_cache()
 
     def _forget_copies(self) -> None:
         """Free cached FP8 copies and columnwise data, as large as the rowwise data; the next pass makes them again."""
