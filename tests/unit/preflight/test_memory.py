@@ -7,7 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from megatron_fp8rl.config import MlaConfig, ModelConfig, ParallelConfig, PrecisionConfig, RolloutConfig, RunConfig
+from megatron_fp8rl.config import (
+    MlaConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from megatron_fp8rl.names import registry
 from megatron_fp8rl.names.layouts import EngineLayout, TrainerLayout
 from megatron_fp8rl.precision.hardware import Hardware
@@ -300,6 +308,24 @@ def test_latent_attention_and_its_absorbed_copies():
         mla=MlaConfig(q_lora_rank=None, kv_lora_rank=128, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
     )  # fmt: skip
     assert on_engine_worker(run(model, rollout__tensor=2)).absorbed == 4 * (8 * 128 * 128) // 2 * 2
+
+
+@pytest.mark.parametrize("params", ["bf16", "fp8"])
+def test_an_optimizer_that_waits_on_the_host_comes_when_activations_have_gone(params):
+    """Copies of FP8 primary weights are columns of the parameters, which stay."""
+    whole = run(qwen3_8b(), PrecisionConfig(params=params))
+    at_once = trainer_memory.worst_rank(whole, H200, H200.memory_bytes)
+    in_turns = trainer_memory.worst_rank(replace(whole, optim=OptimConfig(offload=("optimizer",))), H200, H200.memory_bytes)
+    size = {part.name: part.num_bytes for part in at_once.parts}
+    assert in_turns.parts == at_once.parts and at_once.total_bytes == sum(size.values())
+    before = size["activations"] + size["temporaries"] + (size["FP8 copies"] if params == "bf16" else 0)
+    assert 0 < before < size["optimizer states"]
+    assert in_turns.total_bytes == at_once.total_bytes - before
+    # Fragments are of activations: so much memory is tight beside them, and not for an optimizer alone.
+    capacity = int(in_turns.total_bytes / 0.95)
+    assert not replace(in_turns, capacity_bytes=capacity).is_tight
+    assert replace(at_once, capacity_bytes=int(at_once.total_bytes / 0.95)).is_tight
+    assert replace(in_turns, capacity_bytes=int(in_turns.total_bytes / 0.98)).is_tight
 
 
 def test_a_published_recipe_fits_the_gpu_that_it_is_published_for():
