@@ -1,15 +1,14 @@
 """The ``grpo`` command: a run from a model's folder, rows of data and a reward, without a line of Python.
 
 In: ``--model DIR --data FILE --reward NAME``. Out: a complete ``RunConfig``. The architecture, the tokenizer and the
-chat template are those of the folder; the layout is the smallest that preflight's memory model finds to fit, with the
-reason. Runs in the process that the user starts; imports nothing heavy.
+chat template are those of the folder; the layout is that of ``sizing/near_layouts.py``, with the reason. Runs in the
+process that the user starts; imports nothing heavy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import itertools
 import json
 import math
 import os
@@ -17,7 +16,6 @@ import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 
 from megatron_fp8rl.config import (
@@ -38,15 +36,14 @@ from megatron_fp8rl.config import (
 )
 from megatron_fp8rl.envs.source_kind import has_rows, kind_of, short_name
 from megatron_fp8rl.names.registry import from_hf_config
-from megatron_fp8rl.preflight import layout_search, rules, trainer_memory
-from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose, judge
+from megatron_fp8rl.preflight import rules
+from megatron_fp8rl.preflight.diagnosis import DoctorOptions, diagnose
 from megatron_fp8rl.preflight.doctor import headline
 from megatron_fp8rl.preflight.memory import GIB, GpuName
+from megatron_fp8rl.sizing import near_layouts
 
 VERIFIERS = "verifiers:"  # what a taskset of that library is named by
 _PROMPT_TOKENS, _COMPLETION_TOKENS = 1024, 3072
-_SHORTEST, _LONGEST = 4096, 32768  # tokens of a microbatch on one rank
-_FEWEST = 4  # microbatches of an update and pipeline stage
 _ON_A_CPU = dict(prompts_per_step=8, completions_per_prompt=8, kv_cache_bytes=256 << 20, enforce_eager=True)
 
 
@@ -102,74 +99,6 @@ def model_in(folder: Path) -> ModelConfig:
     if not isinstance(config, dict):
         raise ValueError("config.json is not a JSON object")
     return replace(from_hf_config(config, fp8_weights=True), hf_path=str(folder.resolve()))
-
-
-def in_place(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change:
-    """The change after which engines share the trainer's GPUs and least of their memory moves in every step: at best
-    none, else that of sleeping engines, with microbatches of half as many tokens or selective recompute if nothing less
-    fits; empty if all of these need offloading, or a KV cache for less than half of the sequences that are decoded at once.
-
-    Moving what an 80 GB GPU holds takes seconds, more than the recompute of a step; a smaller KV cache costs nothing
-    while it holds all sequences.
-    """
-    wanted = _decoded_at_once(cfg.rollout) / 2
-    ways = itertools.product(_less_activation_memory(cfg), dict.fromkeys((0, cfg.rollout.sleep_level)))
-    for fewer_activations, sleep in ways:
-        for share in layout_search.SHARES:
-            change = (("rollout.sleep_level", sleep), ("rollout.gpu_memory_utilization", share), ("optim.offload", ()))
-            change += fewer_activations
-            found = judge(layout_search.apply(cfg, change))
-            if found.works and not found.num_layout_warnings:
-                if found.engine is not None and found.engine.full_sequences >= wanted:
-                    return tuple((path, value) for path, value in change if attrgetter(path)(cfg) != value)
-                break
-    return ()
-
-
-def _less_activation_memory(cfg: RunConfig) -> list[layout_search.Change]:
-    """Recompute and tokens of a microbatch, the cheapest first. Half as many tokens cost a dense model little; for a layer of
-    experts the host launches as many kernels as before, and GPUs read and write as many gradients."""
-    tokens = cfg.rollout.max_tokens_per_microbatch
-    sizes = (tokens, tokens // 2) if tokens // 2 >= max(_SHORTEST, cfg.max_sequence_tokens) else (tokens,)
-    ways = [(recompute, size) for recompute in dict.fromkeys((cfg.optim.recompute, "selective")) for size in sizes]
-    if cfg.model.is_moe:
-        ways.sort(key=lambda way: -way[1])
-    return [(("optim.recompute", recompute), ("rollout.max_tokens_per_microbatch", size)) for recompute, size in ways]
-
-
-def longer_microbatches(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change:
-    """The change after which a microbatch has 4, 2 or 1.5 times as many tokens, whose logits exist at once, in the same
-    layout; engines on the trainer's GPUs may give up KV cache that no sequence needs. Empty if neither fits, if few
-    microbatches would be left, or if the configuration does not work as it is.
-
-    The host launches as many kernels for a long microbatch as for a short one, and each reads and writes all gradients.
-    """
-    rollout, parallel = cfg.rollout, cfg.parallel
-    if not judge(cfg).works:
-        return ()
-    shares = [rollout.gpu_memory_utilization]
-    if rollout.placement == "colocated":
-        shares += [share for share in layout_search.SHARES if share < shares[0]]
-    for size in (times * rollout.max_tokens_per_microbatch // 2 for times in (8, 4, 3)):
-        longer = layout_search.microbatches_of(size)
-        if size > _LONGEST * parallel.context:
-            continue
-        if trainer_memory.num_microbatches(layout_search.apply(cfg, longer)) < _FEWEST * parallel.pipeline:
-            continue
-        for share in shares:
-            change = (*longer, ("rollout.gpu_memory_utilization", share))
-            found = judge(layout_search.apply(cfg, change))
-            if found.engine is None or found.engine.full_sequences < _decoded_at_once(rollout):
-                break
-            if found.works and not found.num_layout_warnings:
-                return tuple((path, value) for path, value in change if attrgetter(path)(cfg) != value)
-    return ()
-
-
-def _decoded_at_once(rollout: RolloutConfig) -> int:
-    """Sequences that one engine decodes at once, at most."""
-    num_asked = math.ceil(rollout.prompts_per_step * rollout.completions_per_prompt / rollout.num_replicas)
-    return min(rollout.max_num_sequences, num_asked)
 
 
 def as_function(cfg: RunConfig) -> str:
@@ -298,27 +227,16 @@ def _on_gpus(
     )
     together = replace(cfg.rollout, num_replicas=num_gpus, placement="colocated")
     start = override(replace(cfg, rollout=together, parallel=ParallelConfig(world_size=num_gpus)))
-    change: layout_search.Change = ()
-    judged = lambda cfg: judge(override(cfg), machines)  # noqa: E731
     if start.rollout.placement == "colocated":
         start = override(replace(start, rollout=replace(start.rollout, sleep_level=2)))
-        change = in_place(start, judged)
-    found = judged(layout_search.apply(start, change))
-    if found.errors or found.num_layout_warnings:
-        outcome = layout_search.search(start, judged, machines.hardware, num_gpus, machines.gpus_per_node)
-        change = outcome.change
-    cfg = override(layout_search.apply(start, change))
+    cfg, change, how = near_layouts.fastest(start, machines, override)
     if violations := rules.check(cfg, accelerator=machines.hardware.generation):
         raise ConfigError(violations)  # with them no layout is accepted, so that memory would be blamed
-    longer = longer_microbatches(cfg, judged)
-    with_longer = layout_search.apply(cfg, longer)
-    if override(with_longer) == with_longer:  # otherwise the user has set one of these fields
-        change, cfg = tuple((dict(change) | dict(longer)).items()), with_longer
     diagnosis = diagnose(cfg, machines)
     said = [headline(diagnosis)]
     if change:
         chosen = ", ".join(f"{path} {value}" for path, value in change)
-        said.append(f"nearest to data parallel that fits and moves least between trainer and engines, with long microbatches: {chosen}")
+        said.append(f"{how}, with long microbatches: {chosen}")
     subjects = {"one GPU of both"}
     for estimate in (diagnosis.trainer, diagnosis.engine.estimate if diagnosis.engine else None):
         if estimate is not None:

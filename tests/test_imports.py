@@ -21,7 +21,8 @@ FLOORS = (
     "upstream", "garbage", "stored_numbers", "token_rows", "types", "config", "kernels", "names", "precision", "net", "algo",
     "envs", "data", "observe", "preflight", "trainer", "weight_sync", "rollout",
 )  # fmt: skip
-PROGRAMS = ("report", "diagnose", "sizing")  # run by themselves or by a command: nothing in the library imports them
+PROGRAMS = ("report", "diagnose", "sizing")  # run by themselves or by a command: nothing else in the library imports them
+COMMANDS = ("__main__", "own_job")
 
 # Third parties that few places know, so that a change of theirs stays there.
 CONFINED = {
@@ -96,7 +97,7 @@ def test_a_folder_imports_only_what_stands_below_it():
                 continue
             target = name.removeprefix(f"{LIBRARY}.")
             target_top = target.partition(".")[0]
-            if target_top in PROGRAMS and top not in (*PROGRAMS, "__main__"):
+            if target_top in PROGRAMS and top not in (*PROGRAMS, *COMMANDS):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, a program")
             elif top not in PROGRAMS and floor_of(target) > floor_of(module) and target != "__version__":
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}, which stands above it")
