@@ -61,8 +61,8 @@ def test_two_workers(engine_cfg, tmp_path: Path):
         files = shared_files(group)
         assert files, "two workers share memory"
 
-        # A killed engine is named at once, with the call that it did not answer.
-        how = replace(how, max_tokens=500)
+        # A killed engine is named at once, with the call that it did not answer: it stands still from before the call.
+        os.killpg(group, signal.SIGSTOP)
         running = fleet.submit(client.generate(PROMPT, 8, 1, sampling=how))
         time.sleep(0.3)
         started = time.monotonic()
