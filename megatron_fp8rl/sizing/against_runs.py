@@ -22,7 +22,7 @@ from megatron_fp8rl.sizing.step_time import Lengths, StepTime, step_time
 FOLDER = Path(__file__).parents[2] / "docs" / "measured"
 _PHASES = ("rollouts", "update", "publish")
 _OLDER = tuple("ABCDEFGH")  # runs of the ledger of which publications alone are of present code
-# Updates in which GPUs waited for the host: beside another run, and in U, which maps memory again in every step.
+# Beside another run, with updates in which GPUs waited for the host; and U, whose updates took longer for a reason not proven.
 _STALLED = ("K", "L", "O", "U")
 
 

@@ -67,15 +67,11 @@ def _nearest(
 
 
 def _step_s(cfg: RunConfig, machines: DoctorOptions) -> float:
-    """Seconds of a step whose completions have half of the most tokens on average, as ``plan`` assumes."""
-    rollout, memory_bytes = cfg.rollout, machines.hardware.memory_bytes
-    lengths = Lengths(
-        prompt=rollout.max_prompt_tokens / 2, mean=rollout.max_completion_tokens / 2, longest=rollout.max_completion_tokens
-    )
-    network, gpus = rates.Network(), gpus_wanted(cfg)
+    """Seconds of a step, as ``plan`` computes them without options."""
     return step_time(
-        cfg, lengths, rates.of(machines.gpu), network, memory_bytes=memory_bytes, gpus=gpus, gpus_per_node=machines.gpus_per_node
-    ).step
+        cfg, Lengths.of(cfg.rollout), rates.of(machines.gpu), rates.Network(),
+        memory_bytes=machines.hardware.memory_bytes, gpus=gpus_wanted(cfg), gpus_per_node=machines.gpus_per_node,
+    ).step  # fmt: skip
 
 
 def in_place(cfg: RunConfig, judge: layout_search.Judge) -> layout_search.Change:

@@ -65,11 +65,8 @@ def plan(cfg: RunConfig, options: PlanOptions) -> tuple[Choices, list[str]]:
         nic_bytes_per_s=options.nic_gbits / 8 * 1e9 * 0.8, storage_bytes_per_s=options.storage_gbytes * 1e9
     )
     rollout = cfg.rollout
-    lengths = Lengths(
-        prompt=options.prompt_tokens or rollout.max_prompt_tokens / 2,
-        mean=options.completion_tokens or rollout.max_completion_tokens / 2,
-        longest=rollout.max_completion_tokens,
-    )
+    lengths = Lengths.of(rollout, options.prompt_tokens, options.completion_tokens)
+
     def layouts(cfg: RunConfig) -> Choices:
         return choices(cfg, gpu, options.gpus, lengths, of_gpu, network, options.gpus_per_node)
 

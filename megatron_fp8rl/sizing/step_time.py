@@ -24,7 +24,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_fp8rl.algo.named import needs_old_pass
-from megatron_fp8rl.config import ModelConfig, RunConfig
+from megatron_fp8rl.config import ModelConfig, RolloutConfig, RunConfig
 from megatron_fp8rl.precision import parameters
 from megatron_fp8rl.precision.kernel_support import may_gather
 from megatron_fp8rl.preflight.engine_memory import kv_token_bytes, worker
@@ -45,6 +45,12 @@ class Lengths:
     prompt: float
     mean: float  # of completions
     longest: float
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig, prompt: float | None = None, mean: float | None = None) -> Lengths:
+        """Those given, or half of the most tokens that the configuration allows."""
+        longest = rollout.max_completion_tokens
+        return cls(prompt=prompt or rollout.max_prompt_tokens / 2, mean=mean or longest / 2, longest=longest)
 
 
 @dataclass(frozen=True, kw_only=True)

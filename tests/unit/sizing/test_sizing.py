@@ -212,7 +212,8 @@ def test_measured_runs_are_met():
     assert median(errors["step"]) < 0.02 and max(errors["step"]) < 0.06
     assert {round(measured, 2) for _, _, measured in against_runs.ratios()} == {1.32, 1.33, 1.39, 1.41, 1.43, 1.44, 1.56, 1.59}
     assert all(abs(predicted / measured - 1) < 0.05 for _, predicted, measured in against_runs.ratios())
-    assert median(errors["rollouts"]) < 0.023 and max(errors["rollouts"]) < 0.08  # with run U, of which no rate of these comes
+    fitted = [abs(one.error) for one in found if one.phase == "rollouts" and not one.run.startswith("ledger U,")]
+    assert median(fitted) < 0.02 and max(errors["rollouts"]) < 0.08
     assert median(errors["update"]) < 0.01 and max(errors["update"]) < 0.07 and median(errors["publish"]) < 0.02
 
 
@@ -225,6 +226,12 @@ def test_runs_of_which_no_rate_comes_are_met(run):
     assert max(errors["update"]) < 0.07 and max(errors["rollouts"]) < 0.03
     (ratio,) = [ratio for ratio in against_runs.ratios() if ratio[0].startswith(f"ledger {run},")]
     assert ratio[1] == pytest.approx(ratio[2], rel=0.02)
+
+
+def test_rollouts_of_a_whole_mixture_are_met():
+    """Run U, all 48 layers on four GPUs, of which no rate of an engine comes."""
+    found = [one for one in against_runs.compared() if one.run.startswith("ledger U,")]
+    assert {one.phase for one in found} == {"rollouts"} and len(found) == 2 and max(abs(one.error) for one in found) < 0.05
 
 
 def test_the_host_takes_what_it_took_for_the_layers_of_a_mixture():
